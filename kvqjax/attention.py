@@ -1,0 +1,111 @@
+"""Attention over one segment of a sequence, and the log-sum-exp merge of segments (DESIGN idea 1).
+
+Softmax and accumulation run in float32 whatever the inputs' dtype. A query that sees no key of a segment gets
+out = 0 and lse = -inf there, so it merges as nothing.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+__all__ = ["Partial", "blockwise_attention", "merge", "segment_attention"]
+
+
+class Partial(NamedTuple):
+    """Normalised attention output of one segment and the log of its softmax denominator, both float32."""
+
+    out: Float[Array, "B T H D"]
+    lse: Float[Array, "B T H"]
+
+
+class _Running(NamedTuple):
+    """Online-softmax state: running maximum, denominator and un-normalised output, heads grouped as [K, G]."""
+
+    peak: Float[Array, "B K G T"]
+    total: Float[Array, "B K G T"]
+    acc: Float[Array, "B K G T D"]
+
+
+def _grouped(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K G T D"]:
+    """Scale the queries by D^-1/2 and put the KV head in front, so that both products are batched matmuls."""
+    batch, length, heads, dim = q.shape
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
+    return q * jnp.asarray(dim**-0.5, q.dtype)
+
+
+def _accumulate(
+    state: _Running,
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    mask: Bool[Array, "B T S"],
+) -> _Running:
+    """Fold one block of keys and values into the running softmax."""
+    scores = jnp.einsum("bkgtd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    peak = jnp.maximum(state.peak, scores.max(-1))
+    # A finite stand-in for the peak of an all-masked row keeps exp(-inf - -inf) from becoming NaN.
+    safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    weights = jnp.exp(scores - safe[..., None])
+    decay = jnp.exp(state.peak - safe)
+    update = jnp.einsum("bkgts,bskd->bkgtd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return _Running(peak, state.total * decay + weights.sum(-1), state.acc * decay[..., None] + update)
+
+
+def _start(q: Float[Array, "B K G T D"]) -> _Running:
+    shape = q.shape[:-1]
+    return _Running(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
+
+
+def _finish(state: _Running) -> Partial:
+    batch, kv_heads, group, length, dim = state.acc.shape
+    total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
+    out = (state.acc / total[..., None]).transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, dim)
+    lse = jnp.where(state.total > 0, jnp.log(total) + state.peak, -jnp.inf)
+    return Partial(out, lse.transpose(0, 3, 1, 2).reshape(batch, length, kv_heads * group))
+
+
+def segment_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    mask: Bool[Array, "B T S"],
+) -> Partial:
+    """Attend to S exact tokens at once. `mask[b, t, s]` is True where query t may see token s."""
+    grouped = _grouped(q, k.shape[2])
+    return _finish(_accumulate(_start(grouped), grouped, k, v, mask))
+
+
+def blockwise_attention(
+    q: Float[Array, "B T H D"],
+    kv_heads: int,
+    read: Callable[[Int[Array, ""], object], tuple],
+    first: Int[Array, ""],
+    last: Int[Array, ""],
+    carry: object = None,
+) -> tuple[Partial, object]:
+    """Attend to blocks `first <= j < last` one at a time, so that only one block of K and V ever exists.
+
+    `read(j, carry) -> (k [B,S,K,D], v [B,S,K,D], mask [B,T,S], carry)` materialises block j.
+    """
+    grouped = _grouped(q, kv_heads)
+
+    def step(j, loop):
+        state, carry = loop
+        k, v, mask, carry = read(j, carry)
+        return _accumulate(state, grouped, k, v, mask), carry
+
+    state, carry = jax.lax.fori_loop(first, last, step, (_start(grouped), carry))
+    return _finish(state), carry
+
+
+def merge(*parts: Partial) -> Float[Array, "B T H D"]:
+    """Combine segments: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i(lse_i). Float32."""
+    lse = jnp.stack([part.lse for part in parts])
+    out = jnp.stack([part.out for part in parts])
+    peak = lse.max(0)
+    weights = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak))
+    return (weights[..., None] * out).sum(0) / jnp.maximum(weights.sum(0), jnp.finfo(jnp.float32).tiny)[..., None]

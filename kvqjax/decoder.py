@@ -1,0 +1,150 @@
+"""The decoder as pure functions over a params pytree; the cache lives elsewhere and only sees `Projected`.
+
+    params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]}}
+    layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
+            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3); every one stacked over L in front.
+
+Layers are read from the stack by number inside a scan, so no second copy of the weights exists.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax.attention import segment_attention
+from kvqjax.config import ModelConfig
+from kvqjax.rope import rotate
+
+__all__ = ["Params", "Projected", "embed", "finish", "hidden_states", "init_params", "layer", "logits", "norm", "project", "unembed"]
+
+Params = dict
+Layer = dict
+
+
+class Projected(NamedTuple):
+    """What one layer computes from its input before attention. `x` is the input after the attention norm."""
+
+    q: Float[Array, "B T H D"]  # rotated
+    k: Float[Array, "B T K D"]  # before RoPE, after bias and QK-norm
+    v: Float[Array, "B T K D"]
+    x: Float[Array, "B T E"]
+
+
+def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
+    """Layer `index` of the stacked weights."""
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), params["layers"])
+
+
+def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Float[Array, "*B W"]:
+    """RMSNorm over the last axis; statistics in float32."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    return (scaled.astype(x.dtype) * weight).astype(x.dtype)
+
+
+def _linear(x, weights: Layer, name: str):
+    y = jnp.einsum("bte,ef->btf", x, weights[name])
+    bias = weights.get(f"{name}_bias")
+    return y if bias is None else y + bias[None, None]
+
+
+def heads(x: Float[Array, "B T W"], count: int) -> Float[Array, "B T N D"]:
+    """Split the last axis into `count` heads."""
+    return x.reshape(*x.shape[:2], count, -1)
+
+
+def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T"], config: ModelConfig) -> Projected:
+    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only."""
+    x = norm(h, weights["attn_norm"], config.norm_eps)
+    q = heads(_linear(x, weights, "q"), config.num_heads)
+    k, v = (heads(_linear(x, weights, name), config.num_kv_heads) for name in ("k", "v"))
+    if config.qk_norm:
+        q, k = norm(q, weights["q_norm"], config.norm_eps), norm(k, weights["k_norm"], config.norm_eps)
+    return Projected(rotate(q, positions, config), k, v, x)
+
+
+def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
+    """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
+    h = h + jnp.einsum("btf,fe->bte", attended.reshape(*h.shape[:2], -1).astype(h.dtype), weights["o"])
+    x = norm(h, weights["mlp_norm"], config.norm_eps)
+    gate = jnp.einsum("bte,ef->btf", x, weights["gate"])
+    up = jnp.einsum("bte,ef->btf", x, weights["up"])
+    return h + jnp.einsum("btf,fe->bte", jax.nn.silu(gate) * up, weights["down"])
+
+
+def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    return params["embed"][tokens]
+
+
+def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T V"]:
+    """Final norm and logits in float32."""
+    h = norm(h, params["norm"], config.norm_eps)
+    if config.tied_embeddings:
+        return jnp.einsum("bte,ve->btv", h, params["embed"], preferred_element_type=jnp.float32)
+    return jnp.einsum("bte,ev->btv", h, params["head"], preferred_element_type=jnp.float32)
+
+
+def causal_mask(length: int, window: Int[Array, ""]) -> jax.Array:
+    """[T, T], True where the key is not after the query and less than `window` tokens before it."""
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def window_table(config: ModelConfig) -> Int[Array, " L"]:
+    """Sliding window of each layer as data; full attention is a window no sequence reaches."""
+    unlimited = 2**30
+    return jnp.asarray([unlimited if w is None else w for w in config.windows], jnp.int32)
+
+
+def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
+    """Plain causal forward without a cache, before the final norm: training, calibration and reference."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    windows = window_table(config)
+
+    def step(h, index):
+        weights = layer(params, index)
+        projected = project(weights, h, positions, config)
+        mask = causal_mask(tokens.shape[1], windows[index])
+        mask = jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape))
+        attended = segment_attention(projected.q, rotate(projected.k, positions, config), projected.v, mask).out
+        return finish(weights, h, attended, config), None
+
+    return jax.lax.scan(step, embed(params, tokens), jnp.arange(config.num_layers))[0]
+
+
+def logits(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T V"]:
+    """Next-token logits of a plain causal forward without a cache, float32."""
+    return unembed(params, hidden_states(params, tokens, config), config)
+
+
+def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
+    """Random weights: normal with variance 1/fan_in, residual outputs scaled down by sqrt(2 L); norms one, biases zero."""
+    c, count = config, config.num_layers
+    shapes = {
+        "q": (c.width, c.query_width),
+        "k": (c.width, c.kv_width),
+        "v": (c.width, c.kv_width),
+        "o": (c.query_width, c.width),
+        "gate": (c.width, c.mlp_width),
+        "up": (c.width, c.mlp_width),
+        "down": (c.mlp_width, c.width),
+    }
+    keys = dict(zip([*shapes, "embed", "head"], jax.random.split(key, len(shapes) + 2), strict=True))
+    layers = {name: jax.random.normal(keys[name], (count, *s), dtype) * s[0] ** -0.5 for name, s in shapes.items()}
+    for name in ("o", "down"):
+        layers[name] = layers[name] * (2 * count) ** -0.5
+    ones = {"attn_norm": c.width, "mlp_norm": c.width}
+    if c.qk_norm:
+        ones |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
+    layers |= {name: jnp.ones((count, size), dtype) for name, size in ones.items()}
+    if c.qkv_bias:
+        sizes = {"q_bias": c.query_width, "k_bias": c.kv_width, "v_bias": c.kv_width}
+        layers |= {name: jnp.zeros((count, size), dtype) for name, size in sizes.items()}
+    params = {"embed": jax.random.normal(keys["embed"], (c.vocab_size, c.width), dtype) * 0.02}
+    params |= {"norm": jnp.ones((c.width,), dtype), "layers": layers}
+    if not c.tied_embeddings:
+        params["head"] = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype) * c.width**-0.5
+    return params

@@ -1,0 +1,61 @@
+"""Rotary position embedding in the half-split layout: pair i of a head is (channel i, channel i + D/2)."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax.config import ModelConfig, RopeConfig
+
+__all__ = ["inverse_frequencies", "rotate"]
+
+
+def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Yarn: interpolate slow pairs, keep fast ones, with a linear ramp between the two (arXiv 2309.00071)."""
+
+    def correction(rotations: float) -> float:
+        wavelength_ratio = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
+
+    low, high = correction(rope.beta_fast), correction(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return freq / rope.factor * ramp + freq * (1 - ramp)
+
+
+def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Llama 3.1: wavelengths above the old context are interpolated, short ones kept, a smooth blend between."""
+    wavelength = 2 * math.pi / freq
+    blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blend = np.clip(blend, 0, 1)
+    return (1 - blend) * freq / rope.factor + blend * freq
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """Angle per position of each pair, float32 [D/2], a trace-time constant."""
+    rope = config.rope
+    freq = 1.0 / rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    if rope.kind == "linear":
+        freq = freq / rope.factor
+    elif rope.kind == "llama3":
+        freq = _llama3(freq, rope)
+    elif rope.kind == "yarn":
+        freq = _yarn(freq, rope, config.head_dim)
+    elif rope.kind != "default":
+        raise ValueError(f"unknown rope kind {rope.kind!r}; known: default, linear, llama3, yarn")
+    return freq.astype(np.float32)
+
+
+def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: ModelConfig) -> Float[Array, "*B T N D"]:
+    """Rotate N heads of T tokens to their absolute positions. Angles, cos and sin in float32, the result in x.dtype."""
+    # An outer product written as einsum: rank promotion stays an error everywhere else.
+    angles = jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))  # [*B, T, D/2]
+    cos = jnp.cos(angles)[..., None, :] * config.rope.attention_factor
+    sin = jnp.sin(angles)[..., None, :] * config.rope.attention_factor
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
