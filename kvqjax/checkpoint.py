@@ -1,0 +1,139 @@
+"""A folder of safetensors files: headers checked before anything is read, slices of tensors, sampled digests.
+
+Layout of a file: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets), the data.
+"""
+
+import dataclasses
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401 - makes bfloat16 known to numpy before safetensors reads it
+import numpy as np
+from safetensors import safe_open
+
+from kvqjax.errors import UserError
+
+__all__ = ["Checkpoint", "Tensor", "header_digest", "open_checkpoint", "read", "sample", "sample_digest"]
+
+_SAMPLE_BYTES = 4096
+_SAMPLE_PIECES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where one tensor lies: `start` and `nbytes` are byte offsets in `file`; dtype as safetensors spells it."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+Checkpoint = dict[str, Tensor]
+
+
+def _header(file: Path) -> tuple[dict, int]:
+    """JSON header and the offset of the data behind it."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))[0]
+        if not 2 <= length <= size - 8:
+            raise UserError(f"{file}: not a safetensors file (header of {length} bytes in a file of {size})")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{file}: not a safetensors file (header is not JSON)") from error
+    if not isinstance(header, dict):
+        raise UserError(f"{file}: not a safetensors file (header is not a JSON object)")
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
+
+
+def _tensors(file: Path) -> Checkpoint:
+    """All tensors of one file. A file shorter than its header says is refused here, not at the first read."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    header, data = _header(file)
+    tensors = {}
+    try:
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            tensors[name] = Tensor(file, name, entry["dtype"], tuple(entry["shape"]), data + first, last - first)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})") from error
+    wanted, size = max((t.start + t.nbytes for t in tensors.values()), default=data), file.stat().st_size
+    if size < wanted:
+        raise UserError(f"{file}: truncated: its header describes {wanted} bytes, the file has {size}")
+    return tensors
+
+
+def _shards(folder: Path) -> dict[Path, list[str] | None]:
+    """Files to open, each with the tensors that the index expects in it (None: no index)."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        if not single.exists():
+            raise UserError(f"{folder}: no model.safetensors or model.safetensors.index.json in this folder")
+        return {single: None}
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: not a safetensors index (no readable weight_map)") from error
+    shards = {}
+    for name, file in places:
+        if Path(file).name != file:
+            raise UserError(f"{index}: weight_map[{name!r}]={file!r} is not a file name in this folder")
+        shards.setdefault(folder / file, []).append(name)
+    return shards
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Tensors of model.safetensors, or of the shards its index names. Reads headers only; raises UserError."""
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    checkpoint = {}
+    for file, expected in _shards(folder).items():
+        tensors = _tensors(file)
+        missing = [name for name in expected or () if name not in tensors]
+        if missing:
+            raise UserError(f"{file}: tensor {missing[0]!r} is missing, though the index places it here")
+        checkpoint |= tensors
+    return checkpoint
+
+
+def read(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+    """The slice `index` of a tensor, read from disk in its stored dtype without touching the rest."""
+    with safe_open(tensor.file, framework="numpy") as file:
+        return file.get_slice(tensor.name)[index]
+
+
+def sample(tensor: Tensor) -> bytes:
+    """Up to 4 KiB of a tensor's bytes, in 8 pieces spread evenly; all of it when it is that small."""
+    piece = _SAMPLE_BYTES // _SAMPLE_PIECES
+    with tensor.file.open("rb") as stream:
+        if tensor.nbytes <= _SAMPLE_BYTES:
+            stream.seek(tensor.start)
+            return stream.read(tensor.nbytes)
+        pieces = []
+        for number in range(_SAMPLE_PIECES):
+            stream.seek(tensor.start + (tensor.nbytes - piece) * number // (_SAMPLE_PIECES - 1))
+            pieces.append(stream.read(piece))
+    return b"".join(pieces)
+
+
+def sample_digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 over the samples of all tensors by name: the same weights give it however they are sharded."""
+    digest = hashlib.sha256()
+    for name in sorted(checkpoint):
+        digest.update(name.encode() + b"\0" + sample(checkpoint[name]))
+    return digest.hexdigest()
+
+
+def header_digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 over name, dtype and shape of all tensors."""
+    lines = [[name, checkpoint[name].dtype, checkpoint[name].shape] for name in sorted(checkpoint)]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()

@@ -1,0 +1,35 @@
+"""A codec is a value made of pure functions over tiles of vectors (in optax's manner); it knows nothing of models.
+
+    spec (frozen, hashable) --build--> Codec(fields, unit, encode, decode)
+
+A tile is `[u, W]`: u tokens (a multiple of `unit`, the number of tokens the codec must see at once) of W channels.
+`encode(constants, x)` gives one entry per field, shaped as `kvqjax.layout.write` takes it; `decode(constants, tile)`
+inverts it for any number of leading axes and any multiple of `unit` tokens. Constants are the calibrated arrays of one
+layer (codebooks, scales); codecs without calibration ignore them. Encoding is deterministic.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvqjax.layout import Field, logical_bits
+
+__all__ = ["Codec", "bits_per_value"]
+
+Tile = dict  # field name -> array
+Constants = dict  # constant name -> array of one layer
+
+
+class Codec(NamedTuple):
+    """`needs` maps each calibrated constant's name to its shape without the layer axis; empty for calibration-free codecs."""
+
+    width: int
+    unit: int
+    fields: dict[str, Field]
+    encode: Callable[[Constants, object], Tile]
+    decode: Callable[[Constants, Tile], object]
+    needs: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - an immutable default by convention, never written to
+
+
+def bits_per_value(codec: Codec) -> float:
+    """Stored bits per channel and token: codes, scales, minima and outliers; no sinks, window, padding or codebooks."""
+    return sum(logical_bits(field) for field in codec.fields.values()) / codec.width

@@ -1,0 +1,113 @@
+"""Asymmetric uniform quantisation with a float minimum (KIVI, arXiv 2402.02750, section 3; also the per-token baseline).
+
+    q = clip(round((x - m) / s), 0, 2^b - 1)        x_hat = q * s + m
+
+with m the group's minimum and s its range over 2^b - 1, both as *stored*: m is rounded down and s up to the storage
+dtype before the codes are computed, so that rounding costs range and never bias (DESIGN section 3). Round half to even.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+from kvqjax.codecs.base import Codec
+from kvqjax.layout import Field
+
+__all__ = ["Uniform", "round_toward"]
+
+
+def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
+    """The nearest value of `dtype` that is not below (`up`) or not above (down) the float32 input; returned in `dtype`."""
+    near = x.astype(dtype)
+    limit = jnp.asarray(jnp.inf if up else -jnp.inf, dtype)
+    wide = near.astype(jnp.float32)
+    wrong = wide < x if up else wide > x
+    return jnp.where(wrong, jnp.nextafter(near, limit), near)
+
+
+def _parameters(x, axis: int, bits: int, dtype: str):
+    """Stored scale and minimum of each group along `axis` (kept with size 1), in `dtype`."""
+    low = round_toward(x.min(axis, keepdims=True), dtype, up=False)
+    reach = x.max(axis, keepdims=True) - low.astype(jnp.float32)
+    return round_toward(reach / (2**bits - 1), dtype, up=True), low
+
+
+def _quantise(x, scale, low, bits: int):
+    """Codes against the stored parameters; a constant group has scale 0 and code 0."""
+    scale, low = scale.astype(jnp.float32), low.astype(jnp.float32)
+    steps = (x - low) / jnp.where(scale > 0, scale, 1.0)
+    return jnp.clip(jnp.round(steps), 0, 2**bits - 1).astype(jnp.uint32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """`along="tokens"`: one scale and minimum per channel for `group` consecutive tokens (KIVI's keys).
+    `along="channels"`: one per token for `group` consecutive channels (KIVI's values)."""
+
+    bits: int
+    along: str
+    group: int = 32
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if self.bits not in (1, 2, 3, 4, 5, 6, 8):
+            raise ValueError(f"bits={self.bits}; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits")
+        if self.along not in ("tokens", "channels"):
+            raise ValueError(f"along={self.along!r}; known: tokens, channels")
+        if self.along == "tokens" and self.group not in (32, 64, 128):
+            raise ValueError(f"group={self.group}; groups along tokens have 32, 64 or 128 tokens")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
+
+    def build(self, width: int) -> Codec:
+        return _per_channel(self, width) if self.along == "tokens" else _per_token(self, width)
+
+
+def _per_channel(spec: Uniform, width: int) -> Codec:
+    size = {"kind": "group", "width": width, "group": spec.group, "dtype": spec.dtype}
+    fields = {
+        "codes": Field(kind="codes", width=width, bits=spec.bits, role="payload"),
+        "scale": Field(role="scales", **size),
+        "low": Field(role="zeros", **size),
+    }
+
+    def encode(_, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
+        groups = x.astype(jnp.float32).reshape(-1, spec.group, width)
+        scale, low = _parameters(groups, 1, spec.bits, spec.dtype)
+        codes = _quantise(groups, scale, low, spec.bits)
+        return {"codes": codes.reshape(x.shape), "scale": scale[:, 0], "low": low[:, 0]}
+
+    def decode(_, tile):
+        codes = tile["codes"]
+        groups = codes.reshape(*codes.shape[:-2], -1, spec.group, width).astype(jnp.float32)
+        scale, low = (tile[name][..., None, :].astype(jnp.float32) for name in ("scale", "low"))
+        return (groups * scale + low).reshape(codes.shape)
+
+    return Codec(width, spec.group, fields, encode, decode)
+
+
+def _per_token(spec: Uniform, width: int) -> Codec:
+    group = min(spec.group, width)
+    if width % group:
+        raise ValueError(f"group={group} does not divide the width {width}")
+    count = width // group
+    fields = {
+        "codes": Field(kind="codes", width=width, bits=spec.bits, role="payload"),
+        "scale": Field(kind="token", width=count, role="scales", dtype=spec.dtype),
+        "low": Field(kind="token", width=count, role="zeros", dtype=spec.dtype),
+    }
+
+    def encode(_, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
+        groups = x.astype(jnp.float32).reshape(-1, count, group)
+        scale, low = _parameters(groups, 2, spec.bits, spec.dtype)
+        codes = _quantise(groups, scale, low, spec.bits)
+        return {"codes": codes.reshape(x.shape), "scale": scale[..., 0].T, "low": low[..., 0].T}
+
+    def decode(_, tile):
+        codes = tile["codes"]
+        groups = codes.reshape(*codes.shape[:-1], count, group).astype(jnp.float32)
+        scale, low = (jnp.swapaxes(tile[name], -1, -2)[..., None].astype(jnp.float32) for name in ("scale", "low"))
+        return (groups * scale + low).reshape(codes.shape)
+
+    return Codec(width, 1, fields, encode, decode)

@@ -1,0 +1,144 @@
+"""Packed storage of a cache body: what is written, where, and how it is read back (DESIGN section 4).
+
+A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, the lanes being channels:
+
+- codes:  b-bit integers, one per token and channel, packed along tokens into uint32 words in planes. A block of
+          1024/b tokens is 32 rows of words; token t of the block sits in row t % 32, bits b*(t//32) and up. So one shift
+          and one mask turn 32 rows into 32 consecutive tokens, and no data moves. Widths that are no power of two are
+          several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
+- group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
+- token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
+- plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Num, Shaped, UInt
+
+__all__ = ["PLANE", "Field", "allocate", "block_tokens", "logical_bits", "read", "split_bits", "write"]
+
+PLANE = 32  # tokens per plane: the rows of a block of words
+
+Stored = tuple  # the arrays of one field, one per plane set
+
+
+def split_bits(bits: int) -> tuple[int, ...]:
+    """Powers of two that add up to `bits`, largest first: the plane sets of a code."""
+    return tuple(1 << i for i in reversed(range(5)) if bits >> i & 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Field:
+    """One stored quantity of a codec. `kind` is "codes", "group", "token" or "plain" (see the module); `role` is its
+    ledger class: payload, scales, zeros or outliers."""
+
+    kind: str
+    width: int
+    role: str
+    bits: int = 0
+    group: int = 1
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if self.kind not in ("codes", "group", "token", "plain"):
+            raise ValueError(f"unknown field kind {self.kind!r}")
+        if self.kind == "codes" and not 1 <= self.bits <= 16:
+            raise ValueError(f"codes of {self.bits} bits; 1 to 16 can be packed")
+
+
+def block_tokens(fields: list[Field]) -> int:
+    """Tokens after which every field starts a fresh block: what a body is allocated and read in multiples of."""
+    sizes = [1024 // part for f in fields if f.kind == "codes" for part in split_bits(f.bits)]
+    return math.lcm(256, *sizes, *(f.group for f in fields))
+
+
+def logical_bits(field: Field) -> float:
+    """Stored bits per token of this field, without padding."""
+    if field.kind == "codes":
+        return field.bits * field.width
+    return 8 * jnp.dtype(field.dtype).itemsize * field.width / field.group
+
+
+def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
+    """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
+    if field.kind == "codes":
+        return tuple(jnp.zeros((*lead, slots * p // 32, field.width), jnp.uint32) for p in split_bits(field.bits))
+    if field.kind == "token":
+        return (jnp.zeros((*lead, field.width, slots), field.dtype),)
+    return (jnp.zeros((*lead, slots // field.group, field.width), field.dtype),)
+
+
+def _write_plane(words, codes, index, token, bits):
+    """Put up to 32 tokens' codes into their plane; the plane's old bits are cleared first (write once, DESIGN idea 8)."""
+    per_block = 1024 // bits
+    start = (*index, token // per_block * PLANE + token % PLANE, 0)
+    shift = (token % per_block // PLANE * bits).astype(jnp.uint32)
+    old = jax.lax.dynamic_slice(words, start, (1,) * len(index) + codes.shape)
+    mask = jnp.uint32((1 << bits) - 1) << shift
+    new = (old & ~mask) | (codes << shift).reshape(old.shape)
+    return jax.lax.dynamic_update_slice(words, new, start)
+
+
+def write(
+    field: Field,
+    stored: Stored,
+    index: tuple[Int[Array, ""], ...],
+    token: Int[Array, ""],
+    tile: Num[Array, "rows lanes"],
+) -> Stored:
+    """Store one tile at (layer, row) = `index`, starting at body token `token`.
+
+    A tile of codes holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are `[u/group, W]`,
+    token tiles `[W, u]`, plain tiles `[u, W]`.
+    """
+    if field.kind == "codes":
+        return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32)))
+    if field.kind == "token":
+        start = (*index, 0, token)
+    else:
+        start = (*index, token // field.group, 0)
+    tile = tile.astype(stored[0].dtype).reshape((1,) * len(index) + tile.shape)
+    return (jax.lax.dynamic_update_slice(stored[0], tile, start),)
+
+
+def _write_codes(field, stored, index, token, tile):
+    shift = 0
+    for words, bits in zip(stored, split_bits(field.bits), strict=True):
+        part = (tile >> shift) & ((1 << bits) - 1)
+        for first in range(0, tile.shape[0], PLANE):
+            words = _write_plane(words, part[first : first + PLANE], index, token + first, bits)
+        yield words
+        shift += bits
+
+
+def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
+    """Codes of whole blocks: R rows of words become R*32/bits tokens, in token order."""
+    lead, (rows, width) = words.shape[:-2], words.shape[-2:]
+    blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
+    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
+    return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
+
+
+def read(
+    field: Field, stored: Stored, layer: Int[Array, ""] | int, token: Int[Array, ""] | int, count: int
+) -> Shaped[Array, "B rows lanes"]:
+    """`count` tokens of every row of one layer from body token `token` (both multiples of the block), unpacked to tiles
+    as `write` takes them, with B in front."""
+    if field.kind == "codes":
+        codes, shift = jnp.uint32(0), 0
+        for words, bits in zip(stored, split_bits(field.bits), strict=True):
+            codes = codes | (unpack(_rows(words, layer, token * bits // 32, count * bits // 32), bits) << shift)
+            shift += bits
+        return codes
+    if field.kind == "token":
+        batch = stored[0].shape[1]
+        return jax.lax.dynamic_slice(stored[0], (layer, 0, 0, token), (1, batch, field.width, count))[0]
+    return _rows(stored[0], layer, token // field.group, count // field.group)
+
+
+def _rows(array, layer, start, count):
+    """Rows `start:start+count` of one layer, all batch rows: [B, count, W]."""
+    return jax.lax.dynamic_slice(array, (layer, 0, start, 0), (1, array.shape[1], count, array.shape[3]))[0]

@@ -1,0 +1,120 @@
+"""A model as one value, and where models come from: bundled, a folder, or the Hugging Face hub."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from kvqjax.config import ModelConfig
+from kvqjax.decoder import Params
+from kvqjax.errors import UserError
+from kvqjax.hf_config import read_config
+from kvqjax.weights import ShardingRule, fingerprint, load_params
+
+__all__ = ["BUNDLED", "Model", "load", "locate"]
+
+BUNDLED = ("demo", "recall")
+
+_ASSETS = Path(__file__).parent / "assets"
+_DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+_HUB_IGNORED = ["consolidated*", "*/*"]  # Mistral's second copy of the weights, folders of other formats
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@functools.lru_cache(maxsize=8)
+def _tokenizer(folder: str):
+    from transformers import AutoTokenizer
+
+    if not any((Path(folder) / name).exists() for name in _TOKENIZER_FILES):
+        raise UserError(f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)}) in this folder")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from error
+
+
+@struct.dataclass
+class Model:
+    """Pytree of the weights (names in kvqjax/decoder.py) and a method's calibrated constants; the rest is static.
+
+    The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/weights.py); `folder` is
+    where its tokenizer lies. Both are empty for a model that was not loaded from a folder.
+    """
+
+    params: Params
+    constants: Any = None
+    config: ModelConfig = struct.field(pytree_node=False, kw_only=True)
+    fingerprint: str = struct.field(pytree_node=False, default="")
+    folder: str = struct.field(pytree_node=False, default="")
+
+    @property
+    def tokenizer(self):
+        """The Hugging Face tokenizer of the model's folder, loaded at first use and kept outside the pytree."""
+        if not self.folder:
+            raise UserError("this model has no folder, so it has no tokenizer; pass token ids")
+        return _tokenizer(self.folder)
+
+    def with_artifact(self, artifact) -> "Model":
+        """This model with the artifact's `constants`. Raises UserError when the artifact's `fingerprint` differs."""
+        ours, theirs = (_parts(value) for value in (self.fingerprint, artifact.fingerprint))
+        for field in dict.fromkeys([*ours, *theirs]):
+            if ours.get(field) != theirs.get(field):
+                got, wanted = theirs.get(field, "none"), ours.get(field, "none")
+                raise UserError(f"artifact is for another model: fingerprint {field} is {got}, the model's is {wanted}")
+        return self.replace(constants=artifact.constants)
+
+
+def _parts(text: str) -> dict[str, str]:
+    """Fingerprint text "name=digest,..." by name."""
+    return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+    # The hub client raises its own, its HTTP library's and the system's errors; all of them mean "not reachable".
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{name!r} is no folder here and could not be had from the hub: {reason}") from error
+
+
+def locate(name: str | Path) -> Path:
+    """Folder of a bundled model ("demo"), of a path ("./demo"), or of a downloaded hub id ("owner/name")."""
+    bundled = ", ".join(BUNDLED)
+    if name in BUNDLED:
+        if not (_ASSETS / name / "config.json").exists():
+            present = [other for other in BUNDLED if (_ASSETS / other / "config.json").exists()]
+            raise UserError(f"bundled model {name!r} is not in this installation; it has: {', '.join(present) or 'none'}")
+        return _ASSETS / name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{folder}: a file; wanted the folder of a model")
+    if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        return _download(name)
+    raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
+
+
+def load(name: str | Path, *, dtype: str | None = None, sharding: ShardingRule | None = None) -> Model:
+    """Model by bundled name, folder or hub id (looked for in this order; "./demo" is always a folder).
+
+    `dtype` is the compute policy "bf16", "f16" (T4) or "f32"; None means f32 on the CPU backend, bf16 elsewhere.
+    `sharding(parameter name)` gives each parameter's placement (kvqjax.weights.load_params).
+    Code from a checkpoint is never run. Raises UserError with one line naming the cause.
+    """
+    if dtype is None:
+        dtype = "f32" if jax.default_backend() == "cpu" else "bf16"
+    if dtype not in _DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown; known: {', '.join(_DTYPES)}")
+    folder = locate(name)
+    config = read_config(folder)
+    params = load_params(folder, config, _DTYPES[dtype], sharding)
+    return Model(params, config=config, fingerprint=fingerprint(folder, config), folder=str(folder))
