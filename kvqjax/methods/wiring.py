@@ -1,0 +1,74 @@
+"""A method is wiring: which vectors it caches, how codecs store them, how keys and values come back (DESIGN idea 4).
+
+A wiring is a value made of pure functions, built from a frozen spec for one kind of layer. Its *sources* are the vectors
+of one token that sinks and window hold exactly and the body holds encoded, e.g. {"k": K*D, "v": K*D} or {"x": E}.
+
+    capture(weights, constants, projected, positions) -> {source: [B,T,W]}      new tokens' sources
+    encode(constants, tile, carry)  -> (payload, recon, carry)                  one tile of one row, [u,W] each
+    decode(constants, payload, carry) -> (sources, carry)                       any batch and token count, [B,n,W]
+    expand(weights, constants, sources, positions) -> (k, v) [B,n,K,D]          exact or decoded, keys rotated
+
+`weights` are the layer's decoder weights, `constants` its calibrated arrays; both already indexed by layer. `carry` is
+what flows from layer to layer for the same tokens (AQUA-KV's reconstructed K and V, XQuant-CL's accumulator): a dict of
+[..., W] arrays named in `carry`, empty for the other methods. Encoder and decoder must compute the same reconstruction.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvqjax.codecs.base import Codec
+from kvqjax.config import ModelConfig
+from kvqjax.rope import rotate
+
+__all__ = ["Clock", "Wiring", "keys_and_values"]
+
+
+class Clock(NamedTuple):
+    """When the sources named here leave the window: while more than `window` + `unit` - 1 tokens of a row are not yet
+    encoded, its oldest `unit` tokens are."""
+
+    sources: tuple[str, ...]
+    window: int
+    unit: int
+
+
+class Wiring(NamedTuple):
+    """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers."""
+
+    sources: dict[str, int]
+    codecs: dict[str, Codec]
+    clocks: tuple[Clock, ...]
+    capture: Callable
+    encode: Callable
+    decode: Callable
+    expand: Callable
+    carry: dict[str, int] = {}  # noqa: RUF012 - never written to
+
+
+def _heads(x, config: ModelConfig):
+    return x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim)
+
+
+def keys_and_values(config: ModelConfig, codecs: dict[str, Codec], clocks: tuple[Clock, ...], rope: str) -> Wiring:
+    """Sources are keys and values over all KV heads, `[K*D]` each; keys as attended (`rope="post"`) or before RoPE
+    (`rope="pre"`: the rotation happens at every read and is never undone). Each source has a codec of its own."""
+    if rope not in ("pre", "post"):
+        raise ValueError(f"rope={rope!r}; known: pre, post")
+
+    def capture(weights, constants, projected, positions):
+        k = rotate(projected.k, positions, config) if rope == "post" else projected.k
+        return {"k": k.reshape(*k.shape[:2], -1), "v": projected.v.reshape(*k.shape[:2], -1)}
+
+    def encode(constants, tile, carry):
+        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in tile.items()}
+        return payload, decode(constants, payload, {})[0], carry
+
+    def decode(constants, payload, carry):
+        return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
+
+    def expand(weights, constants, sources, positions):
+        k, v = _heads(sources["k"], config), _heads(sources["v"], config)
+        return (rotate(k, positions, config) if rope == "pre" else k), v
+
+    widths = {"k": config.kv_width, "v": config.kv_width}
+    return Wiring(widths, codecs, clocks, capture, encode, decode, expand)
