@@ -91,7 +91,9 @@ def locate(name: str | Path) -> Path:
     if name in BUNDLED:
         if not (_ASSETS / name / "config.json").exists():
             present = [other for other in BUNDLED if (_ASSETS / other / "config.json").exists()]
-            raise UserError(f"bundled model {name!r} is not in this installation; it has: {', '.join(present) or 'none'}")
+            raise UserError(
+                f"bundled model {name!r} is not in this installation; it has: {', '.join(present) or 'none'}"
+            )
         return _ASSETS / name
     folder = Path(name).expanduser()
     if folder.is_dir():

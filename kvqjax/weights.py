@@ -1,4 +1,4 @@
-"""safetensors -> params pytree (names in kvqjax/decoder.py) without torch, and the fingerprint of a checkpoint.
+"""safetensors <-> params pytree (names in kvqjax/decoder.py) without torch, and the fingerprint of a checkpoint.
 
 Hugging Face stores linear layers as [out, in]; ours are [in, out] and stacked over layers. Each device's slice is
 filled from the matching slices on disk, so the host never holds more than one stacked parameter's slices.
@@ -15,13 +15,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
 from kvqjax.checkpoint import Checkpoint, Tensor, header_digest, open_checkpoint, read, sample, sample_digest
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Params, init_params
 from kvqjax.errors import UserError
+from kvqjax.hf_config import config_to_hf
 
-__all__ = ["ShardingRule", "fingerprint", "load_params"]
+__all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
 
 ShardingRule = Callable[[str], jax.sharding.Sharding]
 
@@ -58,30 +60,40 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: leaf.shape for name, leaf in (tree | layers).items()}
 
 
+def _check_tensor(tensor: Tensor, wanted: tuple[int, ...]):
+    if tensor.shape != wanted:
+        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {list(wanted)}")
+    if tensor.dtype not in _FLOATS:
+        known = ", ".join(_FLOATS)
+        raise UserError(f"{tensor.file}: {tensor.name!r} has dtype {tensor.dtype}, wanted one of {known}")
+
+
+def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
+    """Refuse tensors that nothing would read: the model would not be the checkpoint's."""
+    unread = sorted(name for name in checkpoint.keys() - used if not name.endswith("rotary_emb.inv_freq"))
+    if config.tied_embeddings and "lm_head.weight" in unread:
+        unread.remove("lm_head.weight")
+        if sample(checkpoint["lm_head.weight"]) != sample(checkpoint["model.embed_tokens.weight"]):
+            raise UserError(
+                f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from embed_tokens.weight"
+            )
+    if unread:
+        raise UserError(f"{folder}: tensor {unread[0]!r} is not part of {config.architecture} ({len(unread)} such)")
+
+
 def _check(checkpoint: Checkpoint, config: ModelConfig, folder: Path):
     """Refuse a checkpoint that lacks a tensor, has one of another shape or dtype, or one that nothing would read."""
-    unread = set(checkpoint)
+    used = set()
     for name, shape in _shapes(config).items():
         hf_names, transposed = _sources(name, config)
         wanted = shape[1:] if name.startswith("layers/") else shape
-        wanted = wanted[::-1] if transposed else wanted
         for hf_name in hf_names:
-            tensor = checkpoint.get(hf_name)
-            if tensor is None:
-                reason = "; config.json says tie_word_embeddings=false" if name == "head" else ""
+            if hf_name not in checkpoint:
+                reason = "; config.json says tie_word_embeddings = false" if name == "head" else ""
                 raise UserError(f"{folder}: tensor {hf_name!r} is missing{reason}")
-            if tensor.shape != wanted:
-                raise UserError(f"{tensor.file}: {hf_name!r} has shape {list(tensor.shape)}, wanted {list(wanted)}")
-            if tensor.dtype not in _FLOATS:
-                raise UserError(f"{tensor.file}: {hf_name!r} has dtype {tensor.dtype}, wanted one of {', '.join(_FLOATS)}")
-            unread.discard(hf_name)
-    if config.tied_embeddings and "lm_head.weight" in unread:
-        unread.discard("lm_head.weight")
-        if sample(checkpoint["lm_head.weight"]) != sample(checkpoint["model.embed_tokens.weight"]):
-            raise UserError(f"{folder}: config.json says tie_word_embeddings=true, but lm_head.weight is another tensor")
-    unread = sorted(name for name in unread if not name.endswith("rotary_emb.inv_freq"))
-    if unread:
-        raise UserError(f"{folder}: tensor {unread[0]!r} is not part of {config.architecture} ({len(unread)} such)")
+            _check_tensor(checkpoint[hf_name], wanted[::-1] if transposed else wanted)
+        used.update(hf_names)
+    _check_unread(checkpoint, used, config, folder)
 
 
 def _fill(tensors: list[Tensor], transposed: bool, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]):
@@ -121,7 +133,9 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
         bar.stop()
 
 
-def load_params(folder: str | Path, config: ModelConfig, dtype=jnp.float32, sharding: ShardingRule | None = None) -> Params:
+def load_params(
+    folder: str | Path, config: ModelConfig, dtype=jnp.float32, sharding: ShardingRule | None = None
+) -> Params:
     """Params pytree of a Hugging Face folder in `dtype`.
 
     `sharding(name)` gives each parameter's placement; names are those of the pytree joined by "/", such as "embed" or
@@ -147,6 +161,21 @@ def load_params(folder: str | Path, config: ModelConfig, dtype=jnp.float32, shar
             advance(sum(tensor.nbytes for tensor in tensors))
     layers = {name.removeprefix("layers/"): flat.pop(name) for name in list(flat) if name.startswith("layers/")}
     return flat | {"layers": layers}
+
+
+def save_params(folder: str | Path, params: Params, config: ModelConfig):
+    """Write config.json and model.safetensors in the Hugging Face layout, in the dtype of the params."""
+    folder = Path(folder).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name in _shapes(config):
+        hf_names, transposed = _sources(name, config)
+        layered = name.startswith("layers/")
+        value = np.asarray(params["layers"][name.removeprefix("layers/")] if layered else params[name])
+        for hf_name, matrix in zip(hf_names, value if layered else [value], strict=True):
+            tensors[hf_name] = np.ascontiguousarray(matrix.T if transposed else matrix)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n", encoding="utf-8")
 
 
 def _non_default(record) -> dict:

@@ -1,0 +1,29 @@
+"""Reading single fields of a Hugging Face config, each refused by name and value when it is not what we compute."""
+
+import json
+
+from kvqjax.errors import UserError
+
+__all__ = ["integer", "number", "refuse"]
+
+
+def refuse(field: str, value, wanted: str):
+    """Raise the one-line UserError for a field of config.json."""
+    said = "is missing" if value is None else f"= {json.dumps(value)} is not supported"
+    raise UserError(f"config.json: {field} {said}; {wanted}")
+
+
+def integer(raw: dict, field: str, prefix: str = "") -> int:
+    """A positive integer; `prefix` names the object that `raw` is inside config.json."""
+    value = raw.get(field)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        refuse(prefix + field, value, "wanted a positive integer")
+    return value
+
+
+def number(raw: dict, field: str, default: float | None = None, prefix: str = "") -> float:
+    """A positive number; null means `default`."""
+    value = default if raw.get(field) is None else raw[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        refuse(prefix + field, value, "wanted a positive number")
+    return float(value)
