@@ -1,11 +1,27 @@
-"""Strict settings for every test, set before JAX is used."""
+"""Strict settings for every test, set before JAX is used. Never import kvqjax here: jaxtyping's hook must see it first.
+
+Compiled programs are kept in .jax_cache (safe to delete), so that a second run of the suite compiles nothing anew.
+"""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
+import hypothesis
 import jax
+
+CACHE_FOLDER = Path(__file__).resolve().parent.parent / ".jax_cache"
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+# With a size limit the cache locks its folder, which two test workers writing at once need.
+jax.config.update("jax_compilation_cache_max_size", 2**30)
+
+# Compiling makes single examples slow, and a red run must be red again: no deadline, no randomness, no database.
+hypothesis.settings.register_profile("strict", deadline=None, derandomize=True, database=None, max_examples=50)
+hypothesis.settings.load_profile("strict")

@@ -1,0 +1,65 @@
+# make demo   set up .venv with the package alone and run the demonstration
+# make test   set up .venv with the test tools and run every check
+# make clean  remove everything these two made
+# Needs a Python >= 3.11 with venv. Override: make test PYTHON=/path/to/python VENV=/path/to/venv PYTEST_ARGS="-k kivi"
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c "$(USABLE)" 2>/dev/null && echo $$p && break; done)
+TORCH := torch==2.13.0
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+ifeq ($(shell uname -s),Linux)
+TORCH := $(TORCH)+cpu
+endif
+PYTEST_ARGS ?=
+FOLDERS := kvqjax pallas_kernels calibrate eval
+# Folders count as sources too: their time changes when a file in them is deleted.
+SOURCES := pyproject.toml setup.py README.md LICENSE \
+	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
+
+.PHONY: demo test clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.package
+	$(BIN)/kvqjax demo
+
+# Every check runs on the installed package, never on the source tree: import-linter, pyrefly and jaxtyping's hook do
+# not follow the folders mapped under kvqjax. lint-imports puts the working directory on the path, hence the cd.
+test: $(VENV)/.package $(VENV)/.tools $(VENV)/.torch
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd tests && $(abspath $(BIN))/lint-imports --no-cache --config ../pyproject.toml
+	$(BIN)/pyrefly check --config pyproject.toml --output-format min-text \
+		"$$($(BIN)/python -Pc 'import importlib.util as u; print(u.find_spec("kvqjax").submodule_search_locations[0])')"
+	PYTHONSAFEPATH=1 $(BIN)/python -m pytest -n 2 -ra $(PYTEST_ARGS)
+
+$(VENV)/.base:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv and ensurepip found (Debian: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --upgrade pip 'setuptools>=77' wheel
+	touch $@
+
+# build/ is removed because setuptools would install what an older build left there.
+$(VENV)/.package: $(VENV)/.base $(SOURCES)
+	rm -rf build
+	$(PIP) install --no-build-isolation .
+	rm -rf build kvqjax.egg-info
+	touch $@
+
+$(VENV)/.tools: pyproject.toml | $(VENV)/.package
+	$(PIP) install --no-build-isolation '.[test]'
+	rm -rf build kvqjax.egg-info
+	touch $@
+
+# Only torch's CPU build: the default Linux build brings gigabytes of CUDA libraries.
+$(VENV)/.torch: | $(VENV)/.base
+	$(PIP) install '$(TORCH)' 2>/dev/null \
+		|| $(PIP) --retries 1 --timeout 20 install --extra-index-url $(TORCH_INDEX) '$(TORCH)' 2>/dev/null \
+		|| echo "$(TORCH) is not to be had here: the tests against transformers' torch models will be skipped"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-newest .venv-wheel .jax_cache build dist kvqjax.egg-info
