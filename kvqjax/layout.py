@@ -33,7 +33,7 @@ def split_bits(bits: int) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
     """One stored quantity of a codec. `kind` is "codes", "group", "token" or "plain" (see the module); `role` is its
-    ledger class: payload, scales, zeros or outliers."""
+    ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's compute dtype."""
 
     kind: str
     width: int

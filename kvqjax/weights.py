@@ -185,7 +185,7 @@ def _non_default(record) -> dict:
 
 
 def fingerprint(folder: str | Path, config: ModelConfig) -> str:
-    """Text "config=...,headers=...,samples=...": what an artifact was calibrated on, in parts so that a mismatch can be named.
+    """What an artifact was calibrated on, as "config=...,headers=...,samples=...": a mismatch can be named by its part.
 
     The special token ids are left out: an edited generation config changes nothing that is calibrated.
     """

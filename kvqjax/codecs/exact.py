@@ -8,12 +8,10 @@ from kvqjax.layout import Field
 __all__ = ["Exact"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Exact:
-    """Store the compute dtype itself. `dtype` is filled in by the cache when it is made."""
-
-    dtype: str = "float32"
+    """Store the compute dtype itself, one vector per token."""
 
     def build(self, width: int) -> Codec:
-        field = Field(kind="plain", width=width, role="payload", dtype=self.dtype)
+        field = Field(kind="plain", width=width, role="payload", dtype="compute")
         return Codec(width, 1, {"x": field}, lambda _, x: {"x": x}, lambda _, tile: tile["x"])

@@ -1,0 +1,22 @@
+"""Methods: which vectors a cache keeps, in which codec, and when they leave the window."""
+
+from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
+from kvqjax.methods.registry import METHODS, parse, policy
+from kvqjax.methods.spec import KeysAndValues, Method, method_factory
+from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+
+__all__ = [
+    "METHODS",
+    "Clock",
+    "KeysAndValues",
+    "Method",
+    "Wiring",
+    "exact",
+    "keys_and_values",
+    "kivi",
+    "kivi_star",
+    "method_factory",
+    "parse",
+    "policy",
+    "uniform",
+]

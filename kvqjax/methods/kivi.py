@@ -1,0 +1,72 @@
+"""KIVI (arXiv 2402.02750), the exact cache, and the naive per-token baseline: all wirings of keys and values."""
+
+from kvqjax.codecs import Exact, Uniform
+from kvqjax.methods.spec import KeysAndValues, Method, method_factory
+from kvqjax.methods.wiring import Clock
+
+__all__ = ["exact", "kivi", "kivi_star", "uniform"]
+
+PLANE = 32  # tokens that leave the window together where the codec does not ask for more
+
+
+@method_factory
+def exact(*, sinks: int = 0) -> Method:
+    """Keys and values as computed: the reference that every other method is measured against."""
+    return Method(name="exact", layer=KeysAndValues(key=Exact(), value=Exact(), unit=PLANE), sinks=sinks)
+
+
+def _kivi_layer(key_bits, value_bits, group, value_group, window, rope, rule, scales) -> KeysAndValues:
+    key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
+    value = Uniform(bits=value_bits, along="channels", group=value_group, dtype=scales)
+    if rule not in ("together", "published"):
+        raise ValueError(f"rule={rule!r}; known: together, published")
+    clocks = ()
+    if rule == "published":
+        # Section 1.4-1.5 of the released code's behaviour: keys leave all R at once, values one by one.
+        if window == 0 or window % group:
+            raise ValueError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
+        clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
+    return KeysAndValues(key=key, value=value, rope=rope, window=window, unit=group, clocks=clocks)
+
+
+@method_factory
+def kivi(
+    *,
+    bits: int | None = None,
+    key_bits: int = 2,
+    value_bits: int = 2,
+    group: int = 32,
+    value_group: int | None = None,
+    window: int = 128,
+    sinks: int = 0,
+    rope: str = "post",
+    rule: str = "together",
+    scales: str = "bfloat16",
+) -> Method:
+    """Keys per channel in groups of `group` tokens, values per token in groups of `value_group` channels (the same number
+    by default), 1 to 8 bits each, asymmetric with float minima (KIVI, section 3.2).
+
+    `bits` sets both widths. `window` newest tokens stay exact; `rule="together"` moves keys and values out in whole groups,
+    `rule="published"` does as the released code: keys all at once every `window` tokens, values one at a time. `rope="pre"`
+    caches keys before rotation. `scales` is the dtype of scales and minima.
+    """
+    key_bits, value_bits = (key_bits, value_bits) if bits is None else (bits, bits)
+    layer = _kivi_layer(key_bits, value_bits, group, value_group or group, window, rope, rule, scales)
+    return Method(name="kivi", layer=layer, sinks=sinks)
+
+
+@method_factory
+def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int = 0) -> Method:
+    """KIVI* as XQuant's paper compares with (arXiv 2508.10395, section 4): keys before RoPE, groups of 128 tokens and
+    channels, the first `protected` layers at 4 bits."""
+    layer, first = (_kivi_layer(b, b, 128, 128, window, "pre", "together", "bfloat16") for b in (bits, max(bits, 4)))
+    return Method(name="kivi_star", layer=layer, sinks=sinks, overrides=tuple((i, first) for i in range(protected)))
+
+
+@method_factory
+def uniform(
+    *, bits: int = 4, group: int = 128, window: int = 0, sinks: int = 0, scales: str = "bfloat16"
+) -> Method:
+    """The naive baseline: keys (after RoPE) and values both per token, asymmetric, groups of `group` channels."""
+    codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
+    return Method(name="uniform", layer=KeysAndValues(key=codec, value=codec, window=window, unit=PLANE), sinks=sinks)

@@ -1,0 +1,94 @@
+"""Every method by name, and the spec strings that name them: `kivi:bits=2,window=64;0-1=exact;-1=kivi:bits=4`."""
+
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable
+
+from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
+from kvqjax.methods.spec import Method
+
+__all__ = ["METHODS", "parse", "policy"]
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "exact": exact,
+    "uniform": uniform,
+    "kivi": kivi,
+    "kivi_star": kivi_star,
+}
+
+
+def _unknown(kind: str, name: str, known) -> ValueError:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {kind} {name!r}{hint} Known: {', '.join(known)}")
+
+
+def _convert(text: str, annotation, where: str):
+    """Read an option's text as its annotated type."""
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if type(None) in options and text.lower() == "none":
+        return None
+    kind = next(t for t in options if t is not type(None))
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+    else:
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    raise ValueError(f"{where}: {text!r} is not {'true or false' if kind is bool else f'of type {kind.__name__}'}")
+
+
+def _parse_one(text: str) -> Method:
+    name, _, rest = text.strip().partition(":")
+    if name not in METHODS:
+        raise _unknown("method", name, METHODS)
+    parameters = inspect.signature(METHODS[name]).parameters
+    options = {}
+    for item in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = item.partition("=")
+        if key not in parameters:
+            raise _unknown(f"option of {name}", key, parameters)
+        if not equals or key in options:
+            raise ValueError(f"{name}: {item!r} is not one option=value" if not equals else f"{name}: {key} stands twice")
+        options[key] = _convert(value, parameters[key].annotation, f"{name}: {key}")
+    return METHODS[name](**options)
+
+
+def _layer_numbers(text: str) -> range:
+    """`3`, `-1` or `0-2`."""
+    first, dash, last = text.strip().partition("-") if not text.strip().startswith("-") else (text, "", "")
+    try:
+        return range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a layer number or a range such as 0-2") from None
+
+
+def parse(text: str) -> Method:
+    """Read a spec string: a method with options, then `;layers=method` exceptions. Raises ValueError with the nearest
+    known name when one is misspelt."""
+    head, *exceptions = text.split(";")
+    overrides = {}
+    for item in exceptions:
+        layers, equals, spec = item.partition("=")
+        if not equals:
+            raise ValueError(f"{item!r} is not layers=method")
+        overrides[layers.strip()] = _parse_one(spec)
+    return policy(_parse_one(head), overrides)
+
+
+def policy(default: Method, overrides: dict[str, Method]) -> Method:
+    """`default` for every layer but those named ("3", "-1", "0-2"), which follow their own method. Sinks are the default's."""
+    if not overrides:
+        return default
+    pairs = dict(default.overrides)
+    for layers, method in overrides.items():
+        if method.overrides:
+            raise ValueError(f"{method} has layers of its own and cannot stand for layers {layers} of {default}")
+        pairs |= {index: method.layer for index in _layer_numbers(layers)}
+    name = ";".join([default.name, *(f"{layers}={method.name}" for layers, method in overrides.items())])
+    return dataclasses.replace(default, name=name, overrides=tuple(pairs.items()))

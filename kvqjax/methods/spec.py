@@ -1,0 +1,94 @@
+"""`Method`: the frozen, hashable, printable description of a compressed cache, layer by layer.
+
+A layer spec is a frozen dataclass with `build(config) -> Wiring`; a method gives every layer one, with exceptions by layer
+number. `str(method)` is the text the CLI, artifacts and reports share, and `parse` reads it back.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvqjax.codecs import Codec
+from kvqjax.config import ModelConfig
+from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+
+__all__ = ["KeysAndValues", "LayerSpec", "Method", "method_factory"]
+
+
+class LayerSpec(Protocol):
+    """Anything frozen and hashable that can build a layer's wiring for a model."""
+
+    def build(self, config: ModelConfig) -> Wiring: ...
+
+
+class CodecSpec(Protocol):
+    """Anything frozen and hashable that can build a codec for vectors of `width` channels."""
+
+    def build(self, width: int) -> Codec: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeysAndValues:
+    """Keys and values over all KV heads, each with its own codec; `rope` says whether keys are cached before ("pre") or
+    after ("post") rotation. The default clock moves both together: once the window holds `window + unit` tokens its oldest
+    `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it."""
+
+    key: CodecSpec
+    value: CodecSpec
+    rope: str = "post"
+    window: int = 0
+    unit: int = 32
+    clocks: tuple[Clock, ...] = ()
+
+    def build(self, config: ModelConfig) -> Wiring:
+        codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
+        clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
+        return keys_and_values(config, codecs, clocks, self.rope)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """How every layer caches. `sinks` tokens at the start of a row stay exact; `overrides` lists (layer, spec) pairs that
+    differ from `layer`, a negative number counting from the last layer."""
+
+    name: str
+    layer: LayerSpec
+    sinks: int = 0
+    overrides: tuple[tuple[int, LayerSpec], ...] = ()
+
+    def __post_init__(self):
+        if self.sinks < 0:
+            raise ValueError(f"sinks={self.sinks}; a count of tokens cannot be negative")
+
+    def __str__(self) -> str:
+        return self.name
+
+    def layers(self, config: ModelConfig) -> tuple[LayerSpec, ...]:
+        """The spec of every layer of a model."""
+        specs = [self.layer] * config.num_layers
+        for index, spec in self.overrides:
+            if not -config.num_layers <= index < config.num_layers:
+                raise ValueError(f"{self.name}: layer {index} does not exist in a model of {config.num_layers} layers")
+            specs[index] = spec
+        return tuple(specs)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
+    """Name the method that `function` returns after the call that made it, options at their defaults left out."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def make(**options: Any) -> Method:
+        given = {k: v for k, v in options.items() if v != signature.parameters[k].default} if options else {}
+        method = function(**options)
+        text = ",".join(f"{k}={_text(given[k])}" for k in signature.parameters if k in given)
+        name = function.__name__ + (f":{text}" if text else "")
+        return dataclasses.replace(method, name=name)
+
+    return make
