@@ -32,7 +32,7 @@ test: $(VENV)/.package $(VENV)/.tools $(VENV)/.torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd tests && $(abspath $(BIN))/lint-imports --no-cache --config ../pyproject.toml
-	$(BIN)/pyrefly check --config pyproject.toml --output-format min-text \
+	$(BIN)/pyrefly check --config pyproject.toml --python-interpreter-path $(BIN)/python --output-format min-text \
 		"$$($(BIN)/python -Pc 'import importlib.util as u; print(u.find_spec("kvqjax").submodule_search_locations[0])')"
 	PYTHONSAFEPATH=1 $(BIN)/python -m pytest -n 2 -ra $(PYTEST_ARGS)
 

@@ -1,0 +1,94 @@
+"""The installed package as a whole: nothing missing; in each folder shapes checked and import direction enforced."""
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = SETTINGS["tool"]["setuptools"]["package-dir"]  # package name -> top-level folder
+
+
+def location(package: str) -> Path:
+    """Folder that `package` is imported from."""
+    return Path(importlib.util.find_spec(package).submodule_search_locations[0])
+
+
+@pytest.fixture
+def installed():
+    """Skip in an editable install, where tools see only part of the package; otherwise insist on the installed copy."""
+    site_packages = sysconfig.get_path("purelib")
+    (distribution,) = importlib.metadata.distributions(name="kvqjax", path=[site_packages])
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        pytest.skip("editable install: mapped folders are invisible to jaxtyping's hook")
+    assert location("kvqjax") == Path(site_packages, "kvqjax"), "the source tree shadows the installed package"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("package", FOLDERS)
+def test_every_source_file_is_installed(installed, package):
+    source = ROOT / FOLDERS[package]
+    wanted = {p.relative_to(source) for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    missing = sorted(str(path) for path in wanted if not (location(package) / path).is_file())
+    assert not missing, f"not installed from {source.name}/: {missing}"
+
+
+@pytest.mark.smoke
+def test_wrong_shape_refused_in_kvqjax(installed):
+    from kvqjax.attention import segment_attention
+
+    q, kv = jnp.zeros((1, 2, 4, 8)), jnp.zeros((1, 3, 2, 8))
+    mask = jnp.ones((1, 2, 3), bool)
+    assert segment_attention(q, kv, kv, mask).out.shape == q.shape
+    with pytest.raises(jaxtyping.TypeCheckError):
+        segment_attention(q, kv, kv[:, :2], mask)
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """The package as installed, assembled in an empty folder without its large data."""
+    for package in FOLDERS:
+        target = tmp_path.joinpath(*package.split("."))
+        shutil.copytree(location(package), target, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    return tmp_path
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess:
+    """Run the project's import contract on the copy in `folder` (import-linter puts its working directory first)."""
+    command = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    arguments = [sys.executable, "-c", command, "--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    return subprocess.run(arguments, cwd=folder, capture_output=True, text=True)
+
+
+def test_imports_point_one_way(copy):
+    result = lint_imports(copy)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("kvqjax.config", "kvqjax.cli"),
+        ("kvqjax.pallas_kernels", "kvqjax.codecs"),
+        ("kvqjax.calibrate", "kvqjax.eval"),
+        ("kvqjax.eval", "kvqjax.cli"),
+    ],
+)
+def test_forbidden_import_seen(copy, module, forbidden):
+    path = copy.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path.write_text(path.read_text() + f"\nimport {forbidden}\n")
+    result = lint_imports(copy)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"{module} is not allowed to import {forbidden}" in result.stdout
