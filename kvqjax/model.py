@@ -28,10 +28,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @functools.lru_cache(maxsize=8)
 def _tokenizer(folder: str):
-    from transformers import AutoTokenizer
-
     if not any((Path(folder) / name).exists() for name in _TOKENIZER_FILES):
         raise UserError(f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)}) in this folder")
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -106,7 +106,8 @@ def _fill(tensors: list[Tensor], transposed: bool, shape: tuple[int, ...], dtype
     layers = tensors[index[0]] if stacked else tensors
     for place, tensor in zip(block if stacked else [block], layers, strict=True):
         piece = read(tensor, inner)
-        place[...] = (piece.T if transposed else piece).astype(dtype)
+        with np.errstate(over="ignore"):  # an overflow to float16 is refused below, with the tensor's name
+            place[...] = (piece.T if transposed else piece).astype(dtype)
     if dtype == np.float16 and not np.isfinite(block).all():
         raise UserError(f"{tensors[0].file}: {tensors[0].name!r} exceeds float16's range; load as bf16 or f32")
     return block
@@ -130,7 +131,8 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     try:
         yield advance
     finally:
-        bar.stop()
+        if bar.live.is_started:  # stopping a bar that never showed would print an empty line
+            bar.stop()
 
 
 def load_params(

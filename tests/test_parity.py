@@ -1,0 +1,162 @@
+"""Logits equal those of transformers' torch models on small random checkpoints that transformers wrote itself."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="parity needs torch (pip install torch), the reference implementation")
+
+import transformers  # noqa: E402
+
+from kvqjax.config import RopeConfig  # noqa: E402
+from kvqjax.decoder import logits  # noqa: E402
+from kvqjax.model import load  # noqa: E402
+from kvqjax.weights import save_params  # noqa: E402
+
+LENGTH = 72  # longer than every original_max_position_embeddings and sliding window below
+TOLERANCE = 2e-4
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+MHA, GQA = {"num_key_value_heads": 4}, {"num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+RATIOS = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5}
+SLIDING = {"use_sliding_window": True, "sliding_window": 20}
+
+# name: (model type, fields, what must change the logits when it is taken from our config: proof that it is exercised)
+MODELS = {
+    "llama-mha": ("llama", MHA, None),
+    "llama-gqa-tied": ("llama", {**GQA, "tie_word_embeddings": True}, None),
+    "llama-mqa-head-dim-given": ("llama", {"num_key_value_heads": 1, "head_dim": 12}, None),
+    "llama3": ("llama", {**GQA, "rope_parameters": LLAMA3}, "rope"),
+    "llama-linear": ("llama", {**GQA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope"),
+    "llama-yarn-given-factor": ("llama", {**GQA, "rope_parameters": {**YARN, "attention_factor": 1.5}}, "rope"),
+    "mistral-full": ("mistral", {**GQA, "sliding_window": None}, None),
+    "mistral-sliding": ("mistral", {**GQA, "sliding_window": 20}, "windows"),
+    "mistral-head-dim-given": ("mistral", {**GQA, "head_dim": 16, "sliding_window": None}, None),
+    "qwen2": ("qwen2", GQA, None),
+    "qwen2-tied-yarn": ("qwen2", {**GQA, "rope_parameters": YARN, "tie_word_embeddings": True}, "rope"),
+    "qwen2-yarn-mscale": ("qwen2", {**GQA, "rope_parameters": {**YARN, **RATIOS, "truncate": False}}, "rope"),
+    "qwen2-upper-layers-slide": ("qwen2", {**GQA, **SLIDING, "max_window_layers": 1}, "windows"),
+    "qwen3": ("qwen3", {**GQA, "head_dim": 16}, None),
+    "qwen3-tied-layer-types": (
+        "qwen3",
+        {
+            **MHA,
+            **SLIDING,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "windows",
+    ),
+}
+
+
+def randomise(model: torch.nn.Module):
+    """Weights of unit gain, norms far from one, biases larger than what they are added to: no name can hide."""
+    generator = torch.Generator().manual_seed(7)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if name.endswith("bias"):
+            weight.data = 3 * noise
+        elif "norm" in name:
+            weight.data = 1 + 0.4 * noise
+        elif "embed" in name:
+            weight.data = noise
+        else:
+            weight.data = noise * weight.shape[1] ** -0.5
+
+
+def write(folder, kind: str, fields: dict, dtype=torch.float32, **saving):
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    randomise(model)
+    model.to(dtype).save_pretrained(folder, **saving)
+    # Read back: a cast of the live model would round its rotary frequencies too.
+    return read_back(folder) if saving or dtype != torch.float32 else model
+
+
+def read_back(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, LENGTH)).astype(np.int32)
+
+
+def reference(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens(), dtype=torch.long)).logits.numpy()
+
+
+def ours(model, **changes) -> np.ndarray:
+    config = dataclasses.replace(model.config, **changes)
+    return np.asarray(jax.jit(logits, static_argnames="config")(model.params, tokens(), config=config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_torch(name, tmp_path):
+    kind, fields, exercised = MODELS[name]
+    wanted = reference(write(tmp_path, kind, fields))
+    model = load(tmp_path, dtype="f32")
+    assert np.std(wanted) > 0.3
+    np.testing.assert_allclose(ours(model), wanted, rtol=0, atol=TOLERANCE)
+    neutral = {"rope": RopeConfig(theta=model.config.rope.theta), "windows": ()}
+    if exercised:
+        broken = ours(model, **{exercised: neutral[exercised]})
+        assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE
+
+
+def test_sharded_checkpoint(tmp_path):
+    wanted = reference(write(tmp_path, "llama", GQA, max_shard_size="20KB"))
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    np.testing.assert_allclose(ours(load(tmp_path, dtype="f32")), wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_bfloat16_checkpoint(tmp_path):
+    wanted = reference(write(tmp_path, "qwen2", GQA, dtype=torch.bfloat16))
+    model = load(tmp_path, dtype="f32")
+    np.testing.assert_allclose(ours(model), wanted, rtol=0, atol=TOLERANCE)
+    kept = load(tmp_path, dtype="bf16")
+    same = jax.tree.map(lambda a, b: bool((a.astype(b.dtype) == b).all()), kept.params, model.params)
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama-linear", "qwen2-tied-yarn", "qwen2-yarn-mscale", "llama-mha"])
+def test_both_spellings_of_rope_are_one_config(name, tmp_path):
+    """transformers 5 writes rope_parameters; the same checkpoint in version 4's spelling is the same model."""
+    kind, fields, _ = MODELS[name]
+    write(tmp_path, kind, fields)
+    config, file = load(tmp_path).config, tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope | {"type": rope.pop("rope_type")}
+    file.write_text(json.dumps(raw))
+    assert load(tmp_path).config == config
+    assert transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == config.rope.theta
+
+
+def test_saved_params_are_read_by_transformers(tmp_path):
+    kind, fields, _ = MODELS["qwen3-tied-layer-types"]
+    wanted = reference(write(tmp_path / "theirs", kind, fields))
+    model = load(tmp_path / "theirs", dtype="f32")
+    save_params(tmp_path / "ours", model.params, model.config)
+    np.testing.assert_array_equal(reference(read_back(tmp_path / "ours")), wanted)

@@ -1,0 +1,290 @@
+"""safetensors checkpoints: round trip, sharding over devices, and one clear line for everything that is wrong."""
+
+import dataclasses
+import json
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from kvqjax import model as model_module
+from kvqjax import weights
+from kvqjax.config import ModelConfig
+from kvqjax.decoder import init_params
+from kvqjax.errors import UserError
+from kvqjax.model import Model, load
+
+CONFIG = ModelConfig(
+    vocab_size=32,
+    width=16,
+    mlp_width=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    qkv_bias=True,
+    architecture="Qwen2ForCausalLM",
+    eos_ids=(2,),
+)
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def random_params(config=CONFIG, dtype=jnp.float32):
+    """Every leaf random, biases and norms too: a swapped pair cannot pass."""
+    shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(np.float32).astype(dtype)), shapes)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    weights.save_params(tmp_path, random_params(), CONFIG)
+    return tmp_path
+
+
+def edit(folder, change):
+    """Rewrite model.safetensors after `change` has had its dict of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def split(folder, count=3):
+    """The same checkpoint as shards with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"model-{i % count:05}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in places if places[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def assert_same(got, wanted):
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_linear_layers_are_stored_out_in(folder):
+    stored = load_file(folder / "model.safetensors")
+    assert stored["model.layers.0.mlp.gate_proj.weight"].shape == (24, 16)
+    np.testing.assert_array_equal(stored[Q_PROJ].T, random_params()["layers"]["q"][1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_round_trip_in_each_dtype(dtype, tmp_path):
+    params = random_params(dtype=dtype)
+    weights.save_params(tmp_path, params, CONFIG)
+    assert_same(weights.load_params(tmp_path, CONFIG, dtype), params)
+    wide = weights.load_params(tmp_path, CONFIG, jnp.float32)
+    assert_same(wide, jax.tree.map(lambda a: a.astype(jnp.float32), params))
+
+
+def test_sharded_files_give_the_same_params_and_fingerprint(folder):
+    before = weights.fingerprint(folder, CONFIG)
+    split(folder)
+    assert_same(weights.load_params(folder, CONFIG), random_params())
+    assert weights.fingerprint(folder, CONFIG) == before
+
+
+def test_each_device_holds_and_reads_only_its_slice(folder, monkeypatch):
+    mesh = jax.make_mesh((4,), ("model",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    columns, rows = PartitionSpec(None, None, "model"), PartitionSpec(None, "model", None)
+    specs = {f"layers/{n}": columns for n in ("q", "k", "v", "gate", "up")}
+    specs |= {
+        "layers/o": rows,
+        "layers/down": rows,
+        "embed": PartitionSpec("model"),
+        "layers/mlp_norm": PartitionSpec(),
+    }
+    read_sizes = {}
+    genuine = weights.read
+
+    def spy(tensor, index):
+        piece = genuine(tensor, index)
+        read_sizes.setdefault(tensor.name, []).append(piece.size)
+        return piece
+
+    monkeypatch.setattr(weights, "read", spy)
+    model = load(folder, dtype="f32", sharding=lambda name: NamedSharding(mesh, specs.get(name, PartitionSpec())))
+    assert_same(model.params, random_params())
+    for name in ("q", "o", "gate", "down"):
+        shards = model.params["layers"][name].addressable_shards
+        assert len(shards) == 4
+        assert all(shard.data.size * 4 == model.params["layers"][name].size for shard in shards)
+    assert read_sizes[Q_PROJ] == [16 * 32 // 4] * 4
+    assert read_sizes["model.embed_tokens.weight"] == [32 * 16 // 4] * 4
+    assert len(model.params["norm"].addressable_shards) == 4
+
+
+def test_tied_checkpoint_may_repeat_the_embedding_but_not_contradict_it(folder):
+    tied = dataclasses.replace(CONFIG, tied_embeddings=True)
+    embed = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit(folder, lambda t: t.update({"lm_head.weight": embed}))
+    assert "head" not in weights.load_params(folder, tied)
+    edit(folder, lambda t: t.update({"lm_head.weight": embed + 1}))
+    with pytest.raises(UserError, match=r"tie_word_embeddings = true, but lm_head.weight differs"):
+        weights.load_params(folder, tied)
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lie_about_header(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 2**40) + file.read_bytes()[8:])
+
+
+def wrong_index(folder):
+    split(folder)
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    places = index["weight_map"]
+    places[Q_PROJ] = next(other for other in places.values() if other != places[Q_PROJ])
+    file.write_text(json.dumps(index))
+
+
+def outside_index(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+
+
+BROKEN = {
+    "truncated": (truncate, r"model.safetensors: truncated: its header describes \d+ bytes, the file has \d+$"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"\x93" * 999), "not a safetensors file"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a safetensors file"),
+    "header length": (lie_about_header, "not a safetensors file .header of 1099511627776 bytes"),
+    "no file": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors or model.safetensors.index.json"),
+    "missing tensor": (lambda f: edit(f, lambda t: t.pop(Q_PROJ)), f"tensor '{Q_PROJ}' is missing"),
+    "missing head": (
+        lambda f: edit(f, lambda t: t.pop("lm_head.weight")),
+        "'lm_head.weight' is missing; config.json says tie_word_embeddings = false",
+    ),
+    "wrong shape": (
+        lambda f: edit(f, lambda t: t.update({Q_PROJ: np.zeros((16, 32), np.float32)})),
+        f"'{Q_PROJ}' has shape .16, 32., wanted .32, 16.",
+    ),
+    "quantised": (
+        lambda f: edit(f, lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.int8)})),
+        f"'{Q_PROJ}' has dtype I8, wanted one of F64, F32, F16, BF16",
+    ),
+    "unread tensor": (
+        lambda f: edit(f, lambda t: t.update({"model.layers.0.mlp.up_proj.bias": np.zeros(24, np.float32)})),
+        "'model.layers.0.mlp.up_proj.bias' is not part of Qwen2ForCausalLM",
+    ),
+    "missing shard": (
+        lambda f: (split(f), (f / "model-00001.safetensors").unlink()),
+        "model-00001.safetensors: no such",
+    ),
+    "index names a wrong shard": (wrong_index, f"tensor '{Q_PROJ}' is missing, though the index places it here"),
+    "index names a path": (outside_index, "is not a file name in this folder"),
+    "index is no index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
+        "not a safetensors index",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_checkpoints_are_refused_in_one_line(kind, folder, capsys):
+    spoil, text = BROKEN[kind]
+    assert_same(load(folder, dtype="f32").params, random_params())
+    spoil(folder)
+    with pytest.raises(UserError, match=text) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_float16_overflow_is_refused(folder):
+    edit(folder, lambda t: t[Q_PROJ].__setitem__((0, 0), 1e5))
+    load(folder, dtype="bf16")
+    with pytest.raises(UserError, match="exceeds float16's range"):
+        load(folder, dtype="f16")
+
+
+def test_fingerprint_names_what_differs(folder):
+    def parts(config=CONFIG):
+        return [part.split("=")[1] for part in weights.fingerprint(folder, config).split(",")]
+
+    first = parts()
+    assert parts(dataclasses.replace(CONFIG, eos_ids=(7,), bos_id=3)) == first
+    assert [a == b for a, b in zip(first, parts(dataclasses.replace(CONFIG, norm_eps=1e-6)), strict=True)] == [0, 1, 1]
+    edit(folder, lambda t: t[Q_PROJ].__setitem__((0, 0), 9.0))
+    assert [a == b for a, b in zip(first, parts(), strict=True)] == [1, 1, 0]
+
+
+@dataclasses.dataclass
+class FakeArtifact:
+    constants: dict
+    fingerprint: str
+
+
+def test_artifact_of_another_model_is_refused_by_field(folder):
+    model = load(folder)
+    artifact = FakeArtifact({"codebook": jnp.ones(3)}, model.fingerprint)
+    fitted = model.with_artifact(artifact)
+    assert_same(fitted.constants, artifact.constants)
+    assert len(jax.tree.leaves(fitted)) == len(jax.tree.leaves(model)) + 1
+    artifact.fingerprint = model.fingerprint.replace("samples=", "samples=0")
+    with pytest.raises(UserError, match=r"fingerprint samples is 0.*, the model's is"):
+        model.with_artifact(artifact)
+    with pytest.raises(UserError, match="fingerprint config is none"):
+        model.with_artifact(FakeArtifact({}, ""))
+
+
+def test_model_passes_through_jit_with_a_static_config(folder):
+    model = load(folder)
+    doubled = jax.jit(lambda m: jax.tree.map(lambda a: a + a, m))(model)
+    assert isinstance(doubled, Model)
+    assert doubled.config == CONFIG
+    assert doubled.fingerprint == model.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("./absent", "no such folder"),
+        ("absent", "no such folder, nor a hub id .owner/name. nor a bundled model .demo, recall."),
+        (__file__, "wanted the folder of a model"),
+    ],
+)
+def test_unknown_names(name, text):
+    with pytest.raises(UserError, match=text):
+        load(name)
+
+
+def test_unknown_dtype(folder):
+    with pytest.raises(UserError, match="dtype 'int8' is unknown; known: bf16, f16, f32"):
+        load(folder, dtype="int8")
+
+
+def test_bundled_model_that_is_absent(monkeypatch, tmp_path):
+    monkeypatch.setattr(model_module, "_ASSETS", tmp_path)
+    with pytest.raises(UserError, match="'demo' is not in this installation; it has: none"):
+        load("demo")
+    weights.save_params(tmp_path / "recall", random_params(), CONFIG)
+    assert load("recall").config == CONFIG
+
+
+def test_hub_id_without_a_network(monkeypatch):
+    import huggingface_hub
+
+    def offline(name, **options):
+        raise OSError(f"no route to {name}\nsecond line")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(UserError, match=r"'owner/name' is no folder here .* hub: no route to owner/name second line$"):
+        load("owner/name")
+
+
+def test_tokenizer_is_outside_the_pytree(folder):
+    model = load(folder)
+    with pytest.raises(UserError, match="no tokenizer"):
+        _ = model.tokenizer
+    with pytest.raises(UserError, match="no folder"):
+        _ = Model(model.params, config=CONFIG).tokenizer
