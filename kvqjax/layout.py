@@ -58,7 +58,7 @@ def block_tokens(fields: list[Field]) -> int:
 def logical_bits(field: Field) -> float:
     """Stored bits per token of this field, without padding."""
     if field.kind == "codes":
-        return field.bits * field.width
+        return float(field.bits * field.width)
     return 8 * jnp.dtype(field.dtype).itemsize * field.width / field.group
 
 
