@@ -1,0 +1,156 @@
+"""CommVQ keys: additive codes over a RoPE-commutative codebook (arXiv 2506.18879, section 4.2), in complex form.
+
+Rotation pair i of a head is the complex number k_i = x_i + j x_{i+D/2}; RoPE multiplies it by exp(j theta_i pos).
+The paper's 2x2 blocks [[x, -y], [y, x]] are complex numbers too, so they commute with RoPE. With codebooks C_r of L
+levels a group of g pairs is coded, round after round, by a pair of levels (A_r, B_r) found greedily on the residual:
+
+    k_hat = prescale * sum_r ( C_r[A_r] + j C_r[B_r] )                                    L^2 centres from L vectors
+
+    R rounds, L levels, g pairs per group, C groups of all heads (C g = K D/2), u tokens of a tile
+
+A codebook row is stored as a vector of 2g channels, real parts first, as a head stores its pairs; multiplication by j
+is then a quarter turn, (x | y) -> (-y | x). `prescale` is the token's norm over all heads; codes are computed against
+its stored value. A key of zeros has prescale 0 and codes that decode to zeros; an infinite key stays non-finite.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from kvqjax.codecs.base import Codec
+from kvqjax.layout import Field
+
+__all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "truncate_rounds", "ungroup_pairs"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommVQKeys:
+    """`group` pairs share a code (0: all head_dim/2 pairs of a head); `levels` is a power of two; `dtype` stores the
+    prescale.
+
+    Stored bits per channel: rounds * log2(levels) / group, and the prescale's 16/W.
+    """
+
+    head_dim: int
+    rounds: int
+    levels: int = 64
+    group: int = 0
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if self.levels not in (2, 4, 8, 16, 32, 64, 128, 256):
+            raise ValueError(f"levels={self.levels}; a power of two from 2 to 256")
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds}; at least 1")
+        if self.head_dim % 2 or (self.head_dim // 2) % self.pairs:
+            raise ValueError(f"group={self.group} does not divide the {self.head_dim // 2} pairs of a head")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype={self.dtype!r}; the prescale is stored as bfloat16 or float32")
+
+    @property
+    def pairs(self) -> int:
+        """g: rotation pairs that share one code."""
+        return self.group or self.head_dim // 2
+
+    def build(self, width: int) -> Codec:
+        """The codec of `width` = K*D channels; its constant "codebook" is [R, C, L, 2g]."""
+        if width % self.head_dim:
+            raise ValueError(f"head_dim={self.head_dim} does not divide the width {width}")
+        groups = width // (2 * self.pairs)
+        bits = self.levels.bit_length() - 1
+        fields = {
+            "codes": Field(kind="codes", width=2 * self.rounds * groups, bits=bits, role="payload"),
+            "prescale": Field(kind="token", width=1, role="scales", dtype=self.dtype),
+        }
+
+        def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
+            return _encode(self, constants["codebook"], x)
+
+        def decode(constants, tile):
+            return _decode(self, constants["codebook"], tile)
+
+        return Codec(width, 1, fields, encode, decode, {"codebook": (self.rounds, groups, self.levels, 2 * self.pairs)})
+
+
+def group_pairs(x: Float[Array, "*n W"], head_dim: int, pairs: int) -> Float[Array, "*n C g2"]:
+    """Channels to groups of pairs, real parts first (a head's channels are its pairs' real, then imaginary parts)."""
+    parts = x.reshape(*x.shape[:-1], -1, 2, head_dim // 2 // pairs, pairs)
+    return jnp.swapaxes(parts, -2, -3).reshape(*x.shape[:-1], -1, 2 * pairs)
+
+
+def ungroup_pairs(x: Float[Array, "*n C g2"], head_dim: int, pairs: int) -> Float[Array, "*n W"]:
+    """The inverse of `group_pairs`."""
+    parts = x.reshape(*x.shape[:-2], -1, head_dim // 2 // pairs, 2, pairs)
+    return jnp.swapaxes(parts, -2, -3).reshape(*x.shape[:-2], -1)
+
+
+def quarter_turn(x: Float[Array, "*n g2"]) -> Float[Array, "*n g2"]:
+    """Multiply every pair by j."""
+    real, imag = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([-imag, real], axis=-1)
+
+
+def centre(book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"]) -> Float[Array, "*n g2"]:
+    """Cluster centres C[A] + j C[B] of one group's codebook."""
+    row = book.at[a].get(mode="promise_in_bounds")
+    return row + quarter_turn(book.at[b].get(mode="promise_in_bounds"))
+
+
+def split_distances(
+    x: Float[Array, "n g2"], book: Float[Array, "L g2"]
+) -> tuple[Float[Array, "n L"], Float[Array, "n L"], Float[Array, "L L"]]:
+    """(a, b, cross) with |x - centre(A, B)|^2 - |x|^2 = a[A] + b[B] + cross[A, B]: two inner products with L vectors
+    instead of L^2 centres. float32 whatever the platform's default matmul precision."""
+    exact = {"precision": "highest"}
+    turned = quarter_turn(book)
+    energy = (book * book).sum(-1)[None]
+    a = energy - 2 * jnp.einsum("nd,ld->nl", x, book, **exact)
+    b = energy - 2 * jnp.einsum("nd,ld->nl", x, turned, **exact)
+    return a, b, 2 * jnp.einsum("ad,bd->ab", book, turned, **exact)
+
+
+def nearest(x: Float[Array, "n g2"], book: Float[Array, "L g2"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """Levels (A, B) of the nearest centre; of equally near ones the smallest A, then the smallest B."""
+    a, b, cross = split_distances(x, book)
+    distance = a[:, :, None] + b[:, None, :] + cross[None]
+    code = distance.reshape(x.shape[0], -1).argmin(-1).astype(jnp.int32)
+    return code // book.shape[0], code % book.shape[0]
+
+
+def _encode(spec: CommVQKeys, codebook, x):
+    wide = x.astype(jnp.float32)
+    prescale = jnp.sqrt((wide * wide).sum(-1)).astype(spec.dtype)
+    stored = prescale.astype(jnp.float32)[:, None]
+    residual = jnp.swapaxes(group_pairs(wide / jnp.where(stored > 0, stored, 1.0), spec.head_dim, spec.pairs), 0, 1)
+
+    def search(rest, book):  # [C, u, 2g], [C, L, 2g]
+        a, b = jax.vmap(nearest)(rest, book)
+        return rest - jax.vmap(centre)(book, a, b), jnp.stack([a, b])
+
+    codes = jax.lax.scan(search, residual, codebook.astype(jnp.float32))[1]  # [R, 2, C, u]
+    return {"codes": codes.reshape(-1, x.shape[0]).T, "prescale": prescale[None]}
+
+
+def _decode(spec: CommVQKeys, codebook, tile):
+    rounds, groups, levels, width = codebook.shape
+    codes = tile["codes"].astype(jnp.int32)
+    codes = jnp.moveaxis(codes.reshape(*codes.shape[:-1], rounds, 2, groups), (-3, -2), (0, 1))  # [R, 2, ..., n, C]
+    first = (jnp.arange(groups, dtype=jnp.int32) * levels).reshape((1,) * (codes.ndim - 2) + (groups,))
+
+    def add(total, entry):  # the sums over A and over B, [2, ..., n, C, 2g]
+        book, pair = entry
+        rows = book.astype(jnp.float32).reshape(groups * levels, width)
+        return total + rows.at[pair + first].get(mode="promise_in_bounds"), None
+
+    total = jax.lax.scan(add, jnp.zeros((*codes.shape[1:], width), jnp.float32), (codebook, codes))[0]
+    unit = ungroup_pairs(total[0] + quarter_turn(total[1]), spec.head_dim, spec.pairs)
+    return unit * jnp.swapaxes(tile["prescale"], -1, -2).astype(jnp.float32)
+
+
+def truncate_rounds(codebook: Float[Array, "*L R C V g2"], rounds: int) -> Float[Array, "*L r C V g2"]:
+    """The first `rounds` rounds: greedy codebooks are nested; their codes are the first 2*rounds*C lanes."""
+    if not 1 <= rounds <= codebook.shape[-4]:
+        raise ValueError(f"rounds={rounds}; the codebook has {codebook.shape[-4]}")
+    return codebook[..., :rounds, :, :, :]

@@ -1,0 +1,126 @@
+"""CommVQ values: a learned encoder to additive binary codes, a linear decoder (arXiv 2506.18879, section 4.1).
+
+One code serves the whole token, all KV heads. With s the channel scale, E the codebook and f the encoder:
+
+    u = v / (s + eps)      p = |u|      z = f(u / (p + eps))        f = Linear(GELU(Linear(LayerNorm(.))))
+    the largest of each 4 logits of z chooses 2 bits: 0 -> 10, 1 -> 01, 2 -> 11, 3 -> 00
+    v_hat = (p + eps) * (s + eps) * w / (|w| + eps),    w = bits @ E
+
+The codebook only gives a direction. Two folds make decoding one product: `codebook` is stored as E (s + eps), and what
+is stored per token is gain = (p + eps) / (|w| + eps), so v_hat = gain * (bits @ codebook). Training draws the choices
+from a Gumbel softmax; here they are the argmax, so encoding is deterministic.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+from kvqjax.codecs.base import Codec
+from kvqjax.layout import Field
+
+__all__ = ["EPS", "CommVQValues", "direction", "fold", "logits", "normalise"]
+
+EPS = 1e-6
+CHOICE_BITS = ((1, 0), (0, 1), (1, 1), (0, 0))  # the two bits of each of the 4 choices
+HIDDEN_LIMIT = 4096  # the paper's encoders are never wider
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommVQValues:
+    """`bits` codes per channel; `hidden` units of the encoder (0: one per logit, 4096 at most); `dtype` of the gain."""
+
+    bits: int
+    hidden: int = 0
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if self.bits not in (1, 2, 3, 4):
+            raise ValueError(f"bits={self.bits}; value codes have 1 to 4 bits per channel")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype={self.dtype!r}; the gain is stored as bfloat16 or float32")
+
+    def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of one layer's constants; N = bits * W codes, 2N logits."""
+        if width % 2:
+            raise ValueError(f"width {width} is odd; a choice decides two bits")
+        logit_count = 2 * self.bits * width
+        hidden = self.hidden or min(HIDDEN_LIMIT, logit_count)
+        return {
+            "scale": (width,),
+            "norm_weight": (width,),
+            "norm_bias": (width,),
+            "w1": (width, hidden),
+            "b1": (hidden,),
+            "w2": (hidden, logit_count),
+            "b2": (logit_count,),
+            "codebook": (self.bits * width, width),
+        }
+
+    def build(self, width: int) -> Codec:
+        """The codec of `width` = K*D channels. Its matmuls round by shape, so equal values give equal codes bit for bit
+        only through tiles of one shape: the cache always encodes [unit, W] of one row."""
+        fields = {
+            "bits": Field(kind="codes", width=self.bits * width, bits=1, role="payload"),
+            "gain": Field(kind="token", width=1, role="scales", dtype=self.dtype),
+        }
+
+        def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
+            unit, norm = normalise(x.astype(jnp.float32), constants["scale"].astype(jnp.float32))
+            bits = _choose(logits(constants, unit))
+            length = jnp.linalg.norm(direction(constants, bits), axis=-1)
+            gain = (norm + EPS) / (length + EPS)
+            return {"bits": bits.astype(jnp.uint32), "gain": gain.astype(self.dtype)[None]}
+
+        def decode(constants, tile):
+            bits = tile["bits"].astype(jnp.float32)
+            gain = jnp.swapaxes(tile["gain"], -1, -2).astype(jnp.float32)
+            return gain * _product(bits, constants["codebook"])
+
+        return Codec(width, 1, fields, encode, decode, self.shapes(width))
+
+
+def _product(x, matrix):
+    return jnp.einsum("...i,ij->...j", x, matrix.astype(jnp.float32), precision="highest")
+
+
+def normalise(v: Float[Array, "*n W"], scale: Float[Array, " W"]) -> tuple[Float[Array, "*n W"], Float[Array, "*n"]]:
+    """The channel-scaled direction the encoder sees, and its norm p."""
+    scaled = v / (scale + EPS).reshape((1,) * (v.ndim - 1) + scale.shape)
+    norm = jnp.linalg.norm(scaled, axis=-1)
+    return scaled / (norm[..., None] + EPS), norm
+
+
+def logits(constants: dict, unit: Float[Array, "*n W"]) -> Float[Array, "*n choices 4"]:
+    """The encoder: LayerNorm, Linear, GELU (erf), Linear; float32."""
+
+    def row(name):
+        return constants[name].astype(jnp.float32).reshape((1,) * (unit.ndim - 1) + (-1,))
+
+    centred = unit - unit.mean(-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
+    hidden = _product(normed * row("norm_weight") + row("norm_bias"), constants["w1"]) + row("b1")
+    out = _product(jax.nn.gelu(hidden, approximate=False), constants["w2"]) + row("b2")
+    return out.reshape(*out.shape[:-1], -1, 4)
+
+
+def choice_bits(one_hot: Float[Array, "*n choices 4"]) -> Float[Array, "*n N"]:
+    """The bits of each choice; linear, so that a straight-through gradient passes."""
+    pairs = jnp.einsum("...c,cb->...b", one_hot, jnp.asarray(CHOICE_BITS, jnp.float32), precision="highest")
+    return pairs.reshape(*one_hot.shape[:-2], -1)
+
+
+def _choose(z):
+    return choice_bits(jax.nn.one_hot(z.argmax(-1), 4, dtype=jnp.float32))
+
+
+def direction(constants: dict, bits: Float[Array, "*n N"]) -> Float[Array, "*n W"]:
+    """w = bits @ E, in the channel-scaled space where its length is measured."""
+    folded = _product(bits, constants["codebook"])
+    return folded / (constants["scale"].astype(jnp.float32) + EPS).reshape((1,) * (bits.ndim - 1) + (-1,))
+
+
+def fold(codebook: Float[Array, "N W"], scale: Float[Array, " W"]) -> Float[Array, "N W"]:
+    """The stored codebook E (s + eps)."""
+    return codebook * (scale + EPS)[None]
