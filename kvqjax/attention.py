@@ -106,6 +106,6 @@ def merge(*parts: Partial) -> Float[Array, "B T H D"]:
     """Combine segments: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i(lse_i). Float32."""
     lse = jnp.stack([part.lse for part in parts])
     out = jnp.stack([part.out for part in parts])
-    peak = lse.max(0)
+    peak = lse.max(0, keepdims=True)
     weights = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak))
     return (weights[..., None] * out).sum(0) / jnp.maximum(weights.sum(0), jnp.finfo(jnp.float32).tiny)[..., None]

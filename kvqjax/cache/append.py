@@ -1,0 +1,212 @@
+"""Appending: new tokens go to sinks and window; what leaves the window is encoded once, tile by tile (DESIGN ideas 2, 6, 8).
+
+One tile is one clock unit of one row of one layer. Every path (a decode step, a chunk, an exact prefill) encodes through
+`encode_tile`, so equal sources give equal words. Rows are looped over, never vmapped: under vmap a conditional flush becomes
+a select that encodes at every step.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvqjax.cache.state import Cache, Run, RunPlan, chains, due, plan
+from kvqjax.layout import PLANE, write
+
+__all__ = ["commit", "encode_tile", "flush_layer", "gather_tile", "remember", "ring_tokens"]
+
+Sources = dict  # source name -> array
+
+
+def pick(tree, index):
+    """Entry `index` of every leaf's first axis."""
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
+
+
+def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
+    """The body token each window slot stands for, when `first` is the oldest one held."""
+    first = first[:, None]
+    return first + (jnp.arange(ring)[None] - first) % ring
+
+
+def gather_tile(window, new, at, row, token, size: int, held):
+    """Tokens `token .. token + size - 1` of one row: [size, W] from the ring where they are older than body token `held`,
+    else from `new` whose first token is `held`. `at` indexes the arrays' leading axes before the row."""
+    tokens = token + jnp.arange(size)
+    ring = window[(*at, row, tokens % window.shape[-2])]
+    fresh = new[(*at, row, jnp.clip(tokens - held, 0, new.shape[-2] - 1))]
+    return jnp.where((tokens < held)[:, None], ring, fresh)
+
+
+def encode_tile(run: RunPlan, body, at, clock, token, tile: Sources, constants, carry):
+    """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body token `token`."""
+    payload, recon, carry = run.wiring.encode(constants, tile, carry)
+    for source in clock.sources:
+        fields = run.wiring.codecs[source].fields
+        stored = {
+            name: write(field, body[source][name], at, token % run.slots, payload[source][name])
+            for name, field in fields.items()
+        }
+        body = {**body, source: stored}
+    return body, recon, carry
+
+
+def remember(run: RunPlan, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
+    """Put new tokens, [L, B, T, W] per source, into sinks and window. `run.flushed` must already be up to date."""
+    held = lengths - sinks  # body tokens before the call; negative while the sinks fill
+    length = next(iter(new.values())).shape[2]
+    rows = jnp.arange(lengths.shape[0])[:, None]
+
+    def into(old, fresh, tokens, wanted):
+        source = jnp.clip(tokens - held[:, None], 0, length - 1)
+        return jnp.where(wanted[None, :, :, None], fresh[:, rows, source].astype(old.dtype), old)
+
+    end = held + counts
+    last = jnp.maximum(end - run.ring, 0)
+    slots = ring_tokens(run.ring, last)
+    sink_tokens = jnp.broadcast_to(jnp.arange(sinks)[None] - sinks, (lengths.shape[0], sinks))
+    in_sinks = (sink_tokens >= held[:, None]) & (sink_tokens < end[:, None])
+    in_window = (slots >= held[:, None]) & (slots < end[:, None])
+    window = {}
+    for name, old in state.window.items():
+        if length == 1:  # a decode step touches one slot per row, not the whole ring
+            slot = jnp.where((counts > 0) & (held >= 0), held % run.ring, run.ring)
+            window[name] = old.at[:, rows[:, 0], slot].set(new[name][:, :, 0].astype(old.dtype), mode="drop")
+        else:
+            window[name] = into(old, new[name], slots, in_window)
+    kept = {name: into(old, new[name], sink_tokens, in_sinks) for name, old in state.sinks.items()} if sinks else state.sinks
+    return state.replace(sinks=kept, window=window)
+
+
+def for_tiles(clock, start, stop, body_fn, state):
+    """Call `body_fn(token, size, state)` for every tile of a row from unit `start` to `stop`. Codecs that see one token at
+    a time are fed whole planes of 32 where they fit."""
+    if clock.unit > 1:
+        return jax.lax.fori_loop(start, stop, lambda j, s: body_fn(j * clock.unit, clock.unit, s), state)
+
+    def step(loop):
+        token, state = loop
+        whole = (token % PLANE == 0) & (stop - token >= PLANE)
+        state = jax.lax.cond(
+            whole, lambda s: body_fn(token, PLANE, s), lambda s: body_fn(token, 1, s), state
+        )
+        return token + jnp.where(whole, PLANE, 1), state
+
+    return jax.lax.while_loop(lambda loop: loop[0] < stop, step, (start, state))[1]
+
+
+def empty_carry(runs, size: int, dtype) -> dict:
+    """What enters the first layer: zeros, [size, W] for every name any layer carries."""
+    return {name: jnp.zeros((size, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
+
+
+def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry):
+    """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry` holds
+    every prompt token's, [B, T, W]. Returns (body, new, carry); `new` changes only where a source is encoded before its
+    partner and stays in the window as reconstructed."""
+    clocks = run.wiring.clocks
+
+    def tile_step(clock, row, token, size, state):
+        body, new, carry = state
+        tile = {s: gather_tile(new[s], new[s], (), row, token, size, held[row]) for s in clock.sources}
+        start = jnp.clip(token - held[row], 0, next(iter(new.values())).shape[1] - size)
+        part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
+        body, recon, part = encode_tile(run, body, (layer, row), clock, token, tile, constants, part)
+        carry = {n: jax.lax.dynamic_update_slice(c, part[n][None].astype(c.dtype), (row, start, 0)) for n, c in carry.items()}
+        if len(clocks) > 1:
+            new = new | {s: new[s].at[row, start + jnp.arange(size)].set(x.astype(new[s].dtype)) for s, x in recon.items()}
+        return body, new, carry
+
+    def row_step(row, state):
+        for clock, target in zip(clocks, targets, strict=True):
+            state = for_tiles(clock, jnp.int32(0), target[row], functools.partial(tile_step, clock, row), state)
+        return state
+
+    return jax.lax.fori_loop(0, held.shape[0], row_step, (body, new, carry))
+
+
+def _flush_chain(runs, states, news, held, targets, constants, dtype):
+    """Encode what is due in a chain of runs: row by row, tile by tile, all layers in order. `states` are (body, window)
+    pairs; a source encoded before its partner leaves the window is replaced there by its reconstruction."""
+    replace = len(runs[0].wiring.clocks) > 1
+
+    def layer_step(number, clock, row, token, size, layer, state):
+        run, (body, window, new), carry = runs[number], state[0][number], state[1]
+        tile = {s: gather_tile(window[s], new[s], (layer,), row, token, size, held[row]) for s in clock.sources}
+        body, recon, carry = encode_tile(
+            run, body, (layer, row), clock, token, tile, pick(constants[number], layer), carry
+        )
+        if replace:
+            window, new = _put_back(run, window, new, recon, layer, row, token, size, held[row])
+        entries = list(state[0])
+        entries[number] = (body, window, new)
+        return tuple(entries), carry
+
+    def tile_step(clock, row, token, size, entries):
+        state = (entries, empty_carry(runs, size, dtype))
+        for number, run in enumerate(runs):
+            step = functools.partial(layer_step, number, clock, row, token, size)
+            state = jax.lax.fori_loop(0, run.count, step, state)
+        return state[0]
+
+    def row_step(row, entries):
+        for index, clock in enumerate(runs[0].wiring.clocks):
+            start, stop = states[0].flushed[index][row], targets[index][row]
+            entries = for_tiles(clock, start, stop, functools.partial(tile_step, clock, row), entries)
+        return entries
+
+    entries = tuple((state.body, state.window, new) for state, new in zip(states, news, strict=True))
+    anything = functools.reduce(
+        jnp.logical_or, [(t > f).any() for t, f in zip(targets, states[0].flushed, strict=True)]
+    )
+    every_row = lambda e: jax.lax.fori_loop(0, held.shape[0], row_step, e)  # noqa: E731
+    return jax.lax.cond(anything, every_row, lambda e: e, entries)
+
+
+def _put_back(run, window, new, recon, layer, row, token, size, held):
+    """Replace encoded tokens by their reconstruction wherever they still stand exactly."""
+    tokens = token + jnp.arange(size)
+    for source, x in recon.items():
+        slot = jnp.where(tokens < held, tokens % run.ring, run.ring)
+        fresh = jnp.where(tokens >= held, tokens - held, new[source].shape[2])
+        old, late = window[source], new[source]
+        window = {**window, source: old.at[layer, row, slot].set(x.astype(old.dtype), mode="drop")}
+        new = {**new, source: late.at[layer, row, fresh].set(x.astype(late.dtype), mode="drop")}
+    return window, new
+
+
+def admitted(cache: Cache, counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """How many of `counts` new tokens still fit each row, and the overflow flags after them."""
+    fits = jnp.clip(counts, 0, cache.layout.capacity - cache.lengths)
+    return fits, cache.overflow | (fits < counts)
+
+
+def commit(cache: Cache, pending: tuple[Sources, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()) -> Cache:
+    """Append the first `counts[b]` tokens of row b of `pending` and encode what is due, all layers in order.
+
+    `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them. Tokens beyond the capacity are
+    dropped and raise the row's overflow flag.
+    """
+    layout, runs = cache.layout, plan(cache.layout)
+    constants = constants or tuple({} for _ in runs)
+    counts, overflow = admitted(cache, counts)
+    held = cache.lengths - layout.method.sinks
+    states, pending = list(cache.runs), list(pending)
+    for chain in chains(layout):
+        members = [runs[i] for i in chain]
+        clocks = members[0].wiring.clocks
+        flushed = states[chain[0]].flushed
+        targets = tuple(due(c, held + counts, f) for c, f in zip(clocks, flushed, strict=True))
+        if any(run.slots for run in members):
+            flush = _flush_chain(
+                members, [states[i] for i in chain], [pending[i] for i in chain], held, targets,
+                [constants[i] for i in chain], layout.dtype,
+            )
+            for i, (body, window, new) in zip(chain, flush, strict=True):
+                states[i], pending[i] = states[i].replace(body=body, window=window, flushed=targets), new
+    done = tuple(
+        remember(run, state, new, cache.lengths, counts, layout.method.sinks)
+        for run, state, new in zip(runs, states, pending, strict=True)
+    )
+    return cache.replace(runs=done, lengths=cache.lengths + counts, overflow=overflow)

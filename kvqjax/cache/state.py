@@ -1,0 +1,168 @@
+"""The cache: an immutable pytree of packed arrays, and the static plan that says what they are.
+
+Row b holds tokens 0 .. lengths[b]-1. Its first `sinks` tokens stay exact; the tokens after them are numbered from 0 here
+("body tokens"). Of those, clock c has encoded the first `flushed[c][b] * unit` into the body; the rest are in the window, a
+ring in which body token r sits in slot r mod C. Layers of equal spec and sliding window form a run and are stacked.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from kvqjax.config import ModelConfig
+from kvqjax.layout import Stored, allocate, block_tokens
+from kvqjax.methods.spec import Method
+from kvqjax.methods.wiring import Wiring
+
+__all__ = ["Cache", "CacheLayout", "Run", "RunPlan", "allocate_cache", "body_tokens", "chains", "plan"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """Everything static about a cache: model, method, most tokens per row, and the dtype of sinks and window."""
+
+    config: ModelConfig
+    method: Method
+    capacity: int
+    dtype: str
+
+
+class RunPlan(NamedTuple):
+    """A run of equal layers: `first` .. `first + count - 1`. The body has `slots` tokens in blocks of `block` and is a ring
+    when the layers slide (`sliding` tokens seen); the window is a ring of `ring` tokens."""
+
+    first: int
+    count: int
+    wiring: Wiring
+    sliding: int | None
+    block: int
+    slots: int
+    ring: int
+
+
+@struct.dataclass
+class Run:
+    """Arrays of one run, [L_run, B, ...]: body[source][field], sinks[source] [.., sinks, W], window[source] [.., C, W];
+    flushed[clock] counts the units encoded in each row."""
+
+    body: dict[str, dict[str, Stored]]
+    sinks: dict[str, Float[Array, "L B N W"]]
+    window: dict[str, Float[Array, "L B C W"]]
+    flushed: tuple[Int[Array, " B"], ...]
+
+
+@struct.dataclass
+class Cache:
+    """A compressed KV cache. `overflow[b]` turns True, and stays so, when a jitted call was asked to hold more tokens than
+    `layout.capacity` in row b; what did not fit is not stored."""
+
+    runs: tuple[Run, ...]
+    lengths: Int[Array, " B"]
+    overflow: Bool[Array, " B"]
+    layout: CacheLayout = struct.field(pytree_node=False)
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+
+def _resolve(wiring: Wiring, dtype: str) -> Wiring:
+    """Give fields of dtype "compute" the cache's compute dtype."""
+
+    def fix(codec):
+        fields = codec.fields.items()
+        return codec._replace(
+            fields={n: dataclasses.replace(f, dtype=dtype) if f.dtype == "compute" else f for n, f in fields}
+        )
+
+    return wiring._replace(codecs={name: fix(codec) for name, codec in wiring.codecs.items()})
+
+
+def _check_clocks(wiring: Wiring, name: str) -> None:
+    for clock in wiring.clocks:
+        if clock.unit != 1 and clock.unit % 32:
+            raise ValueError(f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible")
+        for source in clock.sources:
+            if clock.unit % wiring.codecs[source].unit:
+                raise ValueError(
+                    f"{name}: {source} is encoded {wiring.codecs[source].unit} tokens at a time, "
+                    f"but leaves the window {clock.unit} at a time"
+                )
+
+
+def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | None) -> RunPlan:
+    wiring = _resolve(spec.build(layout.config), layout.dtype)
+    _check_clocks(wiring, str(layout.method))
+    fields = [field for codec in wiring.codecs.values() for field in codec.fields.values()]
+    block = max(block_tokens(fields), *(clock.unit for clock in wiring.clocks))
+    room = layout.capacity - layout.method.sinks
+    ring = max(clock.window + clock.unit for clock in wiring.clocks)
+    # Nothing is ever encoded when the window alone can hold the capacity.
+    most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.clocks)
+    blocks = max(0, -(-most // block))
+    if sliding is not None:
+        # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
+        blocks = min(blocks, -(-(sliding + ring) // block) + 1)
+    return RunPlan(first, count, wiring, sliding, block, blocks * block, max(1, min(ring, room)))
+
+
+@functools.lru_cache(maxsize=64)
+def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
+    """The runs of a layout, in layer order. Cached, so that wirings are built once."""
+    kinds = zip(layout.method.layers(layout.config), layout.config.windows, strict=True)
+    runs, first = [], 0
+    for (spec, sliding), group in itertools.groupby(kinds):
+        count = len(list(group))
+        runs.append(_plan_run(layout, first, count, spec, sliding))
+        first += count
+    return tuple(runs)
+
+
+@functools.lru_cache(maxsize=64)
+def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
+    """Run numbers that must be encoded together: all of them when something flows from layer to layer, else one by one."""
+    runs = plan(layout)
+    if not any(run.wiring.carry for run in runs):
+        return tuple((i,) for i in range(len(runs)))
+    clocks = {run.wiring.clocks[0][1:] for run in runs}
+    if len(clocks) > 1 or any(len(run.wiring.clocks) > 1 for run in runs):
+        raise ValueError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
+    return (tuple(range(len(runs))),)
+
+
+def _allocate_run(run: RunPlan, batch: int, layout: CacheLayout) -> Run:
+    lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.sources
+    body = {
+        name: {f: allocate(field, lead, run.slots) for f, field in codec.fields.items()}
+        for name, codec in run.wiring.codecs.items()
+    }
+    return Run(
+        body=body if run.slots else {},
+        sinks={name: jnp.zeros((*lead, layout.method.sinks, width), dtype) for name, width in sources.items()},
+        window={name: jnp.zeros((*lead, run.ring, width), dtype) for name, width in sources.items()},
+        flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.clocks),
+    )
+
+
+def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
+    """An empty cache of `batch` rows."""
+    if layout.capacity < 1 or batch < 1:
+        raise ValueError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
+    runs = tuple(_allocate_run(run, batch, layout) for run in plan(layout))
+    return Cache(runs, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool), layout)
+
+
+def body_tokens(run: RunPlan, state: Run) -> Int[Array, " B"]:
+    """Tokens of each row that are encoded in every source, and so attended to in the body."""
+    units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.clocks, strict=True)]
+    return functools.reduce(jnp.minimum, units)
+
+
+def due(clock, body_length: Int[Array, "*S"], flushed: Int[Array, "*S"]) -> Int[Array, "*S"]:
+    """Units that are encoded once a row holds `body_length` tokens after the sinks (never fewer than `flushed`)."""
+    return jnp.maximum(flushed, (body_length - clock.window) // clock.unit)

@@ -1,0 +1,221 @@
+"""The decoder over a compressed cache, in two phases (DESIGN idea 2): `attend` computes logits and returns the new tokens'
+sources, `commit` appends them. `forward` is both; `prefill` is the papers' exact prefill, layer by layer over the prompt.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax import cache as caches
+from kvqjax import decoder
+from kvqjax.attention import blockwise_attention, merge
+from kvqjax.cache.append import admitted, flush_layer, remember
+from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, chains, due, plan
+from kvqjax.errors import UserError
+from kvqjax.methods import Method
+from kvqjax.model import Model
+from kvqjax.rope import rotate
+from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, visible
+
+__all__ = ["attend", "commit", "forward", "init_cache", "prefill"]
+
+CHUNK = 512  # prompt tokens per step of an exact prefill
+
+Pending = tuple  # one {source: [L_run, B, T, W]} per run
+
+
+def init_cache(model: Model, method: Method, batch: int, capacity: int) -> Cache:
+    """An empty cache for `batch` rows of at most `capacity` tokens each, in the model's compute dtype."""
+    dtype = str(model.params["embed"].dtype)
+    return allocate_cache(CacheLayout(config=model.config, method=method, capacity=capacity, dtype=dtype), batch)
+
+
+def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
+    """Calibrated constants of every run; a method that needs some and has none is refused here, at trace time."""
+    given = model.constants or tuple({} for _ in runs)
+    if len(given) != len(runs):
+        raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
+    for run, constants in zip(runs, given, strict=True):
+        for source, codec in run.wiring.codecs.items():
+            missing = set(codec.needs) - set(constants.get(source, {}))
+            if missing:
+                raise UserError(
+                    f"layer {run.first}: {source} needs calibrated {', '.join(sorted(missing))}; "
+                    "run `kvqjax calibrate` and load the artifact"
+                )
+    return given
+
+
+def _check_capacity(cache: Cache, counts) -> None:
+    """Outside jit, overflow is an error; inside it raises the row's sticky flag (see `Cache`)."""
+    if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
+        return
+    longest = int((cache.lengths + counts).max())
+    if longest > cache.layout.capacity:
+        raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
+
+
+def _slab(runs, rows: tuple[int, ...], dtype) -> dict:
+    """Zeros [*rows, W] for whatever flows from layer to layer."""
+    return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
+
+
+def attend(
+    model: Model,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+    cache: Cache,
+    *,
+    within: str = "chunk",
+    last: bool = False,
+) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Pending]:
+    """Logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache stays as it is.
+
+    `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one token
+    at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits of each
+    row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean nothing.
+    """
+    if within not in ("chunk", "step"):
+        raise ValueError(f"within={within!r}; known: chunk, step")
+    layout, runs = cache.layout, plan(cache.layout)
+    constants, sinks = _constants(model, runs), cache.layout.method.sinks
+    length = tokens.shape[1]
+    positions = cache.lengths[:, None] + jnp.arange(length)[None]
+    new_tokens = NewTokens(positions, counts, cache.lengths - sinks)
+    units = recoded_units(runs[0].wiring.clocks[0].unit, length)
+    recode = within == "step" and units > 0
+    body_carry = _slab(runs, (cache.batch, max(run.slots for run in runs)), layout.dtype)
+    tile = (cache.batch, units, runs[0].wiring.clocks[0].unit)
+    tile_carry = _slab(runs, tile, layout.dtype) if recode else {}
+
+    def step(run, state, run_constants, loop, index):
+        h, body_carry, tile_carry = loop
+        weights = decoder.layer(model.params, run.first + index)
+        fixed = caches.pick(run_constants, index)
+        projected = decoder.project(weights, h, positions, model.config)
+        new = run.wiring.capture(weights, fixed, projected, positions)
+        view = LayerView(run, state, index, weights, fixed, new, sinks)
+        parts, tile_carry = attend_exact(projected.q, view, new_tokens, recode and run.slots > 0, tile_carry)
+        if run.slots:
+            body, body_carry = attend_body(projected.q, model.config.num_kv_heads, view, new_tokens, body_carry)
+            parts.append(body)
+        return (decoder.finish(weights, h, merge(*parts), model.config), body_carry, tile_carry), new
+
+    loop, pending = (decoder.embed(model.params, tokens), body_carry, tile_carry), []
+    for run, state, run_constants in zip(runs, cache.runs, constants, strict=True):
+        loop, new = jax.lax.scan(
+            lambda loop, index, run=run, state=state, fixed=run_constants: step(run, state, fixed, loop, index),
+            loop,
+            jnp.arange(run.count),
+        )
+        pending.append(new)
+    h = loop[0]
+    if last:
+        h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+    out = decoder.unembed(model.params, h, model.config)
+    return (out[:, 0] if last else out), tuple(pending)
+
+
+def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
+    """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit when a
+    row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
+    _check_capacity(cache, counts)
+    return caches.commit(cache, pending, counts, _constants(model, plan(cache.layout)))
+
+
+def forward(
+    model: Model,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+    cache: Cache,
+    *,
+    last: bool = False,
+) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
+    """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside jit."""
+    out, pending = attend(model, tokens, counts, cache, last=last)
+    return out, commit(model, cache, pending, counts)
+
+
+def prefill(
+    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Exact prefill of an empty cache: the prompt attends to itself exactly, then is encoded; logits of each row's last
+    token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's carry."""
+    _check_capacity(cache, counts)
+    if not isinstance(cache.lengths, jax.core.Tracer) and int(cache.lengths.max()) > 0:
+        raise UserError("exact prefill starts from an empty cache; use forward to extend one")
+    layout, runs = cache.layout, plan(cache.layout)
+    constants = _constants(model, runs)
+    counts, overflow = admitted(cache, counts)
+    chunk = min(CHUNK, tokens.shape[1])
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
+    h = decoder.embed(model.params, tokens)
+    carry = _slab(runs, tokens.shape, layout.dtype)
+    states = []
+    for run, state, run_constants in zip(runs, cache.runs, constants, strict=True):
+        h, carry, state = _prefill_run(model, run, state, run_constants, h, carry, counts, chunk, layout.method.sinks)
+        states.append(state)
+    h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+    done = cache.replace(runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow)
+    return decoder.unembed(model.params, h, model.config)[:, 0], done
+
+
+def _prefill_run(model, run: RunPlan, state: Run, constants, h, carry, counts, chunk: int, sinks: int):
+    """One run of layers over the whole prompt: attention, then encoding, layer by layer."""
+    empty = jnp.zeros_like(counts)
+    held = empty - sinks
+    targets = tuple(due(clock, held + counts, f) for clock, f in zip(run.wiring.clocks, state.flushed, strict=True))
+
+    def step(loop, index):
+        h, carry, body = loop
+        weights = decoder.layer(model.params, run.first + index)
+        fixed = caches.pick(constants, index)
+        new, h = _exact_layer(model, run, weights, fixed, h, counts, chunk)
+        if run.slots:
+            body, new, carry = flush_layer(run, body, index, new, held, targets, fixed, carry)
+        fresh = state.replace(
+            body={},
+            sinks={name: jnp.zeros_like(a[:1]) for name, a in state.sinks.items()},
+            window={name: jnp.zeros_like(a[:1]) for name, a in state.window.items()},
+        )
+        fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
+        return (h, carry, body), ({n: a[0] for n, a in fresh.sinks.items()}, {n: a[0] for n, a in fresh.window.items()})
+
+    (h, carry, body), (kept, window) = jax.lax.scan(step, (h, carry, state.body), jnp.arange(run.count))
+    return h, carry, Run(body=body, sinks=kept, window=window, flushed=targets if run.slots else state.flushed)
+
+
+def _exact_layer(model: Model, run: RunPlan, weights, constants, h: Float[Array, "B T E"], counts, chunk: int):
+    """One layer of exact causal attention, `chunk` tokens at a time: (sources [B,T,W], next hidden states [B,T,E])."""
+    config = model.config
+    batch, length, width = h.shape
+    starts = jnp.arange(0, length, chunk)
+
+    def project(start):
+        positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
+        return positions, decoder.project(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), positions, config)
+
+    def keys(start):
+        positions, projected = project(start)
+        sources = run.wiring.capture(weights, constants, projected, positions)
+        return sources, rotate(projected.k, positions, config), projected.v
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(batch, length, *x.shape[3:])
+
+    new, k, v = jax.tree.map(join, jax.lax.map(keys, starts))
+
+    def attended(start):
+        positions, projected = project(start)
+
+        def read(j, carry):
+            span = j * chunk + jnp.arange(chunk)
+            at = jnp.broadcast_to(span[None], (batch, chunk))
+            mask = visible(positions, at, at < counts[:, None], run.sliding)
+            return *(jax.lax.dynamic_slice_in_dim(x, j * chunk, chunk, 1) for x in (k, v)), mask, carry
+
+        first = jnp.int32(0) if run.sliding is None else jnp.maximum(start - run.sliding + 1, 0) // chunk
+        out, _ = blockwise_attention(projected.q, config.num_kv_heads, read, first, start // chunk + 1)
+        return decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out.out, config)
+
+    return new, join(jax.lax.map(attended, starts))

@@ -1,0 +1,135 @@
+"""One layer's attention over a compressed cache, segment by segment: exact tokens (sinks, window, new) and encoded body."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvqjax.attention import Partial, blockwise_attention, segment_attention
+from kvqjax.cache.append import gather_tile, pick, ring_tokens
+from kvqjax.cache.state import Run, RunPlan, body_tokens, due
+from kvqjax.layout import read
+
+__all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible"]
+
+
+class NewTokens(NamedTuple):
+    """What every layer knows of the T new tokens: absolute positions, how many of each row are valid, and how many body
+    tokens (tokens after the sinks) each row held before; negative while the sinks fill."""
+
+    positions: Int[Array, "B T"]
+    counts: Int[Array, " B"]
+    held: Int[Array, " B"]
+
+
+class LayerView(NamedTuple):
+    """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W]."""
+
+    run: RunPlan
+    state: Run
+    layer: Int[Array, ""]
+    weights: dict
+    constants: dict
+    new: dict
+    sinks: int
+
+
+def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
+    """Causal and sliding-window mask by absolute position: queries [B,T], keys [B,S], valid [B,S]."""
+    query, key = queries[:, :, None], keys[:, None, :]
+    seen = (key <= query) & valid[:, None, :]
+    return seen if sliding is None else seen & (key > query - sliding)
+
+
+def _side_by_side(view: LayerView, tokens: NewTokens):
+    """Sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], valid [B,N])."""
+    batch, length = tokens.positions.shape
+    ring = ring_tokens(view.run.ring, body_tokens(view.run, view.state))
+    sink = jnp.broadcast_to(jnp.arange(view.sinks)[None], (batch, view.sinks))
+    fresh = jnp.arange(length)[None] < tokens.counts[:, None]
+    total = (tokens.held + view.sinks)[:, None]
+    valid = jnp.concatenate([sink < total, ring < tokens.held[:, None], fresh], axis=1)
+    positions = jnp.concatenate([sink, ring + view.sinks, tokens.positions], axis=1)
+    kept = pick(view.state.sinks, view.layer), pick(view.state.window, view.layer), view.new
+    sources = {name: jnp.concatenate([part[name].astype(x.dtype) for part in kept], 1) for name, x in view.new.items()}
+    return sources, positions, valid
+
+
+def recoded_units(unit: int, length: int) -> int:
+    """How many units of a clock can fall due while `length` new tokens are appended, before the last of them attends."""
+    return -(-(length - 1) // unit)
+
+
+def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
+    """`sources` with every unit of the clock that may fall due inside the new tokens replaced by what a reader will see.
+    Tiles are encoded one row and unit at a time, exactly as `commit` will. `carry` is [B, units, u, W] per name."""
+    run, length = view.run, tokens.positions.shape[1]
+    units = recoded_units(clock.unit, length)
+    window = pick(view.state.window, view.layer)
+
+    def one(index, loop):
+        sources, carry = loop
+        row, unit = index // units, index % units
+        token = (flushed[row] + unit) * clock.unit
+        held = tokens.held[row]
+        tile = {s: gather_tile(window[s], view.new[s], (), row, token, clock.unit, held) for s in clock.sources}
+        part = {n: c[row, unit] for n, c in carry.items()}
+        _, recon, part = run.wiring.encode(view.constants, tile, part)
+        index = token + jnp.arange(clock.unit)
+        place = jnp.where(index < held, view.sinks + index % run.ring, view.sinks + run.ring + index - held)
+        for s, x in recon.items():
+            sources = {**sources, s: sources[s].at[row, place].set(x.astype(sources[s].dtype), mode="drop")}
+        return sources, {n: c.at[row, unit].set(part[n].astype(c.dtype)) for n, c in carry.items()}
+
+    return jax.lax.fori_loop(0, tokens.counts.shape[0] * units, one, (sources, carry))
+
+
+def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dict) -> tuple[list[Partial], dict]:
+    """Attention to the tokens that are held exactly. With `recode`, a token that decoding one by one would have encoded
+    before query t is shown to query t as encoded (DESIGN idea 2); `carry` then flows from layer to layer for those."""
+    run = view.run
+    sources, positions, valid = _side_by_side(view, tokens)
+    mask = visible(tokens.positions, positions, valid, run.sliding)
+
+    def part(sources, mask):
+        return segment_attention(q, *run.wiring.expand(view.weights, view.constants, sources, positions), mask)
+
+    if not recode:
+        return [part(sources, mask)], carry
+    parts, index = [], (positions - view.sinks)[:, None, :]
+    for clock, flushed in zip(run.wiring.clocks, view.state.flushed, strict=True):
+        encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
+        left = (index >= 0) & (index < encoded[:, :, None])
+        parts.append(part(sources, mask & ~left))
+        sources, carry = _recode(view, tokens, sources, clock, flushed, carry)
+        mask = mask & left
+    return [*parts, part(sources, mask)], carry
+
+
+def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
+    """Attention to the encoded tokens, one block of every row at a time. `carry` is [B, slots, W] per name: what the layer
+    below reconstructed for each body token, replaced block by block by this layer's."""
+    run, sinks = view.run, view.sinks
+    ends = body_tokens(run, view.state)
+
+    def block(j, carry):
+        at = j * run.block % run.slots
+        payload = {
+            source: {name: read(f, view.state.body[source][name], view.layer, at, run.block) for name, f in codec.fields.items()}
+            for source, codec in run.wiring.codecs.items()
+        }
+        part = {n: jax.lax.dynamic_slice_in_dim(c, at, run.block, 1) for n, c in carry.items()}
+        decoded, part = run.wiring.decode(view.constants, payload, part)
+        decoded = {name: x.astype(view.new[name].dtype) for name, x in decoded.items()}
+        carry = {n: jax.lax.dynamic_update_slice_in_dim(c, part[n].astype(c.dtype), at, 1) for n, c in carry.items()}
+        index = jnp.broadcast_to(j * run.block + jnp.arange(run.block)[None], (ends.shape[0], run.block))
+        k, v = run.wiring.expand(view.weights, view.constants, decoded, index + sinks)
+        mask = visible(tokens.positions, index + sinks, index < ends[:, None], run.sliding)
+        return k, v, mask, carry
+
+    last = -(-ends.max() // run.block)
+    first = jnp.int32(0)
+    if run.sliding is not None:  # blocks that no query reaches any more are skipped
+        first = jnp.clip((tokens.positions[:, 0] - run.sliding + 1 - sinks).min() // run.block, 0, last)
+    return blockwise_attention(q, kv_heads, block, first, last, carry)
