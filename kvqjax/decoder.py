@@ -24,12 +24,13 @@ Layer = dict
 
 
 class Projected(NamedTuple):
-    """What one layer computes from its input before attention. `x` is the input after the attention norm."""
+    """What one layer computes from its input `h` before attention. `x` is the input after the attention norm."""
 
     q: Float[Array, "B T H D"]  # rotated
     k: Float[Array, "B T K D"]  # before RoPE, after bias and QK-norm
     v: Float[Array, "B T K D"]
     x: Float[Array, "B T E"]
+    h: Float[Array, "B T E"]
 
 
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
@@ -63,7 +64,7 @@ def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T
     k, v = (heads(_linear(x, weights, name), config.num_kv_heads) for name in ("k", "v"))
     if config.qk_norm:
         q, k = norm(q, weights["q_norm"], config.norm_eps), norm(k, weights["k_norm"], config.norm_eps)
-    return Projected(rotate(q, positions, config), k, v, x)
+    return Projected(rotate(q, positions, config), k, v, x, h)
 
 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):

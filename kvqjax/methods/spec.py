@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvqjax.codecs import Codec
 from kvqjax.config import ModelConfig
@@ -17,12 +17,14 @@ from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 __all__ = ["KeysAndValues", "LayerSpec", "Method", "method_factory"]
 
 
+@runtime_checkable
 class LayerSpec(Protocol):
     """Anything frozen and hashable that can build a layer's wiring for a model."""
 
     def build(self, config: ModelConfig) -> Wiring: ...
 
 
+@runtime_checkable
 class CodecSpec(Protocol):
     """Anything frozen and hashable that can build a codec for vectors of `width` channels."""
 

@@ -1,0 +1,74 @@
+"""XQuant's constants from the weights alone (arXiv 2508.10395, section 3.3): no data is needed.
+
+The SVD runs in float64 on the host, one layer at a time, with a sign convention: neighbouring singular values can lie
+so close that a float32 SVD rotates their vectors, and with them every code.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvqjax import decoder
+from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.config import ModelConfig
+from kvqjax.decoder import Params
+from kvqjax.methods import Method
+from kvqjax.methods.xquant import LayerInput
+from kvqjax.methods.xquant_cl import CrossLayer
+
+__all__ = ["constants", "latent_maps", "outlier_channels", "shared_map", "signed_svd"]
+
+Factors = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def signed_svd(weight: Float[Array | np.ndarray, "E N"]) -> Factors:
+    """Economy SVD (U [E,R], S [R], B^T [R,N]) in float64, every column of U with its largest entry in size positive."""
+    u, s, bt = np.linalg.svd(np.asarray(weight, np.float64), full_matrices=False)
+    sign = np.where(u[np.abs(u).argmax(0), np.arange(u.shape[1])] < 0, -1.0, 1.0)
+    return u * sign, s, bt * sign[:, None]
+
+
+def _host(weight) -> np.ndarray:
+    """float64 copy on the host; bfloat16 goes through float32, which NumPy knows."""
+    return np.asarray(weight, np.float32).astype(np.float64)
+
+
+def latent_maps(weight: Float[Array | np.ndarray, "E N"]) -> dict[str, np.ndarray]:
+    """{"down": U [E,N], "up": S B^T [N,N]}, float32: weight = down @ up."""
+    u, s, bt = signed_svd(_host(weight))
+    return {"down": u.astype(np.float32), "up": (s[:, None] * bt).astype(np.float32)}
+
+
+def shared_map(layer: Mapping[str, Array | np.ndarray], space: str) -> dict[str, np.ndarray]:
+    """{"down": U [E,2N]}, float32, of [W_k | W_v]; of diag(gain) [W_k | W_v] where the residual stream is cached."""
+    joint = np.concatenate([_host(layer["k"]), _host(layer["v"])], axis=1)
+    if space == "residual":
+        joint = _host(layer["attn_norm"])[:, None] * joint
+    return {"down": signed_svd(joint)[0].astype(np.float32)}
+
+
+def outlier_channels(key_weight: Float[Array | np.ndarray, "E N"], top: int) -> np.ndarray:
+    """The `top` channels of the keys where outliers are to be expected, likeliest first: the largest entries in size of
+    B_k^T's first row (Appendix B, Table B.2)."""
+    return np.argsort(-np.abs(signed_svd(_host(key_weight))[2][0]), kind="stable")[:top]
+
+
+def _layer_constants(spec, layer: Mapping[str, Array | np.ndarray], config: ModelConfig) -> dict:
+    if isinstance(spec, LayerInput) and spec.uses_latents(config):
+        return {name: latent_maps(layer[name]) for name in ("k", "v")}
+    if isinstance(spec, CrossLayer) and spec.uses_latents(config):
+        return {"x": shared_map(layer, spec.space)}
+    return {}
+
+
+def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict, ...]:
+    """What every run of layers needs, stacked over its layers, float32 on the host; {} for layers that need nothing."""
+    specs = method.layers(config)
+    stacks = []
+    for run in plan(CacheLayout(config=config, method=method, capacity=1, dtype="float32")):
+        numbers = range(run.first, run.first + run.count)
+        layers = [_layer_constants(specs[run.first], decoder.layer(params, number), config) for number in numbers]
+        stacks.append(jax.tree.map(lambda *arrays: np.stack(arrays), *layers))
+    return tuple(stacks)

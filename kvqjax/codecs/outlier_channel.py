@@ -1,0 +1,48 @@
+"""Some channels kept as they are beside any codec for the rest (XQuant, arXiv 2508.10395, Table B.1: the first latent).
+
+The inner codec still sees every channel, each kept one overwritten by a neighbour, so its lanes stay aligned and a kept
+channel never widens a group. That costs the kept channels' codes: 16/W bits per value for one, against (16-e)/W.
+"""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+
+from kvqjax.codecs.base import Codec
+from kvqjax.layout import Field
+
+__all__ = ["OutlierChannels"]
+
+
+@runtime_checkable
+class _CodecSpec(Protocol):
+    def build(self, width: int) -> Codec: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutlierChannels:
+    """`channels` are stored in `dtype`; `inner` stores the others."""
+
+    channels: tuple[int, ...]
+    inner: _CodecSpec
+    dtype: str = "bfloat16"
+
+    def build(self, width: int) -> Codec:
+        kept = sorted(set(self.channels))
+        if not kept or kept[0] < 0 or kept[-1] >= width or len(kept) == width:
+            raise ValueError(f"channels={self.channels}; wanted some, not all, of 0 to {width - 1}")
+        # A neighbour shares the kept channel's group along channels, except at a group's edge.
+        source = [next(c % width for c in range(i, i + width) if c % width not in kept) for i in range(width)]
+        inner = self.inner.build(width)
+        where, neighbour = jnp.asarray(kept), jnp.asarray(source)
+        field = Field(kind="token", width=len(kept), role="outliers", dtype=self.dtype)
+
+        def encode(constants, x):
+            return {**inner.encode(constants, x[:, neighbour]), "kept": x[:, where].T}
+
+        def decode(constants, tile):
+            rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "kept"})
+            return rest.at[..., where].set(jnp.swapaxes(tile["kept"], -1, -2).astype(rest.dtype))
+
+        return Codec(width, inner.unit, {**inner.fields, "kept": field}, encode, decode, inner.needs)

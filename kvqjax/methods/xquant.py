@@ -1,0 +1,158 @@
+"""XQuant (arXiv 2508.10395): cache the layer input, rematerialise keys and values at every read.
+
+    MHA (section 3.1):  cache X,  K = X W_k + b_k,  V = X W_v + b_v
+    GQA (section 3.3):  cache X U_k and X U_v, with W = U S B^T the economy SVD and F = S B^T fused offline;
+                        K = (X U_k) F_k + b_k,  V = (X U_v) F_v + b_v;  S is not applied before quantisation
+
+X [l, E] is the layer input after the attention norm. Bias, QK-norm and RoPE, in this order, come after
+rematerialisation, so quantised vectors never depend on the position. X and X U_v are quantised per token, X U_k per
+channel (section 3.3.1). Every head reads the same X.
+
+Constants of one layer for GQA: {"k": {"down": U_k [E,KD], "up": F_k [KD,KD]}, "v": likewise}, KD = kv_width; made from
+the weights alone by kvqjax.calibrate.xquant. MHA needs none.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax.codecs import Codec, Exact, Uniform
+from kvqjax.codecs.outlier_channel import OutlierChannels
+from kvqjax.config import ModelConfig
+from kvqjax.decoder import Layer, heads, norm
+from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.rope import rotate
+
+__all__ = ["LayerInput", "attended", "latents", "layer_input", "prefers_latents", "quantiser", "times", "xquant"]
+
+
+def prefers_latents(config: ModelConfig) -> bool:
+    """Whether two latents of kv_width numbers take no more room than X: true from two query heads per KV head on, in
+    the usual models. Decided by widths, not by head counts: Qwen3-0.6B has GQA, and still 2*kv_width > E."""
+    return 2 * config.kv_width <= config.width
+
+
+def attended(
+    k: Float[Array, "B n KD"],
+    v: Float[Array, "B n KD"],
+    weights: Layer,
+    positions: Int[Array, "B n"],
+    config: ModelConfig,
+) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
+    """Keys and values as attended from rematerialised products: bias, QK-norm, RoPE."""
+    if config.qkv_bias:
+        k, v = k + weights["k_bias"][None, None], v + weights["v_bias"][None, None]
+    k, v = heads(k, config.num_kv_heads), heads(v, config.num_kv_heads)
+    if config.qk_norm:
+        k = norm(k, weights["k_norm"], config.norm_eps)
+    return rotate(k, positions, config), v
+
+
+def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float[Array, "B n N"]:
+    """x @ matrix in the compute dtype."""
+    return jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype))
+
+
+def _independent(sources: dict[str, int], codecs: dict[str, Codec], clock: Clock, capture, expand) -> Wiring:
+    """A wiring whose sources are encoded one by one, and whose layers do not depend on each other."""
+
+    def encode(constants, tile, carry):
+        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in tile.items()}
+        return payload, decode(constants, payload, {})[0], carry
+
+    def decode(constants, payload, carry):
+        return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
+
+    return Wiring(sources, codecs, (clock,), capture, encode, decode, expand)
+
+
+def layer_input(config: ModelConfig, codec: Codec, clock: Clock) -> Wiring:
+    """XQuant for MHA: the source is X itself."""
+
+    def capture(weights, constants, projected, positions):
+        return {"x": projected.x}
+
+    def expand(weights, constants, sources, positions):
+        k, v = (times(sources["x"], weights[name], weights[name].dtype) for name in ("k", "v"))
+        return attended(k, v, weights, positions, config)
+
+    return _independent({"x": config.width}, {"x": codec}, clock, capture, expand)
+
+
+def latents(config: ModelConfig, codecs: dict[str, Codec], clock: Clock) -> Wiring:
+    """XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
+
+    def capture(weights, constants, projected, positions):
+        return {name: times(projected.x, constants[name]["down"], projected.x.dtype) for name in ("k", "v")}
+
+    def expand(weights, constants, sources, positions):
+        k, v = (times(sources[name], constants[name]["up"], weights[name].dtype) for name in ("k", "v"))
+        return attended(k, v, weights, positions, config)
+
+    return _independent({"k": config.kv_width, "v": config.kv_width}, codecs, clock, capture, expand)
+
+
+def quantiser(bits: int, along: str, group: int, scales: str) -> Exact | Uniform:
+    """The uniform codec of section 4; 16 bits mean the compute dtype itself (the identity)."""
+    return Exact() if bits == 16 else Uniform(bits=bits, along=along, group=group, dtype=scales)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """One layer of XQuant. `latent=None` chooses X or its latents by size (prefers_latents). With latents `bits` is for
+    keys, `value_bits` for values, and the first `outliers` channels of X U_k stay at 16 bits."""
+
+    bits: int = 4
+    value_bits: int | None = None
+    outliers: int = 0
+    group: int = 128
+    window: int = 0
+    latent: bool | None = None
+    scales: str = "bfloat16"
+
+    def uses_latents(self, config: ModelConfig) -> bool:
+        return prefers_latents(config) if self.latent is None else self.latent
+
+    def build(self, config: ModelConfig) -> Wiring:
+        clock = Clock(("x",), self.window, self.group)
+        per_token = {"along": "channels", "group": self.group, "scales": self.scales}
+        if not self.uses_latents(config):
+            if self.outliers or self.value_bits not in (None, self.bits):
+                got = f"value_bits={self.value_bits}, outliers={self.outliers}"
+                raise ValueError(f"xquant caches X itself here, of one width and without a first latent; got {got}")
+            return layer_input(config, quantiser(self.bits, **per_token).build(config.width), clock)
+        key = quantiser(self.bits, **{**per_token, "along": "tokens"})
+        if self.outliers:
+            key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
+        value = quantiser(self.value_bits or self.bits, **per_token)
+        codecs = {name: codec.build(config.kv_width) for name, codec in (("k", key), ("v", value))}
+        return latents(config, codecs, clock._replace(sources=("k", "v")))
+
+
+@method_factory
+def xquant(
+    *,
+    bits: int = 4,
+    value_bits: int | None = None,
+    outliers: int = 0,
+    group: int = 128,
+    window: int = 0,
+    sinks: int = 0,
+    protected: int = 0,
+    high_bits: int = 4,
+    latent: bool | None = None,
+    scales: str = "bfloat16",
+) -> Method:
+    """The layer input (MHA) or its two latents (GQA) at 8, 4, 3 or 2 bits, 16 for the identity; keys and values are
+    computed anew at every read, which costs compute (kvqjax.methods.xquant_cost).
+
+    The newest tokens stay exact until `group` of them are complete, and `window` more. The first `protected` layers
+    have `high_bits` (Table 4: 3 layers of 4 bits).
+    """
+    layer = LayerInput(
+        bits=bits, value_bits=value_bits, outliers=outliers, group=group, window=window, latent=latent, scales=scales
+    )
+    first = dataclasses.replace(layer, bits=high_bits, value_bits=None)
+    return Method(name="xquant", layer=layer, sinks=sinks, overrides=tuple((i, first) for i in range(protected)))
