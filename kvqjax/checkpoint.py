@@ -53,18 +53,20 @@ def _header(file: Path) -> tuple[dict, int]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
 
 
+def _tensor(file: Path, name: str, entry: dict, data: int) -> Tensor:
+    try:
+        first, last = entry["data_offsets"]
+        return Tensor(file, name, entry["dtype"], tuple(entry["shape"]), data + first, last - first)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})") from error
+
+
 def _tensors(file: Path) -> Checkpoint:
     """All tensors of one file. A file shorter than its header says is refused here, not at the first read."""
     if not file.is_file():
         raise UserError(f"{file}: no such file")
     header, data = _header(file)
-    tensors = {}
-    try:
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            tensors[name] = Tensor(file, name, entry["dtype"], tuple(entry["shape"]), data + first, last - first)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})") from error
+    tensors = {name: _tensor(file, name, entry, data) for name, entry in header.items()}
     wanted, size = max((t.start + t.nbytes for t in tensors.values()), default=data), file.stat().st_size
     if size < wanted:
         raise UserError(f"{file}: truncated: its header describes {wanted} bytes, the file has {size}")

@@ -1,13 +1,14 @@
 """Reading single fields of a Hugging Face config, each refused by name and value when it is not what we compute."""
 
 import json
+from typing import NoReturn
 
 from kvqjax.errors import UserError
 
 __all__ = ["integer", "number", "refuse"]
 
 
-def refuse(field: str, value, wanted: str):
+def refuse(field: str, value, wanted: str) -> NoReturn:
     """Raise the one-line UserError for a field of config.json."""
     said = "is missing" if value is None else f"= {json.dumps(value)} is not supported"
     raise UserError(f"config.json: {field} {said}; {wanted}")

@@ -1,5 +1,6 @@
 """A model as one value, and where models come from: bundled, a folder, or the Hugging Face hub."""
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -66,7 +67,7 @@ class Model:
             if ours.get(field) != theirs.get(field):
                 got, wanted = theirs.get(field, "none"), ours.get(field, "none")
                 raise UserError(f"artifact is for another model: fingerprint {field} is {got}, the model's is {wanted}")
-        return self.replace(constants=artifact.constants)
+        return dataclasses.replace(self, constants=artifact.constants)
 
 
 def _parts(text: str) -> dict[str, str]:

@@ -120,7 +120,9 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = ("loading weights", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    shown = console.is_terminal or console.is_jupyter
+    bar = Progress(*columns, console=console, transient=True, disable=not shown)
     task, begun = bar.add_task("", total=total), time.monotonic()
 
     def advance(nbytes: int):

@@ -200,6 +200,18 @@ def test_broken_checkpoints_are_refused_in_one_line(kind, folder, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_progress_shows_only_on_slow_loads_at_a_terminal(folder, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for "this is a terminal"
+    load(folder)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(weights, "_PROGRESS_AFTER_SECONDS", -1.0)
+    load(folder)
+    assert "loading weights" in capsys.readouterr().err
+    monkeypatch.delenv("FORCE_COLOR")
+    load(folder)
+    assert capsys.readouterr().err == ""
+
+
 def test_float16_overflow_is_refused(folder):
     edit(folder, lambda t: t[Q_PROJ].__setitem__((0, 0), 1e5))
     load(folder, dtype="bf16")
@@ -256,6 +268,12 @@ def test_model_passes_through_jit_with_a_static_config(folder):
 def test_unknown_names(name, text):
     with pytest.raises(UserError, match=text):
         load(name)
+
+
+def test_default_dtype_follows_the_backend(folder, monkeypatch):
+    assert load(folder).params["embed"].dtype == jnp.float32
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert {leaf.dtype for leaf in jax.tree.leaves(load(folder).params)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_unknown_dtype(folder):
