@@ -1,0 +1,185 @@
+"""KVQuant's dense-and-sparse quantisation of keys per channel and values per token (arXiv 2401.18079, sections 3.1 to
+3.4).
+
+    u = (x - z) / s        code = nearest signpost of u        x_hat = s * signpost[code] + z, outliers as they were
+
+Keys (before RoPE): z and s of every channel are fixed offline, `upper` and `lower` being its thresholds; what lies
+beyond them is an outlier. Values: z and s of every token come from the token itself, over all KV heads: its
+`outliers/2` largest and smallest entries are the outliers, the next largest and smallest its range (the released
+kernels' top-k rule; the simulation's quantile rule flags the same entries but for ties, of which it may flag any
+number).
+
+Outliers are stored in 32 bits: the value in bfloat16 and the channel in int16, a fixed number of slots per token. A
+key token with more outliers than slots keeps those that are farthest out in normalised units, whichever side they are
+on, and the rest saturate at the outermost signposts: `excess` counts them. Unused slots carry the channel W, which no
+read reaches.
+
+Codes are computed against the *stored* z and s: z is rounded to the storage dtype first, s upwards, so rounding costs
+range and never bias. A token or channel of one repeated value has s = 0 and reads as z. With heads sharded over
+devices the values' range and top-k span the shards: each shard's own extremes are exchanged (2 * (outliers/2 + 1)
+numbers per token), and outlier indices count channels over all heads.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from kvqjax.codecs.base import Codec
+from kvqjax.codecs.nuq_outliers import restore_outliers, store_outliers
+from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
+from kvqjax.codecs.uniform import round_toward
+from kvqjax.layout import Field
+
+__all__ = ["Nuq", "excess", "signposts"]
+
+MAX_WIDTH = 32767  # channel numbers, and the width itself for an unused slot, are int16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nuq:
+    """`per="channel"`: keys, with offline thresholds. `per="token"`: values, with online range and outliers.
+
+    `outliers` counts slots per token (even for values: half for each end); `datatype` is "nuq", "nf" or "int";
+    `q_norm` reads signposts through a calibrated scale and offset (the released code's Q-Norm, meant for 2 bits);
+    `dtype` stores the values' scales and `outlier_dtype` the outliers (bfloat16 keeps bfloat16 sources exact).
+    """
+
+    bits: int
+    per: str
+    outliers: int = 0
+    datatype: str = "nuq"
+    q_norm: bool = False
+    dtype: str = "bfloat16"
+    outlier_dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if self.bits not in (2, 3, 4):
+            raise ValueError(f"bits={self.bits}; KVQuant's codes have 2, 3 or 4 bits")
+        if self.per not in ("channel", "token"):
+            raise ValueError(f"per={self.per!r}; known: channel, token")
+        if self.datatype not in DATATYPES:
+            raise ValueError(f"datatype={self.datatype!r}; known: {', '.join(DATATYPES)}")
+        if self.outliers < 0 or (self.per == "token" and self.outliers % 2):
+            raise ValueError(f"outliers={self.outliers}; a token has 0 or more slots, values an even number")
+        for name in ("dtype", "outlier_dtype"):
+            if getattr(self, name) not in ("bfloat16", "float32"):
+                raise ValueError(f"{name}={getattr(self, name)!r}; known: bfloat16, float32")
+
+    def build(self, width: int) -> Codec:
+        if self.outliers + 2 > width or width > MAX_WIDTH:
+            raise ValueError(f"width={width}; wanted {self.outliers + 2} to {MAX_WIDTH} for outliers={self.outliers}")
+        return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
+
+
+def _fields(spec: Nuq, width: int) -> dict[str, Field]:
+    fields = {"codes": Field(kind="codes", width=width, bits=spec.bits, role="payload")}
+    if spec.outliers:
+        slots = {"kind": "token", "width": spec.outliers, "role": "outliers"}
+        fields |= {"outliers": Field(dtype=spec.outlier_dtype, **slots), "channels": Field(dtype="int16", **slots)}
+    return fields
+
+
+def _needs(spec: Nuq) -> dict[str, tuple[int, ...]]:
+    needs = {"signposts": (2**spec.bits,)} if spec.datatype == "nuq" else {}
+    return needs | ({"norm": (2,)} if spec.q_norm else {})
+
+
+def signposts(spec: Nuq, constants) -> Float[Array, " M"]:
+    """The sorted signposts that codes of this spec index, before Q-Norm."""
+    if spec.datatype == "nuq":
+        return constants["signposts"].astype(jnp.float32)
+    return jnp.asarray(fixed_signposts(spec.datatype, spec.bits))
+
+
+def _read(spec: Nuq, constants, codes) -> Float[Array, "*S"]:
+    """Normalised values of codes, through Q-Norm if the spec has it."""
+    table = signposts(spec, constants)
+    if spec.q_norm:
+        table = table * constants["norm"][0] + constants["norm"][1]
+    return look_up(codes, table)
+
+
+def _per_channel(spec: Nuq, width: int) -> Codec:
+    def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
+        x = x.astype(jnp.float32)
+        u, outside = _normalise_keys(constants, x)
+        tile = {"codes": nearest(u, signposts(spec, constants))}
+        if spec.outliers:
+            peak, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), spec.outliers)
+            channels = jnp.where(peak >= 0, channels, width)
+            tile |= store_outliers(x, channels, spec.outlier_dtype)
+        return tile
+
+    def decode(constants, tile):
+        centre, scale = _channel_range(constants)
+        lead = (1,) * (tile["codes"].ndim - 1)
+        dense = _read(spec, constants, tile["codes"]) * scale.reshape(*lead, width) + centre.reshape(*lead, width)
+        return restore_outliers(dense, tile)
+
+    needs = {"upper": (width,), "lower": (width,), **_needs(spec)}
+    return Codec(width, 1, _fields(spec, width), encode, decode, needs)
+
+
+def _per_token(spec: Nuq, width: int) -> Codec:
+    number = {"kind": "token", "width": 1, "dtype": spec.dtype}
+    fields = _fields(spec, width)
+    fields |= {"scale": Field(role="scales", **number), "centre": Field(role="zeros", **number)}
+
+    def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
+        x = x.astype(jnp.float32)
+        high, low, channels = _token_range(x, spec.outliers // 2)
+        centre, scale = _stored_range(high, low, spec.dtype)
+        u = (x - centre.astype(jnp.float32)) / _divisor(scale.astype(jnp.float32))
+        tile = {"codes": nearest(u, signposts(spec, constants)), "scale": scale.T, "centre": centre.T}
+        return tile | (store_outliers(x, channels, spec.outlier_dtype) if spec.outliers else {})
+
+    def decode(constants, tile):
+        scale, centre = (jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre"))
+        return restore_outliers(_read(spec, constants, tile["codes"]) * scale + centre, tile)
+
+    return Codec(width, 1, fields, encode, decode, _needs(spec))
+
+
+def _divisor(scale):
+    return jnp.where(scale > 0, scale, 1.0)
+
+
+def _channel_range(constants) -> tuple[Float[Array, " W"], Float[Array, " W"]]:
+    """Centre and half range of every channel."""
+    upper, lower = constants["upper"].astype(jnp.float32), constants["lower"].astype(jnp.float32)
+    return (upper + lower) / 2, (upper - lower) / 2
+
+
+def _normalise_keys(constants, x: Float[Array, "u W"]):
+    """Normalised keys and the outlier mask, which compares with the thresholds themselves: strict, exact at their
+    edge."""
+    centre, scale = _channel_range(constants)
+    outside = (x > constants["upper"][None]) | (x < constants["lower"][None])
+    return (x - centre[None]) / _divisor(scale)[None], outside
+
+
+def excess(spec: Nuq, constants, x: Float[Array, "u W"]) -> Int[Array, " u"]:
+    """Outliers of each key token that find no slot and saturate (without slots: every entry beyond the
+    thresholds)."""
+    outside = _normalise_keys(constants, x.astype(jnp.float32))[1]
+    return jnp.maximum(outside.sum(-1) - spec.outliers, 0)
+
+
+def _token_range(x: Float[Array, "u W"], side: int):
+    """Largest and smallest entry of each token [u, 1] after `side` outliers at each end, and those outliers'
+    channels."""
+    if not side:
+        return x.max(-1, keepdims=True), x.min(-1, keepdims=True), None
+    top, top_channels = jax.lax.top_k(x, side + 1)
+    bottom, bottom_channels = jax.lax.top_k(-x, side + 1)
+    channels = jnp.concatenate([top_channels[:, :side], bottom_channels[:, :side]], axis=-1)
+    return top[:, side:], -bottom[:, side:], channels
+
+
+def _stored_range(high: Float[Array, "u 1"], low: Float[Array, "u 1"], dtype: str):
+    """Centre and half range of each token in `dtype`; the range covers high and low around the centre as rounded."""
+    centre = (high / 2 + low / 2).astype(dtype)
+    wide = centre.astype(jnp.float32)
+    return centre, round_toward(jnp.maximum(high - wide, wide - low), dtype, up=True)
