@@ -1,0 +1,142 @@
+"""Weighted one-dimensional k-means on histograms: KVQuant's signposts (arXiv 2401.18079, section 3.2, equation 3).
+
+    minimise over v_1 < ... < v_m:   sum_i w_i min_j (u_i - v_j)^2,   u_i in [-1, 1]
+
+Points arrive in a stream and only their histogram is kept: per bin the weight and the weighted sum, so that means are
+exact and only cluster borders are rounded, to a bin of 2.4e-4. Dynamic programming over 1024 merged bins finds the
+globally best partition (the clusters of an optimum are intervals), Lloyd's iterations on the full histogram then
+settle the borders. One k-means++ start, which the released code uses, may end 10 % and more above this.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+__all__ = ["BINS", "Histogram", "histogram", "objective", "q_norm", "weighted_kmeans"]
+
+BINS = 8192
+COARSE = 1024  # bins of the dynamic programme: COARSE^2 interval costs are evaluated for each signpost
+LLOYD_STEPS = 100
+
+
+class Histogram(NamedTuple):
+    """Sums over points in each of BINS equal bins of [-1, 1]; any leading axes, layers for instance. Histograms
+    add."""
+
+    weight: Float[Array, "*L N"]  # w
+    moment: Float[Array, "*L N"]  # w u
+    energy: Float[Array, "*L"]  # w u^2 over all bins
+    count: Float[Array, "*L N"]  # points
+    total: Float[Array, "*L N"]  # u
+
+
+def histogram(u: Float[Array, " P"], weight: Float[Array, " P"], keep: Bool[Array, " P"]) -> Histogram:
+    """The histogram of P points; those not kept weigh nothing."""
+    keep = keep.astype(jnp.float32)
+    u = jnp.clip(jnp.where(keep > 0, u, 0.0), -1.0, 1.0)
+    weight = jnp.where(keep > 0, weight, 0.0)
+    bins = jnp.clip(((u + 1) * (BINS / 2)).astype(jnp.int32), 0, BINS - 1)
+    columns = jnp.stack([weight, weight * u, keep, keep * u], axis=-1)
+    sums = jnp.zeros((BINS, 4), jnp.float32).at[bins].add(columns)
+    return Histogram(sums[:, 0], sums[:, 1], (weight * u * u).sum(), sums[:, 2], sums[:, 3])
+
+
+def _interval_gains(weight: Float[Array, " N"], moment: Float[Array, " N"]) -> Float[Array, "N1 N1"]:
+    """gain[i, j] = (sum w u)^2 / sum w over bins i..j-1: what one signpost there takes off sum w u^2; -inf for i >
+    j."""
+    weight, moment = (jnp.concatenate([jnp.zeros(1), jnp.cumsum(a)]) for a in (weight, moment))
+    mass = weight[None, :] - weight[:, None]
+    gain = (moment[None, :] - moment[:, None]) ** 2 / jnp.where(mass > 0, mass, 1.0)
+    order = jnp.arange(weight.size)
+    return jnp.where(order[:, None] <= order[None, :], jnp.where(mass > 0, gain, 0.0), -jnp.inf)
+
+
+def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count: int):
+    """Borders b_0 = 0 <= ... <= b_count = N of the partition into intervals with the least cost, by dynamic
+    programming."""
+    gains = _interval_gains(weight, moment)
+
+    def extend(best, _):
+        through = best[:, None] + gains
+        return through.max(0), through.argmax(0)
+
+    _, came_from = jax.lax.scan(extend, gains[0], length=count - 1)  # [count-1, N+1]
+
+    def back(border, choices):
+        return choices[border], border
+
+    first, borders = jax.lax.scan(back, jnp.int32(weight.size), came_from.astype(jnp.int32), reverse=True)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), first[None], borders])
+
+
+def _means(cluster: Float[Array, " N"], weight, moment, previous: Float[Array, " M"]) -> Float[Array, " M"]:
+    """Weighted mean of each cluster; an empty one keeps its signpost."""
+    member = (cluster[None, :] == jnp.arange(previous.size)[:, None]).astype(jnp.float32)
+    mass, first = (jnp.where(member > 0, a[None], 0.0).sum(1) for a in (weight, moment))
+    return jnp.where(mass > 0, first / jnp.where(mass > 0, mass, 1.0), previous)
+
+
+def _centres(hist: Histogram) -> Float[Array, " N"]:
+    """Where each bin's points lie: their weighted mean, or the middle of an empty bin."""
+    middle = (jnp.arange(BINS, dtype=jnp.float32) + 0.5) * (2 / BINS) - 1
+    return jnp.where(hist.weight > 0, hist.moment / jnp.where(hist.weight > 0, hist.weight, 1.0), middle)
+
+
+def _nearest(centres, signposts):
+    return jnp.searchsorted((signposts[1:] + signposts[:-1]) / 2, centres)
+
+
+def _one(hist: Histogram, count: int) -> Float[Array, " M"]:
+    coarse = [a.reshape(COARSE, -1).sum(1) for a in (hist.weight, hist.moment)]
+    peak = jnp.maximum(coarse[0].max(), jnp.finfo(jnp.float32).tiny)
+    borders = _best_borders(coarse[0] / peak, coarse[1] / peak, count)
+    cluster = jnp.searchsorted(borders[1:-1], jnp.arange(BINS) * COARSE // BINS, side="right")
+    edges = borders.astype(jnp.float32) * (2 / COARSE) - 1
+    weight, moment = hist.weight / peak, hist.moment / peak
+    start = _means(cluster, weight, moment, (edges[1:] + edges[:-1]) / 2)
+    centres = _centres(hist)
+
+    def step(_, signposts):
+        return jnp.sort(_means(_nearest(centres, signposts), weight, moment, signposts))
+
+    return jax.lax.fori_loop(0, LLOYD_STEPS, step, jnp.sort(start))
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def weighted_kmeans(hist: Histogram, count: int) -> Float[Array, "L M"]:
+    """`count` sorted signposts for each of L histograms."""
+    return jax.lax.map(lambda h: _one(h, count), hist)
+
+
+@jax.jit
+def objective(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, " L"]:
+    """sum w (u - nearest)^2 of each histogram."""
+
+    def one(h, points):
+        value = points[_nearest(_centres(h), points)]
+        return h.energy + (h.weight * value * value - 2 * h.moment * value).sum()
+
+    return jax.vmap(one)(hist, signposts)
+
+
+@jax.jit
+def q_norm(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "L 2"]:
+    """Scale and offset that give the quantised points the mean and standard deviation of the points (Q-Norm of the
+    released code: unweighted, over what is not an outlier)."""
+
+    def one(h, points):
+        middle = jnp.where(h.count > 0, h.total / jnp.maximum(h.count, 1.0), 0.0)
+        value = points[_nearest(middle, points)]
+        number = jnp.maximum(h.count.sum(), 1.0)
+        (mean, deviation), (quantised_mean, quantised_deviation) = (
+            (m, jnp.sqrt((h.count * (x - m) ** 2).sum() / number))
+            for x in (middle, value)
+            for m in [(h.count * x).sum() / number]
+        )
+        scale = deviation / jnp.where(quantised_deviation > 0, quantised_deviation, 1.0)
+        return jnp.stack([scale, mean - quantised_mean * scale])
+
+    return jax.vmap(one)(hist, signposts)
