@@ -31,18 +31,19 @@ def init_cache(model: Model, method: Method, batch: int, capacity: int) -> Cache
 
 
 def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
-    """Calibrated constants of every run; a method that needs some and has none is refused here, at trace time."""
+    """Calibrated constants of every run; missing or misshapen ones are refused here, at trace time."""
     given = model.constants or tuple({} for _ in runs)
     if len(given) != len(runs):
         raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
     for run, constants in zip(runs, given, strict=True):
-        for source, codec in run.wiring.codecs.items():
-            missing = set(codec.needs) - set(constants.get(source, {}))
-            if missing:
-                raise UserError(
-                    f"layer {run.first}: {source} needs calibrated {', '.join(sorted(missing))}; "
-                    "run `kvqjax calibrate` and load the artifact"
-                )
+        for group, names in run.wiring.wanted().items():
+            for name, shape in names.items():
+                array = constants.get(group, {}).get(name)
+                if array is None:
+                    hint = "run `kvqjax calibrate` and load the artifact"
+                    raise UserError(f"layer {run.first} needs the calibrated constant {group}.{name}; {hint}")
+                if array.shape != (run.count, *shape):
+                    raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
     return given
 
 

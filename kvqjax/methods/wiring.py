@@ -33,7 +33,9 @@ class Clock(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers."""
+    """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers; `needs` the shapes
+    of calibrated constants, {group: {name: shape without the layer axis}}, beyond those that the codecs need under their
+    source's name."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
@@ -43,6 +45,12 @@ class Wiring(NamedTuple):
     decode: Callable
     expand: Callable
     carry: dict[str, int] = {}  # noqa: RUF012 - never written to
+    needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
+
+    def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Every calibrated constant of a layer: {group: {name: shape}}, a codec's under its source's name."""
+        own = {source: dict(codec.needs) for source, codec in self.codecs.items() if codec.needs}
+        return {group: own.get(group, {}) | dict(self.needs.get(group, {})) for group in [*own, *self.needs]}
 
 
 def _heads(x, config: ModelConfig):

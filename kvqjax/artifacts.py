@@ -1,0 +1,107 @@
+"""Calibration artifacts: a method's constants for one model, as an Orbax checkpoint beside a JSON description."""
+
+import dataclasses
+import datetime
+import json
+import os
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.v1 as ocp
+
+from kvqjax.errors import UserError
+from kvqjax.methods import Method, parse
+
+__all__ = ["FORMAT", "Artifact", "flatten", "load_artifact", "read_description", "unflatten", "write_folder"]
+
+FORMAT = 1  # raised when a stored folder can no longer be read as before
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """`constants`: per run of layers {group: {name: [L_run, ...]}}, as `Model.constants` takes them. `fingerprint` is the
+    model's; `about` whatever the calibration recorded (data, losses, explained variance)."""
+
+    method: Method
+    constants: tuple[dict[str, dict[str, jax.Array]], ...]
+    fingerprint: str
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the artifact as a new folder. Raises UserError when `path` exists or cannot be written."""
+        text = {"kind": "artifact", "method": str(self.method), "fingerprint": self.fingerprint, "about": self.about}
+        write_folder(Path(path), text | {"runs": len(self.constants)}, flatten(self.constants))
+
+
+def flatten(runs: tuple[dict, ...]) -> dict[str, Any]:
+    """{"0/k/scale": array, ...}: one level, so that empty runs cost nothing and names stay readable."""
+    leaves = jax.tree_util.tree_flatten_with_path(runs)[0]
+    return {"/".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path): leaf for path, leaf in leaves}
+
+
+def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
+    """Inverse of `flatten` for nested dicts."""
+    out: tuple[dict, ...] = tuple({} for _ in range(runs))
+    for name, leaf in flat.items():
+        run, *groups, last = name.split("/")
+        place = out[int(run)]
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = leaf
+    return out
+
+
+def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """Arrays and description.json in a folder that appears only when it is complete."""
+    if path.exists():
+        raise UserError(f"{path} exists already; choose another folder")
+    part = path.with_name(path.name + ".part")
+    stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    description = {"format": FORMAT, "version": metadata.version("kvqjax"), "date": stamp} | description
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        if arrays:
+            ocp.save_pytree((part / "arrays").absolute(), {k: np.asarray(v) for k, v in arrays.items()})
+        (part / "description.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        part.rename(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def read_description(path: Path, kind: str) -> dict[str, Any]:
+    """description.json of a stored folder of this kind. Raises UserError when there is none or it is another format."""
+    try:
+        text = json.loads((path / "description.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no description.json here; not a kvqjax {kind}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: description.json cannot be read: {error}") from error
+    if text.get("kind") != kind:
+        raise UserError(f"{path} holds a {text.get('kind')}, not a {kind}")
+    if text.get("format") != FORMAT:
+        raise UserError(f"{path} has format {text.get('format')}; this version reads {FORMAT}")
+    return text
+
+
+def read_arrays(path: Path) -> dict[str, jax.Array]:
+    """The arrays of a stored folder."""
+    if not (path / "arrays").exists():
+        return {}
+    try:
+        return {k: jnp.asarray(v) for k, v in ocp.load_pytree((path / "arrays").absolute()).items()}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def load_artifact(path: str | os.PathLike) -> Artifact:
+    """Read an artifact folder. Raises UserError when it is missing, damaged or of another format."""
+    path = Path(path)
+    text = read_description(path, "artifact")
+    constants = unflatten(read_arrays(path), text["runs"])
+    return Artifact(parse(text["method"]), constants, text["fingerprint"], text["about"])
