@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint.v1 as ocp
+from orbax.checkpoint import v1 as ocp
 
 from kvqjax.errors import UserError
 from kvqjax.methods import Method, parse
