@@ -131,8 +131,9 @@ def _flush_chain(runs, states, news, held, targets, constants, dtype):
     pairs; a source encoded before its partner leaves the window is replaced there by its reconstruction."""
     replace = len(runs[0].wiring.clocks) > 1
 
-    def layer_step(number, clock, row, token, size, layer, state):
+    def layer_step(number, index, row, token, size, layer, state):
         run, (body, window, new), carry = runs[number], state[0][number], state[1]
+        clock = run.wiring.clocks[index]  # layers of a chain may name their sources differently
         tile = {s: gather_tile(window[s], new[s], (layer,), row, token, size, held[row]) for s in clock.sources}
         body, recon, carry = encode_tile(
             run, body, (layer, row), clock, token, tile, pick(constants[number], layer), carry
@@ -143,17 +144,17 @@ def _flush_chain(runs, states, news, held, targets, constants, dtype):
         entries[number] = (body, window, new)
         return tuple(entries), carry
 
-    def tile_step(clock, row, token, size, entries):
+    def tile_step(index, row, token, size, entries):
         state = (entries, empty_carry(runs, size, dtype))
         for number, run in enumerate(runs):
-            step = functools.partial(layer_step, number, clock, row, token, size)
+            step = functools.partial(layer_step, number, index, row, token, size)
             state = jax.lax.fori_loop(0, run.count, step, state)
         return state[0]
 
     def row_step(row, entries):
         for index, clock in enumerate(runs[0].wiring.clocks):
             start, stop = states[0].flushed[index][row], targets[index][row]
-            entries = for_tiles(clock, start, stop, functools.partial(tile_step, clock, row), entries)
+            entries = for_tiles(clock, start, stop, functools.partial(tile_step, index, row), entries)
         return entries
 
     entries = tuple((state.body, state.window, new) for state, new in zip(states, news, strict=True))

@@ -4,6 +4,8 @@ from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.registry import METHODS, parse, policy
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+from kvqjax.methods.xquant import xquant
+from kvqjax.methods.xquant_cl import xquant_cl
 
 __all__ = [
     "METHODS",
@@ -19,4 +21,6 @@ __all__ = [
     "parse",
     "policy",
     "uniform",
+    "xquant",
+    "xquant_cl",
 ]

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.spec import Method
+from kvqjax.methods.xquant import xquant
+from kvqjax.methods.xquant_cl import xquant_cl
 
 __all__ = ["METHODS", "parse", "policy"]
 
@@ -17,6 +19,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "uniform": uniform,
     "kivi": kivi,
     "kivi_star": kivi_star,
+    "xquant": xquant,
+    "xquant_cl": xquant_cl,
 }
 
 

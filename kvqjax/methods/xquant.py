@@ -83,6 +83,8 @@ def layer_input(config: ModelConfig, codec: Codec, clock: Clock) -> Wiring:
 
 def latents(config: ModelConfig, codecs: dict[str, Codec], clock: Clock) -> Wiring:
     """XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
+    needs = {"down": (config.width, config.kv_width), "up": (config.kv_width, config.kv_width)}
+    codecs = {name: codec._replace(needs=codec.needs | needs) for name, codec in codecs.items()}
 
     def capture(weights, constants, projected, positions):
         return {name: times(projected.x, constants[name]["down"], projected.x.dtype) for name in ("k", "v")}

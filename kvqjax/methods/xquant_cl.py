@@ -151,10 +151,14 @@ class CrossLayer:
     def build(self, config: ModelConfig) -> Wiring:
         latent = self.uses_latents(config)
         along = "tokens" if self.axis == "channel" and not self.start else "channels"
-        codec = quantiser(self.bits, along, self.group, self.scales)
+        if any(window is not None for window in config.windows):
+            # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
+            raise ValueError(f"xquant_cl needs full attention in every layer; the model's windows are {config.windows}")
+        width = 2 * config.kv_width if latent else config.width
+        codec = quantiser(self.bits, along, self.group, self.scales).build(width)
         return cross_layer(
             config,
-            codec.build(2 * config.kv_width if latent else config.width),
+            codec._replace(needs={"down": (config.width, width)}) if latent else codec,
             Clock(("x",), self.window, self.group),
             start=self.start,
             latent=latent,
