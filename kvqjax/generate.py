@@ -1,0 +1,239 @@
+"""Generating text: prefill, then a decode loop inside one jit; stop strings and streaming by N-step calls of that loop."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from kvqjax.cache import Cache
+from kvqjax.errors import UserError
+from kvqjax.forward import forward, init_cache, prefill
+from kvqjax.methods import Method, exact
+from kvqjax.model import Model
+from kvqjax.sampling import Sampling, make_sampling, sample
+
+__all__ = ["Generated", "bucket", "decode_steps", "encode_prompts", "generate", "prefill_chunks", "stream"]
+
+STRIDE = 16  # tokens between looks at the text: stop strings and streaming
+
+
+@struct.dataclass
+class LoopState:
+    """One generation under way. `tokens[b, :made[b]]` are the new tokens of row b; its last one is not in the cache yet."""
+
+    cache: Cache
+    tokens: Int[Array, "B N"]
+    made: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    seen: Bool[Array, "B V"] | None
+    key: Array
+
+
+class Generated(NamedTuple):
+    """`text[b]` and `tokens[b]` (a list of ids, without the end token) of every prompt."""
+
+    text: list[str]
+    tokens: list[list[int]]
+
+
+def bucket(length: int) -> int:
+    """Prompt lengths are padded to a power of two from 16 to 512, then to multiples of 512: few programs."""
+    return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
+
+
+def encode_prompts(model: Model, prompts, chat: bool = False) -> list[list[int]]:
+    """Token ids of each prompt: a string, a list of ids, or (with `chat`) a string or list of messages put through the
+    tokenizer's chat template. Raises UserError on an empty prompt or an id outside the vocabulary."""
+
+    def ids(prompt) -> list[int]:
+        if chat:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            if getattr(model.tokenizer, "chat_template", None) is None:
+                raise UserError("this model's tokenizer has no chat template; leave chat off")
+            text = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(model.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else [int(t) for t in prompt]
+
+    encoded = [ids(prompt) for prompt in prompts]
+    for number, tokens in enumerate(encoded):
+        if not tokens:
+            raise UserError(f"prompt {number} is empty")
+        if not 0 <= min(tokens) <= max(tokens) < model.config.vocab_size:
+            raise UserError(f"prompt {number} has a token id outside 0 .. {model.config.vocab_size - 1}")
+    return encoded
+
+
+_prefill = jax.jit(prefill, donate_argnames="cache")
+_forward = jax.jit(forward, static_argnames="last", donate_argnames="cache")
+
+
+def _padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    out = np.zeros((len(prompts), width), np.int32)
+    for row, tokens in zip(out, prompts, strict=True):
+        row[: len(tokens)] = tokens
+    return out
+
+
+def prefill_chunks(model: Model, tokens: np.ndarray, counts: np.ndarray, cache: Cache, chunk: int):
+    """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill: later chunks see earlier
+    ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated."""
+    last = None
+    for start in range(0, int(counts.max()), chunk):
+        here = np.clip(counts - start, 0, chunk)
+        piece = np.zeros((len(tokens), chunk), np.int32)
+        piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
+        logits, cache = _forward(model, jnp.asarray(piece), jnp.asarray(here), cache, last=True)
+        last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
+    return last, cache
+
+
+def _record(state: LoopState, tokens, eos) -> LoopState:
+    """Append one token to every row that is not done; a row that drew an end token is done and does not keep it."""
+    ended = (tokens[:, None] == eos[None]).any(-1)
+    alive = ~state.done & ~ended
+    rows = jnp.arange(len(tokens))
+    made = state.made + alive.astype(jnp.int32)
+    place = jnp.where(alive, state.made, state.tokens.shape[1])
+    seen = None if state.seen is None else state.seen.at[rows, tokens].max(alive)
+    return state.replace(
+        tokens=state.tokens.at[rows, place].set(tokens, mode="drop"),
+        made=made,
+        done=state.done | ended | (made >= state.tokens.shape[1]),
+        seen=seen,
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _first(state: LoopState, logits, sampling: Sampling, eos) -> LoopState:
+    key, draw = jax.random.split(state.key)
+    return _record(state.replace(key=key), sample(draw, logits, state.seen, sampling), eos)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def decode_steps(model: Model, state: LoopState, sampling: Sampling, eos: Int[Array, " N"], limit: Int[Array, ""]) -> LoopState:
+    """Up to `limit` decode steps in one while_loop; ends early when every row is done. `state` is donated."""
+
+    def step(loop):
+        count, state = loop
+        newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.made - 1, 0)[:, None], axis=1)
+        logits, cache = forward(model, newest, (~state.done).astype(jnp.int32), state.cache, last=True)
+        key, draw = jax.random.split(state.key)
+        state = state.replace(cache=cache, key=key)
+        return count + 1, _record(state, sample(draw, logits, state.seen, sampling), eos)
+
+    start = (jnp.int32(0), state)
+    return jax.lax.while_loop(lambda loop: (loop[0] < limit) & ~loop[1].done.all(), step, start)[1]
+
+
+def _start(model: Model, prompts, cache: Cache, chunk: int | None, new: int, sampling: Sampling, seed: int, eos) -> LoopState:
+    """Prefill the prompts and draw the first token of each."""
+    counts = np.asarray([len(p) for p in prompts], np.int32)
+    tokens = _padded(prompts, bucket(int(counts.max())))
+    if chunk is None:
+        logits, cache = _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
+    else:
+        logits, cache = prefill_chunks(model, tokens, counts, cache, chunk)
+    seen = None
+    if sampling.penalise:
+        marks = np.zeros((len(prompts), model.config.vocab_size), bool)
+        for row, prompt in zip(marks, prompts, strict=True):
+            row[list(prompt)] = True
+        seen = jnp.asarray(marks)
+    rows = len(prompts)
+    empty = LoopState(
+        cache=cache,
+        tokens=jnp.zeros((rows, new), jnp.int32),
+        made=jnp.zeros((rows,), jnp.int32),
+        done=jnp.zeros((rows,), bool),
+        seen=seen,
+        key=jax.random.key(seed),
+    )
+    return _first(empty, logits, sampling, eos)
+
+
+def _cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """Text up to the first stop string, and whether there was one."""
+    places = [place for place in (text.find(s) for s in stop) if place >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+def _capacity(prompts, new: int, capacity: int | None) -> int:
+    need = max(len(p) for p in prompts) + new
+    if capacity is None:
+        return -(-need // 256) * 256
+    if need > capacity:
+        longest = max(len(p) for p in prompts)
+        raise UserError(f"a prompt of {longest} tokens and {new} new ones do not fit a capacity of {capacity}")
+    return capacity
+
+
+def stream(
+    model: Model,
+    prompts,
+    method: Method | None = None,
+    *,
+    max_new_tokens: int = 64,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    chat: bool = False,
+    stop: Sequence[str] = (),
+    eos_ids: Sequence[int] | None = None,
+    seed: int = 0,
+    stride: int = STRIDE,
+    **sampling: float,
+) -> Iterator[Generated]:
+    """Generate, yielding everything made so far after every `stride` tokens. Arguments as `generate`."""
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens}; at least one token must be made")
+    parameters, method = make_sampling(**sampling), method or exact()
+    ids = encode_prompts(model, [prompts] if isinstance(prompts, str) else prompts, chat)
+    eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
+    cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity))
+    state = _start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos)
+    while True:
+        made, tokens, done = (np.asarray(x) for x in (state.made, state.tokens, state.done))
+        rows = [row[:count].tolist() for row, count in zip(tokens, made, strict=True)]
+        result, stopped = _texts(model, rows, stop)
+        yield result
+        done = done | np.asarray(stopped)
+        if done.all():
+            return
+        state = decode_steps(model, state.replace(done=jnp.asarray(done)), parameters, eos, jnp.int32(stride))
+
+
+def _texts(model: Model, rows: list[list[int]], stop: Sequence[str]) -> tuple[Generated, list[bool]]:
+    """Decode rows, cut at stop strings; tokens past the one that completes a stop string are cropped."""
+    if not model.folder:
+        if stop:
+            raise UserError("stop strings need a tokenizer, and this model has no folder")
+        return Generated(["" for _ in rows], rows), [False] * len(rows)
+    decode = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
+    texts, stopped, kept = [], [], []
+    for row in rows:
+        text, hit = _cut(decode(row), stop)
+        if hit:  # the shortest prefix whose text holds a stop string
+            row = row[: next(n for n in range(1, len(row) + 1) if _cut(decode(row[:n]), stop)[1])]
+        texts.append(text)
+        stopped.append(hit)
+        kept.append(row)
+    return Generated(texts, kept), stopped
+
+
+def generate(model: Model, prompts, method: Method | None = None, **options) -> Generated:
+    """Continue each prompt through a cache of `method` (exact by default).
+
+    prompts: a string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
+    max_new_tokens, capacity (tokens per row; default: what is needed), stop (strings), eos_ids (default: the model's),
+    seed, and sampling: temperature (0: greedy), top_k, top_p, min_p, repetition_penalty. chunk=None prefills exactly, as
+    the papers do; chunk=N feeds the prompt through the cache N tokens at a time. stride: tokens between looks at the text.
+    Raises UserError for prompts that are empty or do not fit.
+    """
+    result = Generated([], [])
+    for result in stream(model, prompts, method, **options):  # noqa: B007 - the last one is the answer
+        pass
+    return result
