@@ -11,6 +11,8 @@ from kvqjax.methods.xquant_cl import CrossLayer
 
 __all__ = ["flops_per_token", "layer_flops", "longest_memory_bound", "weight_bytes"]
 
+Number = int | float
+
 
 def layer_flops(spec: LayerSpec, config: ModelConfig) -> int:
     """Operations that one layer spends on one cached token per read; 0 for specs that cache keys and values."""
@@ -37,7 +39,7 @@ def weight_bytes(config: ModelConfig, latent: bool) -> int:
     return 2 * (matrices + (2 * c.kv_width**2 if latent else 0))
 
 
-def longest_memory_bound(flops: float, cache_bytes: float, weights: float, ridge: float) -> float:
+def longest_memory_bound(flops: Number, cache_bytes: Number, weights: Number, ridge: Number) -> float:
     """Cached tokens up to which rematerialisation hides behind memory traffic: `flops` and `cache_bytes` per token and
     layer, `weights` bytes per layer, `ridge` the device's operations per byte (equations 3 and 4 solved for l)."""
     spare = flops - ridge * cache_bytes
