@@ -60,7 +60,8 @@ def copy(tmp_path) -> Path:
     """The package as installed, assembled in an empty folder without its large data."""
     for package in FOLDERS:
         target = tmp_path.joinpath(*package.split("."))
-        shutil.copytree(location(package), target, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+        ignored = shutil.ignore_patterns("__pycache__", "assets")
+        shutil.copytree(location(package), target, ignore=ignored, dirs_exist_ok=True)
     return tmp_path
 
 
