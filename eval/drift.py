@@ -1,0 +1,49 @@
+"""Does the error grow as decoding goes on? KL divergence to the exact cache against the step number, teacher forced."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvqjax.eval.perplexity import check_mode, score_windows, windows
+from kvqjax.methods import Method
+from kvqjax.model import Model
+
+__all__ = ["drift"]
+
+
+def drift(
+    model: Model,
+    ids: np.ndarray,
+    method: Method,
+    *,
+    chunk: int = 1,
+    window: int = 512,
+    tokens: int = 2048,
+    bins: int = 8,
+    progress=lambda done: None,
+) -> dict[str, Any]:
+    """One row: mean KLD (nats) and negative log-likelihood in `bins` equal spans of steps of one long decode, over several
+    windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first compressed
+    one (the first span in which it is not zero)."""
+    name = check_mode("loop", chunk, window)
+    pieces = windows(ids, window, tokens)
+    plain = model.replace(constants=())
+    total = None
+    for number, piece in enumerate(pieces):
+        got = score_windows(model, plain, jnp.asarray(piece[None]), method, chunk, 0)
+        part = np.stack([np.asarray(got.kld), np.asarray(got.nll), np.asarray(got.tokens)])
+        total = part if total is None else total + part
+        progress((number + 1) / len(pieces))
+    spans = np.array_split(total, min(bins, total.shape[1]), axis=1)
+    kld = [float(span[0].sum() / span[2].sum()) for span in spans]
+    first = next((value for value in kld if value > 0), 0.0)
+    return {
+        "cache": str(method),
+        "mode": f"long-decode, {name}",
+        "tokens": int(total[2].sum()),
+        "steps": window,
+        "kld": kld,
+        "nll": [float(span[1].sum() / span[2].sum()) for span in spans],
+        "growth": kld[-1] / first if first else 1.0,
+    }
