@@ -4,7 +4,7 @@ Every generator takes a numpy Generator (the seed is the caller's) and a `count`
 length. Plain text, so any tokenizer can read it. The bundled models were trained on exactly these formats:
 
     pass key     filler. ... The pass key is 58213. ... filler. What is the pass key? The pass key is |58213
-    key-value    qx47 rt05 ab31 ... ?rt|05                        (two letters name two digits)
+    key-value    qx47,rt05,ab31, ... ?rt|05                      (two letters name two digits)
     span         W.X.Y. ... |W.X.Y. ...                           (symbols at random, then the same again)
 """
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["DIGITS", "LETTERS", "SYMBOLS", "Problem", "key_value_recall", "passkey_prompt", "repeated_spans"]
+__all__ = ["DIGITS", "LETTERS", "SYMBOLS", "Problem", "filler", "key_value_recall", "passkey_prompt", "repeated_spans"]
 
 DIGITS = "0123456789"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SYMBOLS = DIGITS + LETTERS + LETTERS[:24].upper()  # with space, "?" and two specials: the 64 symbols of `recall`
+SYMBOLS = DIGITS + LETTERS + LETTERS[:24].upper()  # with ",", "?" and two specials: the 64 symbols of `recall`
 
 _WHO = ("The baker", "My aunt", "A sailor", "The old clerk", "Our neighbour", "The miller", "A nurse", "The guard")
 _DID = ("walked to", "looked at", "wrote about", "painted", "remembered", "left", "came back to", "dreamed of")
@@ -64,9 +64,9 @@ def key_value_recall(
     rng: np.random.Generator, length: int, count: Callable[[str], int], depth: float | None = None
 ) -> Problem:
     """As many stored pairs as fit in `length` tokens, then one key whose value is asked (the pair at `depth`)."""
-    number = max(1, min((length - count("?ab00")) * 16 // count("ab00 " * 16), len(LETTERS) ** 2))
+    number = max(1, min((length - count("?ab00")) * 16 // count("ab00," * 16), len(LETTERS) ** 2))
     pairs = _pairs(rng, number)
-    while count(store := " ".join(k + v for k, v in pairs) + " ") + count("?ab00") > length and len(pairs) > 1:
+    while count(store := ",".join(k + v for k, v in pairs) + ",") + count("?ab00") > length and len(pairs) > 1:
         pairs.pop()
     asked = round((rng.random() if depth is None else depth) * (len(pairs) - 1))
     return Problem(f"{store}?{pairs[asked][0]}", pairs[asked][1])
@@ -80,3 +80,8 @@ def repeated_spans(
     while 2 * count(span) > length and len(span) > 1:
         span = span[: max(1, len(span) * length // (2 * count(span) + 1))]
     return Problem(span, span)
+
+
+def filler(rng: np.random.Generator, words: int) -> str:
+    """At least `words` words of everyday sentences: a corpus that needs no download."""
+    return "".join(_sentence(rng) for _ in range(words // 6 + 1))  # a sentence has at least six words

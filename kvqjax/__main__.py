@@ -1,0 +1,5 @@
+"""`python -m kvqjax`."""
+
+from kvqjax.cli import main
+
+main()

@@ -1,0 +1,93 @@
+"""What the commands share: options, loading, tables, progress."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvqjax.artifacts import load_artifact
+from kvqjax.errors import UserError
+from kvqjax.methods import Method, parse
+from kvqjax.model import Model, load
+
+__all__ = ["Artifacts", "Caches", "Dtype", "Json", "ModelName", "calibrated", "methods_of", "progress_bar", "show", "size"]
+
+ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a Hugging Face folder, or a hub id")]
+Caches = Annotated[list[str], typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64; repeatable")]
+Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration of a --cache; repeatable")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bf16, f16 or f32")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+_ERRORS = Console(stderr=True)
+
+
+def methods_of(texts: Iterable[str]) -> list[Method]:
+    """Parse every --cache; a bad one is a user error."""
+    try:
+        return [parse(text) for text in texts]
+    except ValueError as error:
+        raise UserError(f"--cache: {error}") from error
+
+
+def open_model(name: str, dtype: str | None) -> Model:
+    return load(name, dtype=dtype)
+
+
+def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
+    """Pair every method with a model that holds its constants. An artifact serves the --cache of the same name."""
+    artifacts = {str(a.method): a for a in map(load_artifact, folders)}
+    unused = set(artifacts) - {str(method) for method in methods}
+    if unused:
+        raise UserError(f"--artifact for {', '.join(sorted(unused))}, which no --cache names")
+    return [
+        (model.with_artifact(artifacts[str(m)]) if str(m) in artifacts else model, m) for m in methods
+    ]
+
+
+def size(count: float) -> str:
+    """Bytes in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return " ".join(_cell(v) for v in value)
+    return str(value)
+
+
+def show(rows: list[dict[str, Any]], as_json: bool, title: str = "") -> None:
+    """Print rows of equal keys as a table, or as a JSON list."""
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    table = Table(title=title or None)
+    for name in rows[0] if rows else ():
+        table.add_column(name.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(size(v) if k.startswith("bytes") else _cell(v) for k, v in row.items()))
+    Console().print(table)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str], Callable[[float], None]]]:
+    """Yields start(label) -> update(fraction). Shown on stderr, and only where that is a terminal."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=_ERRORS, transient=True, disable=not _ERRORS.is_terminal) as bars:
+
+        def start(label: str) -> Callable[[float], None]:
+            task = bars.add_task(label, total=1.0)
+            return lambda fraction: bars.update(task, completed=fraction)
+
+        yield start

@@ -1,0 +1,141 @@
+"""`kvqjax generate` and `kvqjax demo`."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvqjax.cli.common import Artifacts, Dtype, Json, ModelName, calibrated, methods_of, open_model, size
+from kvqjax.errors import UserError
+from kvqjax.forward import init_cache
+from kvqjax.generate import Generated, stream
+from kvqjax.generate import generate as generate_text
+from kvqjax.ledger import ledger
+from kvqjax.methods import Method
+from kvqjax.model import Model
+
+__all__ = ["demo", "generate"]
+
+
+def _prompts(prompts: list[str], file: Path | None) -> list[str]:
+    if file is None:
+        return prompts
+    try:
+        return [*prompts, file.read_text(encoding="utf-8")]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from error
+
+
+def _print_stream(model: Model, prompts: list[str], method: Method, options: dict) -> Generated:
+    """Print the only row as it grows."""
+    if len(prompts) != 1:
+        raise UserError(f"--stream shows one prompt, {len(prompts)} were given")
+    shown, last = "", Generated([""], [[]])
+    for last in stream(model, prompts, method, **options):
+        # A byte-level token can end inside a character, shown as U+FFFD until the rest arrives.
+        ready = last.text[0].rstrip("\ufffd")
+        if ready.startswith(shown):
+            typer.echo(ready[len(shown) :], nl=False)
+            shown = ready
+    typer.echo(last.text[0][len(shown) :])
+    return last
+
+
+def generate(
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="text to continue; repeatable")] = [],  # noqa: B006
+    prompt_file: Annotated[Path | None, typer.Option(help="a UTF-8 file with a prompt")] = None,
+    model: ModelName = "demo",
+    cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
+    artifact: Artifacts = [],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 64,
+    capacity: Annotated[int | None, typer.Option(help="most tokens a row may hold; default: what is needed")] = None,
+    chunk: Annotated[int | None, typer.Option(help="feed the prompt through the cache N tokens at a time")] = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: Annotated[list[str], typer.Option(help="end at this text; repeatable")] = [],  # noqa: B006
+    chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
+    show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Continue one or more prompts through a compressed cache."""
+    method, prompts = methods_of([cache])[0], _prompts(prompt, prompt_file)
+    if not prompts:
+        raise UserError("give a --prompt or a --prompt-file")
+    loaded = calibrated(open_model(model, dtype), [method], artifact)[0][0]
+    options = {
+        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "temperature": temperature,
+        "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,
+        "stop": tuple(stop), "chat": chat,
+    }  # fmt: skip
+    if show_stream:
+        if as_json:
+            raise UserError("--stream and --json exclude each other")
+        _print_stream(loaded, prompts, method, options)
+        return
+    result = generate_text(loaded, prompts, method, **options)
+    if as_json:
+        rows = [{"prompt": p, "text": t, "tokens": len(k)} for p, t, k in zip(prompts, *result, strict=True)]
+        typer.echo(json.dumps([row | {"cache": str(method)} for row in rows], indent=1))
+        return
+    for text, given in zip(result.text, prompts, strict=True):
+        typer.echo(given + text)
+
+
+DEMO_PROMPT = (
+    "It was late in the evening when the traveller came at last to the house at the end of the road. "
+    "The windows were dark, and there was no sound but the wind in the trees. He knocked at the door, and "
+)
+DEMO_CACHES = ("exact", "kivi:bits=4,window=64", "kivi:bits=2,window=64")
+
+
+def _timed(model: Model, method: Method, prompt: str, new: int, capacity: int) -> tuple[Generated, float]:
+    """The continuation, and tokens per second of a second run, when everything is compiled."""
+    generate_text(model, [prompt], method, max_new_tokens=new, capacity=capacity)
+    start = time.perf_counter()
+    result = generate_text(model, [prompt], method, max_new_tokens=new, capacity=capacity)
+    return result, len(result.tokens[0]) / (time.perf_counter() - start)
+
+
+def demo(
+    prompt: Annotated[str, typer.Option("--prompt", "-p")] = DEMO_PROMPT,
+    model: ModelName = "demo",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 160,
+    capacity: Annotated[int, typer.Option(help="tokens each cache is made for")] = 1024,
+    as_json: Json = False,
+) -> None:
+    """The same prompt with the exact cache and with KIVI at 4 and 2 bits: text, bytes, speed, agreement."""
+    loaded, rows, first = open_model(model, None), [], None
+    for method in methods_of(DEMO_CACHES):
+        (text, tokens), speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
+        book = ledger(jax.eval_shape(lambda method=method: init_cache(loaded, method, 1, capacity)))
+        first = first or tokens[0]
+        same = next((i for i, (a, b) in enumerate(zip(first, tokens[0], strict=False)) if a != b), len(tokens[0]))
+        agree = sum(a == b for a, b in zip(first, tokens[0], strict=False)) / max(len(first), 1)
+        rows.append(
+            {"cache": str(method), "bytes": book.bytes, "bits_stored": book.bits_stored, "tokens_per_second": speed,
+             "agreement": agree, "same_until": same, "text": text[0]}
+        )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    console = Console()
+    console.print(f"[bold]prompt[/bold] {prompt}\n", highlight=False)
+    table = Table(title=f"{model}: {max_new_tokens} new tokens through caches of {capacity} tokens")
+    for name in ("cache", "bytes held", "tokens/s", "tokens equal to exact", "text"):
+        table.add_column(name, overflow="fold", max_width=70)
+    for row in rows:
+        equal = f"{row['agreement']:.0%} (first {row['same_until']})"
+        table.add_row(row["cache"], size(row["bytes"]), f"{row['tokens_per_second']:.0f}", equal, row["text"])
+    console.print(table)
