@@ -47,11 +47,11 @@ def passkey_prompt(
     key = _digits(rng, digits)
     needle, question = f"The pass key is {key}. ", "What is the pass key? The pass key is "
     room = length - count(needle + question + key)
-    filler: list[str] = []
+    hay: list[str] = []
     while (room := room - count(sentence := _sentence(rng))) >= 0:
-        filler.append(sentence)
-    place = round((rng.random() if depth is None else depth) * len(filler))
-    return Problem("".join([*filler[:place], needle, *filler[place:], question]), key)
+        hay.append(sentence)
+    place = round((rng.random() if depth is None else depth) * len(hay))
+    return Problem("".join([*hay[:place], needle, *hay[place:], question]), key)
 
 
 def _pairs(rng: np.random.Generator, number: int) -> list[tuple[str, str]]:
