@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 __all__ = ["BINS", "Histogram", "histogram", "objective", "q_norm", "weighted_kmeans"]
 
@@ -54,7 +54,7 @@ def _interval_gains(weight: Float[Array, " N"], moment: Float[Array, " N"]) -> F
     return jnp.where(order[:, None] <= order[None, :], jnp.where(mass > 0, gain, 0.0), -jnp.inf)
 
 
-def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count: int):
+def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count: int) -> Int[Array, " M1"]:
     """Borders b_0 = 0 <= ... <= b_count = N of the partition into intervals with the least cost, by dynamic
     programming."""
     gains = _interval_gains(weight, moment)
@@ -72,7 +72,7 @@ def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), first[None], borders])
 
 
-def _means(cluster: Float[Array, " N"], weight, moment, previous: Float[Array, " M"]) -> Float[Array, " M"]:
+def _means(cluster: Int[Array, " N"], weight, moment, previous: Float[Array, " M"]) -> Float[Array, " M"]:
     """Weighted mean of each cluster; an empty one keeps its signpost."""
     member = (cluster[None, :] == jnp.arange(previous.size)[:, None]).astype(jnp.float32)
     mass, first = (jnp.where(member > 0, a[None], 0.0).sum(1) for a in (weight, moment))

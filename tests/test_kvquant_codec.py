@@ -10,7 +10,6 @@ import pytest
 from kvqjax import layout
 from kvqjax.codecs.base import bits_per_value
 from kvqjax.codecs.nuq import Nuq, excess
-from kvqjax.codecs.nuq_outliers import slots
 from kvqjax.codecs.nuq_table import fixed_signposts, look_up, nearest
 
 DATA = Path(__file__).parent / "data"
@@ -65,7 +64,7 @@ def test_matches_the_released_quantiser(source, mode, bits):
         constants = {**bounds, "signposts": jnp.asarray(np.sort(data[f"{source}_{mode}_lut{bits}"]))}
         if source == "v":
             del constants["upper"], constants["lower"]
-        spec = Nuq(bits=bits, per="channel" if source == "k" else "token", outliers=count, datatype=datatype, **FULL)
+        spec = Nuq(bits=bits, per="channel" if source == "k" else "token", slots=count, datatype=datatype, **FULL)
         _, ours = round_trip(spec, constants, x)
         theirs = data[f"{source}_{mode}_{datatype}{bits}"]
         # The released nf path rounds its signposts to float16: up to 2.5e-4 of the scale, here at most max|x|.
@@ -77,7 +76,7 @@ def test_q_norm_reads_signposts_through_scale_and_offset():
     data = golden("runtime")
     constants = {name: jnp.asarray(data[f"k_{name}"]) for name in ("upper", "lower")}
     constants |= {"signposts": jnp.asarray(data["k_sparse_lut2"]), "norm": jnp.asarray([1.07, -0.013], jnp.float32)}
-    spec = Nuq(bits=2, per="channel", outliers=int(data["k_mask"].sum(1).max()), q_norm=True, **FULL)
+    spec = Nuq(bits=2, per="channel", slots=int(data["k_mask"].sum(1).max()), q_norm=True, **FULL)
     _, ours = round_trip(spec, constants, data["k_x"])
     mostly_close(ours, data["k_sparse_nuq2_qnorm"], 2e-6 * np.abs(data["k_x"]).max() + 1e-6)
 
@@ -93,8 +92,8 @@ def test_matches_the_released_layer_at_half_precision(bits):
     bounds = {"upper": jnp.asarray(centre + scale), "lower": jnp.asarray(centre - scale)}
     for source, per, extra in (("k", "channel", bounds), ("v", "token", {})):
         constants = {**extra, "signposts": jnp.asarray(np.sort(data[f"lut_{source}{bits}"]))}
-        count = y.shape[1] - 2 if source == "k" else slots(0.01, y.shape[1])
-        _, ours = round_trip(Nuq(bits=bits, per=per, outliers=count, **FULL), constants, y)
+        count = y.shape[1] - 2 if source == "k" else 2
+        _, ours = round_trip(Nuq(bits=bits, per=per, slots=count, **FULL), constants, y)
         theirs = data[f"{source}_nuq{bits}"]
         ours = ours.astype(np.float16).astype(np.float32)
         mostly_close(ours, theirs.astype(np.float32), np.spacing(np.abs(theirs)).astype(np.float32), 0.995)
@@ -110,11 +109,11 @@ def test_key_outliers_are_those_beyond_the_thresholds():
     constants = {"upper": jnp.asarray(data["upper"]), "lower": jnp.asarray(data["lower"])}
     x, mask = data["x"], data["mask"]
     width = x.shape[1]
-    spec = Nuq(bits=3, per="channel", outliers=int(mask.sum(1).max()), datatype="int", **FULL)
+    spec = Nuq(bits=3, per="channel", slots=int(mask.sum(1).max()), datatype="int", **FULL)
     channels = np.asarray(round_trip(spec, constants, x)[0]["channels"])
     for row in range(len(x)):
         assert sorted(c for c in channels[:, row] if c < width) == list(np.flatnonzero(mask[row]))
-    capped = Nuq(bits=3, per="channel", outliers=42, datatype="int", **FULL)
+    capped = Nuq(bits=3, per="channel", slots=42, datatype="int", **FULL)
     tile, ours = round_trip(capped, constants, x)
     # The released cap keeps 21 at each end; one cap on both ends together keeps the 42 farthest, so never less in
     # sum.
@@ -129,7 +128,7 @@ def test_key_outliers_are_those_beyond_the_thresholds():
 def test_value_outliers_are_the_quantile_rules_but_for_ties():
     data = golden("outlier_edges")
     v = data["v"]
-    spec = Nuq(bits=3, per="token", outliers=slots(0.01, v.shape[1]), **FULL)
+    spec = Nuq(bits=3, per="token", outliers=0.01, **FULL)
     constants = {"signposts": jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)}
     tile, ours = round_trip(spec, constants, v)
     for row in (0, 1, 3):
@@ -143,8 +142,8 @@ def test_value_outliers_are_the_quantile_rules_but_for_ties():
 
 @pytest.mark.parametrize("width", [256, 1024, 4096, 8192])
 def test_slots_are_the_released_counts(width):
-    assert slots(0.01, width) == {256: 4, 1024: 12, 4096: 42, 8192: 82}[width]
-    assert slots(0.0, width) == 0
+    assert Nuq(bits=3, per="token", outliers=0.01).slot_count(width) == {256: 4, 1024: 12, 4096: 42, 8192: 82}[width]
+    assert Nuq(bits=3, per="token").slot_count(width) == 0
 
 
 @pytest.mark.parametrize("scales", ["bfloat16", "float32"])
@@ -154,13 +153,13 @@ def test_dense_error_is_half_a_gap_and_outliers_are_exact(scales):
     table = np.asarray(constants["signposts"])
     reach = max(np.diff(table).max() / 2, 1 - table[-1], table[0] + 1)
     scale = np.asarray(constants["upper"] - constants["lower"]) / 2
-    keys = Nuq(bits=3, per="channel", outliers=254, dtype=scales)
+    keys = Nuq(bits=3, per="channel", slots=254, dtype=scales)
     _, ours = round_trip(keys, constants, x)
     outside = (x > np.asarray(constants["upper"])) | (x < np.asarray(constants["lower"]))
     assert outside.any()
     np.testing.assert_array_equal(ours[outside], x[outside])
     assert (np.abs(ours - x) <= reach * scale + 1e-5 * np.abs(x).max()).all()
-    tile, ours = round_trip(Nuq(bits=3, per="token", outliers=4, dtype=scales), constants, x)
+    tile, ours = round_trip(Nuq(bits=3, per="token", slots=4, dtype=scales), constants, x)
     scale, centre = (np.asarray(tile[name].astype(jnp.float32)).T for name in ("scale", "centre"))
     channels = np.asarray(tile["channels"]).T.astype(int)
     np.testing.assert_array_equal(np.take_along_axis(ours, channels, 1), np.take_along_axis(x, channels, 1))
@@ -173,14 +172,14 @@ def test_dense_error_is_half_a_gap_and_outliers_are_exact(scales):
 def test_values_follow_shifts_and_scalings_of_a_token():
     v = synthetic(1)
     constants = {"signposts": offline(v)["signposts"]}
-    wide = Nuq(bits=3, per="token", outliers=4, **FULL)
+    wide = Nuq(bits=3, per="token", slots=4, **FULL)
     tile, base = round_trip(wide, constants, v)
     moved, ours = round_trip(wide, constants, v * 8 + 5)
     np.testing.assert_array_equal(tile["channels"], moved["channels"])
     assert (np.asarray(tile["codes"]) == np.asarray(moved["codes"])).mean() > 0.9999  # the addition rounds
     mostly_close(ours, base * 8 + 5, 1e-5 * np.abs(v).max(), 0.9995)
-    stored, base = round_trip(Nuq(bits=3, per="token", outliers=4), constants, v)
-    moved, ours = round_trip(Nuq(bits=3, per="token", outliers=4), constants, v * 8)
+    stored, base = round_trip(Nuq(bits=3, per="token", slots=4), constants, v)
+    moved, ours = round_trip(Nuq(bits=3, per="token", slots=4), constants, v * 8)
     np.testing.assert_array_equal(stored["codes"], moved["codes"])  # a power of two is exact in bfloat16 too
     np.testing.assert_array_equal(ours, base * 8)
 
@@ -203,7 +202,7 @@ def test_permuted_channels_permute_outlier_channels_only():
     constants = offline(x)
     moved = constants | {name: constants[name][order] for name in ("upper", "lower")}
     for per, first, second in (("channel", constants, moved), ("token", constants, constants)):
-        spec = Nuq(bits=3, per=per, outliers=12)
+        spec = Nuq(bits=3, per=per, slots=12)
         tile, base = round_trip(spec, first, x)
         permuted, ours = round_trip(spec, second, x[:, order])
         np.testing.assert_array_equal(np.asarray(tile["codes"])[:, order], permuted["codes"])
@@ -229,7 +228,7 @@ def test_token_statistics_span_all_heads():
 def test_streaming_equals_the_block(per):
     x = synthetic(6, tokens=12)
     constants = offline(x)
-    codec = Nuq(bits=3, per=per, outliers=4).build(x.shape[1])
+    codec = Nuq(bits=3, per=per, slots=4).build(x.shape[1])
     encode = jax.jit(codec.encode)
     block = encode(constants, jnp.asarray(x))
     steps = [encode(constants, jnp.asarray(x[i : i + 1])) for i in range(len(x))]
@@ -242,15 +241,13 @@ def test_streaming_equals_the_block(per):
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.005, 0.01])
 def test_bits_follow_the_papers_formula(width, fraction):
     """b + (32/W)/2 + 32*o averaged over keys and values; outliers rounded up to whole slots at each end."""
-    count = slots(fraction, width)
     for bits in (2, 3, 4):
-        keys, values = (
-            bits_per_value(Nuq(bits=bits, per=p, outliers=count).build(width)) for p in ("channel", "token")
-        )
+        specs = [Nuq(bits=bits, per=per, outliers=fraction) for per in ("channel", "token")]
+        ours = sum(bits_per_value(spec.build(width)) for spec in specs) / 2
         formula = bits + 16 / width + 32 * fraction
-        assert formula <= (keys + values) / 2 + 1e-12
-        assert (keys + values) / 2 <= formula + 32 * 2 / width
-        assert (keys + values) / 2 == pytest.approx(bits + 16 / width + 32 * count / width)
+        assert formula <= ours + 1e-12
+        assert ours <= formula + 32 * 2 / width
+        assert ours == pytest.approx(bits + 16 / width + 32 * specs[0].slot_count(width) / width)
 
 
 def test_three_bits_are_packed_without_waste():
@@ -268,9 +265,7 @@ def test_baselines_share_the_outlier_path():
     x = synthetic(7)
     constants = offline(x)
     for per in ("channel", "token"):
-        tiles = [
-            round_trip(Nuq(bits=3, per=per, outliers=4, datatype=d), constants, x)[0] for d in ("nuq", "nf", "int")
-        ]
+        tiles = [round_trip(Nuq(bits=3, per=per, slots=4, datatype=d), constants, x)[0] for d in ("nuq", "nf", "int")]
         for tile in tiles[1:]:
             for name in ("outliers", "channels"):
                 np.testing.assert_array_equal(tile[name], tiles[0][name])
@@ -292,7 +287,7 @@ def test_degenerate_tokens_and_channels_stay_finite_and_alone():
     bad[3] = 0.0
     bad[4, 9] = np.inf
     for per in ("channel", "token"):
-        spec = Nuq(bits=3, per=per, outliers=4)
+        spec = Nuq(bits=3, per=per, slots=4)
         good, ours = (round_trip(spec, constants, a)[1] for a in (x, bad))
         assert np.isfinite(np.delete(ours, 4, axis=0)).all()
         np.testing.assert_array_equal(np.delete(good, [3, 4], 0), np.delete(ours, [3, 4], 0))
@@ -304,10 +299,16 @@ def test_degenerate_tokens_and_channels_stay_finite_and_alone():
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"bits": 5}, "bits"), ({"per": "head"}, "per"), ({"datatype": "fp"}, "datatype"), ({"outliers": 3}, "outliers")],
+    [
+        ({"bits": 5}, "bits"),
+        ({"per": "head"}, "per"),
+        ({"datatype": "fp"}, "datatype"),
+        ({"outliers": 3.0}, "outliers"),
+        ({"slots": 3}, "slots"),
+    ],
 )
 def test_bad_options_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         Nuq(**({"bits": 3, "per": "token"} | options))
     with pytest.raises(ValueError, match="width"):
-        Nuq(bits=3, per="token", outliers=32).build(32)
+        Nuq(bits=3, per="token", slots=32).build(32)

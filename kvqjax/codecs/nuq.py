@@ -5,7 +5,7 @@
 
 Keys (before RoPE): z and s of every channel are fixed offline, `upper` and `lower` being its thresholds; what lies
 beyond them is an outlier. Values: z and s of every token come from the token itself, over all KV heads: its
-`outliers/2` largest and smallest entries are the outliers, the next largest and smallest its range (the released
+n/2 largest and smallest entries are the outliers, the next largest and smallest its range (the released
 kernels' top-k rule; the simulation's quantile rule flags the same entries but for ties, of which it may flag any
 number).
 
@@ -16,11 +16,12 @@ read reaches.
 
 Codes are computed against the *stored* z and s: z is rounded to the storage dtype first, s upwards, so rounding costs
 range and never bias. A token or channel of one repeated value has s = 0 and reads as z. With heads sharded over
-devices the values' range and top-k span the shards: each shard's own extremes are exchanged (2 * (outliers/2 + 1)
+devices the values' range and top-k span the shards: each shard's own extremes are exchanged (n + 2
 numbers per token), and outlier indices count channels over all heads.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
 from kvqjax.codecs.uniform import round_toward
 from kvqjax.layout import Field
 
-__all__ = ["Nuq", "excess", "signposts"]
+__all__ = ["Nuq", "channel_range", "excess", "normalise_keys", "signposts", "stored_range", "token_range"]
 
 MAX_WIDTH = 32767  # channel numbers, and the width itself for an unused slot, are int16
 
@@ -41,14 +42,16 @@ MAX_WIDTH = 32767  # channel numbers, and the width itself for an unused slot, a
 class Nuq:
     """`per="channel"`: keys, with offline thresholds. `per="token"`: values, with online range and outliers.
 
-    `outliers` counts slots per token (even for values: half for each end); `datatype` is "nuq", "nf" or "int";
-    `q_norm` reads signposts through a calibrated scale and offset (the released code's Q-Norm, meant for 2 bits);
-    `dtype` stores the values' scales and `outlier_dtype` the outliers (bfloat16 keeps bfloat16 sources exact).
+    `outliers` is the fraction of a token's channels kept exactly, rounded up to whole `slots` (0: from the fraction;
+    even for values, half for each end); `datatype` is "nuq", "nf" or "int"; `q_norm` reads signposts through a
+    calibrated scale and offset (the released code's Q-Norm, meant for 2 bits); `dtype` stores the values' scales and
+    `outlier_dtype` the outliers (bfloat16 keeps bfloat16 sources exact).
     """
 
     bits: int
     per: str
-    outliers: int = 0
+    outliers: float = 0.0
+    slots: int = 0
     datatype: str = "nuq"
     q_norm: bool = False
     dtype: str = "bfloat16"
@@ -61,22 +64,29 @@ class Nuq:
             raise ValueError(f"per={self.per!r}; known: channel, token")
         if self.datatype not in DATATYPES:
             raise ValueError(f"datatype={self.datatype!r}; known: {', '.join(DATATYPES)}")
-        if self.outliers < 0 or (self.per == "token" and self.outliers % 2):
-            raise ValueError(f"outliers={self.outliers}; a token has 0 or more slots, values an even number")
+        if not 0 <= self.outliers < 0.5:
+            raise ValueError(f"outliers={self.outliers}; a fraction of the channels from 0 to below 0.5 is wanted")
+        if self.slots < 0 or (self.per == "token" and self.slots % 2):
+            raise ValueError(f"slots={self.slots}; a token has 0 or more slots, values an even number")
         for name in ("dtype", "outlier_dtype"):
             if getattr(self, name) not in ("bfloat16", "float32"):
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: bfloat16, float32")
 
+    def slot_count(self, width: int) -> int:
+        """Outlier slots of a token of W channels: as many at each end as half the fraction asks for, rounded up."""
+        return self.slots or 2 * math.ceil(round(self.outliers / 2 * width, 9))
+
     def build(self, width: int) -> Codec:
-        if self.outliers + 2 > width or width > MAX_WIDTH:
-            raise ValueError(f"width={width}; wanted {self.outliers + 2} to {MAX_WIDTH} for outliers={self.outliers}")
+        least = self.slot_count(width) + 2
+        if not least <= width <= MAX_WIDTH:
+            raise ValueError(f"width={width}; wanted {least} to {MAX_WIDTH} for outliers={self.outliers}")
         return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
 
 
 def _fields(spec: Nuq, width: int) -> dict[str, Field]:
     fields = {"codes": Field(kind="codes", width=width, bits=spec.bits, role="payload")}
-    if spec.outliers:
-        slots = {"kind": "token", "width": spec.outliers, "role": "outliers"}
+    if count := spec.slot_count(width):
+        slots = {"kind": "token", "width": count, "role": "outliers"}
         fields |= {"outliers": Field(dtype=spec.outlier_dtype, **slots), "channels": Field(dtype="int16", **slots)}
     return fields
 
@@ -102,18 +112,20 @@ def _read(spec: Nuq, constants, codes) -> Float[Array, "*S"]:
 
 
 def _per_channel(spec: Nuq, width: int) -> Codec:
+    count = spec.slot_count(width)
+
     def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
         x = x.astype(jnp.float32)
-        u, outside = _normalise_keys(constants, x)
+        u, outside = normalise_keys(constants, x)
         tile = {"codes": nearest(u, signposts(spec, constants))}
-        if spec.outliers:
-            peak, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), spec.outliers)
+        if count:
+            peak, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), count)
             channels = jnp.where(peak >= 0, channels, width)
             tile |= store_outliers(x, channels, spec.outlier_dtype)
         return tile
 
     def decode(constants, tile):
-        centre, scale = _channel_range(constants)
+        centre, scale = channel_range(constants)
         lead = (1,) * (tile["codes"].ndim - 1)
         dense = _read(spec, constants, tile["codes"]) * scale.reshape(*lead, width) + centre.reshape(*lead, width)
         return restore_outliers(dense, tile)
@@ -123,17 +135,18 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
 
 
 def _per_token(spec: Nuq, width: int) -> Codec:
+    count = spec.slot_count(width)
     number = {"kind": "token", "width": 1, "dtype": spec.dtype}
     fields = _fields(spec, width)
     fields |= {"scale": Field(role="scales", **number), "centre": Field(role="zeros", **number)}
 
     def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
         x = x.astype(jnp.float32)
-        high, low, channels = _token_range(x, spec.outliers // 2)
-        centre, scale = _stored_range(high, low, spec.dtype)
-        u = (x - centre.astype(jnp.float32)) / _divisor(scale.astype(jnp.float32))
+        high, low, channels = token_range(x, count // 2)
+        centre, scale = stored_range(high, low, spec.dtype)
+        u = (x - centre.astype(jnp.float32)) / divisor(scale.astype(jnp.float32))
         tile = {"codes": nearest(u, signposts(spec, constants)), "scale": scale.T, "centre": centre.T}
-        return tile | (store_outliers(x, channels, spec.outlier_dtype) if spec.outliers else {})
+        return tile | (store_outliers(x, channels, spec.outlier_dtype) if count else {})
 
     def decode(constants, tile):
         scale, centre = (jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre"))
@@ -142,32 +155,32 @@ def _per_token(spec: Nuq, width: int) -> Codec:
     return Codec(width, 1, fields, encode, decode, _needs(spec))
 
 
-def _divisor(scale):
+def divisor(scale):
     return jnp.where(scale > 0, scale, 1.0)
 
 
-def _channel_range(constants) -> tuple[Float[Array, " W"], Float[Array, " W"]]:
+def channel_range(constants) -> tuple[Float[Array, " W"], Float[Array, " W"]]:
     """Centre and half range of every channel."""
     upper, lower = constants["upper"].astype(jnp.float32), constants["lower"].astype(jnp.float32)
     return (upper + lower) / 2, (upper - lower) / 2
 
 
-def _normalise_keys(constants, x: Float[Array, "u W"]):
+def normalise_keys(constants, x: Float[Array, "u W"]):
     """Normalised keys and the outlier mask, which compares with the thresholds themselves: strict, exact at their
     edge."""
-    centre, scale = _channel_range(constants)
+    centre, scale = channel_range(constants)
     outside = (x > constants["upper"][None]) | (x < constants["lower"][None])
-    return (x - centre[None]) / _divisor(scale)[None], outside
+    return (x - centre[None]) / divisor(scale)[None], outside
 
 
 def excess(spec: Nuq, constants, x: Float[Array, "u W"]) -> Int[Array, " u"]:
     """Outliers of each key token that find no slot and saturate (without slots: every entry beyond the
     thresholds)."""
-    outside = _normalise_keys(constants, x.astype(jnp.float32))[1]
-    return jnp.maximum(outside.sum(-1) - spec.outliers, 0)
+    outside = normalise_keys(constants, x.astype(jnp.float32))[1]
+    return jnp.maximum(outside.sum(-1) - spec.slot_count(x.shape[-1]), 0)
 
 
-def _token_range(x: Float[Array, "u W"], side: int):
+def token_range(x: Float[Array, "u W"], side: int):
     """Largest and smallest entry of each token [u, 1] after `side` outliers at each end, and those outliers'
     channels."""
     if not side:
@@ -178,7 +191,7 @@ def _token_range(x: Float[Array, "u W"], side: int):
     return top[:, side:], -bottom[:, side:], channels
 
 
-def _stored_range(high: Float[Array, "u 1"], low: Float[Array, "u 1"], dtype: str):
+def stored_range(high: Float[Array, "u 1"], low: Float[Array, "u 1"], dtype: str):
     """Centre and half range of each token in `dtype`; the range covers high and low around the centre as rounded."""
     centre = (high / 2 + low / 2).astype(dtype)
     wide = centre.astype(jnp.float32)

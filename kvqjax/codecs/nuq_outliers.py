@@ -4,18 +4,10 @@ Slots are set, not added: what the dense codes say at an outlier's channel never
 carries the channel W of a vector of W channels, which the write below drops.
 """
 
-import math
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-__all__ = ["restore_outliers", "slots", "store_outliers"]
-
-
-def slots(fraction: float, width: int) -> int:
-    """Slots per token for `fraction` of W channels: as many at each end as the fraction's half asks for, rounded
-    up."""
-    return 2 * math.ceil(round(fraction / 2 * width, 9))
+__all__ = ["restore_outliers", "store_outliers"]
 
 
 def store_outliers(x: Float[Array, "u W"], channels: Int[Array, "u n"], dtype: str) -> dict[str, Num[Array, "n u"]]:

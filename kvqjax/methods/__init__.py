@@ -1,6 +1,7 @@
 """Methods: which vectors a cache keeps, in which codec, and when they leave the window."""
 
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
+from kvqjax.methods.kvquant import kvquant
 from kvqjax.methods.registry import METHODS, parse, policy
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
@@ -17,6 +18,7 @@ __all__ = [
     "keys_and_values",
     "kivi",
     "kivi_star",
+    "kvquant",
     "method_factory",
     "parse",
     "policy",

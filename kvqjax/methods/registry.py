@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable
 
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
+from kvqjax.methods.kvquant import kvquant
 from kvqjax.methods.spec import Method
 from kvqjax.methods.xquant import xquant
 from kvqjax.methods.xquant_cl import xquant_cl
@@ -19,6 +20,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "uniform": uniform,
     "kivi": kivi,
     "kivi_star": kivi_star,
+    "kvquant": kvquant,
     "xquant": xquant,
     "xquant_cl": xquant_cl,
 }

@@ -1,0 +1,83 @@
+"""Keys, values and their diagonal Fisher information (KVQuant, arXiv 2401.18079, section 3.2, equation 2).
+
+F_ii = g_i^2, g the gradient of a sequence's mean next-token loss. Keys and values are no parameters, so zeros are
+added to them and the loss is differentiated with respect to these: one backward pass gives every layer's gradient.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax import decoder
+from kvqjax.attention import segment_attention
+from kvqjax.config import ModelConfig
+from kvqjax.rope import rotate
+
+__all__ = ["Activations", "activations", "loss"]
+
+
+class Activations(NamedTuple):
+    """What a cache would hold of some sequences, and the squared gradients of their loss, float32, W = K*D."""
+
+    k: Float[Array, "L B T W"]
+    v: Float[Array, "L B T W"]
+    k_fisher: Float[Array, "L B T W"] | None = None
+    v_fisher: Float[Array, "L B T W"] | None = None
+
+
+def _perturbed_loss(zeros, params: decoder.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str):
+    """Mean next-token cross entropy, float32, with `zeros` = (for k, for v), [L,B,T,K,D] each, added; and k, v as
+    cached."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    windows = decoder.window_table(config)
+
+    def step(h, xs):
+        index, extra_k, extra_v = xs
+        weights = decoder.layer(params, index)
+        projected = decoder.project(weights, h, positions, config)
+        k = rotate(projected.k, positions, config) if rope == "post" else projected.k
+        k, v = k + extra_k.astype(k.dtype), projected.v + extra_v.astype(k.dtype)
+        mask = decoder.causal_mask(tokens.shape[1], windows[index])
+        mask = jnp.broadcast_to(mask[None], (tokens.shape[0], *mask.shape))
+        attended_k = k if rope == "post" else rotate(k, positions, config)
+        attended = segment_attention(projected.q, attended_k, v, mask).out
+        return decoder.finish(weights, h, attended, config), (k, v)
+
+    # Without the checkpoint the backward pass would keep every layer's T x T attention weights.
+    xs = (jnp.arange(config.num_layers), *zeros)
+    h, cached = jax.lax.scan(jax.checkpoint(step), decoder.embed(params, tokens), xs)
+    logits = decoder.unembed(params, h[:, :-1], config)
+    chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - chosen).mean(), cached
+
+
+def _zeros(tokens, config: ModelConfig):
+    shape = (config.num_layers, *tokens.shape, config.num_kv_heads, config.head_dim)
+    return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+
+
+def loss(params: decoder.Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, ""]:
+    """Mean next-token cross entropy of the model itself."""
+    return _perturbed_loss(_zeros(tokens, config), params, tokens, config, "pre")[0]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rope", "gradients"))
+def activations(
+    params: decoder.Params, tokens: Int[Array, "B T"], config: ModelConfig, *, rope: str = "pre", gradients: bool = True
+) -> Activations:
+    """Keys (before RoPE, or after it for `rope="post"`) and values of every layer, with F if `gradients`.
+
+    Sequences that are compared must have one length: the mean loss divides by it.
+    """
+
+    def flat(x):
+        return x.reshape(*x.shape[:3], -1).astype(jnp.float32)
+
+    zeros = _zeros(tokens, config)
+    if not gradients:
+        return Activations(*map(flat, _perturbed_loss(zeros, params, tokens, config, rope)[1]))
+    slopes, cached = jax.grad(_perturbed_loss, has_aux=True)(zeros, params, tokens, config, rope)
+    return Activations(*map(flat, cached), *(flat(slope) ** 2 for slope in slopes))

@@ -1,0 +1,196 @@
+"""KVQuant's offline constants from calibration text (arXiv 2401.18079, sections 3.1 to 3.5), in two passes.
+
+Pass 1 finds each key channel's thresholds, percentiles of its entries. Pass 2 normalises keys by these thresholds and
+values by their own token, weighs every entry that is no outlier by F s^2, s being the half range that turns
+normalised errors into errors of the cached vectors, and adds it to its layer's histogram; k-means on the histograms
+gives the signposts. Nothing larger than one sequence's activations and gradients is held, and the state between two
+sequences is small enough to be kept on disk. Attention sinks are left out of both passes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from kvqjax.artifacts import Artifact
+from kvqjax.cache.state import CacheLayout, RunPlan, plan
+from kvqjax.calibrate import kmeans
+from kvqjax.calibrate import kvquant_passes as passes
+from kvqjax.calibrate.fisher import Activations, activations
+from kvqjax.calibrate.resume import identity, load_state, save_state
+from kvqjax.codecs.nuq import Nuq
+from kvqjax.codecs.nuq_table import fixed_signposts
+from kvqjax.errors import UserError
+from kvqjax.methods import KeysAndValues, Method
+from kvqjax.model import Model
+
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "OBJECTIVES", "Recipe", "calibrate"]
+
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 2048  # the paper's recipe
+OBJECTIVES = ("fisher_s2", "fisher", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """`objective` weighs the k-means by F s^2 (the paper's equation 3), by F alone (the released code) or not at all.
+    `sinks_in_thresholds` leaves sinks out of the k-means only, as the released code does."""
+
+    objective: str = "fisher_s2"
+    sinks_in_thresholds: bool = False
+
+    def __post_init__(self):
+        if self.objective not in OBJECTIVES:
+            raise UserError(f"objective {self.objective!r} is unknown; known: {', '.join(OBJECTIVES)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """One calibration: what is measured, on what. `specs` has a run of layers' (key, value) codecs, None for other
+    runs."""
+
+    model: Model
+    tokens: np.ndarray
+    recipe: Recipe
+    sinks: int
+    runs: tuple[RunPlan, ...]
+    specs: tuple[tuple[Nuq, Nuq] | None, ...]
+    rope: str
+
+    @property
+    def kept(self) -> int:
+        """Entries of a channel that pass 1 sees."""
+        skipped = 0 if self.recipe.sinks_in_thresholds else self.sinks
+        return self.tokens.shape[0] * (self.tokens.shape[1] - skipped)
+
+
+def _codecs(spec) -> tuple[Nuq, Nuq] | None:
+    """The (key, value) codecs of a layer that KVQuant calibrates."""
+    pair = (spec.key, spec.value) if isinstance(spec, KeysAndValues) else ()
+    found = [isinstance(codec, Nuq) for codec in pair]
+    if any(found) and not (all(found) and pair[0].per == "channel" and pair[1].per == "token"):
+        raise UserError("KVQuant's calibration needs keys quantised per channel and values per token, both by KVQuant")
+    return pair if any(found) else None
+
+
+def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -> _Task:
+    layers = method.layers(model.config)
+    runs = plan(CacheLayout(config=model.config, method=method, capacity=1, dtype="float32"))
+    specs = tuple(_codecs(layers[run.first]) for run in runs)
+    ropes = {layers[run.first].rope for run, pair in zip(runs, specs, strict=True) if pair}
+    if len(ropes) != 1:
+        found = f"{len(ropes)} kinds of keys (before and after RoPE)" if ropes else "no layer of KVQuant"
+        raise UserError(f"{method}: has {found}; one is wanted for calibration")
+    if tokens.ndim != 2 or tokens.shape[1] <= method.sinks + 1:
+        raise UserError(
+            f"calibration tokens are {tokens.shape}; wanted [sequences, more than {method.sinks + 1} tokens]"
+        )
+    return _Task(model, tokens, recipe, method.sinks, runs, specs, ropes.pop())
+
+
+def _cached(task: _Task, number: int, gradients: bool) -> Activations:
+    tokens = jnp.asarray(task.tokens[number : number + 1], jnp.int32)
+    return activations(task.model.params, tokens, task.model.config, rope=task.rope, gradients=gradients)
+
+
+def _fresh_state(task: _Task) -> dict[str, Any]:
+    config = task.model.config
+    rank = max(passes.rank(task.kept, pair[0].outliers) for pair in task.specs if pair)
+    extremes = passes.empty_extremes(config.num_layers, config.kv_width, rank)
+    shapes = [_tally_shape(run.count) if pair else {} for run, pair in zip(task.runs, task.specs, strict=True)]
+    return {"done": np.int64(0), "extremes": extremes, "tallies": shapes}
+
+
+def _tally_shape(layers: int) -> passes.Tally:
+    row, bins = jnp.zeros(layers), jnp.zeros((layers, kmeans.BINS))
+    hist = kmeans.Histogram(bins, bins, row, bins, bins)
+    return passes.Tally(hist, hist, row, row)
+
+
+def _bounds(task: _Task, run: RunPlan, pair: tuple[Nuq, Nuq], extremes) -> dict:
+    """Key thresholds of one run, [L_run, W]."""
+    own = jax.tree.map(lambda a: a[run.first : run.first + run.count], extremes)
+    upper, lower = passes.thresholds(own, task.kept, pair[0].outliers)
+    return {"upper": upper, "lower": lower}
+
+
+def _first_pass(task: _Task, state: dict, number: int) -> dict:
+    k = _cached(task, number, gradients=False).k[:, 0]
+    skipped = 0 if task.recipe.sinks_in_thresholds else task.sinks
+    return state | {"extremes": passes.observe(passes.Extremes(*state["extremes"]), k[:, skipped:])}
+
+
+def _second_pass(task: _Task, state: dict, number: int) -> dict:
+    objective = task.recipe.objective
+    cached = _cached(task, number, gradients=objective != "none")
+    tallies = []
+    for run, pair, old in zip(task.runs, task.specs, state["tallies"], strict=True):
+        if pair is None:
+            tallies.append(old)
+            continue
+        own = tuple(x[run.first : run.first + run.count, 0, task.sinks :] for x in cached if x is not None)
+        bounds = _bounds(task, run, pair, state["extremes"])
+        new = passes.tally(own, bounds, key=pair[0], value=pair[1], objective=objective)
+        tallies.append(jax.tree.map(jnp.add, old, new))
+    return state | {"tallies": tallies}
+
+
+def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
+    """Constants of every run; and per layer the share of key entries beyond the thresholds and of those without a
+    slot."""
+    constants, reports = [], []
+    for run, pair, tally in zip(task.runs, task.specs, state["tallies"], strict=True):
+        if pair is None:
+            constants.append({})
+            continue
+        groups = {"k": _bounds(task, run, pair, state["extremes"]), "v": {}}
+        for name, spec, hist in zip("kv", pair, (tally.k, tally.v), strict=True):
+            groups[name] |= _tables(spec, hist)
+        seen = task.tokens.shape[0] * (task.tokens.shape[1] - task.sinks) * task.model.config.kv_width
+        shares = {"key_outliers": (tally.outliers / seen).tolist(), "key_clipped": (tally.clipped / seen).tolist()}
+        constants.append(groups)
+        reports.append({"first_layer": run.first} | shares)
+    return tuple(constants), reports
+
+
+def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
+    """Signposts and Q-Norm of one run's keys or values, as far as the codec asks for them."""
+    if spec.datatype == "nuq":
+        tables = {"signposts": kmeans.weighted_kmeans(hist, 2**spec.bits)}
+        table = tables["signposts"]
+    else:
+        tables, fixed = {}, jnp.asarray(fixed_signposts(spec.datatype, spec.bits))
+        table = jnp.broadcast_to(fixed[None], (hist.energy.shape[0], fixed.size))
+    return tables | ({"norm": kmeans.q_norm(hist, table)} if spec.q_norm else {})
+
+
+def calibrate(
+    model: Model,
+    method: Method,
+    tokens: Int[np.ndarray, "N T"],
+    *,
+    recipe: Recipe = Recipe(),
+    state: Path | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Artifact:
+    """Constants of `method` for `model` from N sequences of T tokens. `state` names a file that keeps the progress
+    after every sequence: a run that was killed continues there. `advance(done, total)` is told each step."""
+    task = _prepare(model, method, np.asarray(tokens), recipe)
+    count = task.tokens.shape[0]
+    owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), task.tokens)
+    now = _fresh_state(task)
+    if state is not None:
+        now = load_state(state, owner, now)
+    for step in range(int(now["done"]), 2 * count):
+        visit = _first_pass if step < count else _second_pass
+        now = visit(task, now, step % count) | {"done": np.int64(step + 1)}
+        if state is not None:
+            save_state(state, owner, now)
+        advance(step + 1, 2 * count)
+    constants, reports = _constants(task, now)
+    about = {"sequences": count, "tokens": int(task.tokens.shape[1]), **dataclasses.asdict(recipe), "runs": reports}
+    return Artifact(method, constants, model.fingerprint, about)

@@ -1,0 +1,54 @@
+"""A calibration's state between two steps on disk, so that a run killed at any point continues and gives the same
+bytes."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvqjax.errors import UserError
+
+__all__ = ["identity", "load_state", "save_state"]
+
+_IDENTITY = "identity"
+
+
+def identity(*parts: Any) -> str:
+    """A digest of what a state belongs to: text and arrays, in order."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def save_state(path: Path, owner: str, state: Any) -> None:
+    """Replace the file at `path` by this pytree of arrays, at once: a reader sees the old state or the new one."""
+    leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(state))}
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            np.savez(file, **{_IDENTITY: np.asarray(owner)}, **leaves)
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(f"{path}: the calibration's state cannot be written: {error.strerror or error}") from error
+
+
+def load_state(path: Path, owner: str, like: Any) -> Any:
+    """The state saved for `owner` in the structure of `like`, or `like` itself when there is none. Raises UserError
+    when the file belongs to another model, method, recipe or text."""
+    if not path.exists():
+        return like
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            found = str(stored[_IDENTITY])
+            leaves = [stored[str(index)] for index in range(len(stored.files) - 1)]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: the calibration's state cannot be read; delete it to start anew ({error})") from error
+    if found != owner:
+        raise UserError(f"{path} is the state of another model, method, recipe or text; delete it to start anew")
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
