@@ -1,0 +1,21 @@
+"""A tiny random model that tests share, so that they share compiled programs too."""
+
+import functools
+
+import jax
+
+import kvqjax as kvq
+from kvqjax import decoder
+from kvqjax.config import ModelConfig
+
+
+@functools.cache
+def tiny(**changes) -> kvq.Model:
+    """2 layers, width 32, 4 query and 2 KV heads of 16, 50 tokens; random weights, no tokenizer."""
+    base = {"vocab_size": 50, "width": 32, "mlp_width": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    config = ModelConfig(**(base | {"head_dim": 16} | changes))
+    return kvq.Model(params=decoder.init_params(jax.random.key(0), config), constants=(), config=config)
+
+
+def tokens(rows: int, length: int, seed: int = 1):
+    return jax.random.randint(jax.random.key(seed), (rows, length), 0, 50)
