@@ -92,7 +92,7 @@ def test_codes_are_computed_against_the_stored_prescale():
     """The first round searches x over the bfloat16 prescale; x over its float32 norm has other nearest centres."""
     codec = CommVQKeys(head_dim=16, rounds=1, levels=64).build(16)
     constants = random_book(0, rounds=1, groups=1, levels=64)
-    x = jax.random.normal(jax.random.key(0), (512, 16)) * 7 + 3
+    x = jax.random.normal(jax.random.key(0), (4096, 16)) * 7 + 3
     tile = codec.encode(constants, x)
     stored = tile["prescale"][0].astype(jnp.float32)[:, None]
     for divisor, agree in ((stored, True), (jnp.linalg.norm(x, axis=-1, keepdims=True), False)):

@@ -1,0 +1,192 @@
+"""EM for CommVQ's key codebooks, one group of one layer at a time (arXiv 2506.18879, appendix A.2).
+
+Tokens are divided by their norm over all heads; each round fits the residual that the earlier rounds leave, so fewer
+rounds are a prefix of the codebook. With x_n a group's residual and c(A, B) = C_A + j C_B its L^2 centres:
+
+    E:  w_n,AB = softmax_AB( -|x_n - c(A,B)| / T )                               (equation 34; distance, not its square)
+    M:  ( diag(N 1 + N^T 1) + j (N - N^T) ) C = sum_B S_AB - j sum_A S_AB,       N_AB = sum_n w_n,AB,  S = sum_n w_n x_n
+
+the M-step being equation 33 as an L x L Hermitian system. It needs the weights only as their sums over A and over B for
+each token and as counts, so one iteration costs N L (L + 4g) multiplications and holds one minibatch of weights.
+
+T falls exponentially (equation 35) as a fraction of the residual's root mean square, so that the schedule fits every
+round, group size and model. The best codebook seen is kept, by the error of hard assignment with norms restored.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax.codecs.commvq_keys import CommVQKeys, centre, group_pairs, nearest, quarter_turn, split_distances
+
+__all__ = ["EMSettings", "Fit", "Statistics", "e_step", "fit_keys", "fit_round", "initial_book", "m_step"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EMSettings:
+    """At most `steps` iterations a round, from temperature `hot` down to `cold` (fractions of the residual's RMS),
+    ended when two iterations together improve the best error by less than `gain`, `patience` iterations at least.
+    `batch` tokens are weighed at a time. `inertia` tokens stand at every old centre, so that centres without data stay.
+    """
+
+    steps: int = 24
+    hot: float = 3e-2
+    cold: float = 3e-4
+    gain: float = 0.01
+    patience: int = 4
+    batch: int = 256
+    inertia: float = 1e-4
+
+
+class Statistics(NamedTuple):
+    """What the M-step needs of the soft weights, and the sum of weighted squared distances of the hard assignment."""
+
+    counts: Float[Array, "L L"]
+    by_a: Float[Array, "L g2"]
+    by_b: Float[Array, "L g2"]
+    error: Float[Array, ""]
+
+
+class Fit(NamedTuple):
+    """One round of one group (or of all, with C in front): its codebook, mean squared error per channel with norms
+    restored, and iterations."""
+
+    book: Float[Array, "*C L g2"]
+    error: Float[Array, "*C"]
+    steps: Int[Array, "*C"]
+
+
+def e_step(
+    x: Float[Array, "n g2"], book: Float[Array, "L g2"], temperature: Float[Array, ""], weight: Float[Array, " n"]
+) -> Statistics:
+    """Soft assignment of one minibatch. `weight` is each token's squared norm, for the error only; tokens of weight 0
+    count nowhere."""
+    a, b, cross = split_distances(x, book)
+    energy = (x * x).sum(-1)[:, None, None]
+    squared = jnp.maximum(a[:, :, None] + b[:, None, :] + cross[None] + energy, 0.0)
+    distance = jnp.sqrt(squared)
+    least = distance.min((1, 2), keepdims=True)
+    soft = jnp.exp((least - distance) / temperature)
+    soft = soft * ((weight > 0).astype(x.dtype) / soft.sum((1, 2)))[:, None, None]
+    exact = {"precision": "highest"}
+    by_a = jnp.einsum("na,nd->ad", soft.sum(2), x, **exact)
+    by_b = jnp.einsum("nb,nd->bd", soft.sum(1), x, **exact)
+    return Statistics(soft.sum(0), by_a, by_b, (weight * squared.min((1, 2))).sum())
+
+
+def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) -> Float[Array, "L g2"]:
+    """The codebook that minimises the weighted squared error, with `inertia` tokens added at every old centre: they add
+    2 L inertia to the diagonal and that times the old codebook on the right (off the diagonal they cancel)."""
+    counts, by_a, by_b, _ = statistics
+    ridge = 2 * counts.shape[0] * inertia
+    diagonal = counts.sum(0) + counts.sum(1) + ridge
+    # A symmetric scaling to ones on the diagonal: levels of very unequal mass would cost digits otherwise.
+    scale = jax.lax.rsqrt(diagonal)
+    skew = (counts - counts.T) * scale[:, None] * scale[None]
+    system = jax.lax.complex(jnp.eye(counts.shape[0], dtype=counts.dtype), skew)
+    right = (by_a - quarter_turn(by_b) + ridge * old) * scale[:, None]
+    real, imag = jnp.split(right, 2, axis=-1)
+    factor = jax.scipy.linalg.cho_factor(system, lower=True)
+    solved = jax.scipy.linalg.cho_solve(factor, jax.lax.complex(real, imag))
+    return jnp.concatenate([solved.real, solved.imag], -1) * scale[:, None]
+
+
+def initial_book(key: Array, x: Float[Array, "N g2"], levels: int) -> Float[Array, "L g2"]:
+    """C_l = m / (1 + j) + (x_l - m) / sqrt(2) with m the mean and x_l random tokens: the centres then have the mean and
+    the spread of the data, at any scale."""
+    mean = x.mean(0)
+    rows = x[jax.random.choice(key, x.shape[0], (levels,), replace=x.shape[0] < levels)]
+    half = (mean - quarter_turn(mean)) / 2  # m / (1 + j)
+    return half[None] + (rows - mean[None]) * 2**-0.5
+
+
+class _Search(NamedTuple):
+    book: Float[Array, "L g2"]
+    best: Fit
+    earlier: Float[Array, " 2"]  # the best errors one and two iterations ago
+    stop: Array
+
+
+def _sweep(batches, weights, book, temperature) -> Statistics:
+    """Statistics of all minibatches [M, n, 2g]."""
+
+    def add(total, batch):
+        x, weight = batch
+        return jax.tree.map(jnp.add, total, e_step(x, book, temperature, weight)), None
+
+    zero = jnp.zeros_like(book)
+    start = Statistics(jnp.zeros((book.shape[0],) * 2), zero, zero, jnp.zeros(()))
+    return jax.lax.scan(add, start, (batches, weights))[0]
+
+
+def fit_round(
+    key: Array, x: Float[Array, "N g2"], weight: Float[Array, " N"], levels: int, settings: EMSettings
+) -> Fit:
+    """Fit one codebook to the residuals of one group. N is a multiple of `settings.batch`; `weight` as in `e_step`."""
+    batches = x.reshape(-1, settings.batch, x.shape[-1])
+    weights = weight.reshape(batches.shape[:2])
+    count = jnp.maximum((weight > 0).sum(), 1).astype(jnp.float32)
+    spread = jnp.sqrt((x * x).sum() / count)
+    rate = math.log(settings.cold / settings.hot) / max(settings.steps - 1, 1)
+
+    def iterate(state: _Search) -> _Search:
+        step = state.best.steps
+        temperature = spread * settings.hot * jnp.exp(rate * step.astype(jnp.float32))
+        statistics = _sweep(batches, weights, state.book, temperature)
+        error = statistics.error / (count * x.shape[-1])
+        better = error < state.best.error
+        best = Fit(jnp.where(better, state.book, state.best.book), jnp.minimum(error, state.best.error), step + 1)
+        slow = best.error > (1 - settings.gain) * state.earlier[1]
+        book = m_step(statistics, state.book, settings.inertia)
+        earlier = jnp.stack([best.error, state.earlier[0]])
+        return _Search(book, best, earlier, slow & (step + 1 > settings.patience))
+
+    book = initial_book(key, x, levels)
+    start = Fit(book, jnp.asarray(jnp.inf), jnp.asarray(0, jnp.int32))
+    search = _Search(book, start, jnp.full(2, jnp.inf), jnp.asarray(False))
+    best = jax.lax.while_loop(lambda s: ~s.stop & (s.best.steps < settings.steps) & (spread > 0), iterate, search).best
+    return best._replace(error=jnp.where(spread > 0, best.error, 0.0))
+
+
+@functools.partial(jax.jit, static_argnames=("levels", "settings"))
+def _fit_groups(key, residual, weight, levels: int, settings: EMSettings):
+    """One round of every group [C, N, 2g], one after the other, and the residual it leaves."""
+
+    def one(entry):
+        key, x = entry
+        fit = fit_round(key, x, weight, levels, settings)
+        batches = x.reshape(-1, settings.batch, x.shape[-1])
+        rest = jax.lax.map(lambda b: b - centre(fit.book, *nearest(b, fit.book)), batches)
+        return fit, rest.reshape(x.shape)
+
+    return jax.lax.map(one, (jax.random.split(key, residual.shape[0]), residual))
+
+
+def fit_keys(
+    key: Array,
+    k: Float[Array, "N W"],
+    spec: CommVQKeys,
+    settings: EMSettings = EMSettings(),
+    report: Callable[[int, Fit], None] | None = None,
+) -> Float[Array, "R C L g2"]:
+    """The codebook of one layer from its keys before RoPE, all heads. `report(round, fit)` is called after each round
+    with errors and iterations of all groups [C]. Tokens beyond a multiple of `settings.batch` are left out."""
+    if k.shape[0] < settings.batch:
+        raise ValueError(f"{k.shape[0]} tokens; EM needs at least one batch of {settings.batch}")
+    k = k[: k.shape[0] // settings.batch * settings.batch].astype(jnp.float32)
+    norm = jnp.linalg.norm(k, axis=-1)
+    unit = k / jnp.where(norm > 0, norm, 1.0)[:, None]
+    residual = jnp.swapaxes(group_pairs(unit, spec.head_dim, spec.pairs), 0, 1)
+    books = []
+    for index in range(spec.rounds):
+        fit, residual = _fit_groups(jax.random.fold_in(key, index), residual, norm * norm, spec.levels, settings)
+        books.append(fit.book)
+        if report is not None:
+            report(index, fit)
+    return jnp.stack(books)

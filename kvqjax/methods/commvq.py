@@ -1,0 +1,65 @@
+"""CommVQ (arXiv 2506.18879): keys before RoPE in a RoPE-commutative codebook, values in learned additive codes."""
+
+import dataclasses
+import math
+
+from kvqjax.codecs.commvq_keys import CommVQKeys
+from kvqjax.codecs.commvq_values import CommVQValues
+from kvqjax.config import ModelConfig
+from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+
+__all__ = ["CommVQLayer", "commvq"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommVQLayer:
+    """One layer's key and value codecs, once the head dimension is known; `rounds` None: as many as `bits` allow."""
+
+    bits: int
+    rounds: int | None = None
+    levels: int = 64
+    group: int = 0
+    hidden: int = 0
+    window: int = 128
+    unit: int = 128
+
+    def __post_init__(self):
+        if self.unit % 32 or self.unit < 32:
+            raise ValueError(f"unit={self.unit}; tokens leave the window in multiples of 32")
+
+    def key(self, config: ModelConfig) -> CommVQKeys:
+        """The key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
+        pairs = self.group or config.head_dim // 2
+        rounds = self.rounds or max(1, round(self.bits * pairs / math.log2(self.levels)))
+        return CommVQKeys(head_dim=config.head_dim, rounds=rounds, levels=self.levels, group=self.group)
+
+    def value(self) -> CommVQValues:
+        return CommVQValues(bits=self.bits, hidden=self.hidden)
+
+    def build(self, config: ModelConfig) -> Wiring:
+        codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
+        return keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre")
+
+
+@method_factory
+def commvq(
+    *,
+    bits: int = 1,
+    rounds: int | None = None,
+    levels: int = 64,
+    group: int = 0,
+    hidden: int = 0,
+    window: int = 128,
+    unit: int = 128,
+    sinks: int = 0,
+) -> Method:
+    """1 or 2 bits per channel (CommVQ, sections 4.1 and 4.2); needs calibrated codebooks and value encoders.
+
+    `rounds` of the key codebook (None: round(bits * g / log2(levels)), so 11 and 21 at head dimension 128, 5 and 11 at
+    64), `levels` in it, `group` rotation pairs that share a code (0: a whole head); `hidden` units of the value encoder
+    (0: one per logit, 4096 at most). The newest `window` tokens stay exact and `unit` leave together; `window=0` is the
+    published rule: the whole buffer is encoded when it holds 128 tokens.
+    """
+    options = {"bits": bits, "rounds": rounds, "levels": levels, "group": group, "hidden": hidden}
+    return Method(name="commvq", layer=CommVQLayer(**options, window=window, unit=unit), sinks=sinks)
