@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvqjax.errors import UserError
+
 __all__ = ["DIGITS", "LETTERS", "SYMBOLS", "Problem", "filler", "key_value_recall", "passkey_prompt", "repeated_spans"]
 
 DIGITS = "0123456789"
@@ -43,10 +45,15 @@ def _digits(rng: np.random.Generator, number: int) -> str:
 def passkey_prompt(
     rng: np.random.Generator, length: int, count: Callable[[str], int], depth: float | None = None, digits: int = 5
 ) -> Problem:
-    """A number hidden at `depth` (0 first, 1 last, None at random) of everyday sentences; at most `length` tokens."""
+    """A number hidden at `depth` (0 first, 1 last, None at random) of everyday sentences; at most `length` tokens.
+
+    Raises UserError when not even the needle and the question fit.
+    """
     key = _digits(rng, digits)
     needle, question = f"The pass key is {key}. ", "What is the pass key? The pass key is "
-    room = length - count(needle + question + key)
+    room = length - (least := count(needle + question + key))
+    if room < 0:
+        raise UserError(f"length={length}; a pass-key problem needs at least {least} tokens")
     hay: list[str] = []
     while (room := room - count(sentence := _sentence(rng))) >= 0:
         hay.append(sentence)

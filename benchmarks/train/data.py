@@ -40,8 +40,9 @@ def text(rng: np.random.Generator, length: int, corpus: Corpus):
 
 def distinct(rng: np.random.Generator, length: int, corpus: Corpus):
     """Spans without a symbol twice, repeated: the last symbol alone tells the next, the easiest form of recall."""
-    size = int(rng.integers(8, min(len(corpus.symbols), length // 2)))
-    noise = rng.permutation(corpus.symbols)[:size]
+    alphabet = np.unique(corpus.symbols)
+    size = int(rng.integers(8, min(len(alphabet), length // 2)))
+    noise = rng.permutation(alphabet)[:size]
     return _repeated(noise, 0, size, length, corpus)
 
 

@@ -71,16 +71,15 @@ _RECALL_PHASES = (
     Phase(60, 4, 1024, _BOTH),
 )
 _SHORT_PHASES = (
-    Phase(250, 32, 64, {"distinct": 1.0}),
-    Phase(150, 32, 128, {"distinct": 0.3, "spans": 0.7}),
-    Phase(500, 16, 256, _BOTH),
-    Phase(200, 8, 512, _BOTH),
-    Phase(60, 4, 1024, _BOTH),
+    Phase(180, 32, 64, {"distinct": 1.0}),
+    Phase(220, 16, 256, _BOTH),
+    Phase(60, 8, 512, _BOTH),
+    Phase(24, 4, 1024, _BOTH),
 )
 _WINDOW_PHASES = (
-    *_SHORT_PHASES[:2],
-    Phase(500, 16, 256, _BOTH, piece=250),
-    Phase(200, 8, 512, _BOTH, piece=250),
+    _SHORT_PHASES[0],
+    Phase(220, 16, 256, _BOTH, piece=250),
+    Phase(80, 8, 512, _BOTH, piece=250),
 )
 
 _DEMO = ModelConfig(
@@ -96,12 +95,13 @@ _DEMO = ModelConfig(
     bos_id=0,
     eos_ids=(1,),
 )
-_MIXED = {"text": 0.6, "distinct": 0.06, "spans": 0.1, "passkey": 0.12, "pairs": 0.12}
+_MIXED = {"text": 0.5, "distinct": 0.1, "spans": 0.14, "passkey": 0.13, "pairs": 0.13}
 _DEMO_PHASES = (
-    Phase(250, 16, 128, {"text": 0.7, "distinct": 0.3}),
-    Phase(1700, 8, 256, _MIXED),
-    Phase(150, 4, 512, _MIXED),
-    Phase(120, 2, 1024, _MIXED),
+    Phase(300, 32, 64, {"distinct": 1.0}),
+    Phase(200, 16, 128, {"text": 0.25, "distinct": 0.25, "spans": 0.2, "passkey": 0.15, "pairs": 0.15}),
+    Phase(3500, 8, 256, _MIXED),
+    Phase(300, 4, 512, _MIXED),
+    Phase(250, 2, 1024, _MIXED),
 )
 
 _TINY = "A small test model over 64 symbols that recalls repeated spans and key-value pairs; {}."
