@@ -55,6 +55,36 @@ def test_wrong_shape_refused_in_kvqjax(installed):
         segment_attention(q, kv, kv[:, :2], mask)
 
 
+@pytest.mark.smoke
+def test_wrong_shape_refused_in_pallas_kernels(installed):
+    from kvqjax.pallas_kernels.commvq_scores import commuted_scores
+
+    q, codebook, codes = jnp.zeros((1, 2, 8)), jnp.zeros((1, 2, 4, 4)), jnp.zeros((1, 3, 8), jnp.int32)
+    positions, frequencies = jnp.zeros((1, 5), jnp.int32), jnp.zeros(4)
+    with pytest.raises(jaxtyping.TypeCheckError, match="positions"):
+        commuted_scores(q, codebook, codes, jnp.zeros((1, 3)), positions, frequencies, kv_heads=1)
+
+
+@pytest.mark.smoke
+def test_wrong_shape_refused_in_calibrate(installed):
+    from kvqjax.calibrate.kmeans import histogram
+
+    points, keep = jnp.linspace(-1.0, 1.0, 5), jnp.ones(5, bool)
+    assert histogram(points, points, keep).energy.shape == ()
+    with pytest.raises(jaxtyping.TypeCheckError, match="weight"):
+        histogram(points, points[:4], keep)
+
+
+@pytest.mark.smoke
+def test_wrong_shape_refused_in_eval(installed):
+    from kvqjax.eval.perplexity import score_chunk
+
+    logits, targets = jnp.zeros((1, 3, 8)), jnp.zeros((1, 3), jnp.int32)
+    assert score_chunk(logits, logits, targets, targets == 0).tokens == 3
+    with pytest.raises(jaxtyping.TypeCheckError, match="reference"):
+        score_chunk(logits, logits[..., :7], targets, targets == 0)
+
+
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """The package as installed, assembled in an empty folder without its large data."""
