@@ -10,6 +10,8 @@ from kvqjax.attention import Partial, blockwise_attention, segment_attention
 from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
 from kvqjax.layout import read
+from kvqjax.pallas_kernels.packed import PackedBody
+from kvqjax.pallas_kernels.reference import packed_attention
 
 __all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible"]
 
@@ -107,10 +109,25 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     return [*parts, part(sources, mask)], carry
 
 
+def _attend_packed(q, view: LayerView, tokens: NewTokens) -> Partial:
+    """Attention to the body straight from its packed words."""
+    keys, values = view.state.body["k"], view.state.body["v"]
+    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
+    body = PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low)
+    stop = jnp.broadcast_to(body_tokens(view.run, view.state)[:, None], tokens.positions.shape)
+    if view.run.sliding is None:
+        start = jnp.zeros_like(stop)
+    else:
+        start = jnp.maximum(tokens.positions - view.run.sliding + 1 - view.sinks, 0)
+    return packed_attention(q, body, view.layer, start, stop, view.run.wiring.packed)
+
+
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """Attention to the encoded tokens, one block of every row at a time. `carry` is [B, slots, W] per name: what the layer
     below reconstructed for each body token, replaced block by block by this layer's."""
     run, sinks = view.run, view.sinks
+    if run.wiring.packed is not None and not run.wraps:
+        return _attend_packed(q, view, tokens), carry
     ends = body_tokens(run, view.state)
 
     def block(j, carry):

@@ -33,8 +33,8 @@ class CacheLayout:
 
 
 class RunPlan(NamedTuple):
-    """A run of equal layers: `first` .. `first + count - 1`. The body has `slots` tokens in blocks of `block` and is a ring
-    when the layers slide (`sliding` tokens seen); the window is a ring of `ring` tokens."""
+    """A run of equal layers: `first` .. `first + count - 1`. The body has `slots` tokens in blocks of `block`, a ring
+    of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window is a ring of `ring` tokens."""
 
     first: int
     count: int
@@ -43,6 +43,7 @@ class RunPlan(NamedTuple):
     block: int
     slots: int
     ring: int
+    wraps: bool
 
 
 @struct.dataclass
@@ -104,11 +105,11 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | 
     ring = max(clock.window + clock.unit for clock in wiring.clocks)
     # Nothing is ever encoded when the window alone can hold the capacity.
     most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.clocks)
-    blocks = max(0, -(-most // block))
+    whole = blocks = max(0, -(-most // block))
     if sliding is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
-        blocks = min(blocks, -(-(sliding + ring) // block) + 1)
-    return RunPlan(first, count, wiring, sliding, block, blocks * block, max(1, min(ring, room)))
+        blocks = min(whole, -(-(sliding + ring) // block) + 1)
+    return RunPlan(first, count, wiring, sliding, block, blocks * block, max(1, min(ring, room)), blocks < whole)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,9 +10,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from kvqjax.codecs import Codec
+from kvqjax.codecs import Codec, Uniform
 from kvqjax.config import ModelConfig
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+from kvqjax.pallas_kernels.packed import PackedSpec
 
 __all__ = ["KeysAndValues", "LayerSpec", "Method", "method_factory"]
 
@@ -47,7 +48,20 @@ class KeysAndValues:
     def build(self, config: ModelConfig) -> Wiring:
         codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
-        return keys_and_values(config, codecs, clocks, self.rope)
+        wiring = keys_and_values(config, codecs, clocks, self.rope)
+        return wiring._replace(packed=_packed(self, config))
+
+
+def _packed(spec: KeysAndValues, config: ModelConfig) -> PackedSpec | None:
+    """What the packed kernels need to know, where they apply: uniform keys per channel after RoPE, values per token."""
+    key, value = spec.key, spec.value
+    if spec.rope != "post" or not (isinstance(key, Uniform) and isinstance(value, Uniform)):
+        return None
+    if (key.along, value.along) != ("tokens", "channels"):
+        return None
+    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    groups = {"key_group": key.group, "value_group": min(value.group, config.kv_width)}
+    return PackedSpec(key_bits=key.bits, value_bits=value.bits, block=1024, **groups, **shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

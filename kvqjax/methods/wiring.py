@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvqjax.codecs.base import Codec
 from kvqjax.config import ModelConfig
+from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.rope import rotate
 
 __all__ = ["Clock", "Wiring", "keys_and_values"]
@@ -35,7 +36,7 @@ class Clock(NamedTuple):
 class Wiring(NamedTuple):
     """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers; `needs` the shapes
     of calibrated constants, {group: {name: shape without the layer axis}}, beyond those that the codecs need under their
-    source's name."""
+    source's name. `packed` is set where a body can be attended to without decoding it (KIVI's codecs, keys after RoPE)."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
@@ -46,6 +47,7 @@ class Wiring(NamedTuple):
     expand: Callable
     carry: dict[str, int] = {}  # noqa: RUF012 - never written to
     needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
+    packed: PackedSpec | None = None
 
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Every calibrated constant of a layer: {group: {name: shape}}, a codec's under its source's name."""
