@@ -1,0 +1,185 @@
+"""AQUA-KV's predictors from calibration text (arXiv 2501.19392, Algorithm 1): layer by layer, each fitted on what the
+cache will have reconstructed of the layer below, so that fitting meets the errors that reading meets.
+
+Of all sequences one layer's hidden states, keys and values are held, on the host. Hidden states are clean: no layer
+sees compressed keys. Linear predictors need only second moments. The state can be kept on disk after each layer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+from rich.table import Table
+
+from kvqjax import decoder
+from kvqjax.artifacts import Artifact
+from kvqjax.attention import segment_attention
+from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
+from kvqjax.calibrate.resume import identity, load_state, save_state
+from kvqjax.config import ModelConfig
+from kvqjax.errors import UserError
+from kvqjax.methods import Method
+from kvqjax.methods.aqua import AquaLayer
+from kvqjax.model import Model
+from kvqjax.rope import rotate
+
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "released", "table"]
+
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rope"))
+def _layer_pass(params, index, h, config: ModelConfig, rope: str):
+    """One clean layer on one sequence [1, T, E]: what the cache is given of keys and values, [T, W], and the next h."""
+    weights = decoder.layer(params, index)
+    positions = jnp.arange(h.shape[1])[None]
+    projected = decoder.project(weights, h, positions, config)
+    rotated = rotate(projected.k, positions, config)
+    mask = decoder.causal_mask(h.shape[1], decoder.window_table(config)[index])[None]
+    attended = segment_attention(projected.q, rotated, projected.v, mask).out
+    k = projected.k if rope == "pre" else rotated
+    flat = [x[0].reshape(h.shape[1], -1).astype(jnp.float32) for x in (k, projected.v)]
+    return *flat, decoder.finish(weights, h, attended, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    model: Model
+    layers: tuple[AquaLayer, ...]
+    tokens: np.ndarray
+    recipe: Recipe
+    span: slice  # the tokens of every sequence that are fitted and reconstructed
+
+    @property
+    def dtype(self):
+        return self.model.params["embed"].dtype
+
+
+def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -> _Task:
+    layers = method.layers(model.config)
+    if not all(isinstance(layer, AquaLayer) for layer in layers):
+        raise UserError(f"{method}: AQUA-KV's calibration needs AQUA-KV in every layer; keep layers exact by exact=3+7")
+    first = layers[0]
+    start, spare = (method.sinks, first.window) if recipe.body_only else (0, 0)
+    length = (tokens.shape[1] - start - spare) // first.unit * first.unit if tokens.ndim == 2 else 0
+    if length < 1:
+        least = start + spare + first.unit
+        raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, {least} tokens or more]")
+    return _Task(model, layers, tokens, recipe, slice(start, start + length))
+
+
+def _fresh_state(task: _Task) -> dict:
+    config, count = task.model.config, len(task.tokens)
+    h = np.zeros((count, task.tokens.shape[1], config.width), np.float32)
+    for i in range(count):
+        h[i] = decoder.embed(task.model.params, jnp.asarray(task.tokens[i : i + 1], jnp.int32))[0]
+    length = task.span.stop - task.span.start
+    pair = {name: np.zeros((count, length, config.kv_width), np.float32) for name in ("k", "v")}
+    empty = []
+    for layer in task.layers:
+        needs = {source: layer.needs(source, config.kv_width) for source in ("k", "v")}
+        blank = lambda n, shape: np.zeros(shape, np.uint32 if n == "codes" else np.float32)  # noqa: E731
+        empty.append({s: {n: blank(n, shape) for n, shape in needs[s].items()} for s in needs})
+    measures = np.zeros((config.num_layers, 2, len(MEASURES)))
+    return {"done": np.int64(0), "h": h, "recon": pair, "exact": pair, "constants": empty, "measures": measures}
+
+
+def _advance_layer(task: _Task, state: dict) -> dict:
+    """The state with one more layer fitted."""
+    index = int(state["done"])
+    layer = task.layers[index]
+    h = np.empty_like(state["h"])
+    exact = {name: np.empty_like(x) for name, x in state["recon"].items()}
+    for i in range(len(h)):
+        hidden = jnp.asarray(state["h"][i : i + 1], task.dtype)
+        k, v, out = _layer_pass(task.model.params, jnp.int32(index), hidden, task.model.config, layer.rope)
+        exact["k"][i], exact["v"][i], h[i] = k[task.span], v[task.span], out[0]
+    constants, recon, report = fit_layer(
+        layer, exact, state["recon"], task.recipe, task.dtype, exact_below=state["exact"], seed=index
+    )
+    measures = state["measures"].copy()
+    for row, source in enumerate(("k", "v")):
+        found = [report[source].get(name) for name in MEASURES]
+        measures[index, row] = [np.nan if x is None else x for x in found]
+    learnt = [*state["constants"][:index], constants, *state["constants"][index + 1 :]]
+    done = {"done": np.int64(index + 1), "h": h, "recon": recon, "exact": exact}
+    return done | {"constants": learnt, "measures": measures}
+
+
+def _stack(config: ModelConfig, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
+    """Constants by run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
+    stacks = []
+    for run in plan(CacheLayout(config=config, method=method, capacity=1, dtype="float32")):
+        ready = [{s: cast(c, dtype) for s, c in constants[run.first + i].items() if c} for i in range(run.count)]
+        stacks.append(jax.tree.map(lambda *arrays: jnp.stack(arrays), *ready))
+    return tuple(stacks)
+
+
+def _report(measures: np.ndarray) -> list[dict]:
+    plain = lambda row: {n: None if np.isnan(x) else float(x) for n, x in zip(MEASURES, row, strict=True)}  # noqa: E731
+    return [{"layer": i, "k": plain(rows[0]), "v": plain(rows[1])} for i, rows in enumerate(measures)]
+
+
+def calibrate(
+    model: Model,
+    method: Method,
+    tokens: Int[np.ndarray, "N T"],
+    *,
+    recipe: Recipe = Recipe(),
+    state: Path | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Artifact:
+    """Predictors of `method` for `model` from N sequences of T tokens. `state` names a file that keeps the progress
+    after every layer: a run that was killed continues there. `advance(done, total)` is told each layer."""
+    tokens = np.asarray(tokens)
+    task = _prepare(model, method, tokens, recipe)
+    owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), tokens)
+    now, count = _fresh_state(task), model.config.num_layers
+    if state is not None:
+        now = load_state(state, owner, now)
+    while int(now["done"]) < count:
+        now = _advance_layer(task, now)
+        if state is not None:
+            save_state(state, owner, now)
+        advance(int(now["done"]), count)
+    about = {"sequences": len(tokens), "tokens": int(tokens.shape[1]), **dataclasses.asdict(recipe)}
+    about["layers"] = _report(now["measures"])
+    return Artifact(method, _stack(model.config, method, now["constants"], task.dtype), model.fingerprint, about)
+
+
+def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Artifact:
+    """Predictors in the released format as plain arrays: "key_predictors.3.weight" [O, I] and ".bias",
+    "value_predictors" likewise, for layers 1 and up. Raises UserError when one is missing or of the wrong shape."""
+    constants: list[dict] = []
+    for index, layer in enumerate(method.layers(model.config)):
+        constants.append({"k": {}, "v": {}})
+        for source in ("k", "v"):
+            for name, shape in layer.needs(source, model.config.kv_width).items():
+                key = f"{'key' if source == 'k' else 'value'}_predictors.{index}.{name}"
+                if name not in ("weight", "bias"):
+                    raise UserError(f"{method}: only linear predictors were released; {key} has no counterpart")
+                found = np.asarray(arrays[key], np.float32).T if key in arrays else None
+                if found is None or found.shape != shape:
+                    got = "nothing" if found is None else f"{found.shape[::-1]}"
+                    raise UserError(f"{key}: wanted an array {shape[::-1]}, got {got}")
+                constants[index][source][name] = found
+    stacked = _stack(model.config, method, constants, model.params["embed"].dtype)
+    return Artifact(method, stacked, model.fingerprint, {"source": "released predictors"})
+
+
+def table(about: dict) -> Table:
+    """Explained variance, equivalent bits and reconstruction error of every layer, for a terminal."""
+    out = Table("layer", "source", "explained", "equivalent bits", "held-out MSE", "reconstruction MSE")
+    for row in about["layers"]:
+        for source in ("k", "v"):
+            found = row[source]
+            names = ("explained", "equivalent_bits", "held_out_mse", "reconstruction_mse")
+            cells = ["-" if found[name] is None else f"{found[name]:.4g}" for name in names]
+            out.add_row(str(row["layer"]), source, *cells)
+    return out

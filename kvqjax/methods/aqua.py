@@ -1,0 +1,223 @@
+"""AQUA-KV (arXiv 2501.19392): quantise what a small model cannot predict from the layer below.
+
+    K_pred = f_k(Kr_prev)              Kr = K_pred + Q^-1(Q(K - K_pred))
+    V_pred = f_v([Kr, Vr_prev])        Vr = V_pred + Q^-1(Q(V - V_pred))        (Algorithm 1; keys first)
+
+Kr and Vr are the reconstructions, of this layer and of the layer below (`_prev`), all before RoPE and over all KV
+heads; they are the carry. The first layer has no predictor and a codec of its own. Q is any codec: HIGGS, per token,
+per channel.
+
+Encoder and decoder reconstruct with one function on one fixed tile, `unit` tokens of one row, rounded to the carry's
+dtype: so they agree bit for bit, and the chain does not drift with depth.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvqjax.codecs import Codec, Exact, Uniform
+from kvqjax.codecs.higgs import Higgs
+from kvqjax.config import ModelConfig
+from kvqjax.layout import Field
+from kvqjax.methods.predictors import predict, shapes
+from kvqjax.methods.spec import CodecSpec, Method, method_factory
+from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+
+__all__ = ["AquaLayer", "aqua", "encode_source", "predictor_inputs", "reconstruct"]
+
+UNIT = 128
+BACKBONES = ("higgs", "token", "channel")
+COPIES = ("layer", "all")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AquaLayer:
+    """One layer. `key_inputs` and `value_inputs` name what each predictor sees: "k", "v", "kv", or "none" for no
+    predictor. For keys they are the previous layer's keys and values; for values, this layer's keys and the previous
+    values. `copy="all"` also stores the reconstructions, so that reading costs no predictor and saves no memory."""
+
+    key: CodecSpec
+    value: CodecSpec
+    key_inputs: str = "k"
+    value_inputs: str = "kv"
+    predictor: str = "linear"
+    rank: int = 0
+    rope: str = "pre"
+    copy: str = "layer"
+    window: int = 0
+    unit: int = UNIT
+
+    def __post_init__(self):
+        for name, known in (("key_inputs", ("k", "v", "kv", "none")), ("value_inputs", ("k", "v", "kv", "none"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
+        if self.copy not in COPIES:
+            raise ValueError(
+                f"copy={self.copy!r}; known: layer (one layer's keys and values, during a call), all (every layer's, "
+                "kept); less is not possible, because a layer's predictors need the layer below"
+            )
+
+    def inputs(self, source: str) -> str:
+        """What the predictor of "k" or "v" sees."""
+        return self.key_inputs if source == "k" else self.value_inputs
+
+    def kind(self, source: str) -> str:
+        return "none" if self.inputs(source) == "none" else self.predictor
+
+    def build(self, config: ModelConfig) -> Wiring:
+        width = config.kv_width
+        codecs = {"k": self.key.build(width), "v": self.value.build(width)}
+        if self.copy == "all":
+            codecs = {name: _with_copy(codec) for name, codec in codecs.items()}
+        return _aqua_wiring(self, config, codecs)
+
+    def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
+        """The predictor's constants by name."""
+        return shapes(self.kind(source), len(self.inputs(source)) * width, width, self.rank)
+
+
+def _with_copy(codec: Codec) -> Codec:
+    """The codec with room for the reconstruction beside the codes."""
+    copy = Field(kind="plain", width=codec.width, role="copies", dtype="compute")
+    return codec._replace(fields=codec.fields | {"copy": copy})
+
+
+def predictor_inputs(names: str, keys: Float[Array, "u W"], values: Float[Array, "u W"]) -> Float[Array, "u I"]:
+    """`keys` and `values` that `names` asks for, side by side, keys first as in the released predictors."""
+    parts = [x for name, x in (("k", keys), ("v", values)) if name in names]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def source_prediction(layer: AquaLayer, source: str, constants: dict, carry: dict, keys) -> Float[Array, "u W"]:
+    """What the predictor says of one source's tile, float32; `keys` is Kr of this layer, used for values only."""
+    if layer.inputs(source) == "none":
+        return jnp.zeros(carry[source].shape, jnp.float32)
+    x = predictor_inputs(layer.inputs(source), carry["k"] if source == "k" else keys, carry["v"])
+    return predict(layer.predictor, constants.get(source, {}), x)
+
+
+def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, payload: dict, carry: dict, keys):
+    """One source's reconstruction [u, W] of one tile, in the carry's dtype: the one function of encoder and decoder."""
+    residual = codec.decode(constants.get(source, {}), payload).astype(jnp.float32)
+    total = source_prediction(layer, source, constants, carry, keys) + residual
+    # Not by astype alone: XLA may drop a conversion to bfloat16 and back.
+    info = jnp.finfo(carry[source].dtype)
+    total = jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    return total.astype(carry[source].dtype)
+
+
+def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys):
+    """Payload and reconstruction of one source's tile `x` [u, W]."""
+    residual = x.astype(jnp.float32) - source_prediction(layer, source, constants, carry, keys)
+    payload = codec.encode(constants.get(source, {}), residual)
+    return payload, reconstruct(layer, codec, source, constants, payload, carry, keys)
+
+
+def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
+    """[B, ...] tiles of n tokens to [B * n / unit, ...] tiles of `unit` tokens, the shapes `encode` makes."""
+
+    def split(field: Field, x):
+        if field.kind == "token":  # [B, w, n]
+            x = x.reshape(*x.shape[:2], -1, unit).transpose(0, 2, 1, 3)
+        else:
+            rows = unit // field.group if field.kind == "group" else unit
+            x = x.reshape(x.shape[0], -1, rows, x.shape[2])
+        return x.reshape(-1, *x.shape[2:])
+
+    return {name: split(field, payload[name]) for name, field in codec.fields.items()}
+
+
+def _aqua_wiring(layer: AquaLayer, config: ModelConfig, codecs: dict[str, Codec]) -> Wiring:
+    base = keys_and_values(config, codecs, (Clock(("k", "v"), layer.window, layer.unit),), layer.rope)
+    width = config.kv_width
+
+    def encode(constants, tile, carry):
+        payload, recon = {}, {"k": None}
+        for source in ("k", "v"):
+            payload[source], recon[source] = encode_source(
+                layer, codecs[source], source, constants, tile[source], carry, recon["k"]
+            )
+            if layer.copy == "all":
+                payload[source] = payload[source] | {"copy": recon[source]}
+        return payload, recon, recon
+
+    def tile_step(constants, payload, carry):
+        k = reconstruct(layer, codecs["k"], "k", constants, payload["k"], carry, None)
+        return {"k": k, "v": reconstruct(layer, codecs["v"], "v", constants, payload["v"], carry, k)}
+
+    def decode(constants, payload, carry):
+        if layer.copy == "all":
+            recon = {source: payload[source]["copy"].astype(carry[source].dtype) for source in ("k", "v")}
+            return recon, recon
+        shape = carry["k"].shape
+        tiles = {source: _tiles(codecs[source], payload[source], layer.unit) for source in ("k", "v")}
+        below = {source: x.reshape(-1, layer.unit, width) for source, x in carry.items()}
+        recon = jax.lax.map(lambda pair: tile_step(constants, *pair), (tiles, below))
+        recon = {source: x.reshape(shape) for source, x in recon.items()}
+        return recon, recon
+
+    needs = {source: shape for source in ("k", "v") if (shape := layer.needs(source, width))}
+    return base._replace(encode=encode, decode=decode, carry={"k": width, "v": width}, needs=needs)
+
+
+def _backbone(name: str, bits: int, dim: int, group: int | None, seed: int | None) -> CodecSpec:
+    if bits == 16:
+        return Exact()
+    if name == "higgs":
+        return Higgs(bits=bits, dim=dim, group=group, seed=seed)
+    if name == "token":  # the uniform quantiser of the paper's "Quanto" rows
+        return Uniform(bits=bits, along="channels", group=group or 64)
+    if name == "channel":
+        return Uniform(bits=bits, along="tokens", group=group or UNIT)
+    raise ValueError(f"backbone={name!r}; known: {', '.join(BACKBONES)}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split("+") if part)
+    except ValueError:
+        raise ValueError(f"exact={text!r}; wanted layer numbers joined by +, such as 3+7") from None
+
+
+@method_factory
+def aqua(
+    *,
+    bits: int = 2,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    first_bits: int = 4,
+    backbone: str = "higgs",
+    dim: int = 2,
+    group: int | None = None,
+    seed: int | None = None,
+    predictor: str = "linear",
+    rank: int = 256,
+    key_inputs: str = "k",
+    value_inputs: str = "kv",
+    rope: str = "pre",
+    copy: str = "layer",
+    exact: str = "",
+    buffer: int = UNIT,
+    window: int = 0,
+    sinks: int = 4,
+) -> Method:
+    """Residuals of `bits` per value (`key_bits`, `value_bits` one by one) by `backbone` "higgs", "token" or "channel";
+    the first layer at `first_bits` by HIGGS without a predictor, 16 meaning exact (AQUA-KV, sections 3 and 4.1).
+
+    `predictor` is "linear", "int4", "low_rank" (of `rank`) or "mlp"; `key_inputs`, `value_inputs` and `rope` give the
+    paper's ablations. Layers in `exact` ("3+7") stay exact, and the layer above predicts from their exact keys and
+    values. `buffer` tokens are encoded at a time, whatever is beyond the newest `window`. `copy`: see AquaLayer.
+    """
+    shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
+    key, value = (_backbone(backbone, b or bits, dim, group, seed) for b in (key_bits, value_bits))
+    alone = {"key_inputs": "none", "value_inputs": "none"}
+    start = _backbone("higgs", first_bits, 2, group if backbone == "higgs" else None, seed)
+    first = AquaLayer(key=start, value=start, **alone, **shared)
+    plain = AquaLayer(key=Exact(), value=Exact(), **alone, **shared)
+    inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
+    low_rank = {"rank": rank} if predictor == "low_rank" else {}
+    layer = AquaLayer(key=key, value=value, predictor=predictor, **low_rank, **inputs, **shared)
+    overrides = ((0, first), *((number, plain) for number in _numbers(exact)))
+    return Method(name="aqua", layer=layer, sinks=sinks, overrides=overrides)

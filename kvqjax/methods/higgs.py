@@ -1,0 +1,56 @@
+"""HIGGS on its own: keys and values coded by Hadamard transform and vector grid, no predictor (arXiv 2411.17525; the
+baseline of arXiv 2501.19392, Table 1)."""
+
+import dataclasses
+
+from kvqjax.codecs.higgs import Higgs
+from kvqjax.config import ModelConfig
+from kvqjax.methods.spec import KeysAndValues, Method, method_factory
+from kvqjax.methods.wiring import Wiring
+
+__all__ = ["HiggsLayer", "higgs"]
+
+GROUPS = ("auto", "head", "width")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiggsLayer:
+    """Keys and values of one layer. `group` channels share a scale: "head", "width", "auto" or a number."""
+
+    key: Higgs
+    value: Higgs
+    group: str = "auto"
+    rope: str = "post"
+    window: int = 0
+    unit: int = 32
+
+    def build(self, config: ModelConfig) -> Wiring:
+        sizes = {"auto": None, "head": config.head_dim, "width": config.kv_width}
+        size = sizes[self.group] if self.group in sizes else int(self.group)
+        key, value = (dataclasses.replace(spec, group=size) for spec in (self.key, self.value))
+        return KeysAndValues(key=key, value=value, rope=self.rope, window=self.window, unit=self.unit).build(config)
+
+
+@method_factory
+def higgs(
+    *,
+    bits: int = 2,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    dim: int = 2,
+    group: str = "auto",
+    seed: int | None = None,
+    scales: str = "bfloat16",
+    rope: str = "pre",
+    window: int = 0,
+    buffer: int = 128,
+    sinks: int = 4,
+) -> Method:
+    """`bits` per value (`key_bits`, `value_bits` one by one) in grids of `dim` dimensions, a scale per token and
+    `group` channels: "auto" (up to 1024), "head", "width" or a number. `seed` turns on fixed random signs. Keys before
+    or after RoPE (`rope`). `buffer` tokens leave the window at a time, beyond the newest `window`."""
+    if group not in GROUPS and not group.isdigit():
+        raise ValueError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
+    key, value = (Higgs(bits=b or bits, dim=dim, seed=seed, dtype=scales) for b in (key_bits, value_bits))
+    layer = HiggsLayer(key=key, value=value, group=group, rope=rope, window=window, unit=buffer)
+    return Method(name="higgs", layer=layer, sinks=sinks)

@@ -1,0 +1,83 @@
+"""Maps that predict a vector from vectors of the same token: AQUA-KV's predictors (arXiv 2501.19392, sections 3.1 and
+4.3).
+
+    linear    y = x W + b                                    {"weight": [I,O], "bias": [O]}
+    int4      the same with W in 4 bits, decoded at use      {"codes": uint32 [I/8,O], "scale", "low": [I/g,O], "bias"}
+    low_rank  y = (x A) B + b                                {"down": [I,R], "up": [R,O], "bias"}
+    mlp       y = silu(norm(x) A + a) B + b                  {"gain", "offset": [I], "down": [I,2O], "inner": [2O], ...}
+    none      y = 0                                          {}
+
+Products take the weights' dtype and accumulate in float32; the result is float32.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt
+
+__all__ = ["KINDS", "WEIGHT_GROUP", "pack_weight", "predict", "shapes", "unpack_weight"]
+
+KINDS = ("linear", "int4", "low_rank", "mlp", "none")
+WEIGHT_GROUP = 128  # inputs per scale of a 4-bit weight; fewer where 128 does not divide the inputs
+NORM_EPS = 1e-5
+
+
+def shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
+    """Constants of one layer by name, without the layer axis."""
+    if kind not in KINDS:
+        raise ValueError(f"predictor={kind!r}; known: {', '.join(KINDS)}")
+    if kind == "none":
+        return {}
+    bias = {"bias": (outputs,)}
+    if kind == "linear":
+        return {"weight": (inputs, outputs)} | bias
+    if kind == "low_rank":
+        return {"down": (inputs, rank), "up": (rank, outputs)} | bias
+    if kind == "int4":
+        groups = (inputs // math.gcd(inputs, WEIGHT_GROUP), outputs)
+        return {"codes": (inputs // 8, outputs), "scale": groups, "low": groups} | bias
+    hidden = 2 * outputs
+    norm = {"gain": (inputs,), "offset": (inputs,)}
+    return norm | {"down": (inputs, hidden), "inner": (hidden,), "up": (hidden, outputs)} | bias
+
+
+def pack_weight(codes: UInt[Array, "I O"]) -> UInt[Array, "P O"]:
+    """Eight 4-bit codes of consecutive inputs per word, the first in the lowest bits."""
+    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)[None, :, None]
+    nibbles = codes.astype(jnp.uint32).reshape(codes.shape[0] // 8, 8, codes.shape[1])
+    return (nibbles << shifts).sum(1, dtype=jnp.uint32)
+
+
+def unpack_weight(constants: dict[str, Array]) -> Float[Array, "I O"]:
+    """The float32 weight of an `int4` predictor: codes * scale + low per group of inputs."""
+    words = constants["codes"]
+    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)[None, :, None]
+    codes = ((words[:, None] >> shifts) & jnp.uint32(15)).reshape(-1, words.shape[1]).astype(jnp.float32)
+    groups = codes.reshape(constants["scale"].shape[0], -1, words.shape[1])
+    scale, low = (constants[name].astype(jnp.float32)[:, None] for name in ("scale", "low"))
+    return (groups * scale + low).reshape(codes.shape)
+
+
+def _times(x, weight):
+    return jnp.einsum("ti,io->to", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+
+
+def predict(kind: str, constants: dict[str, Array], x: Float[Array, "u I"]) -> Float[Array, "u O"]:
+    """The prediction for u tokens, float32."""
+    if kind == "linear":
+        y = _times(x, constants["weight"])
+    elif kind == "int4":
+        y = _times(x, unpack_weight(constants).astype(constants["scale"].dtype))
+    elif kind == "low_rank":
+        y = _times(_times(x, constants["down"]), constants["up"])
+    elif kind == "mlp":
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(-1, keepdims=True)
+        wide = centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + NORM_EPS)
+        wide = wide * constants["gain"].astype(jnp.float32)[None] + constants["offset"].astype(jnp.float32)[None]
+        inner = _times(wide, constants["down"]) + constants["inner"].astype(jnp.float32)[None]
+        y = _times(jax.nn.silu(inner), constants["up"])
+    else:
+        raise ValueError(f"predictor={kind!r} cannot be evaluated; known: {', '.join(KINDS[:-1])}")
+    return y + constants["bias"].astype(jnp.float32)[None]
