@@ -1,5 +1,8 @@
 """Methods: which vectors a cache keeps, in which codec, and when they leave the window."""
 
+from kvqjax.methods.aqua import aqua
+from kvqjax.methods.commvq import commvq
+from kvqjax.methods.higgs import higgs
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant import kvquant
 from kvqjax.methods.registry import METHODS, parse, policy
@@ -14,7 +17,10 @@ __all__ = [
     "KeysAndValues",
     "Method",
     "Wiring",
+    "aqua",
+    "commvq",
     "exact",
+    "higgs",
     "keys_and_values",
     "kivi",
     "kivi_star",

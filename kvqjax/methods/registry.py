@@ -7,6 +7,9 @@ import types
 import typing
 from collections.abc import Callable
 
+from kvqjax.methods.aqua import aqua
+from kvqjax.methods.commvq import commvq
+from kvqjax.methods.higgs import higgs
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant import kvquant
 from kvqjax.methods.spec import Method
@@ -21,6 +24,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "kivi": kivi,
     "kivi_star": kivi_star,
     "kvquant": kvquant,
+    "higgs": higgs,
+    "aqua": aqua,
+    "commvq": commvq,
     "xquant": xquant,
     "xquant_cl": xquant_cl,
 }
@@ -95,6 +101,6 @@ def policy(default: Method, overrides: dict[str, Method]) -> Method:
     for layers, method in overrides.items():
         if method.overrides:
             raise ValueError(f"{method} has layers of its own and cannot stand for layers {layers} of {default}")
-        pairs |= {index: method.layer for index in _layer_numbers(layers)}
+        pairs |= dict.fromkeys(_layer_numbers(layers), method.layer)
     name = ";".join([default.name, *(f"{layers}={method.name}" for layers, method in overrides.items())])
     return dataclasses.replace(default, name=name, overrides=tuple(pairs.items()))
