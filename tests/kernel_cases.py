@@ -1,0 +1,107 @@
+"""Bodies, queries and bounds shared by the kernel tests."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvqjax.attention import Partial, segment_attention
+from kvqjax.codecs.uniform import Uniform
+from kvqjax.layout import split_bits
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+
+BATCH, LAYERS = 2, 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    key_bits: int
+    value_bits: int
+    key_group: int
+    value_group: int
+    kv_heads: int
+    head_dim: int
+    group: int  # query heads per KV head
+    length: int = 1  # query tokens
+    slots: int = 1024
+    block: int = 0
+    target: str = "cpu"
+
+    @property
+    def spec(self) -> PackedSpec:
+        own = {f.name for f in dataclasses.fields(PackedSpec)} - {"block"}
+        values = {name: getattr(self, name) for name in own}
+        unit = max(1024 // (bits & -bits) for bits in (self.key_bits, self.value_bits))
+        return PackedSpec(**values, block=self.block or unit)
+
+    def __str__(self):
+        return (
+            f"k{self.key_bits}g{self.key_group}-v{self.value_bits}g{self.value_group}"
+            f"-K{self.kv_heads}D{self.head_dim}G{self.group}T{self.length}-{self.slots}b{self.block}"
+        )
+
+
+def _vectors(rng, case: Case, offset: float):
+    """Signed, with an offset per channel and a few channels of large values, as in real keys."""
+    x = rng.normal(size=(BATCH, case.slots, case.kv_heads * case.head_dim))
+    x[..., ::17] *= 10
+    return jnp.asarray(x + offset * rng.normal(size=x.shape[-1]), jnp.float32)
+
+
+def _packed(codes: np.ndarray, bits: int) -> tuple:
+    """The plane layout once more in numpy: token t of a block sits in row t % 32, bits part*(t // 32) and up."""
+    stored, shift = [], 0
+    for part in split_bits(bits):
+        planes = 32 // part
+        blocks = (codes >> shift & (2**part - 1)).reshape(BATCH, -1, planes, 32, codes.shape[-1]).astype(np.uint32)
+        places = np.arange(0, 32, part, dtype=np.uint32).reshape(1, 1, planes, 1, 1)
+        stored.append((blocks << places).sum(2, dtype=np.uint32).reshape(BATCH, -1, codes.shape[-1]))
+        shift += part
+    return tuple(stored)
+
+
+def _stored(codec, x):
+    """The arrays of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the codec decodes."""
+    payload = jax.jit(jax.vmap(lambda rows: codec.encode({}, rows)))(x)
+    decoded = jax.jit(lambda payload: codec.decode({}, payload))(payload)
+    arrays = _packed(np.asarray(payload["codes"]), codec.fields["codes"].bits), payload["scale"], payload["low"]
+    return jax.tree.map(lambda a: jnp.asarray(np.stack([np.zeros_like(a), a])), arrays), decoded
+
+
+def make_body(case: Case, seed: int = 0):
+    """A packed body whose layer 1 holds random tokens, with the decoded keys and values [B, S, K, D]."""
+    rng = np.random.default_rng(seed)
+    width = case.kv_heads * case.head_dim
+    keys = Uniform(bits=case.key_bits, along="tokens", group=case.key_group).build(width)
+    values = Uniform(bits=case.value_bits, along="channels", group=case.value_group).build(width)
+    k, key = _stored(keys, _vectors(rng, case, 3.0))
+    v, value = _stored(values, _vectors(rng, case, 0.5))
+    return PackedBody(*k, *v), *(x.reshape(BATCH, case.slots, case.kv_heads, case.head_dim) for x in (key, value))
+
+
+def make_query(case: Case, seed: int = 1):
+    """Queries and ragged intervals: row 0 ends inside a group, row 1 starts late (a sliding window)."""
+    rng = np.random.default_rng(seed)
+    shape = (BATCH, case.length, case.kv_heads * case.group, case.head_dim)
+    q = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    later = np.arange(case.length)
+    stop = jnp.asarray(np.stack([case.slots // 2 + 45 + later, case.slots - 8 + later]), jnp.int32)
+    start = jnp.asarray(np.stack([0 * later, case.slots // 3 + later]), jnp.int32)
+    return q, start, stop
+
+
+def oracle(q, key, value, start, stop) -> Partial:
+    slot = jnp.arange(key.shape[1])[None, None]
+    mask = (slot >= start[..., None]) & (slot < stop[..., None])
+    return segment_attention(q, key, value, mask)
+
+
+def agree(got: Partial, want: Partial, key, value, q, epsilon: float = 2.0**-23):
+    """|error| of a score <= ~ D eps |q||k|/sqrt(D); that of the output <= 2 max|v| times it (softmax is 1-Lipschitz in
+    the largest score error), plus the rounding of the sum itself. A factor of 2 stands for the order of additions."""
+    scores = jnp.linalg.norm(q, axis=-1).max() * jnp.linalg.norm(key, axis=-1).max() / q.shape[-1] ** 0.5
+    bound = float(2 * epsilon * q.shape[-1] ** 0.5 * scores)
+    np.testing.assert_allclose(got.lse, want.lse, atol=bound, rtol=0)
+    np.testing.assert_allclose(got.out, want.out, atol=2 * float(jnp.abs(value).max()) * bound, rtol=0)
+    assert float(jnp.abs(want.out).max()) > 20 * bound, "the comparison says nothing"
