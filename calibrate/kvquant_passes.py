@@ -54,10 +54,12 @@ def empty_extremes(layers: int, width: int, r: int) -> Extremes:
 def observe(extremes: Extremes, x: Float[Array, "L T W"]) -> Extremes:
     """Extremes with T more tokens seen."""
     channels = jnp.swapaxes(x, 1, 2)
-    r = extremes.top.shape[-1]
-    top, _ = jax.lax.top_k(jnp.concatenate([extremes.top, channels], -1), r)
-    bottom, _ = jax.lax.top_k(-jnp.concatenate([extremes.bottom, channels], -1), r)
-    return Extremes(top, -bottom)
+
+    def largest(old, new):
+        rows = jnp.concatenate([old, new], -1).reshape(-1, old.shape[-1] + new.shape[-1])
+        return jax.lax.top_k(rows, old.shape[-1])[0].reshape(old.shape)
+
+    return Extremes(largest(extremes.top, channels), -largest(-extremes.bottom, -channels))
 
 
 def thresholds(extremes: Extremes, count: int, fraction: float) -> tuple[Float[Array, "L W"], Float[Array, "L W"]]:
