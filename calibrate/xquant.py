@@ -7,6 +7,7 @@ so close that a float32 SVD rotates their vectors, and with them every code.
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -17,8 +18,9 @@ from kvqjax.decoder import Params
 from kvqjax.methods import Method
 from kvqjax.methods.xquant import LayerInput
 from kvqjax.methods.xquant_cl import CrossLayer
+from kvqjax.model import Model
 
-__all__ = ["constants", "latent_maps", "outlier_channels", "shared_map", "signed_svd"]
+__all__ = ["constants", "latent_maps", "outlier_channels", "prepared", "shared_map", "signed_svd"]
 
 Factors = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -36,13 +38,13 @@ def _host(weight) -> np.ndarray:
 
 
 def latent_maps(weight: Float[Array | np.ndarray, "E N"]) -> dict[str, np.ndarray]:
-    """{"down": U [E,N], "up": S B^T [N,N]}, float32: weight = down @ up."""
+    """{"down": U [E,R], "up": S B^T [R,N]}, float32: weight = down @ up."""
     u, s, bt = signed_svd(_host(weight))
     return {"down": u.astype(np.float32), "up": (s[:, None] * bt).astype(np.float32)}
 
 
 def shared_map(layer: Mapping[str, Array | np.ndarray], space: str) -> dict[str, np.ndarray]:
-    """{"down": U [E,2N]}, float32, of [W_k | W_v]; of diag(gain) [W_k | W_v] where the residual stream is cached."""
+    """{"down": U [E,R]}, float32, of [W_k | W_v]; of diag(gain) [W_k | W_v] where the residual stream is cached."""
     joint = np.concatenate([_host(layer["k"]), _host(layer["v"])], axis=1)
     if space == "residual":
         joint = _host(layer["attn_norm"])[:, None] * joint
@@ -72,3 +74,10 @@ def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict
         layers = [_layer_constants(specs[run.first], decoder.layer(params, number), config) for number in numbers]
         stacks.append(jax.tree.map(lambda *arrays: np.stack(arrays), *layers))
     return tuple(stacks)
+
+
+def prepared(model: Model, method: Method) -> Model:
+    """The model with what an XQuant method needs, computed from its weights; as it is when it has constants already or
+    the method needs none. Seconds for small models; for large ones store the artifact (`kvqjax calibrate`)."""
+    own = () if model.constants else constants(model.params, model.config, method)
+    return model.replace(constants=jax.tree.map(jnp.asarray, own)) if any(own) else model

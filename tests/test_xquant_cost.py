@@ -65,7 +65,8 @@ def test_gqa_memory(spec, cell):
 
 @pytest.mark.parametrize(("bits", "cell"), [(4, 0.27), (3, 0.21), (2, 0.15)])
 def test_gqa_cross_layer_memory_prints_without_the_wide_base(bits, cell):
-    """The paper counts the base layer like a latent one; stored at full width, as section 3.2 needs it, it is twice that."""
+    """The paper counts the base layer like a latent one; stored at full width, as section 3.2 needs it, it is twice as
+    large."""
     config = LLAMA31_8B
     stored = normalised(f"xquant_cl:bits={bits}", config)
     extra = 4.25 / 16 / config.num_layers  # a second KV width at 4.25 bits in one of the layers

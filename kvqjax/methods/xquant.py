@@ -8,8 +8,8 @@ X [l, E] is the layer input after the attention norm. Bias, QK-norm and RoPE, in
 rematerialisation, so quantised vectors never depend on the position. X and X U_v are quantised per token, X U_k per
 channel (section 3.3.1). Every head reads the same X.
 
-Constants of one layer for GQA: {"k": {"down": U_k [E,KD], "up": F_k [KD,KD]}, "v": likewise}, KD = kv_width; made from
-the weights alone by kvqjax.calibrate.xquant. MHA needs none.
+Constants of one layer for GQA: {"k": {"down": U_k [E,R], "up": F_k [R,KD]}, "v": likewise}, KD = kv_width and the rank
+R = min(E, KD); made from the weights alone by kvqjax.calibrate.xquant. MHA needs none.
 """
 
 import dataclasses
@@ -83,7 +83,8 @@ def layer_input(config: ModelConfig, codec: Codec, clock: Clock) -> Wiring:
 
 def latents(config: ModelConfig, codecs: dict[str, Codec], clock: Clock) -> Wiring:
     """XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
-    needs = {"down": (config.width, config.kv_width), "up": (config.kv_width, config.kv_width)}
+    rank = min(config.width, config.kv_width)
+    needs = {"down": (config.width, rank), "up": (rank, config.kv_width)}
     codecs = {name: codec._replace(needs=codec.needs | needs) for name, codec in codecs.items()}
 
     def capture(weights, constants, projected, positions):
@@ -93,7 +94,7 @@ def latents(config: ModelConfig, codecs: dict[str, Codec], clock: Clock) -> Wiri
         k, v = (times(sources[name], constants[name]["up"], weights[name].dtype) for name in ("k", "v"))
         return attended(k, v, weights, positions, config)
 
-    return _independent({"k": config.kv_width, "v": config.kv_width}, codecs, clock, capture, expand)
+    return _independent({"k": rank, "v": rank}, codecs, clock, capture, expand)
 
 
 def quantiser(bits: int, along: str, group: int, scales: str) -> Exact | Uniform:
@@ -129,7 +130,8 @@ class LayerInput:
         if self.outliers:
             key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
         value = quantiser(self.value_bits or self.bits, **per_token)
-        codecs = {name: codec.build(config.kv_width) for name, codec in (("k", key), ("v", value))}
+        rank = min(config.width, config.kv_width)
+        codecs = {name: codec.build(rank) for name, codec in (("k", key), ("v", value))}
         return latents(config, codecs, clock._replace(sources=("k", "v")))
 
 

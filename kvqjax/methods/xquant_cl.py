@@ -9,8 +9,8 @@ The loop is closed: the difference is taken from what the decoder will have, so 
 quantiser alone. For GQA, the part of X_i that U_i does not span stays stale in Xhat_i; [K|V]_i does not see it and is
 exact when Q is the identity.
 
-Constants of one layer for GQA: {"x": {"down": U_i [E, 2*KD]}}, with residual deltas of diag(gain) [W_k|W_v]; made from
-the weights alone by kvqjax.calibrate.xquant. MHA needs none.
+Constants of one layer for GQA: {"x": {"down": U_i [E, R]}}, R = min(E, 2*KD); with residual deltas U is that of
+diag(gain) [W_k|W_v]. Made from the weights alone by kvqjax.calibrate.xquant. MHA needs none.
 """
 
 import dataclasses
@@ -154,7 +154,7 @@ class CrossLayer:
         if any(window is not None for window in config.windows):
             # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
             raise ValueError(f"xquant_cl needs full attention in every layer; the model's windows are {config.windows}")
-        width = 2 * config.kv_width if latent else config.width
+        width = min(config.width, 2 * config.kv_width) if latent else config.width
         codec = quantiser(self.bits, along, self.group, self.scales).build(width)
         return cross_layer(
             config,

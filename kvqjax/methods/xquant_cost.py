@@ -1,6 +1,6 @@
 """What rematerialisation costs (arXiv 2508.10395, section 3.4), a multiply-accumulate counted as two operations.
 
-Per layer and cached token, KD = kv_width:  X: 4 E KD;  latents: 4 KD^2;  a difference at full width: 4 E KD + 2 E;
+Per layer and cached token, KD = kv_width <= E:  X: 4 E KD;  latents: 4 KD^2;  a difference at full width: 4 E KD + 2 E;
 a difference in latents: 8 E KD (up-projection and [W_k|W_v]).  The paper's formulas are these with KD = d/g.
 """
 
@@ -16,7 +16,8 @@ Number = int | float
 
 def layer_flops(spec: LayerSpec, config: ModelConfig) -> int:
     """Operations that one layer spends on one cached token per read; 0 for specs that cache keys and values."""
-    full, square = 4 * config.width * config.kv_width, 4 * config.kv_width**2
+    full = 4 * config.width * config.kv_width
+    square = 4 * min(config.width, config.kv_width) * config.kv_width
     if isinstance(spec, LayerInput):
         return square if spec.uses_latents(config) else full
     if isinstance(spec, CrossLayer):

@@ -1,0 +1,155 @@
+"""XQuant and XQuant-CL inside a model: with the identity quantiser the cache changes nothing; with a real one, each way
+of filling it stores the same words, and reading them gives bit for bit what the encoder reckoned with."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvqjax import decoder
+from kvqjax.cache.state import plan
+from kvqjax.calibrate.xquant import constants
+from kvqjax.config import ModelConfig, RopeConfig
+from kvqjax.errors import UserError
+from kvqjax.forward import forward, init_cache, prefill
+from kvqjax.methods import parse
+from kvqjax.model import Model
+
+ROPE = RopeConfig(kind="llama3", factor=4.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0)
+MHA = ModelConfig(
+    vocab_size=50, width=64, mlp_width=64, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=16, rope=ROPE
+)
+GQA = dataclasses.replace(MHA, num_kv_heads=1)
+MODELS = {
+    "mha": MHA,
+    "gqa": GQA,
+    "qwen2": dataclasses.replace(GQA, qkv_bias=True, tied_embeddings=True),
+    "qwen3": dataclasses.replace(GQA, qk_norm=True),
+}
+TOKENS = jax.random.randint(jax.random.key(7), (2, 144), 0, 50)
+CAPACITY = 160
+
+
+def make(config, method):
+    """A random model whose biases and norm gains are not trivial, with the method's constants."""
+    params = decoder.init_params(jax.random.key(1), config)
+    for number, (name, a) in enumerate(sorted(params["layers"].items())):
+        if name.endswith(("_bias", "_norm")):
+            params["layers"][name] = a + 0.3 * jax.random.normal(jax.random.key(number), a.shape)
+    own = jax.tree.map(jnp.asarray, constants(params, config, method))
+    return Model(params, own, config=config)
+
+
+def through_cache(model, method, chunk, tokens, cache=None, start=0):
+    """Logits [B,T,V] of `tokens[:, start:]` passed through the cache `chunk` at a time, and the cache after them."""
+    cache = cache or init_cache(model, method, tokens.shape[0], CAPACITY)
+    step, parts = jax.jit(forward), []
+    for first in range(start, tokens.shape[1], chunk):
+        piece = tokens[:, first : first + chunk]
+        out, cache = step(model, piece, jnp.full(tokens.shape[:1], piece.shape[1]), cache)
+        parts.append(out)
+    return jnp.concatenate(parts, 1), cache
+
+
+IDENTITY = [
+    ("mha", "xquant:bits=16,group=32"),
+    ("mha", "xquant_cl:bits=16,high_bits=16,group=32,base=1,sinks=3,window=32"),
+    pytest.param("mha", "xquant_cl:bits=16,high_bits=16,group=32,base=0,space=residual", marks=pytest.mark.slow),
+    pytest.param("gqa", "xquant:bits=16,group=32,protected=1,high_bits=16", marks=pytest.mark.slow),
+    pytest.param("qwen2", "xquant_cl:bits=16,high_bits=16,group=32,base=0", marks=pytest.mark.slow),
+    ("gqa", "xquant_cl:bits=16,high_bits=16,group=32,base=0,protected=0,space=residual"),
+    ("qwen2", "xquant:bits=16,group=32,sinks=5"),
+    ("qwen3", "xquant_cl:bits=16,high_bits=16,group=32,base=1"),
+]
+
+
+@pytest.mark.parametrize(("name", "spec"), IDENTITY)
+def test_identity_changes_nothing(name, spec):
+    method = parse(spec)
+    model = make(MODELS[name], method)
+    wanted = decoder.logits(model.params, TOKENS, model.config)
+    got, cache = through_cache(model, method, 48, TOKENS)
+    assert all(int(run.flushed[0].min()) >= 3 for run in cache.runs)
+    assert float(jnp.abs(got - wanted).max()) < 1e-4 * float(jnp.abs(wanted).max())
+
+
+LOSSY = [
+    pytest.param("mha", "xquant:bits=3,group=32", marks=pytest.mark.slow),
+    ("gqa", "xquant:bits=2,group=32,outliers=1"),
+    ("mha", "xquant_cl:bits=2,group=32,base=1,protected=2,axis=channel,accumulator=4"),
+    ("gqa", "xquant_cl:bits=2,group=32,base=1,sinks=2"),
+    pytest.param("gqa", "xquant_cl:bits=2,group=32,base=0,protected=0,space=residual", marks=pytest.mark.slow),
+]
+
+
+def words(cache):
+    return [np.asarray(leaf) for run in cache.runs for leaf in jax.tree.leaves(run.body)]
+
+
+@pytest.mark.parametrize(("name", "spec"), LOSSY)
+def test_prefill_and_one_chunk_store_the_same_words(name, spec):
+    """Both attend exactly within the prompt. Matmuls of other shapes round differently, so codes may differ at ties."""
+    method = parse(spec)
+    model = make(MODELS[name], method)
+    tokens, counts = TOKENS[:, :140], jnp.array([140, 99])
+    logits, whole = jax.jit(prefill)(model, tokens, counts, init_cache(model, method, 2, CAPACITY))
+    empty = init_cache(model, method, 2, CAPACITY)
+    got, chunk = jax.jit(forward, static_argnames="last")(model, tokens, counts, empty, last=True)
+    np.testing.assert_allclose(logits, got, atol=1e-4)
+    for a, b in zip(words(whole), words(chunk), strict=True):
+        assert (a == b).mean() > 0.99
+    more, wanted = (through_cache(model, method, 1, TOKENS[:, :1], cache)[0] for cache in (whole, chunk))
+    np.testing.assert_allclose(more, wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa"])
+def test_reading_rebuilds_the_encoders_accumulator_bit_for_bit(name):
+    """Tiles of 32 tokens encoded one by one, all layers; then decoded two rows of 64 at a time, as attention reads."""
+    method = parse("xquant_cl:bits=2,group=32,base=0,protected=1")
+    model = make(MODELS[name], method)
+    base, delta = (run.wiring for run in plan(init_cache(model, method, 1, CAPACITY).layout))
+    wirings = (base, delta, delta, delta)
+    fixed = [{}, *(jax.tree.map(lambda a, i=i: a[i], model.constants[1]) for i in range(3))]
+    scale = jnp.arange(1.0, 5.0).reshape(4, 1, 1, 1)
+    x = jax.random.normal(jax.random.key(3), (4, 4, 32, 64)) * scale + 3.0
+
+    def encode(tile):
+        carry, out = {"x": jnp.zeros((32, 64))}, []
+        for wiring, own, rows in zip(wirings, fixed, tile, strict=True):
+            payload, recon, carry = wiring.encode(own, {"x": rows}, carry)
+            out.append((payload["x"], recon["x"], carry["x"]))
+        return out
+
+    def decode(payloads):
+        carry, out = {"x": jnp.zeros((2, 64, 64))}, []
+        for wiring, own, payload in zip(wirings, fixed, payloads, strict=True):
+            recon, carry = wiring.decode(own, {"x": payload}, carry)
+            out.append((recon["x"], carry["x"]))
+        return out
+
+    def as_rows(field, a):
+        """[tiles, ...] as stored for two rows: tokens are the second-last axis of codes, the last one of scales."""
+        pairs = a.reshape(2, 2, *a.shape[1:])
+        return jnp.concatenate([pairs[:, 0], pairs[:, 1]], 1 if field == "codes" else 2)
+
+    encoded = jax.jit(lambda tiles: jax.lax.map(encode, tiles))(x.swapaxes(0, 1))
+    payloads = [{field: as_rows(field, a) for field, a in payload.items()} for payload, _, _ in encoded]
+    for (_, recon, carry), (got, got_carry) in zip(encoded, jax.jit(decode)(payloads), strict=True):
+        np.testing.assert_array_equal(recon.reshape(2, 64, 64), got)
+        np.testing.assert_array_equal(carry.reshape(2, 64, 64), got_carry)
+
+
+def test_missing_constants_and_sliding_windows_are_refused():
+    method = parse("xquant:bits=2,group=32")
+    model = make(GQA, method).replace(constants=None)
+    with pytest.raises(UserError, match="needs calibrated down, up"):
+        through_cache(model, method, 8, TOKENS[:, :8])
+    sliding = dataclasses.replace(MHA, windows=(None, 8, None, None))
+    with pytest.raises(ValueError, match="full attention"):
+        init_cache(model.replace(config=sliding), parse("xquant_cl:group=32"), 1, 64)
+    with pytest.raises(ValueError, match="outliers=1"):
+        init_cache(model.replace(config=MHA), parse("xquant:outliers=1"), 1, 64)
+    with pytest.raises(ValueError, match="known: norm, residual"):
+        parse("xquant_cl:space=input")
