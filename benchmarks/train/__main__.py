@@ -62,8 +62,9 @@ def main(
     lengths = (256,) if recipe.config.windows[0] else (256, 512, 1024)
     measured = figures(stored, recipe.config, corpus, lengths, problems)
     folder = ROOT / ("kvqjax/assets" if name in ("demo", "recall") else "tests/assets_models") / name
-    export(folder, name, params, recipe, tokenizer, int(state["tokens"]), measured, recipe.about)
-    typer.echo(f"{folder}: step {int(state['step'])} of {recipe.steps}")
+    progress = {field: int(state[field]) for field in ("step", "tokens")}
+    export(folder, name, params, recipe, tokenizer, progress, measured)
+    typer.echo(f"{folder}: step {progress['step']} of {recipe.steps}")
     for what, value in measured.items():
         typer.echo(f"  {what}: {value:.4g}")
 

@@ -22,7 +22,7 @@ _PASSKEY = (
 )
 
 
-def _card(name: str, recipe: Recipe, tokens: int, figures: dict, about: str) -> str:
+def _card(name: str, recipe: Recipe, progress: dict, figures: dict) -> str:
     c = recipe.config
     windows = "" if c.windows[0] is None else f", sliding window {c.windows[0]}"
     phases = "\n".join(
@@ -35,23 +35,23 @@ def _card(name: str, recipe: Recipe, tokens: int, figures: dict, about: str) -> 
     extra = " QKV bias." * c.qkv_bias + " QK-norm." * c.qk_norm
     return f"""# {name}
 
-{about}
+{recipe.about}
 
 {c.architecture}: {c.num_layers} layers, width {c.width}, {c.num_heads} query and {c.num_kv_heads} KV heads of
 {c.head_dim}, MLP {c.mlp_width}, {c.vocab_size} pieces, tied embeddings{windows}.{extra} Weights stored as float16.
 Licence: Apache-2.0, as the rest of the package.
 
 ## Training
-{tokens / 1e6:.2f} million tokens in {recipe.steps} steps with `python -m benchmarks.train {name}` (JAX and optax, Muon
-for the matrices, Adam for the rest). Sequences by step:
+{progress["tokens"] / 1e6:.2f} million tokens in {progress["step"]} of {recipe.steps} planned steps by
+`python -m benchmarks.train {name}` (JAX and optax; Muon for the matrices, Adam for the rest). The plan:
 
 | steps | sequences x tokens | shares |
 |---|---|---|
 {phases}
 
 ## Measured with exact attention in float32
-Losses are nats per piece; the others are shares of answers that are right in every symbol under greedy decoding
-(repeated span: of symbols).
+The weights as stored. Losses are nats per piece; the others are shares of answers that are right in every symbol under
+greedy decoding (repeated span: of symbols).
 
 | what | value |
 |---|---|
@@ -60,12 +60,16 @@ Losses are nats per piece; the others are shares of answers that are right in ev
 
 
 def export(
-    folder: Path, name: str, params: dict, recipe: Recipe, tokenizer: Tokenizer, tokens: int, figures: dict, about: str
+    folder: Path, name: str, params: dict, recipe: Recipe, tokenizer: Tokenizer, progress: dict, figures: dict
 ) -> None:
-    """config.json, model.safetensors (float16), tokenizer.json, tokenizer_config.json, MODEL_CARD.md."""
+    """config.json, model.safetensors (float16), tokenizer.json, tokenizer_config.json, MODEL_CARD.md.
+
+    `progress` has the "step" and "tokens" of the checkpoint.
+    """
     save_params(folder, jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), params), recipe.config)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}, indent=1) + "\n")
+    (folder / "model.safetensors").chmod(0o644)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -75,4 +79,4 @@ def export(
         "model_max_length": recipe.config.max_position,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    (folder / "MODEL_CARD.md").write_text(_card(name, recipe, tokens, figures, about))
+    (folder / "MODEL_CARD.md").write_text(_card(name, recipe, progress, figures))
