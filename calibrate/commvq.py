@@ -1,0 +1,177 @@
+"""CommVQ's codebooks and value encoders from calibration text (arXiv 2506.18879), layer by layer.
+
+Each layer sees the clean stream: its keys before RoPE go through EM (commvq_em.py), its values train an encoder
+(commvq_values.py), then the exact layer is applied. Of all sequences one layer's hidden states and activations are
+held. A layer's random numbers come from the seed and its number, so a calibration continued from its state on disk,
+kept after every layer, ends with the same bytes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax import decoder
+from kvqjax.artifacts import Artifact
+from kvqjax.attention import segment_attention
+from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.calibrate import commvq_values as values
+from kvqjax.calibrate.commvq_em import EMSettings, fit_keys
+from kvqjax.calibrate.commvq_values import Activations, ValueSettings
+from kvqjax.calibrate.resume import identity, load_state, save_state
+from kvqjax.codecs.commvq_keys import truncate_rounds
+from kvqjax.config import ModelConfig
+from kvqjax.errors import UserError
+from kvqjax.methods import Method
+from kvqjax.methods.commvq import CommVQLayer
+from kvqjax.model import Model
+from kvqjax.rope import rotate
+
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "truncate"]
+
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 32, 512  # for small models; the paper takes 1024 documents of up to 8192 tokens
+PARTS = 10  # reports of a value encoder's training
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """EM sees at most `key_tokens` tokens, evenly spread over the text; the value encoder sees all of it."""
+
+    key_tokens: int = 8192
+    keys: EMSettings = dataclasses.field(default_factory=EMSettings)
+    values: ValueSettings = dataclasses.field(default_factory=ValueSettings)
+    seed: int = 0
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig):
+    """One exact layer on N sequences, one at a time: keys before RoPE, its `Activations` but o, and the next h."""
+    weights = decoder.layer(params, index)
+    positions = jnp.arange(h.shape[1])[None]
+    mask = decoder.causal_mask(h.shape[1], decoder.window_table(config)[index])[None]
+
+    def one(row):
+        projected = decoder.project(weights, row[None], positions, config)
+        rotated = rotate(projected.k, positions, config)
+        attended = segment_attention(projected.q, rotated, projected.v, mask).out
+        out = decoder.finish(weights, row[None], attended, config)[0]
+        flat = (x[0].reshape(row.shape[0], -1) for x in (projected.k, projected.v))
+        return *flat, projected.q[0], rotated[0], out
+
+    k, v, q, rotated, out = jax.lax.map(one, h)
+    return k, (v, q, rotated), out
+
+
+def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
+    """Codebook of one layer, the error of each round (mean over groups) and its iterations (most over groups)."""
+    k = k[:, sinks:].reshape(-1, k.shape[-1])
+    chosen = np.linspace(0, len(k) - 1, min(recipe.key_tokens, len(k))).astype(int)
+    rounds = []
+
+    def report(index, fit):
+        rounds.append((float(fit.error.mean()), int(fit.steps.max())))
+        tell(f"keys, round {index + 1}: error {rounds[-1][0]:.4g} after {rounds[-1][1]} iterations")
+
+    return fit_keys(key, k[chosen], spec, recipe.keys, report), rounds
+
+
+def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell):
+    """Constants of one layer's value codec, and (loss, plain error) averaged over each part of the training."""
+    ready, run = jax.random.split(key)
+    state, losses = values.start(ready, values.channel_scale(data.v), spec, settings), []
+    for index in range(PARTS):
+        count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
+        state, history = values.train(run, state, data, settings, count)
+        losses.append(tuple(np.asarray(history.mean(0), float).tolist()))
+        tell(f"values, step {int(state.step)}: loss {losses[-1][0]:.4g}, error {losses[-1][1]:.4g}")
+    return values.constants(state), losses
+
+
+def _empty(model: Model, layers, tokens) -> dict:
+    h = np.asarray(decoder.embed(model.params, jnp.asarray(tokens, jnp.int32)), np.float32)
+    constants, reports = [], []
+    for layer in layers:
+        own = layer.build(model.config).codecs.items() if isinstance(layer, CommVQLayer) else ()
+        constants.append({s: {n: np.zeros(shape, np.float32) for n, shape in c.needs.items()} for s, c in own})
+        rounds = layer.key(model.config).rounds if own else 0
+        reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS if own else 0, 2))})
+    return {"done": np.int64(0), "h": h, "constants": constants, "reports": reports}
+
+
+def _advance_layer(model: Model, method: Method, state: dict, recipe: Recipe, tell) -> dict:
+    """The state with one more layer calibrated."""
+    index = int(state["done"])
+    layer = method.layers(model.config)[index]
+    hidden = jnp.asarray(state["h"], model.params["embed"].dtype)
+    k, cached, h = _layer_pass(model.params, jnp.int32(index), hidden, model.config)
+    constants, reports = list(state["constants"]), list(state["reports"])
+    if isinstance(layer, CommVQLayer):
+        key, value = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
+        book, rounds = _fit_keys(key, k, layer.key(model.config), recipe, method.sinks, tell)
+        data = Activations(*cached, decoder.layer(model.params, index)["o"])
+        learnt, losses = _fit_values(value, data, layer.value(), recipe.values, tell)
+        constants[index] = jax.tree.map(np.asarray, {"k": {"codebook": book}, "v": learnt})
+        reports[index] = {"keys": np.asarray(rounds, float), "values": np.asarray(losses, float)}
+    return {"done": np.int64(index + 1), "h": np.asarray(h, np.float32), "constants": constants, "reports": reports}
+
+
+def _stack(model: Model, method: Method, constants: list[dict]) -> tuple[dict, ...]:
+    """By run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
+    runs = plan(CacheLayout(config=model.config, method=method, capacity=1, dtype="float32"))
+    own = (constants[run.first : run.first + run.count] for run in runs)
+    return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers) for layers in own)
+
+
+def calibrate(
+    model: Model,
+    method: Method,
+    tokens: Int[np.ndarray, "N T"],
+    *,
+    recipe: Recipe = Recipe(),
+    state: Path | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Artifact:
+    """Codebooks and encoders of `method` for `model` from N sequences of T tokens. `state` names a file that keeps the
+    progress after every layer: a run that was killed continues there. `advance(done, total)` is told each round of EM
+    and each part of a training, `note` their errors and losses. Raises UserError when no layer is CommVQ's."""
+    tokens, layers = np.asarray(tokens), method.layers(model.config)
+    steps = [layer.key(model.config).rounds + PARTS if isinstance(layer, CommVQLayer) else 0 for layer in layers]
+    if not sum(steps):
+        raise UserError(f"{method}: has no layer of CommVQ to calibrate")
+    if tokens.ndim != 2 or tokens.shape[0] * (tokens.shape[1] - method.sinks) < recipe.keys.batch:
+        raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T] with {recipe.keys.batch} tokens or more")
+    owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), tokens)
+    now = _empty(model, layers, tokens)
+    if state is not None:
+        now = load_state(state, owner, now)
+    while (index := int(now["done"])) < len(layers):
+        told = iter(range(sum(steps[:index]) + 1, sum(steps) + 1))
+
+        def tell(text, index=index, told=told):
+            note(f"layer {index}: {text}")
+            advance(next(told), sum(steps))
+
+        now = _advance_layer(model, method, now, recipe, tell)
+        if state is not None:
+            save_state(state, owner, now)
+    about = {"sequences": tokens.shape[0], "tokens": tokens.shape[1], **dataclasses.asdict(recipe)}
+    about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in now["reports"]]
+    return Artifact(method, _stack(model, method, now["constants"]), model.fingerprint, about)
+
+
+def truncate(artifact: Artifact, method: Method, config: ModelConfig) -> Artifact:
+    """The artifact with fewer rounds of key codebooks, which are nested; `method` differs by `rounds` only."""
+    runs = plan(CacheLayout(config=config, method=method, capacity=1, dtype="float32"))
+    cut = []
+    for run, constants in zip(runs, artifact.constants, strict=True):
+        if constants:
+            rounds = run.wiring.codecs["k"].needs["codebook"][0]
+            constants = constants | {"k": {"codebook": truncate_rounds(constants["k"]["codebook"], rounds)}}
+        cut.append(constants)
+    return dataclasses.replace(artifact, method=method, constants=tuple(cut))
