@@ -1,0 +1,58 @@
+"""Calibration: a method's constants for one model, from text or from the weights alone."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvqjax.artifacts import Artifact
+from kvqjax.calibrate import xquant
+from kvqjax.errors import UserError
+from kvqjax.methods import Method
+from kvqjax.model import Model
+
+__all__ = ["CALIBRATIONS", "run", "sequences"]
+
+# Method name -> module with `calibrate(model, method, tokens, state=, advance=) -> Artifact` and the recipe's size.
+CALIBRATIONS = {
+    "aqua": "kvqjax.calibrate.aqua",
+    "commvq": "kvqjax.calibrate.commvq",
+    "kvquant": "kvqjax.calibrate.kvquant",
+}
+FROM_WEIGHTS = ("xquant", "xquant_cl")  # constants are factors of the model's own weights
+
+
+def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
+    """Token ids [at most count, length] of the texts, joined; shorter models and texts give fewer and shorter rows."""
+    length = min(length, model.config.max_position)
+    ids = np.asarray([t for text in texts for t in model.tokenizer(text)["input_ids"]], np.int32)
+    rows = min(count, len(ids) // length)
+    if rows == 0:
+        raise UserError(f"the calibration text has {len(ids)} tokens, fewer than one sequence of {length}")
+    return ids[: rows * length].reshape(rows, length)
+
+
+def run(
+    model: Model,
+    method: Method,
+    texts: str | Sequence[str] = (),
+    *,
+    count: int | None = None,
+    length: int | None = None,
+    state: Path | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Artifact:
+    """Calibrate `method` for `model`. texts: what the model reads (not needed by xquant, whose constants come from the
+    weights). count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
+    context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
+    `advance(done, total)` is told each step. Raises UserError for methods that need no calibration."""
+    name = method.name.partition(":")[0]
+    if name in FROM_WEIGHTS:
+        return Artifact(method, xquant.constants(model.params, model.config, method), model.fingerprint)
+    if name not in CALIBRATIONS:
+        raise UserError(f"{name} needs no calibration; calibrated: {', '.join([*CALIBRATIONS, *FROM_WEIGHTS])}")
+    module = importlib.import_module(CALIBRATIONS[name])
+    texts = [texts] if isinstance(texts, str) else texts
+    tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
+    return module.calibrate(model, method, tokens, state=state, advance=advance)

@@ -34,9 +34,11 @@ def _tokenizer(folder: str):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from error
+    tokenizer.model_max_length = 10**12  # whole texts are encoded here; the cache's capacity is what is checked
+    return tokenizer
 
 
 @struct.dataclass

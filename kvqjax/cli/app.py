@@ -2,7 +2,7 @@
 
 import typer
 
-from kvqjax.cli import evaluate, info, run
+from kvqjax.cli import calibrate, evaluate, info, run
 
 __all__ = ["app"]
 
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command()(run.generate)
 app.command()(run.demo)
 app.add_typer(evaluate.app, name="eval")
+app.command()(calibrate.calibrate)
 app.command()(info.methods)
 app.command()(info.inspect)
 app.command()(info.plan)

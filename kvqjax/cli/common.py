@@ -77,7 +77,9 @@ def show(rows: list[dict[str, Any]], as_json: bool, title: str = "") -> None:
         table.add_column(name.replace("_", " "), overflow="fold")
     for row in rows:
         table.add_row(*(size(v) if k.startswith("bytes") else _cell(v) for k, v in row.items()))
-    Console().print(table)
+    console = Console()
+    # Piped output has no width of its own; 80 columns would fold every cell.
+    (console if console.is_terminal else Console(width=160)).print(table)
 
 
 @contextmanager

@@ -101,10 +101,12 @@ DEMO_CACHES = ("exact", "kivi:bits=4,window=64", "kivi:bits=2,window=64")
 
 
 def _timed(model: Model, method: Method, prompt: str, new: int, capacity: int) -> tuple[Generated, float]:
-    """The continuation, and tokens per second of a second run, when everything is compiled."""
-    generate_text(model, [prompt], method, max_new_tokens=new, capacity=capacity)
+    """The continuation, and tokens per second of a second run, when everything is compiled. Greedy, with a repetition
+    penalty: a small model would otherwise go round in circles whatever the cache."""
+    options = {"max_new_tokens": new, "capacity": capacity, "repetition_penalty": 1.3}
+    generate_text(model, [prompt], method, **options)
     start = time.perf_counter()
-    result = generate_text(model, [prompt], method, max_new_tokens=new, capacity=capacity)
+    result = generate_text(model, [prompt], method, **options)
     return result, len(result.tokens[0]) / (time.perf_counter() - start)
 
 
@@ -130,12 +132,20 @@ def demo(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
+    _print_demo(prompt, rows, f"{model}: {max_new_tokens} new tokens through caches of {capacity} tokens")
+
+
+def _print_demo(prompt: str, rows: list[dict], title: str) -> None:
     console = Console()
-    console.print(f"[bold]prompt[/bold] {prompt}\n", highlight=False)
-    table = Table(title=f"{model}: {max_new_tokens} new tokens through caches of {capacity} tokens")
-    for name in ("cache", "bytes held", "tokens/s", "tokens equal to exact", "text"):
-        table.add_column(name, overflow="fold", max_width=70)
+    console.print(f"[bold]prompt[/bold]\n{prompt}", highlight=False)
     for row in rows:
-        equal = f"{row['agreement']:.0%} (first {row['same_until']})"
-        table.add_row(row["cache"], size(row["bytes"]), f"{row['tokens_per_second']:.0f}", equal, row["text"])
+        console.print(f"\n[bold]{row['cache']}[/bold]")
+        console.print(row["text"].strip(), highlight=False, markup=False)
+    table = Table(title=f"\n{title}")
+    for name in ("cache", "bytes held", "bits stored", "tokens/s", "tokens equal to exact"):
+        table.add_column(name, justify="left" if name == "cache" else "right", overflow="fold")
+    for row in rows:
+        equal = f"{row['agreement']:.0%}, the first {row['same_until']}"
+        bits, speed = f"{row['bits_stored']:.2f}", f"{row['tokens_per_second']:.0f}"
+        table.add_row(row["cache"], size(row["bytes"]), bits, speed, equal)
     console.print(table)

@@ -1,0 +1,41 @@
+"""`kvqjax calibrate`: a method's constants as an artifact folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvqjax.cli.common import Dtype, ModelName, methods_of, open_model, progress_bar
+from kvqjax.errors import UserError
+from kvqjax.eval.stamp import read_text
+
+__all__ = ["calibrate"]
+
+
+def calibrate(
+    cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kvquant:bits=3")],
+    out: Annotated[Path, typer.Option("--out", help="the artifact's folder; must not exist yet")],
+    model: ModelName = "demo",
+    data: Annotated[str, typer.Option("--data", help="a UTF-8 text file, or 'synthetic'")] = "synthetic",
+    sequences: Annotated[int | None, typer.Option(help="how many; default: the method's recipe")] = None,
+    length: Annotated[int | None, typer.Option(help="tokens of each; default: the method's recipe")] = None,
+    seed: int = 0,
+    dtype: Dtype = None,
+) -> None:
+    """Calibrate a method for a model. A run that is killed continues where it was when started again."""
+    from kvqjax.calibrate import run
+
+    method = methods_of([cache])[0]
+    if out.exists():
+        raise UserError(f"{out} exists already; choose another folder")
+    loaded = open_model(model, dtype)
+    text, source = read_text(data, (sequences or 64) * (length or 1024), seed)
+    state = out.with_name(out.name + ".state.npz")
+    with progress_bar() as bar:
+        update = bar(f"calibrating {method}")
+        options = {"count": sequences, "length": length, "state": state}
+        artifact = run(loaded, method, [text], advance=lambda done, total: update(done / total), **options)
+    artifact.about["data"] = source
+    artifact.save(out)
+    state.unlink(missing_ok=True)
+    typer.echo(f"{out}: {method} for {model}")
