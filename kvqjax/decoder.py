@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import segment_attention
 from kvqjax.config import ModelConfig
+from kvqjax.layout import row_major
 from kvqjax.rope import rotate
 
 __all__ = ["Params", "Projected", "embed", "finish", "hidden_states", "init_params", "layer", "logits", "norm", "project", "unembed"]
@@ -47,7 +48,8 @@ def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Flo
 
 
 def _linear(x, weights: Layer, name: str):
-    y = jnp.einsum("bte,ef->btf", x, weights[name])
+    # Kept row-major, or the head split after it makes XLA transpose the whole stack of weights before a decode loop.
+    y = row_major(jnp.einsum("bte,ef->btf", x, weights[name]))
     bias = weights.get(f"{name}_bias")
     return y if bias is None else y + bias[None, None]
 

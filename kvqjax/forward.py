@@ -12,6 +12,7 @@ from kvqjax.attention import blockwise_attention, merge
 from kvqjax.cache.append import admitted, flush_layer, remember
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, chains, due, plan
 from kvqjax.errors import UserError
+from kvqjax.layout import row_major
 from kvqjax.methods import Method
 from kvqjax.model import Model
 from kvqjax.rope import rotate
@@ -100,7 +101,8 @@ def attend(
         if run.slots:
             body, body_carry = attend_body(projected.q, model.config.num_kv_heads, view, new_tokens, body_carry)
             parts.append(body)
-        return (decoder.finish(weights, h, merge(*parts), model.config), body_carry, tile_carry), new
+        h = decoder.finish(weights, h, merge(*parts), model.config)
+        return (h, body_carry, tile_carry), {name: row_major(x) for name, x in new.items()}
 
     loop, pending = (decoder.embed(model.params, tokens), body_carry, tile_carry), []
     for run, state, run_constants in zip(runs, cache.runs, constants, strict=True):

@@ -16,9 +16,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Num, Shaped, UInt
 
-__all__ = ["PLANE", "Field", "allocate", "block_tokens", "logical_bits", "read", "split_bits", "write"]
+__all__ = ["PLANE", "Field", "allocate", "block_tokens", "logical_bits", "read", "row_major", "split_bits", "write"]
 
 PLANE = 32  # tokens per plane: the rows of a block of words
 
@@ -62,6 +63,17 @@ def logical_bits(field: Field) -> float:
     return 8 * jnp.dtype(field.dtype).itemsize * field.width / field.group
 
 
+def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
+    """`x`, kept in row-major order. What is cut from or put into a stored array must keep the array's order: otherwise a
+    user that wants another one (a transpose, a head split) makes XLA re-order the whole array, not the piece.
+
+    XLA's partitioner gathers around a layout constraint, so under a mesh (`jax.set_mesh`) it only stands in shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not (mesh.empty or mesh.are_all_axes_manual):
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
 def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
     """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
     if field.kind == "codes":
@@ -79,7 +91,7 @@ def _write_plane(words, codes, index, token, bits):
     old = jax.lax.dynamic_slice(words, start, (1,) * len(index) + codes.shape)
     mask = jnp.uint32((1 << bits) - 1) << shift
     new = (old & ~mask) | (codes << shift).reshape(old.shape)
-    return jax.lax.dynamic_update_slice(words, new, start)
+    return jax.lax.dynamic_update_slice(words, row_major(new), start)
 
 
 def write(
@@ -100,7 +112,7 @@ def write(
         start = (*index, 0, token)
     else:
         start = (*index, token // field.group, 0)
-    tile = tile.astype(stored[0].dtype).reshape((1,) * len(index) + tile.shape)
+    tile = row_major(tile.astype(stored[0].dtype).reshape((1,) * len(index) + tile.shape))
     return (jax.lax.dynamic_update_slice(stored[0], tile, start),)
 
 
@@ -135,10 +147,10 @@ def read(
         return codes
     if field.kind == "token":
         batch = stored[0].shape[1]
-        return jax.lax.dynamic_slice(stored[0], (layer, 0, 0, token), (1, batch, field.width, count))[0]
+        return row_major(jax.lax.dynamic_slice(stored[0], (layer, 0, 0, token), (1, batch, field.width, count)))[0]
     return _rows(stored[0], layer, token // field.group, count // field.group)
 
 
 def _rows(array, layer, start, count):
     """Rows `start:start+count` of one layer, all batch rows: [B, count, W]."""
-    return jax.lax.dynamic_slice(array, (layer, 0, start, 0), (1, array.shape[1], count, array.shape[3]))[0]
+    return row_major(jax.lax.dynamic_slice(array, (layer, 0, start, 0), (1, array.shape[1], count, array.shape[3])))[0]

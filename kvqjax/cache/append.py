@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.state import Cache, Run, RunPlan, chains, due, plan
-from kvqjax.layout import PLANE, write
+from kvqjax.layout import PLANE, row_major, write
 
 __all__ = ["commit", "encode_tile", "flush_layer", "gather_tile", "remember", "ring_tokens"]
 
@@ -52,30 +52,50 @@ def encode_tile(run: RunPlan, body, at, clock, token, tile: Sources, constants, 
     return body, recon, carry
 
 
+def _put(old, new, tokens, wanted, held):
+    """Put new tokens, [L, B, T, W], into slots [L, B, C, W] that stand for body `tokens` [B, C], where `wanted` [B, C].
+    Row by row: a gather or scatter over rows makes XLA re-order the whole ring."""
+
+    def row_step(row, old):
+        source = jnp.clip(tokens[row] - held[row], 0, new.shape[2] - 1)
+        fresh = row_major(jax.lax.dynamic_slice_in_dim(new, row, 1, 1))[:, :, source].astype(old.dtype)
+        line = jnp.where(wanted[row][None, None, :, None], fresh, jax.lax.dynamic_slice_in_dim(old, row, 1, 1))
+        return jax.lax.dynamic_update_slice(old, row_major(line), (0, row, 0, 0))
+
+    return jax.lax.fori_loop(0, old.shape[1], row_step, old)
+
+
+def _put_one(old, new, slots, wanted):
+    """`_put` for a decode step: each wanted row's one new token, [L, B, 1, W], into its slot, not touching the others."""
+
+    def row_step(row, old):
+        start = (0, row, slots[row], 0)
+        kept = jax.lax.dynamic_slice(old, start, (old.shape[0], 1, 1, old.shape[3]))
+        fresh = jax.lax.dynamic_slice_in_dim(new, row, 1, 1).astype(old.dtype)
+        return jax.lax.dynamic_update_slice(old, row_major(jnp.where(wanted[row], fresh, kept)), start)
+
+    return jax.lax.fori_loop(0, old.shape[1], row_step, old)
+
+
 def remember(run: RunPlan, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
     """Put new tokens, [L, B, T, W] per source, into sinks and window. `run.flushed` must already be up to date."""
     held = lengths - sinks  # body tokens before the call; negative while the sinks fill
-    length = next(iter(new.values())).shape[2]
-    rows = jnp.arange(lengths.shape[0])[:, None]
-
-    def into(old, fresh, tokens, wanted):
-        source = jnp.clip(tokens - held[:, None], 0, length - 1)
-        return jnp.where(wanted[None, :, :, None], fresh[:, rows, source].astype(old.dtype), old)
-
     end = held + counts
-    last = jnp.maximum(end - run.ring, 0)
-    slots = ring_tokens(run.ring, last)
+    slots = ring_tokens(run.ring, jnp.maximum(end - run.ring, 0))
     sink_tokens = jnp.broadcast_to(jnp.arange(sinks)[None] - sinks, (lengths.shape[0], sinks))
-    in_sinks = (sink_tokens >= held[:, None]) & (sink_tokens < end[:, None])
-    in_window = (slots >= held[:, None]) & (slots < end[:, None])
-    window = {}
-    for name, old in state.window.items():
-        if length == 1:  # a decode step touches one slot per row, not the whole ring
-            slot = jnp.where((counts > 0) & (held >= 0), held % run.ring, run.ring)
-            window[name] = old.at[:, rows[:, 0], slot].set(new[name][:, :, 0].astype(old.dtype), mode="drop")
-        else:
-            window[name] = into(old, new[name], slots, in_window)
-    kept = {name: into(old, new[name], sink_tokens, in_sinks) for name, old in state.sinks.items()} if sinks else state.sinks
+
+    def wanted(tokens):
+        return (tokens >= held[:, None]) & (tokens < end[:, None])
+
+    def into_window(name, old):
+        if new[name].shape[2] == 1:
+            return _put_one(old, new[name], held % run.ring, (counts > 0) & (held >= 0))
+        return _put(old, new[name], slots, wanted(slots), held)
+
+    window = {name: into_window(name, old) for name, old in state.window.items()}
+    if not sinks:
+        return state.replace(window=window)
+    kept = {name: _put(old, new[name], sink_tokens, wanted(sink_tokens), held) for name, old in state.sinks.items()}
     return state.replace(sinks=kept, window=window)
 
 
