@@ -101,6 +101,11 @@ def _dot(a, b, axis: int):
     return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def _quotient(x, divisor: int):
+    """x // divisor of natural numbers; // itself asks for the sign, whose lowering asks for a TPU at hand."""
+    return jax.lax.div(x, jnp.full_like(x, divisor))
+
+
 def _codes(words, bits: int, index: int, plan):
     """Block `index` of the tile as [block, W] bf16."""
     size = block_size(bits)
@@ -141,7 +146,7 @@ def _scores(refs: Refs, plan, tile, lane_group):
             block = codes[column * COLUMN : (column + 1) * COLUMN]
             products = _dot(jnp.concatenate([scaled for scaled, _ in here]), block, 1)
             token = refs.order[column : column + 1]
-            scores = _select(products, [zero for _, zero in here], token // plan.spec.key_group, groups)
+            scores = _select(products, [zero for _, zero in here], _quotient(token, plan.spec.key_group), groups)
             token = token + (tile * plan.tile + index * plan.block)
             columns.append(jnp.where((token >= first) & (token < last), scores, NEVER))
     return jnp.concatenate(columns, axis=1)
@@ -159,7 +164,7 @@ def _select(stacked, added, owner, names):
 def _weighted(refs: Refs, plan, weights, lane_group):
     """Sum of the tile's values under `weights` [M, S]: [M, W]."""
     spec, count = plan.spec, plan.value_rows
-    first = lane_group * plan.lanes // spec.value_group
+    first = _quotient(lane_group * plan.lanes, spec.value_group)
     shift = offset(spec.value_bits, plan.ways)
     factors, added = [], []
     for i in range(count):
@@ -172,5 +177,5 @@ def _weighted(refs: Refs, plan, weights, lane_group):
     stacked = jnp.concatenate(factors)  # [count*M, S]
     blocks = [_codes(refs.value_codes, spec.value_bits, index, plan) for index in range(plan.tile // plan.block)]
     total = _dot(stacked, jnp.concatenate(blocks), 0)
-    owner = jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1) // spec.value_group
+    owner = _quotient(jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1), spec.value_group)
     return _select(total, added, owner, list(range(count)))
