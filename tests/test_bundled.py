@@ -1,7 +1,8 @@
 """The bundled models do what their cards say, and the trainer's forward is the library's."""
 
-import importlib.util
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -159,16 +160,20 @@ def test_depth_places_the_needle(depth, place):
     assert pairs.prompt.split(",")[:-1][place] == pairs.prompt[-2:] + pairs.answer
 
 
+@pytest.fixture
+def trainer(monkeypatch):
+    """Import a module of benchmarks/train, found after everything installed."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    return lambda name: importlib.import_module(f"benchmarks.train.{name}")
+
+
 @pytest.mark.parametrize(
     "fields",
     [{}, {"qkv_bias": True}, {"qk_norm": True, "tied_embeddings": True}, {"windows": (5, None), "num_kv_heads": 4}],
     ids=["llama", "qwen2", "qwen3", "mistral"],
 )
-def test_training_forward_is_the_librarys(fields):
-    path = ROOT / "benchmarks" / "train" / "model.py"
-    spec = importlib.util.spec_from_file_location("training_forward", path)
-    training = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(training)
+def test_training_forward_is_the_librarys(fields, trainer):
+    training = trainer("model")
     shape = {"vocab_size": 32, "width": 24, "mlp_width": 40, "num_layers": 2, "num_heads": 4, "head_dim": 8}
     config = ModelConfig(**shape | {"num_kv_heads": 2, "rope": RopeConfig(theta=100.0)} | fields)
     rng = np.random.default_rng(0)
@@ -182,3 +187,57 @@ def test_training_forward_is_the_librarys(fields):
     table = np.asarray(jax.nn.log_softmax(logits(params, tokens[:, :-1], config)))
     by_hand = -(np.take_along_axis(table, np.asarray(tokens)[:, 1:, None], 2)[..., 0] * np.asarray(weights)).sum()
     assert float(training.loss(params, tokens, weights, config)) == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_stopped_training_goes_on_to_the_same_weights(trainer, tmp_path):
+    loop, recipes, corpora = trainer("loop"), trainer("recipes"), trainer("corpus")
+    config = ModelConfig(
+        vocab_size=64,
+        width=16,
+        mlp_width=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        tied_embeddings=True,
+    )
+    phases = recipes.Phase(2, 8, 40, {"spans": 1.0}), recipes.Phase(2, 8, 48, {"spans": 0.5, "pairs": 0.5}, piece=24)
+    recipe = recipes.Recipe(about="", config=config, phases=phases, warmup=1)
+    corpus, _ = corpora.symbols()
+    whole = loop.train(recipe, corpus, tmp_path / "whole", lambda params, step: "", save_seconds=0)
+
+    def stop(params, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return ""
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(recipe, corpus, tmp_path / "parts", stop, save_seconds=0)
+    resumed = loop.train(recipe, corpus, tmp_path / "parts", lambda params, step: "", save_seconds=0)
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    begun = trainer("start").starting_params(recipe.seed, config, recipe.offsets)
+    assert not np.array_equal(begun["embed"], whole["embed"])
+
+
+def test_every_source_fills_its_sequence(trainer):
+    data, recipes, corpora = trainer("data"), trainer("recipes"), trainer("corpus")
+    corpus, _ = corpora.symbols()
+    corpus = corpus._replace(text=np.arange(1000) % 64, encode=lambda text: [0 if c in " .T" else 5 for c in text])
+    for source in data.SOURCES:
+        for length, piece in ((200, 0), (200, 150)):
+            tokens, weights = data.batch(0, 0, recipes.Phase(1, 2, length, {source: 1.0}, piece), corpus)
+            assert tokens.shape == (2, length + 1)
+            assert weights.shape == (2, length)
+            assert (tokens[:, 0] == corpus.bos).all()
+
+
+def test_pairs_weigh_only_the_answers_in_full(trainer):
+    data, recipes, corpora = trainer("data"), trainer("recipes"), trainer("corpus")
+    corpus, tokenizer = corpora.symbols()
+    (tokens,), (weights,) = data.batch(0, 0, recipes.Phase(1, 1, 120, {"pairs": 1.0}), corpus)
+    text = [tokenizer.id_to_token(int(i)) for i in tokens]
+    store, asked = "".join(text[1:]).split("?")
+    scored = "".join(symbol for symbol, weight in zip(text[1:], weights, strict=True) if weight == 1)
+    answers = "".join(item[2:] for item in asked.split(","))
+    assert scored == answers
+    assert all(item in store for item in asked.split(",")[:-1])

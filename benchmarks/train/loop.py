@@ -54,8 +54,9 @@ def _step(recipe: Recipe, optimizer: optax.GradientTransformation, mesh: jax.sha
     def step(params, state, tokens, weights):
         total = jnp.maximum(weights.sum(), 1.0)
         loss, grads = parallel(params, tokens, weights / total)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax needs both
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
 
     return jax.jit(step, donate_argnums=(0, 1))
 
