@@ -12,6 +12,7 @@ import numpy as np
 
 from kvqjax.cache.state import Cache, RunPlan, plan
 from kvqjax.codecs import bits_per_value
+from kvqjax.methods.xquant_cost import flops_per_token
 
 __all__ = ["Entry", "Ledger", "ledger"]
 
@@ -34,7 +35,8 @@ class Entry:
 class Ledger:
     """All entries of a cache for `batch` rows of `capacity` tokens; `values` counts the key and value channels of one token
     over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window, padding),
-    averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the compute dtype."""
+    averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the compute dtype;
+    `flops` the operations that rematerialising one cached token's keys and values costs at every decode step."""
 
     entries: tuple[Entry, ...]
     batch: int
@@ -42,6 +44,7 @@ class Ledger:
     values: int
     bits_method: float
     bits_exact: int
+    flops: int
 
     @property
     def bytes(self) -> int:
@@ -68,6 +71,7 @@ class Ledger:
         """Plain numbers for `--json`."""
         rows = [dataclasses.asdict(entry) for entry in self.entries]
         summary = {"bytes": self.bytes, "bytes_exact": self.exact_bytes, "bits_method": self.bits_method}
+        summary |= {"flops_per_cached_token": self.flops}
         summary |= {"bits_stored": self.bits_stored, "roles": self.by_role(), "batch": self.batch}
         return summary | {"capacity": self.capacity, "tiled": sum(e.tiled for e in self.entries), "entries": rows}
 
@@ -130,4 +134,5 @@ def ledger(cache: Cache) -> Ledger:
         values=values,
         bits_method=_method_bits(runs, values),
         bits_exact=8 * jax.numpy.dtype(layout.dtype).itemsize,
+        flops=flops_per_token(layout.method, layout.config),
     )
