@@ -29,12 +29,12 @@ def drift(
     name = check_mode("loop", chunk, window)
     pieces = windows(ids, window, tokens)
     plain = model.replace(constants=())
-    total = None
+    parts = []
     for number, piece in enumerate(pieces):
         got = score_windows(model, plain, jnp.asarray(piece[None]), method, chunk, 0)
-        part = np.stack([np.asarray(got.kld), np.asarray(got.nll), np.asarray(got.tokens)])
-        total = part if total is None else total + part
+        parts.append(np.stack([np.asarray(got.kld), np.asarray(got.nll), np.asarray(got.tokens)]))
         progress((number + 1) / len(pieces))
+    total = np.sum(parts, axis=0)
     spans = np.array_split(total, min(bins, total.shape[1]), axis=1)
     kld = [float(span[0].sum() / span[2].sum()) for span in spans]
     first = next((value for value in kld if value > 0), 0.0)

@@ -116,21 +116,22 @@ def perplexity(
     pieces = windows(ids, window, tokens)
     plain = model.replace(constants=())
     prefix = window // 2 if mode == "prefill" else 0
-    sums = Sums(*[0.0] * 5)
+    parts = []
     for start in range(0, len(pieces), batch):
         got = score_windows(model, plain, jnp.asarray(pieces[start : start + batch]), method, min(chunk, window), prefix)
-        sums = Sums(*[a + float(b.sum()) for a, b in zip(sums, got, strict=True)])
+        parts.append([float(part.sum()) for part in got])
         progress(min(1.0, (start + batch) / len(pieces)))
+    nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)
     book = ledger(jax.eval_shape(lambda: init_cache(model, method, 1, window)))
     return {
         "cache": str(method),
         "mode": name,
-        "tokens": int(sums.tokens),
+        "tokens": int(count),
         "bits_method": book.bits_method,
         "bits_stored": book.bits_stored,
         "bytes": book.bytes,
-        "ppl": float(np.exp(sums.nll / sums.tokens)),
-        "ppl_exact": float(np.exp(sums.nll_exact / sums.tokens)),
-        "kld": sums.kld / sums.tokens,
-        "top1": sums.top1 / sums.tokens,
+        "ppl": float(np.exp(nll / count)),
+        "ppl_exact": float(np.exp(nll_exact / count)),
+        "kld": float(kld / count),
+        "top1": float(top1 / count),
     }

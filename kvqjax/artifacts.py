@@ -7,7 +7,7 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         if arrays:
-            ocp.save_pytree((part / "arrays").absolute(), {k: np.asarray(v) for k, v in arrays.items()})
+            ocp.save((part / "arrays").absolute(), {k: np.asarray(v) for k, v in arrays.items()})
         (part / "description.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         part.rename(path)
     except OSError as error:
@@ -94,7 +94,8 @@ def read_arrays(path: Path) -> dict[str, jax.Array]:
     if not (path / "arrays").exists():
         return {}
     try:
-        return {k: jnp.asarray(v) for k, v in ocp.load_pytree((path / "arrays").absolute()).items()}
+        stored = cast(dict, ocp.load((path / "arrays").absolute()))
+        return {k: jnp.asarray(v) for k, v in stored.items()}
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
 

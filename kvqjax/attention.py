@@ -5,7 +5,7 @@ out = 0 and lse = -inf there, so it merges as nothing.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +82,11 @@ def segment_attention(
 def blockwise_attention(
     q: Float[Array, "B T H D"],
     kv_heads: int,
-    read: Callable[[Int[Array, ""], object], tuple],
+    read: Callable[[Int[Array, ""], Any], tuple],
     first: Int[Array, ""],
     last: Int[Array, ""],
-    carry: object = None,
-) -> tuple[Partial, object]:
+    carry: Any = None,
+) -> tuple[Partial, Any]:
     """Attend to blocks `first <= j < last` one at a time, so that only one block of K and V ever exists.
 
     `read(j, carry) -> (k [B,S,K,D], v [B,S,K,D], mask [B,T,S], carry)` materialises block j.

@@ -84,12 +84,12 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: not a safetensors index (no readable weight_map)") from error
-    shards = {}
+    shards: dict[Path, list[str]] = {}
     for name, file in places:
         if Path(file).name != file:
             raise UserError(f"{index}: weight_map[{name!r}]={file!r} is not a file name in this folder")
         shards.setdefault(folder / file, []).append(name)
-    return shards
+    return dict(shards)
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

@@ -2,15 +2,15 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from kvqjax.cache import Cache
+from kvqjax.cache import Cache, Leaf
 from kvqjax.errors import UserError
 from kvqjax.forward import forward, init_cache, prefill
 from kvqjax.methods import Method, exact
@@ -22,16 +22,15 @@ __all__ = ["Generated", "bucket", "decode_steps", "encode_prompts", "generate", 
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
 
-@struct.dataclass
-class LoopState:
+class LoopState(struct.PyTreeNode):
     """One generation under way. `tokens[b, :made[b]]` are the new tokens of row b; its last one is not in the cache yet."""
 
     cache: Cache
-    tokens: Int[Array, "B N"]
-    made: Int[Array, " B"]
-    done: Bool[Array, " B"]
-    seen: Bool[Array, "B V"] | None
-    key: Array
+    tokens: Leaf  # Int[B, N]
+    made: Leaf  # Int[B]
+    done: Leaf  # Bool[B]
+    seen: Leaf  # Bool[B, V], or None without a repetition penalty
+    key: Leaf
 
 
 class Generated(NamedTuple):
@@ -60,8 +59,8 @@ def encode_prompts(model: Model, prompts, chat: bool = False) -> list[list[int]]
         return list(model.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else [int(t) for t in prompt]
 
     encoded = [ids(prompt) for prompt in prompts]
-    for number, tokens in enumerate(encoded):
-        if not tokens:
+    for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
+        if not prompt or not tokens:
             raise UserError(f"prompt {number} is empty")
         if not 0 <= min(tokens) <= max(tokens) < model.config.vocab_size:
             raise UserError(f"prompt {number} has a token id outside 0 .. {model.config.vocab_size - 1}")
@@ -185,7 +184,7 @@ def stream(
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
-    **sampling: float,
+    **sampling: Any,
 ) -> Iterator[Generated]:
     """Generate, yielding everything made so far after every `stride` tokens. Arguments as `generate`."""
     if max_new_tokens < 1:

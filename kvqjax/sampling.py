@@ -1,5 +1,7 @@
 """Choosing the next token from logits: greedy, temperature, top-k, top-p, min-p and repetition penalty, all inside jit."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -10,16 +12,15 @@ from kvqjax.errors import UserError
 __all__ = ["Sampling", "make_sampling", "sample"]
 
 
-@struct.dataclass
-class Sampling:
+class Sampling(struct.PyTreeNode):
     """Sampling parameters as data, so that changing one compiles nothing. `greedy` and `penalise` are static: they decide
     which computations exist at all."""
 
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    repetition_penalty: Float[Array, ""]
+    temperature: Any  # float32 scalars, but for top_k: int32
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    repetition_penalty: Any
     greedy: bool = struct.field(pytree_node=False)
     penalise: bool = struct.field(pytree_node=False)
 
@@ -67,7 +68,7 @@ def sample(
 ) -> Int[Array, " B"]:
     """One token per row. `seen` marks tokens already in the row; the penalty divides their positive logits and multiplies
     their negative ones (CTRL, arXiv 1909.05858, section 4.1)."""
-    if sampling.penalise:
+    if sampling.penalise and seen is not None:
         penalty = sampling.repetition_penalty
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.greedy:

@@ -10,7 +10,7 @@ from kvqjax.attention import Partial, blockwise_attention, segment_attention
 from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
 from kvqjax.layout import read
-from kvqjax.pallas_kernels.packed import PackedBody
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.reference import packed_attention
 
 __all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible"]
@@ -95,7 +95,8 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     mask = visible(tokens.positions, positions, valid, run.sliding)
 
     def part(sources, mask):
-        return segment_attention(q, *run.wiring.expand(view.weights, view.constants, sources, positions), mask)
+        k, v = run.wiring.expand(view.weights, view.constants, sources, positions)
+        return segment_attention(q, k, v, mask)
 
     if not recode:
         return [part(sources, mask)], carry
@@ -109,7 +110,7 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     return [*parts, part(sources, mask)], carry
 
 
-def _attend_packed(q, view: LayerView, tokens: NewTokens) -> Partial:
+def _attend_packed(q, view: LayerView, tokens: NewTokens, spec: PackedSpec) -> Partial:
     """Attention to the body straight from its packed words."""
     keys, values = view.state.body["k"], view.state.body["v"]
     (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
@@ -119,7 +120,7 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens) -> Partial:
         start = jnp.zeros_like(stop)
     else:
         start = jnp.maximum(tokens.positions - view.run.sliding + 1 - view.sinks, 0)
-    return packed_attention(q, body, view.layer, start, stop, view.run.wiring.packed)
+    return packed_attention(q, body, view.layer, start, stop, spec)
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
@@ -127,7 +128,7 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
     below reconstructed for each body token, replaced block by block by this layer's."""
     run, sinks = view.run, view.sinks
     if run.wiring.packed is not None and not run.wraps:
-        return _attend_packed(q, view, tokens), carry
+        return _attend_packed(q, view, tokens, run.wiring.packed), carry
     ends = body_tokens(run, view.state)
 
     def block(j, carry):

@@ -68,9 +68,9 @@ def _read(body: PackedBody, layer, token, block: int) -> PackedBody:
     def tokens(array):
         return jax.lax.dynamic_slice(array, (layer, 0, 0, token), (1, *array.shape[1:3], block))[0]
 
-    key = jax.tree.map(rows, (body.key_codes, body.key_scale, body.key_low))
-    values = jax.tree.map(rows, body.value_codes), tokens(body.value_scale), tokens(body.value_low)
-    return PackedBody(*key, *values)
+    key_codes, key_scale, key_low = jax.tree.map(rows, (body.key_codes, body.key_scale, body.key_low))
+    value_codes = jax.tree.map(rows, body.value_codes)
+    return PackedBody(key_codes, key_scale, key_low, value_codes, tokens(body.value_scale), tokens(body.value_low))
 
 
 def _unpacked(words: tuple[UInt[Array, "B _ W"], ...], bits: int, parts: int) -> Float[Array, "B parts S W/parts"]:

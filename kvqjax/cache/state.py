@@ -8,18 +8,21 @@ ring in which body token r sits in slot r mod C. Layers of equal spec and slidin
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from kvqjax.config import ModelConfig
+from kvqjax.errors import UserError
 from kvqjax.layout import Stored, allocate, block_tokens
 from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Wiring
 
 __all__ = ["Cache", "CacheLayout", "Run", "RunPlan", "allocate_cache", "body_tokens", "chains", "plan"]
+
+Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,25 +49,23 @@ class RunPlan(NamedTuple):
     wraps: bool
 
 
-@struct.dataclass
-class Run:
+class Run(struct.PyTreeNode):
     """Arrays of one run, [L_run, B, ...]: body[source][field], sinks[source] [.., sinks, W], window[source] [.., C, W];
     flushed[clock] counts the units encoded in each row."""
 
     body: dict[str, dict[str, Stored]]
-    sinks: dict[str, Float[Array, "L B N W"]]
-    window: dict[str, Float[Array, "L B C W"]]
-    flushed: tuple[Int[Array, " B"], ...]
+    sinks: dict[str, Leaf]  # Float[L, B, sinks, W]
+    window: dict[str, Leaf]  # Float[L, B, C, W]
+    flushed: tuple[Leaf, ...]  # Int[B]
 
 
-@struct.dataclass
-class Cache:
+class Cache(struct.PyTreeNode):
     """A compressed KV cache. `overflow[b]` turns True, and stays so, when a jitted call was asked to hold more tokens than
     `layout.capacity` in row b; what did not fit is not stored."""
 
     runs: tuple[Run, ...]
-    lengths: Int[Array, " B"]
-    overflow: Bool[Array, " B"]
+    lengths: Leaf  # Int[B]
+    overflow: Leaf  # Bool[B]
     layout: CacheLayout = struct.field(pytree_node=False)
 
     @property
@@ -87,17 +88,20 @@ def _resolve(wiring: Wiring, dtype: str) -> Wiring:
 def _check_clocks(wiring: Wiring, name: str) -> None:
     for clock in wiring.clocks:
         if clock.unit != 1 and clock.unit % 32:
-            raise ValueError(f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible")
+            raise UserError(f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible")
         for source in clock.sources:
             if clock.unit % wiring.codecs[source].unit:
-                raise ValueError(
+                raise UserError(
                     f"{name}: {source} is encoded {wiring.codecs[source].unit} tokens at a time, "
                     f"but leaves the window {clock.unit} at a time"
                 )
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | None) -> RunPlan:
-    wiring = _resolve(spec.build(layout.config), layout.dtype)
+    try:
+        wiring = _resolve(spec.build(layout.config), layout.dtype)
+    except ValueError as error:
+        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     _check_clocks(wiring, str(layout.method))
     fields = [field for codec in wiring.codecs.values() for field in codec.fields.values()]
     block = max(block_tokens(fields), *(clock.unit for clock in wiring.clocks))
@@ -132,7 +136,7 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
         return tuple((i,) for i in range(len(runs)))
     clocks = {run.wiring.clocks[0][1:] for run in runs}
     if len(clocks) > 1 or any(len(run.wiring.clocks) > 1 for run in runs):
-        raise ValueError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
+        raise UserError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
     return (tuple(range(len(runs))),)
 
 
@@ -153,7 +157,7 @@ def _allocate_run(run: RunPlan, batch: int, layout: CacheLayout) -> Run:
 def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     """An empty cache of `batch` rows."""
     if layout.capacity < 1 or batch < 1:
-        raise ValueError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
+        raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
     runs = tuple(_allocate_run(run, batch, layout) for run in plan(layout))
     return Cache(runs, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool), layout)
 

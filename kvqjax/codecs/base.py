@@ -11,6 +11,8 @@ layer (codebooks, scales); codecs without calibration ignore them. Encoding is d
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jax import Array
+
 from kvqjax.layout import Field, logical_bits
 
 __all__ = ["Codec", "bits_per_value"]
@@ -25,8 +27,8 @@ class Codec(NamedTuple):
     width: int
     unit: int
     fields: dict[str, Field]
-    encode: Callable[[Constants, object], Tile]
-    decode: Callable[[Constants, Tile], object]
+    encode: Callable[[Constants, Array], Tile]
+    decode: Callable[[Constants, Tile], Array]
     needs: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - an immutable default by convention, never written to
 
 

@@ -92,7 +92,7 @@ def _fields(spec: Nuq, width: int) -> dict[str, Field]:
 
 
 def _needs(spec: Nuq) -> dict[str, tuple[int, ...]]:
-    needs = {"signposts": (2**spec.bits,)} if spec.datatype == "nuq" else {}
+    needs: dict[str, tuple[int, ...]] = {"signposts": (2**spec.bits,)} if spec.datatype == "nuq" else {}
     return needs | ({"norm": (2,)} if spec.q_norm else {})
 
 
@@ -146,7 +146,7 @@ def _per_token(spec: Nuq, width: int) -> Codec:
         centre, scale = stored_range(high, low, spec.dtype)
         u = (x - centre.astype(jnp.float32)) / divisor(scale.astype(jnp.float32))
         tile = {"codes": nearest(u, signposts(spec, constants)), "scale": scale.T, "centre": centre.T}
-        return tile | (store_outliers(x, channels, spec.outlier_dtype) if count else {})
+        return tile if channels is None else tile | store_outliers(x, channels, spec.outlier_dtype)
 
     def decode(constants, tile):
         scale, centre = (jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre"))
