@@ -28,11 +28,8 @@ _ERRORS = Console(stderr=True)
 
 
 def methods_of(texts: Iterable[str]) -> list[Method]:
-    """Parse every --cache; a bad one is a user error."""
-    try:
-        return [parse(text) for text in texts]
-    except ValueError as error:
-        raise UserError(f"--cache: {error}") from error
+    """Parse every --cache."""
+    return [parse(text) for text in texts]
 
 
 def open_model(name: str, dtype: str | None) -> Model:

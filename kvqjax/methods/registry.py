@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvqjax.methods.aqua import aqua
 from kvqjax.methods.commvq import commvq
 from kvqjax.methods.higgs import higgs
+from kvqjax.errors import UserError
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant import kvquant
 from kvqjax.methods.spec import Method
@@ -32,10 +33,10 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-def _unknown(kind: str, name: str, known) -> ValueError:
+def _unknown(kind: str, name: str, known) -> UserError:
     near = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"unknown {kind} {name!r}{hint} Known: {', '.join(known)}")
+    return UserError(f"unknown {kind} {name!r}{hint} Known: {', '.join(known)}")
 
 
 def _convert(text: str, annotation, where: str):
@@ -52,7 +53,7 @@ def _convert(text: str, annotation, where: str):
             return kind(text)
         except ValueError:
             pass
-    raise ValueError(f"{where}: {text!r} is not {'true or false' if kind is bool else f'of type {kind.__name__}'}")
+    raise UserError(f"{where}: {text!r} is not {'true or false' if kind is bool else f'of type {kind.__name__}'}")
 
 
 def _parse_one(text: str) -> Method:
@@ -66,9 +67,12 @@ def _parse_one(text: str) -> Method:
         if key not in parameters:
             raise _unknown(f"option of {name}", key, parameters)
         if not equals or key in options:
-            raise ValueError(f"{name}: {item!r} is not one option=value" if not equals else f"{name}: {key} stands twice")
+            raise UserError(f"{name}: {item!r} is not one option=value" if not equals else f"{name}: {key} stands twice")
         options[key] = _convert(value, parameters[key].annotation, f"{name}: {key}")
-    return METHODS[name](**options)
+    try:
+        return METHODS[name](**options)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def _layer_numbers(text: str) -> range:
@@ -77,18 +81,18 @@ def _layer_numbers(text: str) -> range:
     try:
         return range(int(first), int(last if dash else first) + 1)
     except ValueError:
-        raise ValueError(f"{text!r} is not a layer number or a range such as 0-2") from None
+        raise UserError(f"{text!r} is not a layer number or a range such as 0-2") from None
 
 
 def parse(text: str) -> Method:
-    """Read a spec string: a method with options, then `;layers=method` exceptions. Raises ValueError with the nearest
+    """Read a spec string: a method with options, then `;layers=method` exceptions. Raises UserError with the nearest
     known name when one is misspelt."""
     head, *exceptions = text.split(";")
     overrides = {}
     for item in exceptions:
         layers, equals, spec = item.partition("=")
         if not equals:
-            raise ValueError(f"{item!r} is not layers=method")
+            raise UserError(f"{item!r} is not layers=method")
         overrides[layers.strip()] = _parse_one(spec)
     return policy(_parse_one(head), overrides)
 
@@ -100,7 +104,7 @@ def policy(default: Method, overrides: dict[str, Method]) -> Method:
     pairs = dict(default.overrides)
     for layers, method in overrides.items():
         if method.overrides:
-            raise ValueError(f"{method} has layers of its own and cannot stand for layers {layers} of {default}")
+            raise UserError(f"{method} has layers of its own and cannot stand for layers {layers} of {default}")
         pairs |= dict.fromkeys(_layer_numbers(layers), method.layer)
     name = ";".join([default.name, *(f"{layers}={method.name}" for layers, method in overrides.items())])
     return dataclasses.replace(default, name=name, overrides=tuple(pairs.items()))

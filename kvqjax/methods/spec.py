@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.config import ModelConfig
+from kvqjax.errors import UserError
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -86,7 +87,7 @@ class Method:
         specs = [self.layer] * config.num_layers
         for index, spec in self.overrides:
             if not -config.num_layers <= index < config.num_layers:
-                raise ValueError(f"{self.name}: layer {index} does not exist in a model of {config.num_layers} layers")
+                raise UserError(f"{self.name}: layer {index} does not exist in a model of {config.num_layers} layers")
             specs[index] = spec
         return tuple(specs)
 

@@ -1,0 +1,54 @@
+"""Artifacts come back as saved; damaged, foreign and unwritable folders are refused by name."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.artifacts import Artifact
+
+
+@pytest.fixture
+def saved(tmp_path):
+    constants = ({"k": {"low": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)}, "v": {"lut": jnp.ones(4)}}, {})
+    artifact = Artifact(kvq.kivi(bits=2), constants, "config=1,headers=2", {"data": "none"})
+    artifact.save(tmp_path / "a")
+    return artifact, tmp_path / "a"
+
+
+def test_round_trip(saved):
+    artifact, folder = saved
+    back = kvq.load_artifact(folder)
+    assert (back.method, back.fingerprint, back.about) == (artifact.method, artifact.fingerprint, artifact.about)
+    assert back.constants[1] == {}
+    for group, name in (("k", "low"), ("v", "lut")):
+        ours, theirs = back.constants[0][group][name], artifact.constants[0][group][name]
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_refusals(saved, tmp_path):
+    artifact, folder = saved
+    with pytest.raises(kvq.UserError, match="exists already"):
+        artifact.save(folder)
+    with pytest.raises(kvq.UserError, match="fingerprint headers is 2, the model's is 3"):
+        tiny().replace(fingerprint="config=1,headers=3").with_artifact(artifact)
+    with pytest.raises(kvq.UserError, match=r"no description\.json"):
+        kvq.load_artifact(tmp_path / "nowhere")
+    text = json.loads((folder / "description.json").read_text())
+    (folder / "description.json").write_text(json.dumps(text | {"format": 99}))
+    with pytest.raises(kvq.UserError, match="format 99"):
+        kvq.load_artifact(folder)
+    (folder / "description.json").write_text("{")
+    with pytest.raises(kvq.UserError, match="cannot be read"):
+        kvq.load_artifact(folder)
+    with pytest.raises(kvq.UserError, match="cannot be written"):
+        artifact.save(folder / "description.json" / "inside-a-file")
+
+
+def test_a_method_without_its_constants_is_refused():
+    with pytest.raises(kvq.UserError, match="calibrated constant"):
+        kvq.generate(tiny(), [[1, 2, 3]], kvq.parse("kvquant:bits=3"), max_new_tokens=2)

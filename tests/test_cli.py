@@ -1,0 +1,118 @@
+"""The command line: what works prints what it says, what is wrong gives one line and exit code 2."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from kvqjax.cli import main
+from kvqjax.model import locate
+
+
+def run(capsys, monkeypatch, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `kvqjax words`."""
+    monkeypatch.setattr(sys, "argv", ["kvqjax", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return lambda *words: run(capsys, monkeypatch, *words)
+
+
+def broken_folder(tmp_path, change) -> str:
+    folder = tmp_path / "model"
+    shutil.copytree(locate("recall"), folder)
+    change(folder)
+    return str(folder)
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def garbage(folder):
+    (folder / "model.safetensors").write_bytes(b"not a safetensors file at all, but long enough to look at")
+
+
+def architecture(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(truncate, "truncated|shorter|bytes"), (garbage, "not a safetensors"), (architecture, "GPT2LMHeadModel")],
+)
+def test_bad_model_folders(call, tmp_path, change, words):
+    code, out, err = call("generate", "-m", broken_folder(tmp_path, change), "-p", "ab12")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert any(word in err for word in words.split("|")), err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "-m", "/nowhere", "-p", "a"], "/nowhere"),
+        (["generate", "-m", "recall", "-p", "ab", "-c", "kivy"], "did you mean 'kivi'"),
+        (["generate", "-m", "recall", "-p", "ab", "-c", "kivi:bits=7"], "bits=7"),
+        (["generate", "-m", "recall", "-p", "ab12ab12", "--capacity", "4"], "capacity of 4"),
+        (["generate", "-m", "recall", "-p", ""], "prompt 0 is empty"),
+        (["generate", "-m", "recall"], "--prompt"),
+        (["generate", "--nonsense"], "nonsense"),
+        (["generate", "-m", "recall", "-p", "ab", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "-m", "recall", "-p", "ab", "-p", "cd", "--stream"], "--stream shows one prompt"),
+        (["generate", "-m", "recall", "-p", "ab", "--chat"], "chat template"),
+        (["eval", "ppl", "-m", "recall", "-c", "exact", "--data", "/nowhere.txt"], "/nowhere.txt"),
+        (["eval", "ppl", "-m", "recall", "-c", "exact", "--mode", "magic"], "magic"),
+        (["eval", "retrieval", "-c", "exact", "--task", "magic"], "magic"),
+        (["plan", "-m", "recall", "-c", "exact", "--device", "abacus"], "abacus"),
+        (["plan", "-m", "recall", "-c", "exact;9=exact"], "layer 9"),
+        (["inspect", "/nowhere"], "/nowhere"),
+        (["calibrate", "-m", "recall", "-c", "kivi:bits=2", "--out", "never-made"], "no calibration"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(call, words, message):
+    code, out, err = call(*words)
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_text_that_is_not_utf8(call, tmp_path):
+    file = tmp_path / "latin.txt"
+    file.write_bytes("caf\xe9".encode("latin-1") * 100)
+    code, _, err = call("eval", "ppl", "-m", "recall", "-c", "exact", "--data", str(file))
+    assert code == 2
+    assert "not UTF-8" in err
+
+
+def test_generate_prints_text_and_json(call):
+    words = ["generate", "-m", "recall", "-p", "ab12,cd34,ef56,?cd", "-n", "2", "-c", "kivi:bits=8,window=32"]
+    code, out, _ = call(*words)
+    assert (code, out) == (0, "ab12,cd34,ef56,?cd34\n")
+    code, out, _ = call(*words, "--json")
+    assert json.loads(out)[0]["text"] == "34"
+    code, out, _ = call(*words, "--stream")
+    assert out == "34\n"
+
+
+def test_methods_and_help(call):
+    code, out, _ = call("methods", "--json")
+    assert {"exact", "kivi", "uniform"} <= {row["method"] for row in json.loads(out)}
+    assert call("--help")[0] == 0
+    assert "generate" in call()[1]
+
+
+def test_plan_counts_what_the_formula_says(call):
+    code, out, _ = call("plan", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", "--context", "65536", "--json")
+    exact, kivi = json.loads(out)
+    assert exact["bytes_exact"] == 65536 * 2 * 2 * 128 * 2  # tokens, layers, K and V, K*D, bf16
+    # 2 bits and 32 bits of scale and minimum for 32 values, and 128 + 32 exact tokens of 65536.
+    assert abs(kivi["bits_stored"] - (3 + 160 * 16 / 65536)) < 0.02
