@@ -9,6 +9,7 @@ from kvqjax.artifacts import load_artifact
 from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, forward, init_cache, prefill
 from kvqjax.generate import generate, stream
+from kvqjax.ledger import ledger
 from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, uniform
 from kvqjax.model import Model, load
 
@@ -27,6 +28,7 @@ __all__ = [
     "init_cache",
     "kivi",
     "kivi_star",
+    "ledger",
     "load",
     "load_artifact",
     "parse",
