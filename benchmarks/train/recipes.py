@@ -95,13 +95,13 @@ _DEMO = ModelConfig(
     bos_id=0,
     eos_ids=(1,),
 )
-_MIXED = {"text": 0.5, "distinct": 0.1, "spans": 0.14, "passkey": 0.13, "pairs": 0.13}
 _DEMO_PHASES = (
     Phase(300, 32, 64, {"distinct": 1.0}),
     Phase(200, 16, 128, {"text": 0.25, "distinct": 0.25, "spans": 0.2, "passkey": 0.15, "pairs": 0.15}),
-    Phase(3500, 8, 256, _MIXED),
-    Phase(300, 4, 512, _MIXED),
-    Phase(250, 2, 1024, _MIXED),
+    Phase(900, 8, 256, {"text": 0.5, "distinct": 0.1, "spans": 0.14, "passkey": 0.13, "pairs": 0.13}),
+    Phase(1500, 8, 256, {"text": 0.7, "spans": 0.1, "passkey": 0.1, "pairs": 0.1}),
+    Phase(400, 4, 512, {"text": 0.5, "spans": 0.1, "passkey": 0.2, "pairs": 0.2}),
+    Phase(300, 2, 1024, {"text": 0.5, "spans": 0.1, "passkey": 0.2, "pairs": 0.2}),
 )
 
 _TINY = "A small test model over 64 symbols that recalls repeated spans and key-value pairs; {}."
