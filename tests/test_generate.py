@@ -29,6 +29,7 @@ def reference(model, prompt, count):
     return row[len(prompt) :], min(margins)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_greedy_equals_the_plain_forward_for_ragged_prompts(chunk):
     model = tiny()
@@ -39,6 +40,7 @@ def test_greedy_equals_the_plain_forward_for_ragged_prompts(chunk):
         assert tokens == want
 
 
+@pytest.mark.smoke
 def test_eight_bits_give_the_same_tokens_and_a_row_alone_too():
     method = kvq.kivi(bits=8, window=32)
     together = kvq.generate(tiny(), PROMPTS, method, max_new_tokens=24).tokens
@@ -92,7 +94,7 @@ def test_bad_input_is_named():
             kvq.generate(tiny(), PROMPTS, **options)
     with pytest.raises(kvq.UserError, match="prompt 1 is empty"):
         kvq.generate(tiny(), [[1], []])
-    with pytest.raises(kvq.UserError, match="outside 0 .. 49"):
+    with pytest.raises(kvq.UserError, match=r"outside 0 \.\. 49"):
         kvq.generate(tiny(), [[50]])
 
 

@@ -60,6 +60,7 @@ def attend_once(cache, q, k, v):
     return merge(*parts, body)
 
 
+@pytest.mark.smoke
 def test_decode_outputs_equal_the_published_ones():
     golden = np.load(GOLDEN / "golden_kivi_decode.npz")
     prompt, steps, window, group, key_bits, value_bits = (int(x) for x in golden["settings"])

@@ -7,6 +7,7 @@ import pytest
 from kvqjax.layout import Field, allocate, block_tokens, logical_bits, read, split_bits, unpack, write
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8, 12])
 def test_codes_come_back_after_overwriting(bits):
     rng = np.random.default_rng(bits)
