@@ -177,5 +177,5 @@ def test_constant_and_zero_keys_give_a_finite_codebook():
 
 
 def test_too_few_tokens_are_refused():
-    with pytest.raises(ValueError, match="20 tokens; EM needs at least one batch of 256"):
+    with pytest.raises(ValueError, match="20 tokens; EM needs at least one batch of 32"):
         fit_keys(jax.random.key(0), jnp.zeros((20, 32)), CommVQKeys(head_dim=32, rounds=1))

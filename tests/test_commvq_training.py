@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvqjax.calibrate.commvq_values import Activations, ValueSettings, channel_scale, constants, loss, start, train
+from kvqjax.calibrate.commvq_values import (
+    Activations,
+    ValueSettings,
+    channel_scale,
+    constants,
+    loss,
+    output_energy,
+    start,
+    train,
+)
 from kvqjax.codecs import Uniform
 from kvqjax.codecs.commvq_values import CommVQValues
 
@@ -73,7 +82,7 @@ def test_every_parameter_gets_a_gradient(attention):
     """The straight-through estimator reaches the encoder; the attention term can be left out."""
     data, spec = layer(values(0, 4)), CommVQValues(bits=1)
     state = start(jax.random.key(0), channel_scale(data.v), spec, QUICK)
-    slope = jax.jit(jax.grad(loss, has_aux=True), static_argnums=4)
-    gradients, plain = slope(state.params, state.scale, jax.random.key(2), data, attention)
+    slope = jax.jit(jax.grad(loss, has_aux=True), static_argnums=5)
+    gradients, plain = slope(state.params, state.scale, jax.random.key(2), data, output_energy(data), attention)
     assert plain > 0
     assert all(jnp.abs(g).max() > 0 for g in gradients.values())
