@@ -7,6 +7,7 @@ Medians of several generations after a warm-up; ratios hold for the machine name
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -57,17 +58,20 @@ def main() -> None:
     rows = {}
     for text in CACHES:
         call = {"max_new_tokens": options.new, "capacity": 1024, "eos_ids": (), "stride": options.new}
-        seconds = timed(lambda text=text, call=call: kvq.generate(model, [ids], kvq.parse(text), **call), options.repeats)
+        seconds = timed(
+            lambda text=text, call=call: kvq.generate(model, [ids], kvq.parse(text), **call), options.repeats
+        )
         rows[text] = options.new / seconds
     rows["transformers torch"] = options.new / timed(
         torch_generate(str(locate("demo")), ids, options.new), options.repeats
     )
+    backend = f"jax {jax.__version__} on {jax.devices()[0].platform}"
     report = {
         "prompt tokens": len(ids),
         "new tokens": options.new,
         "tokens per second": rows,
         "ratio to torch": {name: speed / rows["transformers torch"] for name, speed in rows.items()},
-        "machine": f"{platform.machine()}, {jax.device_count()} {jax.devices()[0].platform} device, jax {jax.__version__}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {backend}",
     }
     text = json.dumps(report, indent=1)
     print(text)

@@ -23,9 +23,9 @@ def drift(
     bins: int = 8,
     progress=lambda done: None,
 ) -> dict[str, Any]:
-    """One row: mean KLD (nats) and negative log-likelihood in `bins` equal spans of steps of one long decode, over several
-    windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first compressed
-    one (the first span in which it is not zero)."""
+    """One row: mean KLD (nats) and negative log-likelihood in `bins` equal spans of steps of one long decode, over
+    several windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first
+    compressed one (the first span in which it is not zero)."""
     name = check_mode("loop", chunk, window)
     pieces = windows(ids, window, tokens)
     plain = model.replace(constants=())

@@ -1,9 +1,9 @@
 """Perplexity, KL divergence and top-1 agreement with the tokens really passing through the cache.
 
-Modes (DESIGN section 7; every report names its mode):
+Modes (every report names its mode):
 - loop: every token passes through the cache in chunks of N; later chunks see earlier ones compressed.
-- prefill: the first half of each window attends exactly (the papers' prefill); the second half passes through in chunks of
-  N and only it is scored.
+- prefill: the first half of each window attends exactly (the papers' prefill); the second half passes through in
+  chunks of N and only it is scored.
 
 The exact cache runs beside the compressed one on the same chunks, so `ppl_exact` has the same tokens and positions.
 """
@@ -26,7 +26,8 @@ __all__ = ["Sums", "check_mode", "perplexity", "score_chunk", "score_windows", "
 
 
 class Sums(NamedTuple):
-    """Sums over scored tokens: negative log-likelihoods with both caches (nats), KL(exact || cache), agreements, count."""
+    """Sums over scored tokens: negative log-likelihoods with both caches (nats), KL(exact || cache), agreements,
+    count."""
 
     nll: Float[Array, ""]
     nll_exact: Float[Array, ""]
@@ -59,7 +60,9 @@ def score_chunk(
 
 
 @functools.partial(jax.jit, static_argnames=("method", "chunk", "exact_prefix"))
-def score_windows(model: Model, reference: Model, batch: Int[Array, "B W"], method: Method, chunk: int, exact_prefix: int):
+def score_windows(
+    model: Model, reference: Model, batch: Int[Array, "B W"], method: Method, chunk: int, exact_prefix: int
+):
     """Sums over a batch of windows, one entry per chunk; the first `exact_prefix` tokens are prefilled exactly and not
     scored. `reference` is the model without the method's constants: the exact cache takes none."""
     rows, length = batch.shape
@@ -111,14 +114,17 @@ def perplexity(
 ) -> dict[str, Any]:
     """One row of the report. ids: token ids of the text. window: tokens per window. `progress(fraction)` is called as
     batches finish. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the share of
-    positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for one window."""
+    positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for one
+    window."""
     name = check_mode(mode, chunk, window)
     pieces = windows(ids, window, tokens)
     plain = model.replace(constants=())
     prefix = window // 2 if mode == "prefill" else 0
     parts = []
     for start in range(0, len(pieces), batch):
-        got = score_windows(model, plain, jnp.asarray(pieces[start : start + batch]), method, min(chunk, window), prefix)
+        got = score_windows(
+            model, plain, jnp.asarray(pieces[start : start + batch]), method, min(chunk, window), prefix
+        )
         parts.append([float(part.sum()) for part in got])
         progress(min(1.0, (start + batch) / len(pieces)))
     nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)

@@ -16,8 +16,8 @@ TASKS = {"passkey": passkey_prompt, "kv": key_value_recall}
 
 
 def problems(model: Model, task: str, length: int, samples: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their answers. Depths are spread
-    evenly from the first place to the last."""
+    """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their answers. Depths are
+    spread evenly from the first place to the last."""
     if task not in TASKS:
         raise UserError(f"task={task!r}; known: {', '.join(TASKS)}")
     if samples < 1 or length < 32:
@@ -48,8 +48,8 @@ def retrieval(
     batch: int = 8,
     progress=lambda done: None,
 ) -> dict[str, Any]:
-    """One row: the share of answers whose every token is right. chunk=None: the prompt attends exactly; chunk=N: it passes
-    through the cache N tokens at a time."""
+    """One row: the share of answers whose every token is right. chunk=None: the prompt attends exactly; chunk=N: it
+    passes through the cache N tokens at a time."""
     prompts, answers = problems(model, task, length, samples, seed)
     right = 0
     for start in range(0, samples, batch):

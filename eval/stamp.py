@@ -16,7 +16,8 @@ __all__ = ["read_text", "stamp"]
 
 
 def read_text(data: str, tokens: int, seed: int) -> tuple[str, dict[str, Any]]:
-    """The text of a UTF-8 file, or at least `tokens` words of our own when `data` is "synthetic"; and its description."""
+    """The text of a UTF-8 file, or at least `tokens` words of our own when `data` is "synthetic"; and its
+    description."""
     if data == "synthetic":
         text = filler(np.random.default_rng(seed), tokens)
     else:

@@ -24,8 +24,8 @@ FORMAT = 1  # raised when a stored folder can no longer be read as before
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """`constants`: per run of layers {group: {name: [L_run, ...]}}, as `Model.constants` takes them. `fingerprint` is the
-    model's; `about` whatever the calibration recorded (data, losses, explained variance)."""
+    """`constants`: per run of layers {group: {name: [L_run, ...]}}, as `Model.constants` takes them. `fingerprint` is
+    the model's; `about` whatever the calibration recorded (data, losses, explained variance)."""
 
     method: Method
     constants: tuple[dict[str, dict[str, jax.Array]], ...]

@@ -1,4 +1,4 @@
-"""Attention over one segment of a sequence, and the log-sum-exp merge of segments (DESIGN idea 1).
+"""Attention over one segment of a sequence, and the log-sum-exp merge of segments (docs/design.md, idea 1).
 
 Softmax and accumulation run in float32 whatever the inputs' dtype. A query that sees no key of a segment gets
 out = 0 and lse = -inf there, so it merges as nothing.

@@ -26,7 +26,8 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Static, hashable model description. Axis letters: V vocabulary, E width, L layers, H/K query/KV heads, D head dim.
+    """Static, hashable model description. Axis letters: V vocabulary, E width, L layers, H/K query/KV heads, D head
+    dim.
 
     `windows[l]` is layer l's sliding window in tokens, or None for full attention.
     """

@@ -18,7 +18,19 @@ from kvqjax.config import ModelConfig
 from kvqjax.layout import row_major
 from kvqjax.rope import rotate
 
-__all__ = ["Params", "Projected", "embed", "finish", "hidden_states", "init_params", "layer", "logits", "norm", "project", "unembed"]
+__all__ = [
+    "Params",
+    "Projected",
+    "embed",
+    "finish",
+    "hidden_states",
+    "init_params",
+    "layer",
+    "logits",
+    "norm",
+    "project",
+    "unembed",
+]
 
 Params = dict
 Layer = dict
@@ -124,7 +136,8 @@ def logits(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Fl
 
 
 def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
-    """Random weights: normal with variance 1/fan_in, residual outputs scaled down by sqrt(2 L); norms one, biases zero."""
+    """Random weights: normal with variance 1/fan_in, residual outputs scaled down by sqrt(2 L); norms one, biases
+    zero."""
     c, count = config, config.num_layers
     shapes = {
         "q": (c.width, c.query_width),

@@ -1,6 +1,6 @@
-"""The decoder over a compressed cache, in two phases (DESIGN idea 2): `attend` computes logits and returns the new tokens'
-sources, `commit` appends them. `forward` is both; `prefill` is the papers' exact prefill, layer by layer over the prompt.
-"""
+"""The decoder over a compressed cache, in two phases (docs/design.md, idea 2): `attend` computes logits and returns
+the new tokens' sources, `commit` appends them. `forward` is both; `prefill` is the papers' exact prefill, layer by
+layer over the prompt."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from kvqjax import cache as caches
 from kvqjax import decoder
 from kvqjax.attention import blockwise_attention, merge
 from kvqjax.cache.append import admitted, flush_layer, remember
-from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, chains, due, plan
+from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
 from kvqjax.methods import Method
@@ -71,12 +71,13 @@ def attend(
     within: str = "chunk",
     last: bool = False,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Pending]:
-    """Logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache stays as it is.
+    """Logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache stays as
+    it is.
 
-    `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one token
-    at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits of each
-    row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean nothing.
-    """
+    `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one
+    token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
+    of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean
+    nothing."""
     if within not in ("chunk", "step"):
         raise ValueError(f"within={within!r}; known: chunk, step")
     layout, runs = cache.layout, plan(cache.layout)
@@ -120,8 +121,8 @@ def attend(
 
 
 def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
-    """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit when a
-    row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
+    """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit
+    when a row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
     _check_capacity(cache, counts)
     return caches.commit(cache, pending, counts, _constants(model, plan(cache.layout)))
 
@@ -134,7 +135,8 @@ def forward(
     *,
     last: bool = False,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
-    """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside jit."""
+    """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside
+    jit."""
     out, pending = attend(model, tokens, counts, cache, last=last)
     return out, commit(model, cache, pending, counts)
 
@@ -142,8 +144,9 @@ def forward(
 def prefill(
     model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Exact prefill of an empty cache: the prompt attends to itself exactly, then is encoded; logits of each row's last
-    token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's carry."""
+    """Exact prefill of an empty cache: the prompt attends to itself exactly, then is encoded; logits of each row's
+    last token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's
+    carry."""
     _check_capacity(cache, counts)
     if not isinstance(cache.lengths, jax.core.Tracer) and int(cache.lengths.max()) > 0:
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
@@ -191,7 +194,7 @@ def _prefill_run(model, run: RunPlan, state: Run, constants, h, carry, counts, c
 def _exact_layer(model: Model, run: RunPlan, weights, constants, h: Float[Array, "B T E"], counts, chunk: int):
     """One layer of exact causal attention, `chunk` tokens at a time: (sources [B,T,W], next hidden states [B,T,E])."""
     config = model.config
-    batch, length, width = h.shape
+    batch, length = h.shape[:2]
     starts = jnp.arange(0, length, chunk)
 
     def project(start):

@@ -1,4 +1,5 @@
-"""Generating text: prefill, then a decode loop inside one jit; stop strings and streaming by N-step calls of that loop."""
+"""Generating text: prefill, then a decode loop inside one jit; stop strings and streaming by N-step calls of that
+loop."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,8 @@ STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
 
 class LoopState(struct.PyTreeNode):
-    """One generation under way. `tokens[b, :made[b]]` are the new tokens of row b; its last one is not in the cache yet."""
+    """One generation under way. `tokens[b, :made[b]]` are the new tokens of row b; its last one is not in the cache
+    yet."""
 
     cache: Cache
     tokens: Leaf  # Int[B, N]
@@ -79,8 +81,8 @@ def _padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
 
 
 def prefill_chunks(model: Model, tokens: np.ndarray, counts: np.ndarray, cache: Cache, chunk: int):
-    """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill: later chunks see earlier
-    ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated."""
+    """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill: later chunks see
+    earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated."""
     last = None
     for start in range(0, int(counts.max()), chunk):
         here = np.clip(counts - start, 0, chunk)
@@ -114,7 +116,9 @@ def _first(state: LoopState, logits, sampling: Sampling, eos) -> LoopState:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def decode_steps(model: Model, state: LoopState, sampling: Sampling, eos: Int[Array, " N"], limit: Int[Array, ""]) -> LoopState:
+def decode_steps(
+    model: Model, state: LoopState, sampling: Sampling, eos: Int[Array, " N"], limit: Int[Array, ""]
+) -> LoopState:
     """Up to `limit` decode steps in one while_loop; ends early when every row is done. `state` is donated."""
 
     def step(loop):
@@ -129,7 +133,9 @@ def decode_steps(model: Model, state: LoopState, sampling: Sampling, eos: Int[Ar
     return jax.lax.while_loop(lambda loop: (loop[0] < limit) & ~loop[1].done.all(), step, start)[1]
 
 
-def _start(model: Model, prompts, cache: Cache, chunk: int | None, new: int, sampling: Sampling, seed: int, eos) -> LoopState:
+def _start(
+    model: Model, prompts, cache: Cache, chunk: int | None, new: int, sampling: Sampling, seed: int, eos
+) -> LoopState:
     """Prefill the prompts and draw the first token of each."""
     counts = np.asarray([len(p) for p in prompts], np.int32)
     tokens = _padded(prompts, bucket(int(counts.max())))
@@ -228,10 +234,9 @@ def generate(model: Model, prompts, method: Method | None = None, **options) -> 
 
     prompts: a string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
     max_new_tokens, capacity (tokens per row; default: what is needed), stop (strings), eos_ids (default: the model's),
-    seed, and sampling: temperature (0: greedy), top_k, top_p, min_p, repetition_penalty. chunk=None prefills exactly, as
-    the papers do; chunk=N feeds the prompt through the cache N tokens at a time. stride: tokens between looks at the text.
-    Raises UserError for prompts that are empty or do not fit.
-    """
+    seed, and sampling: temperature (0: greedy), top_k, top_p, min_p, repetition_penalty. chunk=None prefills exactly,
+    as the papers do; chunk=N feeds the prompt through the cache N tokens at a time. stride: tokens between looks at
+    the text. Raises UserError for prompts that are empty or do not fit."""
     result = Generated([], [])
     for result in stream(model, prompts, method, **options):  # noqa: B007 - the last one is the answer
         pass

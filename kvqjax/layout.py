@@ -1,11 +1,11 @@
-"""Packed storage of a cache body: what is written, where, and how it is read back (DESIGN section 4).
+"""Packed storage of a cache body: what is written, where, and how it is read back.
 
 A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, the lanes being channels:
 
 - codes:  b-bit integers, one per token and channel, packed along tokens into uint32 words in planes. A block of
-          1024/b tokens is 32 rows of words; token t of the block sits in row t % 32, bits b*(t//32) and up. So one shift
-          and one mask turn 32 rows into 32 consecutive tokens, and no data moves. Widths that are no power of two are
-          several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
+          1024/b tokens is 32 rows of words; token t of the block sits in row t % 32, bits b*(t//32) and up. So one
+          shift and one mask turn 32 rows into 32 consecutive tokens, and no data moves. Widths that are no power of
+          two are several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
 - group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
 - token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
 - plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
@@ -64,10 +64,11 @@ def logical_bits(field: Field) -> float:
 
 
 def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
-    """`x`, kept in row-major order. What is cut from or put into a stored array must keep the array's order: otherwise a
-    user that wants another one (a transpose, a head split) makes XLA re-order the whole array, not the piece.
+    """`x`, kept in row-major order. What is cut from or put into a stored array must keep the array's order: otherwise
+    a user that wants another one (a transpose, a head split) makes XLA re-order the whole array, not the piece.
 
-    XLA's partitioner gathers around a layout constraint, so under a mesh (`jax.set_mesh`) it only stands in shard_map."""
+    XLA's partitioner gathers around a layout constraint, so under a mesh (`jax.set_mesh`) it only stands in
+    shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     if not (mesh.empty or mesh.are_all_axes_manual):
         return x
@@ -84,7 +85,8 @@ def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
 
 
 def _write_plane(words, codes, index, token, bits):
-    """Put up to 32 tokens' codes into their plane; the plane's old bits are cleared first (write once, DESIGN idea 8)."""
+    """Put up to 32 tokens' codes into their plane; the plane's old bits are cleared first (write once, docs/design.md,
+    idea 8)."""
     per_block = 1024 // bits
     start = (*index, token // per_block * PLANE + token % PLANE, 0)
     shift = (token % per_block // PLANE * bits).astype(jnp.uint32)
@@ -103,9 +105,8 @@ def write(
 ) -> Stored:
     """Store one tile at (layer, row) = `index`, starting at body token `token`.
 
-    A tile of codes holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are `[u/group, W]`,
-    token tiles `[W, u]`, plain tiles `[u, W]`.
-    """
+    A tile of codes holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are `[u/group,
+    W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
     if field.kind == "codes":
         return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32)))
     if field.kind == "token":

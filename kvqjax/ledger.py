@@ -19,8 +19,8 @@ __all__ = ["Entry", "Ledger", "ledger"]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One stored field. `bytes` as stored; of these `padding` hold no token even in a full cache (bodies are whole blocks);
-    `tiled` is `bytes` with the padding of TPU tiles (128 lanes, 8 x 4 bytes of sublanes)."""
+    """One stored field. `bytes` as stored; of these `padding` hold no token even in a full cache (bodies are whole
+    blocks); `tiled` is `bytes` with the padding of TPU tiles (128 lanes, 8 x 4 bytes of sublanes)."""
 
     layers: str
     source: str
@@ -33,10 +33,11 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """All entries of a cache for `batch` rows of `capacity` tokens; `values` counts the key and value channels of one token
-    over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window, padding),
-    averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the compute dtype;
-    `flops` the operations that rematerialising one cached token's keys and values costs at every decode step."""
+    """All entries of a cache for `batch` rows of `capacity` tokens; `values` counts the key and value channels of one
+    token over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window,
+    padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the
+    compute dtype; `flops` the operations that rematerialising one cached token's keys and values costs at every decode
+    step."""
 
     entries: tuple[Entry, ...]
     batch: int
@@ -111,9 +112,7 @@ def _run_entries(run: RunPlan, state, capacity: int, sinks: int):
 
 def _method_bits(runs: tuple[RunPlan, ...], values: int) -> float:
     """Stored bits per key or value channel by the codecs alone."""
-    total = sum(
-        run.count * bits_per_value(codec) * codec.width for run in runs for codec in run.wiring.codecs.values()
-    )
+    total = sum(run.count * bits_per_value(codec) * codec.width for run in runs for codec in run.wiring.codecs.values())
     return total / values
 
 

@@ -1,4 +1,5 @@
-"""Choosing the next token from logits: greedy, temperature, top-k, top-p, min-p and repetition penalty, all inside jit."""
+"""Choosing the next token from logits: greedy, temperature, top-k, top-p, min-p and repetition penalty, all inside
+jit."""
 
 from typing import Any
 
@@ -13,8 +14,8 @@ __all__ = ["Sampling", "make_sampling", "sample"]
 
 
 class Sampling(struct.PyTreeNode):
-    """Sampling parameters as data, so that changing one compiles nothing. `greedy` and `penalise` are static: they decide
-    which computations exist at all."""
+    """Sampling parameters as data, so that changing one compiles nothing. `greedy` and `penalise` are static: they
+    decide which computations exist at all."""
 
     temperature: Any  # float32 scalars, but for top_k: int32
     top_k: Any
@@ -28,7 +29,8 @@ class Sampling(struct.PyTreeNode):
 def make_sampling(
     *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0
 ) -> Sampling:
-    """Check and pack the parameters. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch each off."""
+    """Check and pack the parameters. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch each
+    off."""
     bounds = {
         "temperature": (temperature, temperature >= 0, "0 or more"),
         "top_k": (top_k, top_k >= 0, "0 or more"),
@@ -66,8 +68,8 @@ def _keep(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"
 def sample(
     key: Array, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling
 ) -> Int[Array, " B"]:
-    """One token per row. `seen` marks tokens already in the row; the penalty divides their positive logits and multiplies
-    their negative ones (CTRL, arXiv 1909.05858, section 4.1)."""
+    """One token per row. `seen` marks tokens already in the row; the penalty divides their positive logits and
+    multiplies their negative ones (CTRL, arXiv 1909.05858, section 4.1)."""
     if sampling.penalise and seen is not None:
         penalty = sampling.repetition_penalty
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)

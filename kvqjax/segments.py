@@ -1,4 +1,5 @@
-"""One layer's attention over a compressed cache, segment by segment: exact tokens (sinks, window, new) and encoded body."""
+"""One layer's attention over a compressed cache, segment by segment: exact tokens (sinks, window, new) and encoded
+body."""
 
 from typing import NamedTuple
 
@@ -59,13 +60,15 @@ def _side_by_side(view: LayerView, tokens: NewTokens):
 
 
 def recoded_units(unit: int, length: int) -> int:
-    """How many units of a clock can fall due while `length` new tokens are appended, before the last of them attends."""
+    """How many units of a clock can fall due while `length` new tokens are appended, before the last of them
+    attends."""
     return -(-(length - 1) // unit)
 
 
 def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
-    """`sources` with every unit of the clock that may fall due inside the new tokens replaced by what a reader will see.
-    Tiles are encoded one row and unit at a time, exactly as `commit` will. `carry` is [B, units, u, W] per name."""
+    """`sources` with every unit of the clock that may fall due inside the new tokens replaced by what a reader will
+    see. Tiles are encoded one row and unit at a time, exactly as `commit` will. `carry` is [B, units, u, W] per
+    name."""
     run, length = view.run, tokens.positions.shape[1]
     units = recoded_units(clock.unit, length)
     window = pick(view.state.window, view.layer)
@@ -88,8 +91,9 @@ def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
 
 
 def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dict) -> tuple[list[Partial], dict]:
-    """Attention to the tokens that are held exactly. With `recode`, a token that decoding one by one would have encoded
-    before query t is shown to query t as encoded (DESIGN idea 2); `carry` then flows from layer to layer for those."""
+    """Attention to the tokens that are held exactly. With `recode`, a token that decoding one by one would have
+    encoded before query t is shown to query t as encoded (docs/design.md, idea 2); `carry` then flows from layer to
+    layer for those."""
     run = view.run
     sources, positions, valid = _side_by_side(view, tokens)
     mask = visible(tokens.positions, positions, valid, run.sliding)
@@ -124,8 +128,8 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens, spec: PackedSpec) -> P
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
-    """Attention to the encoded tokens, one block of every row at a time. `carry` is [B, slots, W] per name: what the layer
-    below reconstructed for each body token, replaced block by block by this layer's."""
+    """Attention to the encoded tokens, one block of every row at a time. `carry` is [B, slots, W] per name: what the
+    layer below reconstructed for each body token, replaced block by block by this layer's."""
     run, sinks = view.run, view.sinks
     if run.wiring.packed is not None and not run.wraps:
         return _attend_packed(q, view, tokens, run.wiring.packed), carry
@@ -134,7 +138,10 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
     def block(j, carry):
         at = j * run.block % run.slots
         payload = {
-            source: {name: read(f, view.state.body[source][name], view.layer, at, run.block) for name, f in codec.fields.items()}
+            source: {
+                name: read(f, view.state.body[source][name], view.layer, at, run.block)
+                for name, f in codec.fields.items()
+            }
             for source, codec in run.wiring.codecs.items()
         }
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, run.block, 1) for n, c in carry.items()}

@@ -81,7 +81,8 @@ def test_bad_model_folders(call, tmp_path, change, words):
 def test_bad_input_is_one_line_and_code_2(call, words, message):
     code, out, err = call(*words)
     assert (code, out) == (2, ""), err
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
     assert message in err
 
 
@@ -97,21 +98,19 @@ def test_generate_prints_text_and_json(call):
     words = ["generate", "-m", "recall", "-p", "ab12,cd34,ef56,?cd", "-n", "2", "-c", "kivi:bits=8,window=32"]
     code, out, _ = call(*words)
     assert (code, out) == (0, "ab12,cd34,ef56,?cd34\n")
-    code, out, _ = call(*words, "--json")
-    assert json.loads(out)[0]["text"] == "34"
-    code, out, _ = call(*words, "--stream")
-    assert out == "34\n"
+    assert json.loads(call(*words, "--json")[1])[0]["text"] == "34"
+    assert call(*words, "--stream")[1] == "34\n"
 
 
 def test_methods_and_help(call):
-    code, out, _ = call("methods", "--json")
-    assert {"exact", "kivi", "uniform"} <= {row["method"] for row in json.loads(out)}
+    rows = json.loads(call("methods", "--json")[1])
+    assert {"exact", "kivi", "uniform"} <= {row["method"] for row in rows}
     assert call("--help")[0] == 0
     assert "generate" in call()[1]
 
 
 def test_plan_counts_what_the_formula_says(call):
-    code, out, _ = call("plan", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", "--context", "65536", "--json")
+    _, out, _ = call("plan", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", "--context", "65536", "--json")
     exact, kivi = json.loads(out)
     assert exact["bytes_exact"] == 65536 * 2 * 2 * 128 * 2  # tokens, layers, K and V, K*D, bf16
     # 2 bits and 32 bits of scale and minimum for 32 values, and 128 + 32 exact tokens of 65536.

@@ -1,9 +1,9 @@
-"""Appending: new tokens go to sinks and window; what leaves the window is encoded once, tile by tile (DESIGN ideas 2, 6, 8).
+"""Appending: new tokens go to sinks and window; what leaves the window is encoded once, tile by tile (docs/design.md,
+ideas 2, 6, 8).
 
-One tile is one clock unit of one row of one layer. Every path (a decode step, a chunk, an exact prefill) encodes through
-`encode_tile`, so equal sources give equal words. Rows are looped over, never vmapped: under vmap a conditional flush becomes
-a select that encodes at every step.
-"""
+One tile is one clock unit of one row of one layer. Every path (a decode step, a chunk, an exact prefill) encodes
+through `encode_tile`, so equal sources give equal words. Rows are looped over, never vmapped: under vmap a conditional
+flush becomes a select that encodes at every step."""
 
 import functools
 
@@ -21,7 +21,7 @@ Sources = dict  # source name -> array
 
 def pick(tree, index):
     """Entry `index` of every leaf's first axis."""
-    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
+    return jax.tree.map(lambda a: row_major(jax.lax.dynamic_index_in_dim(a, index, keepdims=False)), tree)
 
 
 def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
@@ -31,8 +31,8 @@ def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
 
 
 def gather_tile(window, new, at, row, token, size: int, held):
-    """Tokens `token .. token + size - 1` of one row: [size, W] from the ring where they are older than body token `held`,
-    else from `new` whose first token is `held`. `at` indexes the arrays' leading axes before the row."""
+    """Tokens `token .. token + size - 1` of one row: [size, W] from the ring where they are older than body token
+    `held`, else from `new` whose first token is `held`. `at` indexes the arrays' leading axes before the row."""
     tokens = token + jnp.arange(size)
     ring = window[(*at, row, tokens % window.shape[-2])]
     fresh = new[(*at, row, jnp.clip(tokens - held, 0, new.shape[-2] - 1))]
@@ -66,7 +66,8 @@ def _put(old, new, tokens, wanted, held):
 
 
 def _put_one(old, new, slots, wanted):
-    """`_put` for a decode step: each wanted row's one new token, [L, B, 1, W], into its slot, not touching the others."""
+    """`_put` for a decode step: each wanted row's one new token, [L, B, 1, W], into its slot, not touching the
+    others."""
 
     def row_step(row, old):
         start = (0, row, slots[row], 0)
@@ -100,17 +101,15 @@ def remember(run: RunPlan, state: Run, new: Sources, lengths, counts, sinks: int
 
 
 def for_tiles(clock, start, stop, body_fn, state):
-    """Call `body_fn(token, size, state)` for every tile of a row from unit `start` to `stop`. Codecs that see one token at
-    a time are fed whole planes of 32 where they fit."""
+    """Call `body_fn(token, size, state)` for every tile of a row from unit `start` to `stop`. Codecs that see one
+    token at a time are fed whole planes of 32 where they fit."""
     if clock.unit > 1:
         return jax.lax.fori_loop(start, stop, lambda j, s: body_fn(j * clock.unit, clock.unit, s), state)
 
     def step(loop):
         token, state = loop
         whole = (token % PLANE == 0) & (stop - token >= PLANE)
-        state = jax.lax.cond(
-            whole, lambda s: body_fn(token, PLANE, s), lambda s: body_fn(token, 1, s), state
-        )
+        state = jax.lax.cond(whole, lambda s: body_fn(token, PLANE, s), lambda s: body_fn(token, 1, s), state)
         return token + jnp.where(whole, PLANE, 1), state
 
     return jax.lax.while_loop(lambda loop: loop[0] < stop, step, (start, state))[1]
@@ -122,9 +121,9 @@ def empty_carry(runs, size: int, dtype) -> dict:
 
 
 def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry):
-    """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry` holds
-    every prompt token's, [B, T, W]. Returns (body, new, carry); `new` changes only where a source is encoded before its
-    partner and stays in the window as reconstructed."""
+    """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry`
+    holds every prompt token's, [B, T, W]. Returns (body, new, carry); `new` changes only where a source is encoded
+    before its partner and stays in the window as reconstructed."""
     clocks = run.wiring.clocks
 
     def tile_step(clock, row, token, size, state):
@@ -133,9 +132,13 @@ def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry)
         start = jnp.clip(token - held[row], 0, next(iter(new.values())).shape[1] - size)
         part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
         body, recon, part = encode_tile(run, body, (layer, row), clock, token, tile, constants, part)
-        carry = {n: jax.lax.dynamic_update_slice(c, part[n][None].astype(c.dtype), (row, start, 0)) for n, c in carry.items()}
+        carry = {
+            n: jax.lax.dynamic_update_slice(c, part[n][None].astype(c.dtype), (row, start, 0)) for n, c in carry.items()
+        }
         if len(clocks) > 1:
-            new = new | {s: new[s].at[row, start + jnp.arange(size)].set(x.astype(new[s].dtype)) for s, x in recon.items()}
+            new = new | {
+                s: new[s].at[row, start + jnp.arange(size)].set(x.astype(new[s].dtype)) for s, x in recon.items()
+            }
         return body, new, carry
 
     def row_step(row, state):
@@ -203,12 +206,13 @@ def admitted(cache: Cache, counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], 
     return fits, cache.overflow | (fits < counts)
 
 
-def commit(cache: Cache, pending: tuple[Sources, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()) -> Cache:
+def commit(
+    cache: Cache, pending: tuple[Sources, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()
+) -> Cache:
     """Append the first `counts[b]` tokens of row b of `pending` and encode what is due, all layers in order.
 
-    `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them. Tokens beyond the capacity are
-    dropped and raise the row's overflow flag.
-    """
+    `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them. Tokens beyond the capacity
+    are dropped and raise the row's overflow flag."""
     layout, runs = cache.layout, plan(cache.layout)
     constants = constants or tuple({} for _ in runs)
     counts, overflow = admitted(cache, counts)
@@ -221,8 +225,13 @@ def commit(cache: Cache, pending: tuple[Sources, ...], counts: Int[Array, " B"],
         targets = tuple(due(c, held + counts, f) for c, f in zip(clocks, flushed, strict=True))
         if any(run.slots for run in members):
             flush = _flush_chain(
-                members, [states[i] for i in chain], [pending[i] for i in chain], held, targets,
-                [constants[i] for i in chain], layout.dtype,
+                members,
+                [states[i] for i in chain],
+                [pending[i] for i in chain],
+                held,
+                targets,
+                [constants[i] for i in chain],
+                layout.dtype,
             )
             for i, (body, window, new) in zip(chain, flush, strict=True):
                 states[i], pending[i] = states[i].replace(body=body, window=window, flushed=targets), new

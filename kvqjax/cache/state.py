@@ -1,9 +1,9 @@
 """The cache: an immutable pytree of packed arrays, and the static plan that says what they are.
 
-Row b holds tokens 0 .. lengths[b]-1. Its first `sinks` tokens stay exact; the tokens after them are numbered from 0 here
-("body tokens"). Of those, clock c has encoded the first `flushed[c][b] * unit` into the body; the rest are in the window, a
-ring in which body token r sits in slot r mod C. Layers of equal spec and sliding window form a run and are stacked.
-"""
+Row b holds tokens 0 .. lengths[b]-1. Its first `sinks` tokens stay exact; the tokens after them are numbered from 0
+here ("body tokens"). Of those, clock c has encoded the first `flushed[c][b] * unit` into the body; the rest are in the
+window, a ring in which body token r sits in slot r mod C. Layers of equal spec and sliding window form a run and are
+stacked."""
 
 import dataclasses
 import functools
@@ -37,7 +37,8 @@ class CacheLayout:
 
 class RunPlan(NamedTuple):
     """A run of equal layers: `first` .. `first + count - 1`. The body has `slots` tokens in blocks of `block`, a ring
-    of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window is a ring of `ring` tokens."""
+    of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window is a ring of `ring`
+    tokens."""
 
     first: int
     count: int
@@ -60,8 +61,8 @@ class Run(struct.PyTreeNode):
 
 
 class Cache(struct.PyTreeNode):
-    """A compressed KV cache. `overflow[b]` turns True, and stays so, when a jitted call was asked to hold more tokens than
-    `layout.capacity` in row b; what did not fit is not stored."""
+    """A compressed KV cache. `overflow[b]` turns True, and stays so, when a jitted call was asked to hold more tokens
+    than `layout.capacity` in row b; what did not fit is not stored."""
 
     runs: tuple[Run, ...]
     lengths: Leaf  # Int[B]
@@ -88,7 +89,9 @@ def _resolve(wiring: Wiring, dtype: str) -> Wiring:
 def _check_clocks(wiring: Wiring, name: str) -> None:
     for clock in wiring.clocks:
         if clock.unit != 1 and clock.unit % 32:
-            raise UserError(f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible")
+            raise UserError(
+                f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"
+            )
         for source in clock.sources:
             if clock.unit % wiring.codecs[source].unit:
                 raise UserError(
@@ -130,7 +133,8 @@ def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
 
 @functools.lru_cache(maxsize=64)
 def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
-    """Run numbers that must be encoded together: all of them when something flows from layer to layer, else one by one."""
+    """Run numbers that must be encoded together: all of them when something flows from layer to layer, else one by
+    one."""
     runs = plan(layout)
     if not any(run.wiring.carry for run in runs):
         return tuple((i,) for i in range(len(runs)))

@@ -16,7 +16,18 @@ from kvqjax.errors import UserError
 from kvqjax.methods import Method, parse
 from kvqjax.model import Model, load
 
-__all__ = ["Artifacts", "Caches", "Dtype", "Json", "ModelName", "calibrated", "methods_of", "progress_bar", "show", "size"]
+__all__ = [
+    "Artifacts",
+    "Caches",
+    "Dtype",
+    "Json",
+    "ModelName",
+    "calibrated",
+    "methods_of",
+    "progress_bar",
+    "show",
+    "size",
+]
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a Hugging Face folder, or a hub id")]
 Caches = Annotated[list[str], typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64; repeatable")]
@@ -42,9 +53,7 @@ def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list
     unused = set(artifacts) - {str(method) for method in methods}
     if unused:
         raise UserError(f"--artifact for {', '.join(sorted(unused))}, which no --cache names")
-    return [
-        (model.with_artifact(artifacts[str(m)]) if str(m) in artifacts else model, m) for m in methods
-    ]
+    return [(model.with_artifact(artifacts[str(m)]) if str(m) in artifacts else model, m) for m in methods]
 
 
 def size(count: float) -> str:

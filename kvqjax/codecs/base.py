@@ -22,7 +22,8 @@ Constants = dict  # constant name -> array of one layer
 
 
 class Codec(NamedTuple):
-    """`needs` maps each calibrated constant's name to its shape without the layer axis; empty for calibration-free codecs."""
+    """`needs` maps each calibrated constant's name to its shape without the layer axis; empty for calibration-free
+    codecs."""
 
     width: int
     unit: int

@@ -1,4 +1,5 @@
-"""The exact codec: vectors stored as they are. With it the exact cache is one more method, measured by the same code."""
+"""The exact codec: vectors stored as they are. With it the exact cache is one more method, measured by the same
+code."""
 
 import dataclasses
 

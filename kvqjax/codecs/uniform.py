@@ -1,9 +1,10 @@
-"""Asymmetric uniform quantisation with a float minimum (KIVI, arXiv 2402.02750, section 3; also the per-token baseline).
+"""Asymmetric uniform quantisation with a float minimum (KIVI, arXiv 2402.02750, section 3; also the per-token
+baseline).
 
     q = clip(round((x - m) / s), 0, 2^b - 1)        x_hat = q * s + m
 
 with m the group's minimum and s its range over 2^b - 1, both as *stored*: m is rounded down and s up to the storage
-dtype before the codes are computed, so that rounding costs range and never bias (DESIGN section 3). Round half to even.
+dtype before the codes are computed, so that rounding costs range and never bias. Round half to even.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ __all__ = ["Uniform", "round_toward"]
 
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
-    """The nearest value of `dtype` that is not below (`up`) or not above (down) the float32 input; returned in `dtype`."""
+    """The nearest value of `dtype` that is not below (`up`) or not above (down) the float32 input; returned in
+    `dtype`."""
     near = x.astype(dtype)
     limit = jnp.asarray(jnp.inf if up else -jnp.inf, dtype)
     wide = near.astype(jnp.float32)

@@ -43,13 +43,12 @@ def kivi(
     rule: str = "together",
     scales: str = "bfloat16",
 ) -> Method:
-    """Keys per channel in groups of `group` tokens, values per token in groups of `value_group` channels (the same number
-    by default), 1 to 8 bits each, asymmetric with float minima (KIVI, section 3.2).
+    """Keys per channel in groups of `group` tokens, values per token in groups of `value_group` channels (the same
+    number by default), 1 to 8 bits each, asymmetric with float minima (KIVI, section 3.2).
 
-    `bits` sets both widths. `window` newest tokens stay exact; `rule="together"` moves keys and values out in whole groups,
-    `rule="published"` does as the released code: keys all at once every `window` tokens, values one at a time. `rope="pre"`
-    caches keys before rotation. `scales` is the dtype of scales and minima.
-    """
+    `bits` sets both widths. `window` newest tokens stay exact; `rule="together"` moves keys and values out in whole
+    groups, `rule="published"` does as the released code: keys all at once every `window` tokens, values one at a time.
+    `rope="pre"` caches keys before rotation. `scales` is the dtype of scales and minima."""
     key_bits, value_bits = (key_bits, value_bits) if bits is None else (bits, bits)
     layer = _kivi_layer(key_bits, value_bits, group, value_group or group, window, rope, rule, scales)
     return Method(name="kivi", layer=layer, sinks=sinks)
@@ -64,9 +63,7 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
 
 
 @method_factory
-def uniform(
-    *, bits: int = 4, group: int = 128, window: int = 0, sinks: int = 0, scales: str = "bfloat16"
-) -> Method:
+def uniform(*, bits: int = 4, group: int = 128, window: int = 0, sinks: int = 0, scales: str = "bfloat16") -> Method:
     """The naive baseline: keys (after RoPE) and values both per token, asymmetric, groups of `group` channels."""
     codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
     return Method(name="uniform", layer=KeysAndValues(key=codec, value=codec, window=window, unit=PLANE), sinks=sinks)

@@ -7,10 +7,10 @@ import types
 import typing
 from collections.abc import Callable
 
+from kvqjax.errors import UserError
 from kvqjax.methods.aqua import aqua
 from kvqjax.methods.commvq import commvq
 from kvqjax.methods.higgs import higgs
-from kvqjax.errors import UserError
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant import kvquant
 from kvqjax.methods.spec import Method
@@ -67,7 +67,9 @@ def _parse_one(text: str) -> Method:
         if key not in parameters:
             raise _unknown(f"option of {name}", key, parameters)
         if not equals or key in options:
-            raise UserError(f"{name}: {item!r} is not one option=value" if not equals else f"{name}: {key} stands twice")
+            raise UserError(
+                f"{name}: {item!r} is not one option=value" if not equals else f"{name}: {key} stands twice"
+            )
         options[key] = _convert(value, parameters[key].annotation, f"{name}: {key}")
     try:
         return METHODS[name](**options)
@@ -98,7 +100,8 @@ def parse(text: str) -> Method:
 
 
 def policy(default: Method, overrides: dict[str, Method]) -> Method:
-    """`default` for every layer but those named ("3", "-1", "0-2"), which follow their own method. Sinks are the default's."""
+    """`default` for every layer but those named ("3", "-1", "0-2"), which follow their own method. Sinks are the
+    default's."""
     if not overrides:
         return default
     pairs = dict(default.overrides)

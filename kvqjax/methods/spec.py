@@ -1,8 +1,7 @@
 """`Method`: the frozen, hashable, printable description of a compressed cache, layer by layer.
 
-A layer spec is a frozen dataclass with `build(config) -> Wiring`; a method gives every layer one, with exceptions by layer
-number. `str(method)` is the text the CLI, artifacts and reports share, and `parse` reads it back.
-"""
+A layer spec is a frozen dataclass with `build(config) -> Wiring`; a method gives every layer one, with exceptions by
+layer number. `str(method)` is the text the CLI, artifacts and reports share, and `parse` reads it back."""
 
 import dataclasses
 import functools
@@ -35,9 +34,9 @@ class CodecSpec(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeysAndValues:
-    """Keys and values over all KV heads, each with its own codec; `rope` says whether keys are cached before ("pre") or
-    after ("post") rotation. The default clock moves both together: once the window holds `window + unit` tokens its oldest
-    `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it."""
+    """Keys and values over all KV heads, each with its own codec; `rope` says whether keys are cached before ("pre")
+    or after ("post") rotation. The default clock moves both together: once the window holds `window + unit` tokens its
+    oldest `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it."""
 
     key: CodecSpec
     value: CodecSpec
@@ -67,8 +66,8 @@ def _packed(spec: KeysAndValues, config: ModelConfig) -> PackedSpec | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """How every layer caches. `sinks` tokens at the start of a row stay exact; `overrides` lists (layer, spec) pairs that
-    differ from `layer`, a negative number counting from the last layer."""
+    """How every layer caches. `sinks` tokens at the start of a row stay exact; `overrides` lists (layer, spec) pairs
+    that differ from `layer`, a negative number counting from the last layer."""
 
     name: str
     layer: LayerSpec

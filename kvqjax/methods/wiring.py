@@ -1,7 +1,9 @@
-"""A method is wiring: which vectors it caches, how codecs store them, how keys and values come back (DESIGN idea 4).
+"""A method is wiring: which vectors it caches, how codecs store them, how keys and values come back (docs/design.md,
+idea 4).
 
-A wiring is a value made of pure functions, built from a frozen spec for one kind of layer. Its *sources* are the vectors
-of one token that sinks and window hold exactly and the body holds encoded, e.g. {"k": K*D, "v": K*D} or {"x": E}.
+A wiring is a value made of pure functions, built from a frozen spec for one kind of layer. Its *sources* are the
+vectors of one token that sinks and window hold exactly and the body holds encoded, e.g. {"k": K*D, "v": K*D} or {"x":
+E}.
 
     capture(weights, constants, projected, positions) -> {source: [B,T,W]}      new tokens' sources
     encode(constants, tile, carry)  -> (payload, recon, carry)                  one tile of one row, [u,W] each
@@ -34,9 +36,10 @@ class Clock(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers; `needs` the shapes
-    of calibrated constants, {group: {name: shape without the layer axis}}, beyond those that the codecs need under their
-    source's name. `packed` is set where a body can be attended to without decoding it (KIVI's codecs, keys after RoPE)."""
+    """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers; `needs` the
+    shapes of calibrated constants, {group: {name: shape without the layer axis}}, beyond those that the codecs need
+    under their source's name. `packed` is set where a body can be attended to without decoding it (KIVI's codecs, keys
+    after RoPE)."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
