@@ -115,3 +115,13 @@ def test_plan_counts_what_the_formula_says(call):
     assert exact["bytes_exact"] == 65536 * 2 * 2 * 128 * 2  # tokens, layers, K and V, K*D, bf16
     # 2 bits and 32 bits of scale and minimum for 32 values, and 128 + 32 exact tokens of 65536.
     assert abs(kivi["bits_stored"] - (3 + 160 * 16 / 65536)) < 0.02
+
+
+def test_bench_sets_every_cache_against_the_exact_one(call):
+    words = ["bench", "-m", "recall", "-c", "kivi:bits=2", "--context", "512", "--steps", "2", "--repeats", "1"]
+    code, out, _ = call(*words, "--json")
+    exact, kivi = json.loads(out)
+    assert code == 0
+    assert (exact["cache"], exact["speed_against_exact"]) == ("exact", 1)
+    assert kivi["bytes"] < exact["bytes"]
+    assert kivi["ms_per_step"] > 0

@@ -2,7 +2,7 @@
 
 import typer
 
-from kvqjax.cli import calibrate, evaluate, info, run
+from kvqjax.cli import bench, calibrate, evaluate, info, run
 
 __all__ = ["app"]
 
@@ -17,6 +17,7 @@ app.command()(run.generate)
 app.command()(run.demo)
 app.add_typer(evaluate.app, name="eval")
 app.command()(calibrate.calibrate)
+app.command()(bench.bench)
 app.command()(info.methods)
 app.command()(info.inspect)
 app.command()(info.plan)

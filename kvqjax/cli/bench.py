@@ -1,0 +1,90 @@
+"""`kvqjax bench`: a decode step at a given context, every cache against the exact one, all in one run."""
+
+import functools
+import statistics
+import time
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import typer
+
+from kvqjax.cache import Cache, plan
+from kvqjax.cli.common import Artifacts, Caches, Dtype, Json, ModelName, calibrated, methods_of, open_model, show
+from kvqjax.errors import UserError
+from kvqjax.forward import commit, forward, init_cache
+from kvqjax.methods import Method, exact
+from kvqjax.model import Model
+
+__all__ = ["bench"]
+
+CHUNK = 512
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _fill(model: Model, cache: Cache, key) -> Cache:
+    """Append CHUNK tokens of random sources: normal, with an offset per channel, as keys and values have."""
+    shape = (cache.batch, CHUNK)
+    pending = []
+    for run in plan(cache.layout):
+        sources = {}
+        for name, width in run.wiring.sources.items():
+            key, noise, offset = jax.random.split(key, 3)
+            x = jax.random.normal(noise, (run.count, *shape, width)) + jax.random.normal(offset, (1, 1, 1, width))
+            sources[name] = x.astype(cache.layout.dtype)
+        pending.append(sources)
+    return commit(model, cache, tuple(pending), jnp.full((cache.batch,), CHUNK, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames="steps", donate_argnames="cache")
+def _steps(model: Model, cache: Cache, *, steps: int) -> tuple[jax.Array, Cache]:
+    tokens, ones = jnp.zeros((cache.batch, 1), jnp.int32), jnp.ones((cache.batch,), jnp.int32)
+
+    def step(_, loop):
+        total, cache = loop
+        logits, cache = forward(model, tokens, ones, cache, last=True)
+        return total + logits.max(), cache
+
+    return jax.lax.fori_loop(0, steps, step, (jnp.float32(0), cache))
+
+
+def _milliseconds(
+    model: Model, method: Method, context: int, batch: int, steps: int, repeats: int
+) -> tuple[int, float]:
+    """Bytes of the cache, and the median milliseconds of a decode step once it holds `context` tokens a row."""
+    cache = init_cache(model, method, batch, context + CHUNK + steps * (repeats + 1))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    for number in range(-(-context // CHUNK)):
+        cache = _fill(model, cache, jax.random.key(number))
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        out, cache = _steps(model, cache, steps=steps)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / steps)
+    return size, 1e3 * statistics.median(times[1:])  # the first one compiles
+
+
+def bench(
+    cache: Caches,
+    model: ModelName = "demo",
+    context: Annotated[int, typer.Option(help="tokens each row holds")] = 8192,
+    batch: int = 1,
+    steps: Annotated[int, typer.Option(help="decode steps per timing")] = 16,
+    repeats: Annotated[int, typer.Option(help="timings; the median is shown")] = 5,
+    artifact: Artifacts = [],  # noqa: B006
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Time decode steps on caches filled with random vectors, against the exact cache in the same run."""
+    if min(context, batch, steps, repeats) < 1:
+        raise UserError("context, batch, steps and repeats must be at least 1")
+    loaded = open_model(model, dtype)
+    pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
+    rows, first = [], None
+    for ready, method in pairs:
+        size, spent = _measure(ready, method, context, batch, steps, repeats)
+        first = first or spent
+        row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
+        rows.append(row | {"ms_per_step": spent, "speed_against_exact": first / spent})
+    show(rows, as_json, f"decode on {jax.devices()[0].device_kind}, {model}, {loaded.params['embed'].dtype}")
