@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +63,8 @@ class _Task:
 
 
 def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -> _Task:
-    layers = method.layers(model.config)
-    if not all(isinstance(layer, AquaLayer) for layer in layers):
+    layers = tuple(layer for layer in method.layers(model.config) if isinstance(layer, AquaLayer))
+    if len(layers) != model.config.num_layers:
         raise UserError(f"{method}: AQUA-KV's calibration needs AQUA-KV in every layer; keep layers exact by exact=3+7")
     first = layers[0]
     start, spare = (method.sinks, first.window) if recipe.body_only else (0, 0)
@@ -149,7 +150,7 @@ def calibrate(
             save_state(state, owner, now)
         advance(int(now["done"]), count)
     about = {"sequences": len(tokens), "tokens": int(tokens.shape[1]), **dataclasses.asdict(recipe)}
-    about["layers"] = _report(now["measures"])
+    about |= {"layers": _report(now["measures"])}
     return Artifact(method, _stack(model.config, method, now["constants"], task.dtype), model.fingerprint, about)
 
 
@@ -157,7 +158,8 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Art
     """Predictors in the released format as plain arrays: "key_predictors.3.weight" [O, I] and ".bias",
     "value_predictors" likewise, for layers 1 and up. Raises UserError when one is missing or of the wrong shape."""
     constants: list[dict] = []
-    for index, layer in enumerate(method.layers(model.config)):
+    layers: tuple[Any, ...] = method.layers(model.config)
+    for index, layer in enumerate(layers):
         constants.append({"k": {}, "v": {}})
         for source in ("k", "v"):
             for name, shape in layer.needs(source, model.config.kv_width).items():

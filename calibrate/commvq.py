@@ -113,7 +113,8 @@ def _advance_layer(model: Model, method: Method, state: dict, recipe: Recipe, te
     if isinstance(layer, CommVQLayer):
         key, value = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
         book, rounds = _fit_keys(key, k, layer.key(model.config), recipe, method.sinks, tell)
-        data = Activations(*cached, decoder.layer(model.params, index)["o"])
+        v, q, rotated = cached
+        data = Activations(v, q, rotated, decoder.layer(model.params, index)["o"])
         learnt, losses = _fit_values(value, data, layer.value(), recipe.values, tell)
         constants[index] = jax.tree.map(np.asarray, {"k": {"codebook": book}, "v": learnt})
         reports[index] = {"keys": np.asarray(rounds, float), "values": np.asarray(losses, float)}

@@ -26,7 +26,7 @@ def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def _train(key, x, y, steps: int):
+def _train(key, x, y, steps: int) -> dict[str, jax.Array]:
     start_key, order_key = jax.random.split(key)
     tune = optax.adam(optax.cosine_decay_schedule(PEAK_RATE, steps))
     start = _start(start_key, x.shape[1], y.shape[1])
@@ -52,5 +52,5 @@ def train_mlp(
     one rate serves keys of any size."""
     mean, spread = y.mean(0), max(float(y.std(0).mean()), 1e-20)
     weights = _train(key, jnp.asarray(x), jnp.asarray((y - mean) / spread), steps)
-    out = {name: np.asarray(a) for name, a in weights.items()}
+    out: dict[str, np.ndarray] = {name: np.asarray(a) for name, a in weights.items()}
     return out | {"up": out["up"] * np.float32(spread), "bias": out["bias"] * np.float32(spread) + mean}

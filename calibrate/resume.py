@@ -27,12 +27,13 @@ def identity(*parts: Any) -> str:
 
 def save_state(path: Path, owner: str, state: Any) -> None:
     """Replace the file at `path` by this pytree of arrays, at once: a reader sees the old state or the new one."""
-    leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(state))}
+    leaves: dict[str, Any] = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(state))}
+    leaves[_IDENTITY] = np.asarray(owner)
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
-            np.savez(file, **{_IDENTITY: np.asarray(owner)}, **leaves)
+            np.savez(file, **leaves)
         os.replace(part, path)
     except OSError as error:
         raise UserError(f"{path}: the calibration's state cannot be written: {error.strerror or error}") from error

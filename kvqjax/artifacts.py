@@ -7,7 +7,7 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +94,7 @@ def read_arrays(path: Path) -> dict[str, jax.Array]:
     if not (path / "arrays").exists():
         return {}
     try:
-        stored = cast(dict, ocp.load((path / "arrays").absolute()))
-        return {k: jnp.asarray(v) for k, v in stored.items()}
+        return {k: jnp.asarray(v) for k, v in ocp.load((path / "arrays").absolute()).items()}
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
 

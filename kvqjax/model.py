@@ -41,8 +41,7 @@ def _tokenizer(folder: str):
     return tokenizer
 
 
-@struct.dataclass
-class Model:
+class Model(struct.PyTreeNode):
     """Pytree of the weights (names in kvqjax/decoder.py) and a method's calibrated constants; the rest is static.
 
     The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/weights.py); `folder` is

@@ -22,7 +22,7 @@ __all__ = ["inspect", "methods", "plan"]
 
 def methods(as_json: Json = False) -> None:
     """List the methods with their options and defaults."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, factory in METHODS.items():
         options = {p.name: p.default for p in introspect.signature(factory).parameters.values()}
         about = " ".join((introspect.getdoc(factory) or "").split("\n\n")[0].split())

@@ -15,8 +15,8 @@ MULTIPLIED = {"weight": 1, "down": 1, "up": 1, "codes": 8}  # multiply-accumulat
 
 
 def _layers(method: Method, config: ModelConfig) -> list[AquaLayer]:
-    layers = list(method.layers(config))
-    if not all(isinstance(layer, AquaLayer) for layer in layers):
+    layers = [layer for layer in method.layers(config) if isinstance(layer, AquaLayer)]
+    if len(layers) != config.num_layers:
         raise ValueError(f"{method}: not AQUA-KV in every layer")
     return layers
 

@@ -29,17 +29,17 @@ def shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tup
         raise ValueError(f"predictor={kind!r}; known: {', '.join(KINDS)}")
     if kind == "none":
         return {}
-    bias = {"bias": (outputs,)}
+    bias: tuple[int, ...] = (outputs,)
     if kind == "linear":
-        return {"weight": (inputs, outputs)} | bias
+        return {"weight": (inputs, outputs), "bias": bias}
     if kind == "low_rank":
-        return {"down": (inputs, rank), "up": (rank, outputs)} | bias
+        return {"down": (inputs, rank), "up": (rank, outputs), "bias": bias}
     if kind == "int4":
         groups = (inputs // math.gcd(inputs, WEIGHT_GROUP), outputs)
-        return {"codes": (inputs // 8, outputs), "scale": groups, "low": groups} | bias
+        return {"codes": (inputs // 8, outputs), "scale": groups, "low": groups, "bias": bias}
     hidden = 2 * outputs
-    norm = {"gain": (inputs,), "offset": (inputs,)}
-    return norm | {"down": (inputs, hidden), "inner": (hidden,), "up": (hidden, outputs)} | bias
+    layers = {"down": (inputs, hidden), "inner": (hidden,), "up": (hidden, outputs), "bias": bias}
+    return {"gain": (inputs,), "offset": (inputs,), **layers}
 
 
 def pack_weight(codes: UInt[Array, "I O"]) -> UInt[Array, "P O"]:
