@@ -120,12 +120,12 @@ def _arrays(body: PackedBody):
 
 
 def _constants(plan: Plan):
-    """Token of every lane of a block [columns, 128], and the one-hot matrix that brings scales into that order."""
+    """Token of every lane of a block [1, block], and the one-hot matrix that brings scales into that order."""
     order = plan.order
     onehot = np.zeros((plan.block, plan.block) if plan.ways > 1 else (8, COLUMN), np.float32)
     if plan.ways > 1:
         onehot[order, np.arange(plan.block)] = 1
-    return jnp.asarray(order.reshape(-1, COLUMN), jnp.int32), jnp.asarray(onehot, jnp.bfloat16)
+    return jnp.asarray(order[None], jnp.int32), jnp.asarray(onehot, jnp.bfloat16)
 
 
 def _lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
@@ -189,7 +189,8 @@ def _call(plan: Plan, batch: int, body: PackedBody, interpret):
     queries = pl.BlockSpec((1, plan.lane_groups, plan.rows, plan.lanes), lambda b, *_: (b, 0, 0, 0))
     bounds = pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0))
     shape = (plan.lane_groups, plan.rows)
-    scales = pltpu.VMEM((body.value_scale.shape[2], plan.tile), jnp.float32)
+    scratch = [(*shape, 1)] * 2 + [(body.value_scale.shape[2], plan.tile)] * 2
+    scratch += [(plan.tile // plan.spec.key_group, plan.lanes)] * 2 + [(plan.rows, plan.tile)]
     return pl.pallas_call(
         functools.partial(kernel, plan=plan, per_split=per_split),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -200,7 +201,7 @@ def _call(plan: Plan, batch: int, body: PackedBody, interpret):
                 pl.BlockSpec((1, 1, *shape, plan.lanes), lambda b, s, *_: (b, s, 0, 0, 0)),
                 pl.BlockSpec((1, 1, *shape, 1), lambda b, s, *_: (b, s, 0, 0, 0)),
             ],
-            scratch_shapes=[pltpu.VMEM((*shape, 1), jnp.float32)] * 2 + [scales] * 2,
+            scratch_shapes=[pltpu.VMEM(size, jnp.float32) for size in scratch],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, plan.splits, *shape, plan.lanes), jnp.float32),

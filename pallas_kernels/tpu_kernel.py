@@ -22,7 +22,7 @@ NEVER = -1e30  # a masked score: finite, so that the difference of two of them i
 class Refs(NamedTuple):
     queries: object  # [1, P, M, W] bf16, block-diagonal over the heads of a lane group
     bounds: object  # [1, M, 2] i32: first and last + 1 visible token of a row
-    order: object  # [columns of a block, 128] i32: token of every lane
+    order: object  # [1, block] i32: token of every lane
     onehot: object  # [block, block] bf16: brings scales into lane order; unused where that is token order
     key_codes: tuple  # [1, 1, rows, W] u32 for each plane set
     key_scale: object  # [1, 1, N, W]
@@ -34,8 +34,11 @@ class Refs(NamedTuple):
     lse: object  # [1, 1, P, M, 1] f32
     peak: object  # [P, M, 1] f32
     total: object  # [P, M, 1] f32
-    scales: object  # [C, S] f32: value scales and minima in lane order
-    lows: object
+    scales: object  # [C, S] f32: value scales in lane order
+    lows: object  # [C, S] f32: value minima, less what `_narrow_shift` takes
+    factors: object  # [N, W] f32: key scales times D^-1/2
+    zeros: object  # [N, W] f32: key minima times D^-1/2, less what `_narrow_shift` takes
+    scores: object  # [M, S] f32
 
 
 def _named(refs, plan) -> Refs:
@@ -81,19 +84,34 @@ def _order_scales(refs: Refs, plan, tile):
         product = _dot(jnp.concatenate(pieces), refs.onehot[...], 0)
         both = jnp.concatenate([product[i * 2 * count : (i + 1) * 2 * count] for i in range(len(pieces))], axis=1)
     both = both.astype(jnp.float32)
-    refs.scales[...], refs.lows[...] = both[:count], both[count:]
+    refs.scales[...] = both[:count]
+    refs.lows[...] = both[count:] - _narrow_shift(plan.spec.value_bits, plan) * both[:count]
+
+
+def _narrow_shift(bits: int, plan) -> int:
+    """The offset of signed codes, at most half their range, is folded into the minima. That of the codes or-ed into
+    128 is so large that it must be subtracted with the same rounded factors it was multiplied by."""
+    return min(offset(bits, plan.ways), 0)
+
+
+def _wide_shift(bits: int, plan) -> int:
+    return max(offset(bits, plan.ways), 0)
 
 
 def _accumulate(refs: Refs, plan, tile, lane_group):
     """Fold the tile into the running softmax of this lane group."""
-    scores = _scores(refs, plan, tile, lane_group)  # [M, S]
+    spread = plan.spec.head_dim**-0.5
+    scale, low = refs.key_scale[0, 0].astype(jnp.float32), refs.key_low[0, 0].astype(jnp.float32)
+    refs.factors[...] = spread * scale
+    refs.zeros[...] = spread * (low - _narrow_shift(plan.spec.key_bits, plan) * scale)
     before = refs.peak[lane_group]
-    peak = jnp.maximum(before, scores.max(-1, keepdims=True))
-    weights, decay = jnp.exp(scores - peak), jnp.exp(before - peak)
+    peak = jnp.maximum(before, _write_scores(refs, plan, tile, lane_group))
+    total, update = _weighted(refs, plan, peak, lane_group)
     # A row that has seen nothing yet adds rubbish here; its decay is 0 once it sees a token.
+    decay = jnp.exp(before - peak)
     refs.peak[lane_group] = peak
-    refs.total[lane_group] = refs.total[lane_group] * decay + weights.sum(-1, keepdims=True)
-    refs.out[0, 0, lane_group] = refs.out[0, 0, lane_group] * decay + _weighted(refs, plan, weights, lane_group)
+    refs.total[lane_group] = refs.total[lane_group] * decay + total
+    refs.out[0, 0, lane_group] = refs.out[0, 0, lane_group] * decay + update
 
 
 def _dot(a, b, axis: int):
@@ -119,37 +137,42 @@ def _codes(words, bits: int, index: int, plan):
     return jnp.concatenate(whole)
 
 
-def _fold_scales(refs: Refs, plan, lane_group):
-    """For every key group of the tile the scaled query [M, W] bf16 and what the minima add to its scores [M, 1]."""
-    q = refs.queries[0, lane_group].astype(jnp.float32)
-    spread = plan.spec.head_dim**-0.5
-    scale, low = refs.key_scale[0, 0].astype(jnp.float32), refs.key_low[0, 0].astype(jnp.float32)
-    shift = offset(plan.spec.key_bits, plan.ways)
-    for group in range(plan.tile // plan.spec.key_group):
-        scaled = (q * (spread * scale[group : group + 1])).astype(jnp.bfloat16)
-        zero = q * (spread * low[group : group + 1])
-        if shift:
-            zero = zero - shift * scaled.astype(jnp.float32)
-        yield scaled, zero.sum(-1, keepdims=True)
+def _fold_scale(refs: Refs, plan, q, group: int):
+    """The query `q` [M, W] scaled for one key group, and what the group's minima add to its scores [M, 1]; float32."""
+    scaled = q * refs.factors[group : group + 1]
+    zero = q * refs.zeros[group : group + 1]
+    shift = _wide_shift(plan.spec.key_bits, plan)
+    if shift:
+        zero = zero - shift * scaled.astype(jnp.bfloat16).astype(jnp.float32)
+    return scaled, zero.sum(-1, keepdims=True)
 
 
-def _scores(refs: Refs, plan, tile, lane_group):
-    """[M, S] scores in lane order, NEVER where a row must not look."""
-    folded = list(_fold_scales(refs, plan, lane_group))
+def _runs(plan):
+    """Stretches of a block's columns that meet the same key groups: (first lane, last lane + 1, groups)."""
+    met = [tuple(sorted({int(t) // plan.spec.key_group for t in column})) for column in plan.order.reshape(-1, COLUMN)]
+    starts = [i for i in range(len(met)) if i == 0 or met[i] != met[i - 1]]
+    return [(i * COLUMN, j * COLUMN, met[i]) for i, j in zip(starts, [*starts[1:], len(met)], strict=True)]
+
+
+def _write_scores(refs: Refs, plan, tile, lane_group):
+    """Write [M, S] scores in lane order, NEVER where a row must not look; return each row's maximum [M, 1]."""
     first, last = refs.bounds[0, :, 0:1], refs.bounds[0, :, 1:2]
-    columns, each = [], plan.block // plan.spec.key_group
+    q = refs.queries[0, lane_group].astype(jnp.float32)
+    peak, each = jnp.full((plan.rows, COLUMN), NEVER), plan.block // plan.spec.key_group
     for index in range(plan.tile // plan.block):
+        folded = [_fold_scale(refs, plan, q, index * each + group) for group in range(each)]
         codes = _codes(refs.key_codes, plan.spec.key_bits, index, plan)
-        for column, order in enumerate(plan.order.reshape(-1, COLUMN)):
-            groups = sorted({int(token) // plan.spec.key_group for token in order})
-            here = [folded[index * each + group] for group in groups]
-            block = codes[column * COLUMN : (column + 1) * COLUMN]
-            products = _dot(jnp.concatenate([scaled for scaled, _ in here]), block, 1)
-            token = refs.order[column : column + 1]
-            scores = _select(products, [zero for _, zero in here], _quotient(token, plan.spec.key_group), groups)
+        for begin, end, groups in _runs(plan):
+            stacked = jnp.concatenate([folded[group][0] for group in groups]).astype(jnp.bfloat16)
+            token = refs.order[:, begin:end]
+            owner = _quotient(token, plan.spec.key_group)
+            scores = _select(_dot(stacked, codes[begin:end], 1), [folded[group][1] for group in groups], owner, groups)
             token = token + (tile * plan.tile + index * plan.block)
-            columns.append(jnp.where((token >= first) & (token < last), scores, NEVER))
-    return jnp.concatenate(columns, axis=1)
+            scores = jnp.where((token >= first) & (token < last), scores, NEVER)
+            refs.scores[:, index * plan.block + begin : index * plan.block + end] = scores
+            for column in range(0, end - begin, COLUMN):
+                peak = jnp.maximum(peak, scores[:, column : column + COLUMN])
+    return peak.max(-1, keepdims=True)
 
 
 def _select(stacked, added, owner, names):
@@ -161,21 +184,26 @@ def _select(stacked, added, owner, names):
     return chosen
 
 
-def _weighted(refs: Refs, plan, weights, lane_group):
-    """Sum of the tile's values under `weights` [M, S]: [M, W]."""
+def _weighted(refs: Refs, plan, peak, lane_group):
+    """Sum of the tile's weights [M, 1] and of its values under them [M, W]."""
     spec, count = plan.spec, plan.value_rows
     first = _quotient(lane_group * plan.lanes, spec.value_group)
-    shift = offset(spec.value_bits, plan.ways)
-    factors, added = [], []
-    for i in range(count):
-        factor = (weights * refs.scales[pl.ds(first + i, 1)]).astype(jnp.bfloat16)
-        low = weights * refs.lows[pl.ds(first + i, 1)]
-        if shift:
-            low = low - shift * factor.astype(jnp.float32)
-        factors.append(factor)
-        added.append(low.sum(-1, keepdims=True))
-    stacked = jnp.concatenate(factors)  # [count*M, S]
-    blocks = [_codes(refs.value_codes, spec.value_bits, index, plan) for index in range(plan.tile // plan.block)]
-    total = _dot(stacked, jnp.concatenate(blocks), 0)
+    scales, lows = refs.scales.at[pl.ds(first, count)], refs.lows.at[pl.ds(first, count)]
+    total, product = jnp.zeros((plan.rows, plan.block)), jnp.zeros((count * plan.rows, plan.lanes))
+    added = [total] * count
+    for base in range(0, plan.tile, plan.block):
+        weights = jnp.exp(refs.scores[:, base : base + plan.block] - peak)
+        total = total + weights
+        factors = []
+        for i in range(count):
+            factor = weights * scales[i : i + 1, base : base + plan.block]
+            low = weights * lows[i : i + 1, base : base + plan.block]
+            if shift := _wide_shift(spec.value_bits, plan):
+                low = low - shift * factor.astype(jnp.bfloat16).astype(jnp.float32)
+            factors.append(factor)
+            added[i] = added[i] + low
+        codes = _codes(refs.value_codes, spec.value_bits, base // plan.block, plan)
+        product = product + _dot(jnp.concatenate(factors).astype(jnp.bfloat16), codes, 0)
     owner = _quotient(jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1), spec.value_group)
-    return _select(total, added, owner, list(range(count)))
+    update = _select(product, [low.sum(-1, keepdims=True) for low in added], owner, list(range(count)))
+    return total.sum(-1, keepdims=True), update

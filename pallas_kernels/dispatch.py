@@ -1,0 +1,44 @@
+"""Decode attention on packed bodies for the chip a program is compiled for: a kernel where there is one, else jnp.
+
+`spec.target` decides at trace time, so a program for a TPU can be compiled on a machine without one. The platform only
+guards: a program traced for a TPU and lowered for something else gets the reference.
+"""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from kvqjax.attention import Partial
+from kvqjax.pallas_kernels import reference, tpu
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+
+__all__ = ["packed_attention", "path"]
+
+TPUS = ("v5e", "v5p", "v6e", "v7x")
+MOST_ROWS = 64  # query rows of a lane group; beyond, the stacked scores outgrow the vector registers
+
+
+def path(spec: PackedSpec, rows: int) -> str:
+    """ "tpu" or "reference": what a call with `rows` = T*G query rows of a KV head is computed by."""
+    whole = spec.width % 128 == 0 and spec.key_group in (32, 64, 128)
+    return "tpu" if spec.target in TPUS and whole and rows <= MOST_ROWS else "reference"
+
+
+def packed_attention(
+    q: Float[Array, "B T H D"],
+    body: PackedBody,
+    layer: Int[Array, ""] | int,
+    start: Int[Array, "B T"],
+    stop: Int[Array, "B T"],
+    spec: PackedSpec,
+) -> Partial:
+    """As `reference.packed_attention`; kernels round the queries to bfloat16."""
+    if path(spec, q.shape[1] * q.shape[2] // spec.kv_heads) == "reference":
+        return reference.packed_attention(q, body, layer, start, stop, spec)
+
+    def kernel(*args):
+        return tpu.packed_attention(*args, spec)
+
+    def plain(*args):
+        return reference.packed_attention(*args, spec)
+
+    return jax.lax.platform_dependent(q, body, layer, start, stop, tpu=kernel, default=plain)
