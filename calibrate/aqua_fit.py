@@ -20,11 +20,12 @@ MEASURES = ("relative_mse", "explained", "equivalent_bits", "held_out_mse", "rec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """`damping` of the ridge; the last `held_out` share of the sequences only measures. `body_only` leaves out what the
-    cache keeps exact (sinks, window). `clean` fits on the exact layer below (the paper's quantiser-agnostic
-    ablation)."""
+    """`damping` of the ridge, on `centred` moments or as released (see `moments.ridge`); the last `held_out` share of
+    the sequences only measures. `body_only` leaves out what the cache keeps exact (sinks, window). `clean` fits on the
+    exact layer below (the paper's quantiser-agnostic ablation)."""
 
     damping: float = 1e-3
+    centred: bool = True
     held_out: float = 0.125
     body_only: bool = True
     clean: bool = False
@@ -41,24 +42,25 @@ def cast(constants: dict, dtype) -> dict[str, jax.Array]:
     return {name: jnp.asarray(a, kinds.get(name, dtype)) for name, a in constants.items()}
 
 
-def fit_linear(layer: AquaLayer, moments: Moments, damping: float, dtype) -> tuple[dict, np.ndarray, np.ndarray]:
+def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tuple[dict, np.ndarray, np.ndarray]:
     """Constants of a predictor that is linear in effect, and the float64 weight and bias they stand for. A weight that
     was rounded, to `dtype` or to 4 bits, has its bias fitted afterwards."""
     inputs, outputs = moments.xy.shape[0] - 1, moments.xy.shape[1]
     rounded = lambda a: np.asarray(jnp.asarray(a, dtype), np.float64)  # noqa: E731
     if layer.predictor == "low_rank":
-        parts = dict(zip(("down", "up"), map(rounded, low_rank(moments, layer.rank, damping)[:2]), strict=True))
+        down, up, _ = low_rank(moments, layer.rank, recipe.damping, recipe.centred)
+        parts = {"down": rounded(down), "up": rounded(up)}
         weight = parts["down"] @ parts["up"]
     elif layer.predictor == "int4":
         size = inputs // shapes("int4", inputs, outputs)["scale"][0]
-        parts = gptq(moments, ridge(moments, damping)[0], size)
+        parts = gptq(moments, ridge(moments, recipe.damping, centred=recipe.centred)[0], size)
         weight = parts["codes"] * np.repeat(parts["scale"], size, axis=0) + np.repeat(parts["low"], size, axis=0)
         parts["codes"] = np.asarray(pack_weight(jnp.asarray(parts["codes"])))
     else:
-        exact, bias = ridge(moments, damping)
+        exact, bias = ridge(moments, recipe.damping, centred=recipe.centred)
         weight = rounded(exact)
         parts = {"weight": weight}
-        if dtype == jnp.float32:  # the released rule, damped bias and all
+        if dtype == jnp.float32:  # the released rule damps the bias too
             return {"weight": weight.astype(np.float32), "bias": bias.astype(np.float32)}, weight, bias
     bias = refit_bias(moments, weight)
     parts = parts | {"bias": bias}
@@ -82,7 +84,7 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
         scores = [_measured(cast(constants, dtype), inputs, y, span) for span in spans]
     else:
         totals = [functools.reduce(lambda total, i: add(total, inputs(i), y[i]), span, None) for span in spans]
-        constants, weight, bias = fit_linear(layer, totals[0], recipe.damping, dtype)
+        constants, weight, bias = fit_linear(layer, totals[0], recipe, dtype)
         scores = [score(total, weight, bias) for total in totals]
     found = {"relative_mse": scores[0].relative_mse, "explained": scores[0].explained}
     found |= {"equivalent_bits": scores[0].equivalent_bits}

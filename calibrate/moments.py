@@ -76,9 +76,25 @@ def _solve(a: Matrix, b: Matrix) -> Matrix:
     return np.linalg.solve(factor.T, np.linalg.solve(factor, b))
 
 
-def ridge(moments: Moments, damping: float = 1e-3, intercept: bool = True) -> tuple[Matrix, Matrix]:
+def _centred(moments: Moments) -> tuple[Matrix, Matrix]:
+    """Covariances of X, and of X with Y, times the rows."""
+    sums = moments.xx[-1, :-1]
+    return moments.xx[:-1, :-1] - np.outer(sums, sums) / moments.rows, (
+        moments.xy[:-1] - np.outer(sums, moments.xy[-1]) / moments.rows
+    )
+
+
+def ridge(
+    moments: Moments, damping: float = 1e-3, intercept: bool = True, centred: bool = False
+) -> tuple[Matrix, Matrix]:
     """(W [I,O], b [O]) of least |Xa [W; b] - Y|^2 with `damping` times the mean of C's whole diagonal, the ones column
-    included, added to every diagonal entry, the intercept's too (the released rule)."""
+    included, added to every diagonal entry, the intercept's too (the released rule). `centred` takes X and Y without
+    their means instead: the released damping grows with the square of an offset (Qwen's keys have offsets of 50 times
+    their spread) until nothing is learnt."""
+    if centred:
+        xx, xy = _centred(moments)
+        weight = _solve(_damped(xx, damping), xy)
+        return weight, refit_bias(moments, weight)
     if not intercept:
         weight = _solve(_damped(moments.xx[:-1, :-1], damping), moments.xy[:-1])
         return weight, np.zeros(weight.shape[1])
@@ -91,14 +107,13 @@ def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool =
     fitted covariance. `centred=False` leaves X uncentred and takes b = mean(Y), as the released code does."""
     if not 1 <= rank <= moments.xy.shape[1]:
         raise ValueError(f"rank={rank}; 1 to {moments.xy.shape[1]} are possible")
-    mean_x, mean_y = moments.xx[-1, :-1] / moments.rows, moments.xy[-1] / moments.rows
-    xx, xy = moments.xx[:-1, :-1], moments.xy[:-1] - moments.xx[:-1, -1:] * mean_y[None]
-    if centred:
-        xx = xx - moments.rows * np.outer(mean_x, mean_x)
+    xx, xy = _centred(moments)
+    if not centred:
+        xx = moments.xx[:-1, :-1]
     fit = _solve(_damped(xx, damping), xy)
     vectors = np.linalg.eigh(xy.T @ fit)[1][:, ::-1][:, :rank]
     down, up = fit @ vectors, vectors.T
-    return down, up, mean_y - (mean_x @ down @ up if centred else 0.0)
+    return down, up, refit_bias(moments, down @ up) if centred else moments.xy[-1] / moments.rows
 
 
 def refit_bias(moments: Moments, weight: Matrix) -> Matrix:
@@ -128,9 +143,7 @@ def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) ->
     inputs = weight.shape[0]
     if inputs % group:
         raise ValueError(f"group={group} does not divide {inputs} inputs")
-    sums = moments.xx[-1, :-1]
-    covariance = moments.xx[:-1, :-1] - np.outer(sums, sums) / moments.rows
-    inverse = np.linalg.inv(_damped(covariance, damping))
+    inverse = np.linalg.inv(_damped(_centred(moments)[0], damping))
     upper = np.linalg.cholesky(inverse).T
     weight, codes = weight.copy(), np.zeros(weight.shape, np.uint32)
     scales, lows = [], []

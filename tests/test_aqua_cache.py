@@ -65,8 +65,8 @@ def filled(method, dtype, steps):
 
 
 def decoded(cache, runs, constants):
-    """Every layer's body as the decoder gives it, [B, slots, W] per source."""
-    carry = {name: jnp.zeros((2, runs[0].slots, CONFIG.kv_width), cache.layout.dtype) for name in ("k", "v")}
+    """Every layer's body as the decoder gives it, [B, 256, W] per source (runs with longer blocks hold more slots)."""
+    carry = {name: jnp.zeros((2, max(run.slots for run in runs), CONFIG.kv_width), cache.layout.dtype) for name in "kv"}
     out = []
 
     def layer(run, body, fixed, index, carry):
@@ -76,7 +76,8 @@ def decoded(cache, runs, constants):
             }
             for source, codec in run.wiring.codecs.items()
         }
-        return run.wiring.decode(pick(fixed, index), payload, carry)
+        recon, part = run.wiring.decode(pick(fixed, index), payload, {n: c[:, : run.slots] for n, c in carry.items()})
+        return recon, {n: c.at[:, : run.slots].set(part[n]) for n, c in carry.items()}
 
     for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
         step = jax.jit(lambda *a, run=run: layer(run, *a))
