@@ -150,7 +150,8 @@ def train(
     def step(state: Training, _):
         pick, noise = jax.random.split(jax.random.fold_in(key, state.step))
         rows = jax.random.choice(pick, data.v.shape[0], (settings.batch,), replace=data.v.shape[0] < settings.batch)
-        batch = Activations(*(x[rows].astype(jnp.float32) for x in data[:3]), data.o.astype(jnp.float32))
+        v, q, k = (x[rows].astype(jnp.float32) for x in data[:3])
+        batch = Activations(v, q, k, data.o.astype(jnp.float32))
         gradient = jax.value_and_grad(loss, has_aux=True)
         (total, value), slopes = gradient(state.params, state.scale, noise, batch, energy, settings.attention)
         with jax.numpy_dtype_promotion("standard"):  # optax's updates mix float32 and weak types

@@ -152,7 +152,7 @@ def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) ->
             scale, low = _group_range(weight[i : i + group])
             scales.append(scale)
             lows.append(low)
-        codes[i] = np.clip(np.round((weight[i] - low) / scale), 0, CODES)
-        loss = (weight[i] - (codes[i] * scale + low)) / upper[i, i]
+        codes[i] = np.clip(np.round((weight[i] - lows[-1]) / scales[-1]), 0, CODES)
+        loss = (weight[i] - (codes[i] * scales[-1] + lows[-1])) / upper[i, i]
         weight[i:] -= upper[i, i:, None] * loss[None]
     return {"codes": codes, "scale": np.stack(scales), "low": np.stack(lows)}

@@ -217,7 +217,7 @@ def commit(
     constants = constants or tuple({} for _ in runs)
     counts, overflow = admitted(cache, counts)
     held = cache.lengths - layout.method.sinks
-    states, pending = list(cache.runs), list(pending)
+    states, sources = list(cache.runs), list(pending)
     for chain in chains(layout):
         members = [runs[i] for i in chain]
         clocks = members[0].wiring.clocks
@@ -227,16 +227,16 @@ def commit(
             flush = _flush_chain(
                 members,
                 [states[i] for i in chain],
-                [pending[i] for i in chain],
+                [sources[i] for i in chain],
                 held,
                 targets,
                 [constants[i] for i in chain],
                 layout.dtype,
             )
             for i, (body, window, new) in zip(chain, flush, strict=True):
-                states[i], pending[i] = states[i].replace(body=body, window=window, flushed=targets), new
+                states[i], sources[i] = states[i].replace(body=body, window=window, flushed=targets), new
     done = tuple(
         remember(run, state, new, cache.lengths, counts, layout.method.sinks)
-        for run, state, new in zip(runs, states, pending, strict=True)
+        for run, state, new in zip(runs, states, sources, strict=True)
     )
     return cache.replace(runs=done, lengths=cache.lengths + counts, overflow=overflow)
