@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 from kvqjax.attention import Partial
-from kvqjax.layout import split_bits, unpack
+from kvqjax.layout import row_major, split_bits, unpack
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 __all__ = ["packed_attention"]
@@ -63,10 +63,12 @@ def _read(body: PackedBody, layer, token, block: int) -> PackedBody:
 
     def rows(array):
         batch, share, lanes = array.shape[1], slots // array.shape[2], array.shape[3]
-        return jax.lax.dynamic_slice(array, (layer, 0, token // share, 0), (1, batch, block // share, lanes))[0]
+        return row_major(
+            jax.lax.dynamic_slice(array, (layer, 0, token // share, 0), (1, batch, block // share, lanes))
+        )[0]
 
     def tokens(array):
-        return jax.lax.dynamic_slice(array, (layer, 0, 0, token), (1, *array.shape[1:3], block))[0]
+        return row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, token), (1, *array.shape[1:3], block)))[0]
 
     key_codes, key_scale, key_low = jax.tree.map(rows, (body.key_codes, body.key_scale, body.key_low))
     value_codes = jax.tree.map(rows, body.value_codes)
