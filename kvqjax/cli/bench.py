@@ -83,7 +83,7 @@ def bench(
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
     for ready, method in pairs:
-        size, spent = _measure(ready, method, context, batch, steps, repeats)
+        size, spent = _milliseconds(ready, method, context, batch, steps, repeats)
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         rows.append(row | {"ms_per_step": spent, "speed_against_exact": first / spent})
