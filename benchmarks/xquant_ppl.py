@@ -30,11 +30,11 @@ CL = "xquant_cl:bits={},base=0,protected=1"
 # X takes E numbers where keys and values take 2*kv_width: half as many in recall and demo, a quarter in mha.
 GROUPS = {
     2: [
-        [STAR.format(4), "xquant:bits=8", LATENT.format(4), LATENT.format(4) + ",outliers=1"],
-        [STAR.format(3), LATENT.format(3), LATENT.format(3) + ",outliers=1"],
         [STAR.format(2), "xquant:bits=4", CL.format(4), LATENT.format(2), LATENT.format(2) + ",outliers=1"],
         ["xquant:bits=3", CL.format(2), CL.format(2) + ",space=residual", CL.format(2) + ",axis=channel",
          CL.format(2) + ",accumulator=4"],
+        [STAR.format(4), "xquant:bits=8", LATENT.format(4), LATENT.format(4) + ",outliers=1"],
+        [STAR.format(3), LATENT.format(3), LATENT.format(3) + ",outliers=1"],
     ],
     4: [
         [STAR.format(2), "xquant:bits=8"],

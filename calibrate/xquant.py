@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvqjax import decoder
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Params
 from kvqjax.methods import Method
+from kvqjax.methods.spec import LayerSpec
 from kvqjax.methods.xquant import LayerInput
 from kvqjax.methods.xquant_cl import CrossLayer
 from kvqjax.model import Model
@@ -57,12 +57,13 @@ def outlier_channels(key_weight: Float[Array | np.ndarray, "E N"], top: int) -> 
     return np.argsort(-np.abs(signed_svd(_host(key_weight))[2][0]), kind="stable")[:top]
 
 
-def _layer_constants(spec, layer: Mapping[str, Array | np.ndarray], config: ModelConfig) -> dict:
-    if isinstance(spec, LayerInput) and spec.uses_latents(config):
-        return {name: latent_maps(layer[name]) for name in ("k", "v")}
-    if isinstance(spec, CrossLayer) and spec.uses_latents(config):
+def _layer_constants(spec: LayerSpec, params: Params, number: int, config: ModelConfig) -> dict:
+    if not (isinstance(spec, LayerInput | CrossLayer) and spec.uses_latents(config)):
+        return {}
+    layer = {name: params["layers"][name][number] for name in ("k", "v", "attn_norm")}
+    if isinstance(spec, CrossLayer):
         return {"x": shared_map(layer, spec.space)}
-    return {}
+    return {name: latent_maps(layer[name]) for name in ("k", "v")}
 
 
 def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict, ...]:
@@ -71,7 +72,7 @@ def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict
     stacks = []
     for run in plan(CacheLayout(config=config, method=method, capacity=1, dtype="float32")):
         numbers = range(run.first, run.first + run.count)
-        layers = [_layer_constants(specs[run.first], decoder.layer(params, number), config) for number in numbers]
+        layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
         stacks.append(jax.tree.map(lambda *arrays: np.stack(arrays), *layers))
     return tuple(stacks)
 

@@ -48,12 +48,15 @@ def open_model(name: str, dtype: str | None) -> Model:
 
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
-    """Pair every method with a model that holds its constants. An artifact serves the --cache of the same name."""
+    """Pair every method with a model that holds its constants. An artifact serves the --cache of the same name; what a
+    method derives from the weights alone (xquant) is computed here when there is none."""
+    from kvqjax.calibrate.xquant import prepared
+
     artifacts = {str(a.method): a for a in map(load_artifact, folders)}
     unused = set(artifacts) - {str(method) for method in methods}
     if unused:
         raise UserError(f"--artifact for {', '.join(sorted(unused))}, which no --cache names")
-    return [(model.with_artifact(artifacts[str(m)]) if str(m) in artifacts else model, m) for m in methods]
+    return [(model.with_artifact(artifacts[str(m)]) if str(m) in artifacts else prepared(model, m), m) for m in methods]
 
 
 def size(count: float) -> str:
