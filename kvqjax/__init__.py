@@ -6,34 +6,50 @@
 import importlib
 
 from kvqjax.artifacts import load_artifact
+from kvqjax.beam import beam_search
+from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, forward, init_cache, prefill
 from kvqjax.generate import generate, stream
 from kvqjax.ledger import ledger
 from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, uniform
 from kvqjax.model import Model, load
+from kvqjax.persist import load_cache, save_cache
+from kvqjax.speculate import speculate
+
+append = commit  # fills a cache from sources, without attention
 
 __all__ = [
     "METHODS",
     "Method",
     "Model",
     "UserError",
+    "append",
     "attend",
+    "beam_search",
     "calibrate",
     "commit",
+    "crop",
     "eval",
+    "evict",
     "exact",
+    "fork",
     "forward",
+    "gather",
     "generate",
     "init_cache",
+    "insert",
     "kivi",
     "kivi_star",
     "ledger",
     "load",
     "load_artifact",
+    "load_cache",
     "parse",
     "policy",
     "prefill",
+    "save_cache",
+    "speculate",
     "stream",
     "uniform",
 ]

@@ -1,0 +1,124 @@
+"""Operations on whole rows of packed caches: crop, fork, gather, insert, evict. Pure, jit-compatible, for every method.
+
+None of them decodes or encodes anything: they move arrays and change counts, and know nothing of what a field means.
+Contract: what lies below a row's `lengths` equals a fresh encode of the same tokens with as many groups encoded; what
+lies beyond is undefined and never read, because words are cleared before they are written."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvqjax.cache.state import Cache, Run, RunPlan, plan
+from kvqjax.errors import UserError
+
+__all__ = ["crop", "evict", "fork", "gather", "insert"]
+
+
+def fork(cache: Cache) -> Cache:
+    """A copy that shares no buffer with `cache`: either may be donated and the other lives on."""
+    return jax.tree.map(jnp.copy, cache)
+
+
+def _by_rows(function: Callable, cache: Cache, *others: Cache) -> Cache:
+    """Apply `function(axis, array, *arrays)` to every array, `axis` being its row axis: 1 behind the layers, else 0."""
+
+    def stacked(*arrays):
+        return function(1, *arrays)
+
+    def flat(*arrays):
+        return function(0, *arrays)
+
+    def one(state: Run, *more: Run) -> Run:
+        parts = {
+            name: jax.tree.map(stacked, getattr(state, name), *(getattr(s, name) for s in more))
+            for name in ("body", "sinks", "window")
+        }
+        return Run(flushed=jax.tree.map(flat, state.flushed, *(s.flushed for s in more)), **parts)
+
+    runs = tuple(one(*states) for states in zip(cache.runs, *(other.runs for other in others), strict=True))
+    lengths = flat(cache.lengths, *(other.lengths for other in others))
+    return cache.replace(
+        runs=runs, lengths=lengths, overflow=flat(cache.overflow, *(other.overflow for other in others))
+    )
+
+
+def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
+    """A cache whose row i is row `rows[i]` of `cache`; rows may repeat or be left out (beams), N may differ from B."""
+    return _by_rows(lambda axis, array: jnp.take(array, rows, axis=axis, mode="clip"), cache)
+
+
+def _check_same(cache: Cache, other: Cache) -> None:
+    for field in dataclasses.fields(cache.layout):
+        wanted, got = getattr(cache.layout, field.name), getattr(other.layout, field.name)
+        if wanted != got:
+            raise UserError(f"the other cache has another {field.name}: {got}, wanted {wanted}")
+
+
+def insert(cache: Cache, row: Int[Array, ""] | int, other: Cache, other_row: Int[Array, ""] | int) -> Cache:
+    """`cache` with its row `row` replaced by row `other_row` of a cache of equal layout (a request that was prefilled
+    apart joins a running batch). Raises UserError when the layouts differ, naming the field."""
+    _check_same(cache, other)
+
+    def put(axis, array, source):
+        line = jax.lax.dynamic_slice_in_dim(source, other_row, 1, axis)
+        return jax.lax.dynamic_update_slice_in_dim(array, line, row, axis)
+
+    return _by_rows(put, cache, other)
+
+
+def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
+    """Empty the marked rows: length 0, nothing encoded, overflow forgotten. Their old words stay until overwritten."""
+    empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
+    runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
+    return cache.replace(runs=runs, lengths=empty(cache.lengths), overflow=cache.overflow & ~rows)
+
+
+def _floor(wanted: Int[Array, " B"], clocks: list[tuple[RunPlan, int, Array]]) -> Int[Array, " B"]:
+    """The most body tokens, at most `wanted`, at which each clock (run, unit, encoded tokens [B]) can stand: at or
+    above what it has encoded, or on a boundary of its units below that."""
+
+    def lower(length):
+        for run, unit, encoded in clocks:
+            # A ring body has overwritten what a row cut back that far would need, so only the sinks are left.
+            below = jnp.zeros_like(length) if run.wraps else length // unit * unit
+            length = jnp.where((encoded > length) & (length > 0), below, length)
+        return length
+
+    def step(pair):
+        return pair[1], lower(pair[1])
+
+    return jax.lax.while_loop(lambda pair: (pair[0] != pair[1]).any(), step, (wanted, lower(wanted)))[1]
+
+
+def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
+    """Cut every row back to `lengths[b]` tokens (longer wishes change nothing); the result's `lengths` say what was
+    kept.
+
+    While no encoded token is cut the crop is exact, to the token: so it is for the newest `window` tokens at least. A
+    deeper one goes down to where every source of every layer ends on a whole unit (32 to 128 tokens), its window being
+    empty then: the newest tokens stay encoded, and nothing is encoded twice. In a layer with two clocks (KIVI as
+    published) a token whose key was encoded while its value was exact keeps the reconstructed key. Layers whose body
+    is a ring (sliding windows) have overwritten older tokens: a crop into their encoded part leaves the sinks only.
+    """
+    sinks, runs = cache.layout.method.sinks, plan(cache.layout)
+    clocks = [
+        (run, clock.unit, count * clock.unit)
+        for run, state in zip(runs, cache.runs, strict=True)
+        for clock, count in zip(run.wiring.clocks, state.flushed, strict=True)
+    ]
+    wanted = jnp.clip(lengths, 0, cache.lengths) - sinks
+    kept = _floor(wanted, clocks)
+    whole = jnp.maximum(kept, 0)
+    states = tuple(
+        state.replace(
+            flushed=tuple(
+                jnp.minimum(count, whole // clock.unit)
+                for clock, count in zip(run.wiring.clocks, state.flushed, strict=True)
+            )
+        )
+        for run, state in zip(runs, cache.runs, strict=True)
+    )
+    return cache.replace(runs=states, lengths=kept + sinks)

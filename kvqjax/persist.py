@@ -1,0 +1,68 @@
+"""Saving and loading a cache as it is, packed: an Orbax folder with a JSON description, refused by any other model."""
+
+import dataclasses
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from kvqjax.artifacts import flatten, read_arrays, read_description, write_folder
+from kvqjax.cache import Cache, CacheLayout, allocate_cache
+from kvqjax.config import ModelConfig
+from kvqjax.errors import UserError
+from kvqjax.methods import parse
+from kvqjax.model import Model
+
+__all__ = ["load_cache", "save_cache"]
+
+
+def _digest(config: ModelConfig) -> str:
+    return hashlib.sha256(repr(dataclasses.asdict(config)).encode()).hexdigest()[:16]
+
+
+def _constants(model: Model) -> str:
+    """Digest of the calibrated constants: words mean nothing without the very ones they were encoded with."""
+    digest = hashlib.sha256()
+    for name, leaf in sorted(flatten(model.constants or ()).items()):
+        array = np.asarray(leaf)
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _about(model: Model) -> dict[str, str]:
+    return {"fingerprint": model.fingerprint, "config": _digest(model.config), "constants": _constants(model)}
+
+
+def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
+    """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
+    and constants filled it. Raises UserError when `path` exists or cannot be written."""
+    layout = cache.layout
+    text = {"kind": "cache", "method": str(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
+    write_folder(Path(path), text | {"batch": cache.batch} | _about(model), flatten(cache))
+
+
+def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
+    method = parse(text["method"])
+    return CacheLayout(config=model.config, method=method, capacity=text["capacity"], dtype=text["dtype"])
+
+
+def load_cache(path: str | os.PathLike, model: Model) -> Cache:
+    """Read a cache that `model` filled. Raises UserError when the folder is missing or damaged, or was written for
+    another model, other constants or another compute dtype, naming the field."""
+    path = Path(path)
+    text = read_description(path, "cache")
+    wanted = _about(model) | {"dtype": str(model.params["embed"].dtype)}
+    for field, value in wanted.items():
+        if text.get(field) != value:
+            raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
+    shape = jax.eval_shape(functools.partial(allocate_cache, _layout(path, text, model), text["batch"]))
+    arrays, names = read_arrays(path), flatten(shape)
+    for name, leaf in names.items():
+        got = arrays.get(name)
+        if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
+            found = "nothing" if got is None else f"{got.dtype}{got.shape}"
+            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
+    return jax.tree.unflatten(jax.tree.structure(shape), [arrays[name] for name in names])
