@@ -1,0 +1,49 @@
+"""A saved cache comes back bit for bit, and only for what wrote it."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algebra import check_row, extend, fresh
+from cases import FEW, model_and_method
+from tiny import tiny
+
+import kvqjax as kvq
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_comes_back(name, tmp_path):
+    model, _ = model_and_method(name)
+    cache = fresh(name, [list(range(150)), list(range(33))])
+    kvq.save_cache(tmp_path / "cache", cache, model)
+    back = kvq.load_cache(tmp_path / "cache", model)
+    assert back.layout == cache.layout
+    jax.tree.map(np.testing.assert_array_equal, cache, back)
+    check_row(name, extend(name, back, [[1, 2], [3] * 40]), 1, list(range(33)) + [3] * 40)
+
+
+def test_refused_by_another_model(tmp_path):
+    model, _ = model_and_method("kivi2")
+    kvq.save_cache(tmp_path / "cache", fresh("kivi2", [list(range(50))]), model)
+    others = {
+        "config": tiny(rope=dataclasses.replace(model.config.rope, theta=1e6)),
+        "fingerprint": dataclasses.replace(model, fingerprint="weights=1234"),
+        "constants": dataclasses.replace(model, constants=({"k": {"scale": jnp.ones((2, 4))}},)),
+    }
+    for field, other in others.items():
+        with pytest.raises(kvq.UserError, match=f"another {field}"):
+            kvq.load_cache(tmp_path / "cache", other)
+    with pytest.raises(kvq.UserError, match="exists already"):
+        kvq.save_cache(tmp_path / "cache", fresh("kivi2", [list(range(50))]), model)
+
+
+def test_damage_is_named(tmp_path):
+    model, _ = model_and_method("kivi2")
+    kvq.save_cache(tmp_path / "cache", fresh("kivi2", [list(range(50))]), model)
+    path = tmp_path / "cache" / "description.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"capacity": 1024}))
+    with pytest.raises(kvq.UserError, match="should be"):
+        kvq.load_cache(tmp_path / "cache", model)
