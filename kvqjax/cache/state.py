@@ -141,6 +141,12 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
     clocks = {run.wiring.clocks[0][1:] for run in runs}
     if len(clocks) > 1 or any(len(run.wiring.clocks) > 1 for run in runs):
         raise UserError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
+    # A layer that slides neither reads old tokens nor keeps them where its neighbours do, so nothing can flow past it.
+    rings = {run.slots for run in runs} if any(run.wraps for run in runs) else set()
+    if len({run.sliding for run in runs}) > 1 or len(rings) > 1:
+        raise UserError(
+            f"{layout.method}: layers that feed each other must see the same tokens; sliding windows differ"
+        )
     return (tuple(range(len(runs))),)
 
 
