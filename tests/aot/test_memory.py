@@ -1,6 +1,7 @@
 """No cache array and no weights are copied: Llama-3.1-8B's geometry in bfloat16, compiled ahead of time for a TPU."""
 
 import functools
+import importlib.util
 import os
 
 import jax
@@ -17,7 +18,12 @@ from kvqjax.generate import LoopState, decode_steps
 from kvqjax.ledger import ledger
 from kvqjax.sampling import make_sampling
 
-pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install libtpu"
+    ),
+]
 
 GIB = 2**30
 LLAMA = ModelConfig(
