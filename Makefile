@@ -1,5 +1,6 @@
 # make demo   set up .venv with the package alone and run the demonstration
 # make test   set up .venv with the test tools and run every check
+# make aot    what needs TPU's compiler (no TPU): memory and kernels compiled ahead of time; skipped without libtpu
 # make clean  remove everything these two made
 # Needs a Python >= 3.11 with venv. Override: make test PYTHON=/path/to/python VENV=/path/to/venv PYTEST_ARGS="-k kivi"
 
@@ -10,7 +11,6 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c "$(USABLE)" 2>/dev/null && echo $$p && break; done)
 TORCH := torch==2.13.0
-TORCH_INDEX := https://download.pytorch.org/whl/cpu
 ifeq ($(shell uname -s),Linux)
 TORCH := $(TORCH)+cpu
 endif
@@ -20,7 +20,7 @@ FOLDERS := kvqjax pallas_kernels calibrate eval
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test clean
+.PHONY: demo test aot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -35,6 +35,9 @@ test: $(VENV)/.package $(VENV)/.tools $(VENV)/.torch
 	$(BIN)/pyrefly check --config pyproject.toml --python-interpreter-path $(BIN)/python --output-format min-text \
 		"$$($(BIN)/python -Pc 'import importlib.util as u; print(u.find_spec("kvqjax").submodule_search_locations[0])')"
 	PYTHONSAFEPATH=1 $(BIN)/python -m pytest -n 2 -ra $(PYTEST_ARGS)
+
+aot: $(VENV)/.package $(VENV)/.tools $(VENV)/.libtpu
+	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot
 
 $(VENV)/.base:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv and ensurepip found (Debian: apt install python3-venv)"; exit 1; }
@@ -57,8 +60,11 @@ $(VENV)/.tools: pyproject.toml | $(VENV)/.package
 # Only torch's CPU build: the default Linux build brings gigabytes of CUDA libraries.
 $(VENV)/.torch: | $(VENV)/.base
 	$(PIP) install '$(TORCH)' 2>/dev/null \
-		|| $(PIP) --retries 1 --timeout 20 install --extra-index-url $(TORCH_INDEX) '$(TORCH)' 2>/dev/null \
 		|| echo "$(TORCH) is not to be had here: the tests against transformers' torch models will be skipped"
+	touch $@
+
+$(VENV)/.libtpu: | $(VENV)/.tools
+	$(PIP) install 'libtpu==0.0.42.*' 2>/dev/null || echo "libtpu is not to be had here: its tests will be skipped"
 	touch $@
 
 clean:
