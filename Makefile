@@ -64,7 +64,7 @@ $(VENV)/.torch: | $(VENV)/.base
 	touch $@
 
 $(VENV)/.libtpu: | $(VENV)/.tools
-	$(PIP) install 'libtpu==0.0.42.*' 2>/dev/null || echo "libtpu is not to be had here: its tests will be skipped"
+	$(PIP) install "jax[tpu]==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" 2>/dev/null || echo "libtpu is not to be had here: its tests will be skipped"
 	touch $@
 
 clean:
