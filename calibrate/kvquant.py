@@ -134,7 +134,8 @@ def _second_pass(task: _Task, state: dict, number: int) -> dict:
             continue
         own = tuple(x[run.first : run.first + run.count, 0, task.sinks :] for x in cached if x is not None)
         bounds = _bounds(task, run, pair, state["extremes"])
-        new = passes.tally(own, bounds, key=pair[0], value=pair[1], objective=objective)
+        slots = dict(zip(("key_slots", "value_slots"), (c.slot_count(own[0].shape[-1]) for c in pair), strict=True))
+        new = passes.tally(own, bounds, **slots, dtype=pair[1].dtype, objective=objective)
         tallies.append(jax.tree.map(jnp.add, old, new))
     return state | {"tallies": tallies}
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvqjax.calibrate import kmeans
-from kvqjax.codecs.nuq import Nuq, channel_range, excess, normalise_keys, stored_range, token_range
+from kvqjax.codecs.nuq import channel_range, excess, normalise_keys, stored_range, token_range
 
 __all__ = ["Extremes", "Tally", "empty_extremes", "observe", "rank", "tally", "thresholds"]
 
@@ -87,38 +87,39 @@ def _points(u, weight, keep: Bool[Array, "T W"]) -> kmeans.Histogram:
     return kmeans.histogram(u.ravel(), weight.ravel(), keep.ravel())
 
 
-def _keys(spec: Nuq, objective: str, x: Float[Array, "T W"], fisher, bounds):
+def _keys(slots: int, objective: str, x: Float[Array, "T W"], fisher, bounds):
     """Histogram of one layer's keys inside their thresholds, and how many lie outside and find no slot."""
     u, outside = normalise_keys(bounds, x)
     scale = channel_range(bounds)[1][None]
     hist = _points(u, _weigh(fisher, scale, objective), ~outside & (scale > 0))
-    return hist, outside.sum().astype(jnp.float32), excess(spec, bounds, x).sum().astype(jnp.float32)
+    return hist, outside.sum().astype(jnp.float32), excess(slots, bounds, x).sum().astype(jnp.float32)
 
 
-def _values(spec: Nuq, objective: str, x: Float[Array, "T W"], fisher) -> kmeans.Histogram:
+def _values(slots: int, dtype: str, objective: str, x: Float[Array, "T W"], fisher) -> kmeans.Histogram:
     """Histogram of one layer's values inside their token's range, normalised as the codec will."""
-    high, low, _ = token_range(x, spec.slot_count(x.shape[-1]) // 2)
-    centre, scale = (a.astype(jnp.float32) for a in stored_range(high, low, spec.dtype))
+    high, low, _ = token_range(x, slots // 2)
+    centre, scale = (a.astype(jnp.float32) for a in stored_range(high, low, dtype))
     inside = (x <= high) & (x >= low) & (scale > 0)
     return _points((x - centre) / jnp.where(scale > 0, scale, 1.0), _weigh(fisher, scale, objective), inside)
 
 
-@functools.partial(jax.jit, static_argnames=("key", "value", "objective"))
+@functools.partial(jax.jit, static_argnames=("key_slots", "value_slots", "dtype", "objective"))
 def tally(
     x: tuple[Float[Array, "L T W"], ...],
     bounds: dict[str, Float[Array, "L W"]],
     *,
-    key: Nuq,
-    value: Nuq,
+    key_slots: int,
+    value_slots: int,
+    dtype: str,
     objective: str,
 ) -> Tally:
-    """The sums one sequence adds for a run of layers. `x` is (k, v) and, unless the objective is "none", their
-    Fisher."""
+    """The sums one sequence adds for a run of layers. `x` is (k, v) and, unless the objective is "none", their Fisher;
+    `dtype` is that of the values' stored scales."""
 
     def layer(xs):
         (k, v, *fisher), bounds = xs
         k_fisher, v_fisher = fisher or (None, None)
-        k_hist, outliers, clipped = _keys(key, objective, k, k_fisher, bounds)
-        return Tally(k_hist, _values(value, objective, v, v_fisher), outliers, clipped)
+        k_hist, outliers, clipped = _keys(key_slots, objective, k, k_fisher, bounds)
+        return Tally(k_hist, _values(value_slots, dtype, objective, v, v_fisher), outliers, clipped)
 
     return jax.lax.map(layer, (x, bounds))

@@ -122,7 +122,7 @@ def test_key_outliers_are_those_beyond_the_thresholds():
     for row, kept in enumerate(np.asarray(tile["channels"]).T):
         assert reach[row][kept].sum() >= reach[row][data["mask_capped"][row]].sum() * (1 - 1e-6)
         np.testing.assert_array_equal(ours[row][kept], x[row][kept])
-    np.testing.assert_array_equal(excess(capped, constants, jnp.asarray(x)), mask.sum(1) - 42)
+    np.testing.assert_array_equal(excess(42, constants, jnp.asarray(x)), mask.sum(1) - 42)
 
 
 def test_value_outliers_are_the_quantile_rules_but_for_ties():

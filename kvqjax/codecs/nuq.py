@@ -173,11 +173,10 @@ def normalise_keys(constants, x: Float[Array, "u W"]):
     return (x - centre[None]) / divisor(scale)[None], outside
 
 
-def excess(spec: Nuq, constants, x: Float[Array, "u W"]) -> Int[Array, " u"]:
-    """Outliers of each key token that find no slot and saturate (without slots: every entry beyond the
-    thresholds)."""
+def excess(slots: int, constants, x: Float[Array, "u W"]) -> Int[Array, " u"]:
+    """Outliers of each key token that find none of its slots and saturate."""
     outside = normalise_keys(constants, x.astype(jnp.float32))[1]
-    return jnp.maximum(outside.sum(-1) - spec.slot_count(x.shape[-1]), 0)
+    return jnp.maximum(outside.sum(-1) - slots, 0)
 
 
 def token_range(x: Float[Array, "u W"], side: int):
