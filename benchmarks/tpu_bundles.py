@@ -1,0 +1,128 @@
+"""Compile the TPU kernels ahead of time and count the bundles of their schedules: a compile-time estimate, not a speed.
+
+    python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4-g128,k2-g128] [--write]
+
+Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 2048 and 4096 tokens; the difference
+is the marginal cost per 512 tokens of K and V of one KV head (head_dim 128, 8 query rows), the rest the fixed cost of a
+grid step. The work done once per tile for all KV heads is counted in full, as if every head did it. `--write` renews
+benchmarks/records/tpu_bundles.json for what was compiled.
+"""
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+RECORD = Path(__file__).parent / "records" / "tpu_bundles.json"
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+TILES = (2048, 4096)
+# bits of keys, bits of values, key group, value group
+CASES = {
+    "k2v2-g128": (2, 2, 128, 128),
+    "k3v3-g128": (3, 3, 128, 128),
+    "k4v4-g128": (4, 4, 128, 128),
+    "k8v8-g128": (8, 8, 128, 128),
+    "k2v2-g32": (2, 2, 32, 32),
+    "k4v4-g32": (4, 4, 32, 32),
+    "k4v2-g128": (4, 2, 128, 128),
+}
+SLOTS, LAYERS, BATCH, KV_HEADS, HEAD_DIM, QUERY_ROWS = 16384, 4, 2, 8, 128, 8
+
+
+def prepare(folder: str) -> None:
+    """Settings that must stand before JAX is imported."""
+    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+
+
+def _arguments(case, chip: str):
+    """Shapes of one call on one device of the chip, and its spec."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    from kvqjax.layout import split_bits
+    from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+
+    key_bits, value_bits, key_group, value_group = case
+    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+    sharding, width = jax.sharding.SingleDeviceSharding(device), KV_HEADS * HEAD_DIM
+
+    def shaped(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def words(bits):
+        return tuple(shaped(jnp.uint32, LAYERS, BATCH, SLOTS * part // 32, width) for part in split_bits(bits))
+
+    group = shaped(jnp.bfloat16, LAYERS, BATCH, SLOTS // key_group, width)
+    token = shaped(jnp.bfloat16, LAYERS, BATCH, width // value_group, SLOTS)
+    body = PackedBody(words(key_bits), group, group, words(value_bits), token, token)
+    spec = PackedSpec(
+        key_bits=key_bits,
+        value_bits=value_bits,
+        key_group=key_group,
+        value_group=value_group,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        block=1024,
+        target=chip,
+    )
+    q = shaped(jnp.bfloat16, BATCH, 1, KV_HEADS * QUERY_ROWS, HEAD_DIM)
+    bounds = shaped(jnp.int32, BATCH, 1)
+    return (q, body, shaped(jnp.int32), bounds, bounds), spec
+
+
+def count(folder: Path) -> dict:
+    """Bundles and vector spills of the kernel last dumped; the dump is emptied."""
+    schedule = next(folder.glob("*packed_attention*schedule-analysis_final_bundles.txt")).read_text()
+    slots = next(folder.glob("*packed_attention*final_hlo-static-per-bundle-utilization.txt")).read_text()
+    rows = [line.split() for line in slots.split("UTILIZATION:")[1].splitlines()]
+    for file in folder.iterdir():
+        if file.is_file():
+            file.unlink()
+    bundles = int(re.search(r"non empty scheduled bundles: *(\d+)", schedule)[1])
+    return {"bundles": bundles, "spills": sum(int(row[8]) for row in rows if len(row) == 10)}
+
+
+def compile_case(chip: str, case, tile: int, folder: Path) -> dict:
+    """Compile one kernel; its bundles, spills and temporary bytes."""
+    import jax
+
+    from kvqjax.pallas_kernels import tpu
+
+    arguments, spec = _arguments(case, chip)
+    call = jax.jit(lambda *args: tpu.packed_attention(*args, spec, tile=tile))
+    compiled = call.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    return {**count(folder), "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+
+
+def measure(chip: str, name: str, folder: Path) -> dict:
+    """Marginal bundles per 512 tokens, fixed bundles per grid step, spills and temporaries at the default tile."""
+    small, large = (compile_case(chip, CASES[name], tile, folder) for tile in TILES)
+    marginal = (large["bundles"] - small["bundles"]) * 512 / (TILES[1] - TILES[0])
+    fixed = small["bundles"] - marginal * TILES[0] / 512
+    return {"marginal": marginal, "fixed": fixed, "spills": small["spills"], "temp_bytes": small["temp_bytes"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", default=",".join(TOPOLOGIES))
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder)
+        for chip in options.chips.split(","):
+            for name in options.cases.split(","):
+                found = measure(chip, name, Path(folder))
+                print(json.dumps({"chip": chip, "case": name, **found}), flush=True)
+                record.setdefault(chip, {})[name] = found
+                if options.write:
+                    RECORD.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

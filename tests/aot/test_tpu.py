@@ -1,0 +1,37 @@
+"""TPU kernels compiled ahead of time for real chips: no spills, no hidden copy of the cache, bundles as recorded.
+
+Skipped where libtpu is not installed. Run with `python -m pytest tests/aot -m slow`.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ALLOWANCE = 1.10
+CACHE_BYTES = 4e6  # less than one field of the bodies compiled here; small arguments may be copied
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install libtpu"
+    ),
+]
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "v7x"])
+def test_bundles_stay_as_recorded(chip):
+    record = json.loads((FOLDER / "records" / "tpu_bundles.json").read_text())[chip]
+    command = [sys.executable, str(FOLDER / "tpu_bundles.py"), "--chips", chip, "--cases", ",".join(record)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == len(record)
+    for found in map(json.loads, lines):
+        known = record[found["case"]]
+        assert found["marginal"] <= ALLOWANCE * known["marginal"], found
+        assert found["fixed"] <= ALLOWANCE * known["fixed"], found
+        assert found["spills"] <= known["spills"], found
+        assert found["temp_bytes"] < CACHE_BYTES, found
