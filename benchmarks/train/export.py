@@ -75,6 +75,9 @@ def export(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
+        # transformers' class for Qwen adds a token of its own where these two are not named.
+        "pad_token": "</s>",
+        "unk_token": "</s>",
         "clean_up_tokenization_spaces": False,
         "model_max_length": recipe.config.max_position,
     }
