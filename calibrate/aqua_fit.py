@@ -74,6 +74,14 @@ def _measured(constants: dict, inputs, y: np.ndarray, span: range) -> Score:
     return Score(error / float((own**2).sum()), 1 - error / float(((own - own.mean((0, 1))) ** 2).sum()))
 
 
+def _totals(inputs, y: np.ndarray, span: range) -> Moments:
+    """Moments of the sequences of `span`, one after the other."""
+    total = add(None, inputs(span[0]), y[span[0]])
+    for i in span[1:]:
+        total = add(total, inputs(i), y[i])
+    return total
+
+
 def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, seed: int) -> tuple[dict, dict]:
     """Constants of one predictor and its measures. `inputs(i)` are sequence i's predictor inputs [n, I]."""
     train = recipe.training(len(y))
@@ -83,7 +91,7 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
         constants = train_mlp(jax.random.key(seed), rows, y[:train].reshape(-1, y.shape[-1]), recipe.mlp_steps)
         scores = [_measured(cast(constants, dtype), inputs, y, span) for span in spans]
     else:
-        totals = [functools.reduce(lambda total, i: add(total, inputs(i), y[i]), span, None) for span in spans]
+        totals = [_totals(inputs, y, span) for span in spans]
         constants, weight, bias = fit_linear(layer, totals[0], recipe, dtype)
         scores = [score(total, weight, bias) for total in totals]
     found = {"relative_mse": scores[0].relative_mse, "explained": scores[0].explained}

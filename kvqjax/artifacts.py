@@ -38,7 +38,7 @@ class Artifact:
         write_folder(Path(path), text | {"runs": len(self.constants)}, flatten(self.constants))
 
 
-def flatten(runs: tuple[dict, ...]) -> dict[str, Any]:
+def flatten(runs: Any) -> dict[str, Any]:
     """{"0/k/scale": array, ...}: one level, so that empty runs cost nothing and names stay readable."""
     leaves = jax.tree_util.tree_flatten_with_path(runs)[0]
     return {"/".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path): leaf for path, leaf in leaves}

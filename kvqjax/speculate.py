@@ -119,7 +119,9 @@ def _rounds(
         greedy, gained, done, pending = _verify(model, state, drafted, eos)
         # The newest token enters the cache with the accepted part of the draft; the correction stays outside.
         cache = commit(model, state.cache, pending, gained)
-        drafter = None if small is None else commit(small, state.drafter, lasting, gained)
+        drafter = state.drafter
+        if small is not None and drafter is not None and lasting is not None:
+            drafter = commit(small, drafter, lasting, gained)
         span = jnp.arange(draft + 1)[None]
         place = jnp.where(span < gained[:, None], state.length[:, None] + span, state.known.shape[1])
         rows = jnp.arange(len(place))[:, None]

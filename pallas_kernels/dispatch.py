@@ -4,6 +4,8 @@
 guards: a program traced for a TPU and lowered for something else gets the reference.
 """
 
+import functools
+
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -35,10 +37,6 @@ def packed_attention(
     if path(spec, q.shape[1] * q.shape[2] // spec.kv_heads) == "reference":
         return reference.packed_attention(q, body, layer, start, stop, spec)
 
-    def kernel(*args):
-        return tpu.packed_attention(*args, spec)
-
-    def plain(*args):
-        return reference.packed_attention(*args, spec)
-
+    kernel = functools.partial(tpu.packed_attention, spec=spec)
+    plain = functools.partial(reference.packed_attention, spec=spec)
     return jax.lax.platform_dependent(q, body, layer, start, stop, tpu=kernel, default=plain)

@@ -4,7 +4,7 @@ Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8
 key groups of the tile, C rows of value scales.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +20,31 @@ NEVER = -1e30  # a masked score: finite, so that the difference of two of them i
 
 
 class Refs(NamedTuple):
-    queries: object  # [1, P, M, W] bf16, block-diagonal over the heads of a lane group
-    bounds: object  # [1, M, 2] i32: first and last + 1 visible token of a row
-    order: object  # [1, block] i32: token of every lane
-    onehot: object  # [block, block] bf16: brings scales into lane order; unused where that is token order
+    queries: Any  # [1, P, M, W] bf16, block-diagonal over the heads of a lane group
+    bounds: Any  # [1, M, 2] i32: first and last + 1 visible token of a row
+    order: Any  # [1, block] i32: token of every lane
+    onehot: Any  # [block, block] bf16: brings scales into lane order; unused where that is token order
     key_codes: tuple  # [1, 1, rows, W] u32 for each plane set
-    key_scale: object  # [1, 1, N, W]
-    key_low: object
+    key_scale: Any  # [1, 1, N, W]
+    key_low: Any
     value_codes: tuple
-    value_scale: object  # [1, 1, C, S]
-    value_low: object
-    out: object  # [1, 1, P, M, W] f32, the accumulator as well
-    lse: object  # [1, 1, P, M, 1] f32
-    peak: object  # [P, M, 1] f32
-    total: object  # [P, M, 1] f32
-    scales: object  # [C, S] f32: value scales in lane order
-    lows: object  # [C, S] f32: value minima, less what `_narrow_shift` takes
-    factors: object  # [N, W] f32: key scales times D^-1/2
-    zeros: object  # [N, W] f32: key minima times D^-1/2, less what `_narrow_shift` takes
-    scores: object  # [M, S] f32
+    value_scale: Any  # [1, 1, C, S]
+    value_low: Any
+    out: Any  # [1, 1, P, M, W] f32, the accumulator as well
+    lse: Any  # [1, 1, P, M, 1] f32
+    peak: Any  # [P, M, 1] f32
+    total: Any  # [P, M, 1] f32
+    scales: Any  # [C, S] f32: value scales in lane order
+    lows: Any  # [C, S] f32: value minima, less what `_narrow_shift` takes
+    factors: Any  # [N, W] f32: key scales times D^-1/2
+    zeros: Any  # [N, W] f32: key minima times D^-1/2, less what `_narrow_shift` takes
+    scores: Any  # [M, S] f32
 
 
 def _named(refs, plan) -> Refs:
     keys, values = len(split_bits(plan.spec.key_bits)), len(split_bits(plan.spec.value_bits))
     head, key, rest = refs[:4], refs[4 : 4 + keys], refs[4 + keys :]
-    return Refs(*head, key, *rest[:2], rest[2 : 2 + values], *rest[2 + values :])
+    return Refs._make((*head, key, *rest[:2], rest[2 : 2 + values], *rest[2 + values :]))
 
 
 def kernel(_, ends, *refs, plan, per_split: int):

@@ -12,6 +12,9 @@ which attention does not mind as long as keys, values, scales and positions agre
 Codes come out as c + offset(bits, ways).
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,12 +64,11 @@ def unpack_block(words: list[jax.Array], bits: int, ways: int) -> jax.Array:
 
 def _natural(words, bits):
     """Plane after plane; the plane sets of an odd width are added up."""
-    size, shift, total = block_size(bits), 0, None
+    size, shift, sets = block_size(bits), 0, []
     for rows, part in zip(words, split_bits(bits), strict=True):
         mask = jnp.uint32((1 << part) - 1)
         blocks = [rows[first : first + PLANE] for first in range(0, size * part // 32, PLANE)]
         planes = [(block >> jnp.uint32(i)) & mask for block in blocks for i in range(0, 32, part)]
-        codes = jnp.concatenate(planes) << jnp.uint32(shift)
-        total = codes if total is None else total | codes
+        sets.append(jnp.concatenate(planes) << jnp.uint32(shift))
         shift += part
-    return total.astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
+    return functools.reduce(operator.or_, sets).astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
