@@ -250,6 +250,43 @@ def test_bits_follow_the_papers_formula(width, fraction):
         assert ours == pytest.approx(bits + 16 / width + 32 * specs[0].slot_count(width) / width)
 
 
+def pair_bits(width, bits, fraction=0.0):
+    specs = [Nuq(bits=bits, per=per, outliers=fraction) for per in ("channel", "token")]
+    return sum(bits_per_value(spec.build(width)) for spec in specs) / 2
+
+
+def gibibytes(layers, width, tokens, bits):
+    """The paper's memory tables: keys and values of one sequence."""
+    return 2 * layers * width * tokens * bits / 8 / 2**30
+
+
+def test_the_papers_memory_tables():
+    """Table 7 (fp16; LLaMA-7B, 13B and 65B) and Table 8 (LLaMA-7B)."""
+    lengths = (2**17, 2**20, 10**7)
+    for layers, width, row in (
+        (32, 4096, (64, 512, 4883)),
+        (40, 5120, (100, 800, 7629)),
+        (80, 8192, (320, 2560, 24414)),
+    ):
+        assert tuple(round(gibibytes(layers, width, n, 16)) for n in lengths) == row
+    for bits, row in ((4, (16.0, 128.1, 1221.9)), (3, (12.0, 96.1, 916.7)), (2, (8.0, 64.1, 611.5))):
+        assert tuple(round(gibibytes(32, 4096, n, pair_bits(4096, bits)), 1) for n in lengths) == row
+    for bits, row in ((4, (17.3, 138.4, 1319.6)), (3, (13.3, 106.4, 1014.4)), (2, (9.3, 74.4, 709.2))):
+        nominal = pair_bits(4096, bits) + 32 * 0.01
+        assert tuple(round(gibibytes(32, 4096, n, nominal), 1) for n in lengths) == row
+        # What is stored: 42 whole slots per token where the paper counts 40.96.
+        assert pair_bits(4096, bits, 0.01) == pytest.approx(nominal + 32 * 1.04 / 4096)
+
+
+def test_the_papers_bit_ranges():
+    """Table 17: dense, 0.1 %, 0.5 % and 1 % at widths 8192 to 1024; its sparse rows count 16 bits of pointer."""
+    for bits in (2, 3, 4):
+        assert [round(pair_bits(width, bits), 2) for width in (8192, 1024)] == [bits, bits + 0.02]
+        for fraction, low, high in ((0.001, 0.04, 0.06), (0.005, 0.16, 0.19), (0.01, 0.32, 0.35)):
+            counted = [pair_bits(width, bits) + 32 * fraction + 16 / width for width in (8192, 1024)]
+            assert [round(c, 2) for c in counted] == [round(bits + low, 2), round(bits + high, 2)]
+
+
 def test_three_bits_are_packed_without_waste():
     """Value 5 = 0b101 everywhere: the two-bit plane set holds 01 in every place, the one-bit set 1."""
     field = Nuq(bits=3, per="token").build(32).fields["codes"]
