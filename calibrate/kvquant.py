@@ -70,15 +70,16 @@ class _Task:
 
 def _codecs(spec) -> tuple[Nuq, Nuq] | None:
     """The (key, value) codecs of a layer that KVQuant calibrates."""
-    pair = (spec.key, spec.value) if isinstance(spec, KeysAndValues) else ()
-    found = [isinstance(codec, Nuq) for codec in pair]
-    if any(found) and not (all(found) and pair[0].per == "channel" and pair[1].per == "token"):
-        raise UserError("KVQuant's calibration needs keys quantised per channel and values per token, both by KVQuant")
-    return pair if any(found) else None
+    key, value = (spec.key, spec.value) if isinstance(spec, KeysAndValues) else (None, None)
+    if not (isinstance(key, Nuq) or isinstance(value, Nuq)):
+        return None
+    if isinstance(key, Nuq) and isinstance(value, Nuq) and (key.per, value.per) == ("channel", "token"):
+        return key, value
+    raise UserError("KVQuant's calibration needs keys quantised per channel and values per token, both by KVQuant")
 
 
 def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -> _Task:
-    layers = method.layers(model.config)
+    layers: tuple[Any, ...] = method.layers(model.config)
     runs = plan(CacheLayout(config=model.config, method=method, capacity=1, dtype="float32"))
     specs = tuple(_codecs(layers[run.first]) for run in runs)
     ropes = {layers[run.first].rope for run, pair in zip(runs, specs, strict=True) if pair}

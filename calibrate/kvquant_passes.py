@@ -77,7 +77,7 @@ def thresholds(extremes: Extremes, count: int, fraction: float) -> tuple[Float[A
 
 def _weigh(fisher: Float[Array, "T W"] | None, scale: Float[Array, "#T #W"], objective: str):
     """Weight of each normalised entry: F s^2, F or 1."""
-    if objective == "none":
+    if fisher is None or objective == "none":
         return None
     return fisher * scale**2 if objective == "fisher_s2" else fisher
 
