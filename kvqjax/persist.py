@@ -5,8 +5,10 @@ import functools
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.artifacts import flatten, read_arrays, read_description, write_folder
@@ -36,12 +38,17 @@ def _about(model: Model) -> dict[str, str]:
     return {"fingerprint": model.fingerprint, "config": _digest(model.config), "constants": _constants(model)}
 
 
+def _stored(cache: Cache) -> dict[str, Any]:
+    """The cache's arrays by name, without those that hold nothing (no sinks): Orbax refuses them."""
+    return {name: leaf for name, leaf in flatten((cache,)).items() if leaf.size}
+
+
 def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
     """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
     and constants filled it. Raises UserError when `path` exists or cannot be written."""
     layout = cache.layout
     text = {"kind": "cache", "method": str(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
-    write_folder(Path(path), text | {"batch": cache.batch} | _about(model), flatten(cache))
+    write_folder(Path(path), text | {"batch": cache.batch} | _about(model), _stored(cache))
 
 
 def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
@@ -59,10 +66,13 @@ def load_cache(path: str | os.PathLike, model: Model) -> Cache:
         if text.get(field) != value:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
     shape = jax.eval_shape(functools.partial(allocate_cache, _layout(path, text, model), text["batch"]))
-    arrays, names = read_arrays(path), flatten(shape)
-    for name, leaf in names.items():
+    arrays = read_arrays(path)
+    for name, leaf in _stored(shape).items():
         got = arrays.get(name)
         if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
             found = "nothing" if got is None else f"{got.dtype}{got.shape}"
             raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
-    return jax.tree.unflatten(jax.tree.structure(shape), [arrays[name] for name in names])
+    leaves = [
+        arrays[name] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in flatten((shape,)).items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shape), leaves)
