@@ -144,7 +144,7 @@ def test_reading_rebuilds_the_encoders_accumulator_bit_for_bit(name):
 def test_missing_constants_and_sliding_windows_are_refused():
     method = parse("xquant:bits=2,group=32")
     model = make(GQA, method).replace(constants=None)
-    with pytest.raises(UserError, match="needs calibrated down, up"):
+    with pytest.raises(UserError, match=r"needs the calibrated constant k\.down"):
         through_cache(model, method, 8, TOKENS[:, :8])
     sliding = dataclasses.replace(MHA, windows=(None, 8, None, None))
     with pytest.raises(ValueError, match="full attention"):
