@@ -12,17 +12,20 @@ from jaxtyping import Array, Float, Int
 from kvqjax.attention import Partial
 from kvqjax.pallas_kernels import reference, tpu
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+from kvqjax.pallas_kernels.support import ROWS, lookup
 
 __all__ = ["packed_attention", "path"]
 
-TPUS = ("v5e", "v5p", "v6e", "v7x")
-MOST_ROWS = 64  # query rows of a lane group; beyond, the stacked scores outgrow the vector registers
+MOST_ROWS = 8  # query rows of a KV head the kernels were compiled for
 
 
 def path(spec: PackedSpec, rows: int) -> str:
-    """ "tpu" or "reference": what a call with `rows` = T*G query rows of a KV head is computed by."""
-    whole = spec.width % 128 == 0 and spec.key_group in (32, 64, 128)
-    return "tpu" if spec.target in TPUS and whole and rows <= MOST_ROWS else "reference"
+    """ "tpu" or "reference": what a call with `rows` = T*G query rows of a KV head is computed by. A kernel is taken
+    only for the shapes it was compiled ahead of time for (`support`)."""
+    known = (spec.head_dim, spec.key_group, spec.value_group) == (128, 128, 128) and spec.key_bits == spec.value_bits
+    if not known or rows > MOST_ROWS or f"kivi {spec.key_bits} bits" not in ROWS:
+        return "reference"
+    return "reference" if lookup(f"kivi {spec.key_bits} bits", spec.target) == "reference" else "tpu"
 
 
 def packed_attention(

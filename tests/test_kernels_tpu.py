@@ -1,0 +1,94 @@
+"""The TPU kernel, interpreted, against decoding everything and attending exactly; dispatch and the support table.
+
+Bound: queries times scales, and probabilities times scales, are rounded to bfloat16 (2^-8 relative, half of it on
+average); everything else is exact or float32.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kernel_cases import Case, agree, make_body, make_query, oracle
+
+from kvqjax.pallas_kernels import dispatch, support, tpu
+from kvqjax.pallas_kernels.packed import TARGETS
+from kvqjax.pallas_kernels.tpu_unpack import block_size, token_order
+
+FOUR = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=2, head_dim=128, group=4, slots=512)
+TWO = Case(key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=4, head_dim=64, group=2)
+EIGHT = Case(
+    key_bits=8, value_bits=8, key_group=64, value_group=64, kv_heads=2, head_dim=64, group=1, length=3, slots=256
+)
+MIXED = Case(key_bits=3, value_bits=2, key_group=64, value_group=48, kv_heads=4, head_dim=96, group=2)
+RUNS = [
+    (FOUR, {"ways": 2, "tile": 256, "splits": 2}),
+    (FOUR, {"ways": 8, "tile": 512}),
+    (TWO, {"ways": 16, "tile": 512}),
+    (EIGHT, {"ways": 4, "tile": 128}),
+    (MIXED, {"ways": 1, "tile": 1024}),
+]
+
+
+def attend(case: Case, **options):
+    body, key, value = make_body(case)
+    q, start, stop = make_query(case)
+    q = q.astype(jnp.bfloat16).astype(jnp.float32)
+    kernel = jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options))
+    return kernel(q, body, jnp.int32(1), start, stop), oracle(q, key, value, start, stop), key, value, q
+
+
+def near(got, want, key, value, q):
+    """As `agree` for 2^-9 of rounding on queries and on probabilities: checked per query against its own scores."""
+    bound = float(
+        2.0**-9 * jnp.linalg.norm(q, axis=-1).max() * jnp.linalg.norm(key, axis=-1).max() / q.shape[-1] ** 0.5
+    )
+    np.testing.assert_allclose(got.lse, want.lse, atol=bound, rtol=0)
+    error = jnp.linalg.norm(got.out - want.out) / jnp.linalg.norm(want.out)
+    assert float(error) < 0.03, error
+
+
+@pytest.mark.parametrize(("case", "options"), RUNS, ids=str)
+def test_kernel_equals_the_oracle(case, options):
+    near(*attend(case, interpret=True, **options))
+
+
+def test_race_free_on_simulated_memory():
+    """Buffers start as NaN, reads out of bounds raise, races are detected."""
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    near(*attend(FOUR, ways=2, tile=256, interpret=params))
+
+
+@pytest.mark.parametrize(("bits", "ways"), [(1, 1), (2, 1), (2, 2), (2, 16), (3, 1), (4, 1), (4, 2), (4, 8), (8, 4)])
+def test_token_order_is_a_permutation(bits, ways):
+    order = token_order(bits, ways)
+    np.testing.assert_array_equal(np.sort(order), np.arange(block_size(bits)))
+
+
+def test_rows_that_see_nothing_merge_as_nothing():
+    body, _, _ = make_body(FOUR)
+    q, start, stop = make_query(FOUR)
+    stop = stop.at[1].set(0)
+    part = tpu.packed_attention(q, body, 1, start, stop, FOUR.spec, tile=256, interpret=True)
+    np.testing.assert_array_equal(part.out[1], 0)
+    np.testing.assert_array_equal(part.lse[1], -jnp.inf)
+    assert np.isfinite(part.lse[0]).all()
+
+
+def test_dispatch_guards_by_platform():
+    """A program traced for a TPU but run here is the reference, and says so for what no kernel covers."""
+    case = Case(**{**vars(FOUR), "target": "v6e"})
+    body, key, value = make_body(case)
+    q, start, stop = make_query(case)
+    agree(
+        dispatch.packed_attention(q, body, 1, start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q
+    )
+    assert dispatch.path(case.spec, 4) == "tpu"
+    assert dispatch.path(FOUR.spec, 4) == "reference"
+
+
+def test_table_covers_every_target(capsys):
+    support.main()
+    assert all(set(row) == set(TARGETS) for row in support.ROWS.values())
+    assert support.lookup("kivi 4 bits", "sm90") == "reference"
+    assert "| kivi 2 bits |" in capsys.readouterr().out
