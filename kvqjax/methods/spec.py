@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
+from kvqjax.layout import split_bits
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -61,7 +62,9 @@ def _packed(spec: KeysAndValues, config: ModelConfig) -> PackedSpec | None:
         return None
     shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     groups = {"key_group": key.group, "value_group": min(value.group, config.kv_width)}
-    return PackedSpec(key_bits=key.bits, value_bits=value.bits, block=1024, **groups, **shape)
+    # Blocks of 512 tokens are the fastest on CPUs (measured); planes of one bit come in blocks of 1024.
+    block = max(512, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
+    return PackedSpec(key_bits=key.bits, value_bits=value.bits, block=block, **groups, **shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
