@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.errors import UserError
@@ -52,4 +53,7 @@ def load_state(path: Path, owner: str, like: Any) -> Any:
         raise UserError(f"{path}: the calibration's state cannot be read; delete it to start anew ({error})") from error
     if found != owner:
         raise UserError(f"{path} is the state of another model, method, recipe or text; delete it to start anew")
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    old, structure = jax.tree.flatten(like)
+    # Device arrays come back as such, host numbers (a 64-bit count) as they were.
+    new = [jnp.asarray(x) if isinstance(was, jax.Array) else x for x, was in zip(leaves, old, strict=True)]
+    return jax.tree.unflatten(structure, new)
