@@ -32,7 +32,7 @@ class _State(struct.PyTreeNode):
     """N beams per prompt still growing, and the N best finished hypotheses with their final scores (-inf: none yet).
     The last token of each growing beam is not in the cache yet."""
 
-    cache: Cache  # B * N rows
+    cache: Leaf  # Cache of B * N rows, or None where only the rest is carried
     tokens: Leaf  # Int[B, N, M]
     total: Leaf  # Float[B, N], sums of log probabilities
     ended: Leaf  # Int[B, N, M]

@@ -18,7 +18,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.layout import Stored, allocate, block_tokens
 from kvqjax.methods.spec import Method
-from kvqjax.methods.wiring import Wiring
+from kvqjax.methods.wiring import Clock, Wiring
 
 __all__ = ["Cache", "CacheLayout", "Run", "RunPlan", "allocate_cache", "body_tokens", "chains", "plan"]
 
@@ -178,6 +178,6 @@ def body_tokens(run: RunPlan, state: Run) -> Int[Array, " B"]:
     return functools.reduce(jnp.minimum, units)
 
 
-def due(clock, body_length: Int[Array, "*S"], flushed: Int[Array, "*S"]) -> Int[Array, "*S"]:
+def due(clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]) -> Int[Array, "*S"]:
     """Units that are encoded once a row holds `body_length` tokens after the sinks (never fewer than `flushed`)."""
     return jnp.maximum(flushed, (body_length - clock.window) // clock.unit)
