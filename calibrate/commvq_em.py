@@ -31,7 +31,7 @@ __all__ = ["EMSettings", "Fit", "Statistics", "e_step", "fit_keys", "fit_round",
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EMSettings:
     """At most `steps` iterations a round, from temperature `hot` down to `cold` (fractions of the residual's RMS),
-    ended when two iterations together improve the best error by less than `gain`, `patience` iterations at least.
+    ended when two iterations together improve the best error by less than `gain`, after `patience` iterations at least.
     `batch` tokens are weighed at a time: 32 suit a CPU core's cache, an accelerator takes hundreds. `inertia` tokens
     stand at every old centre, so that centres without data stay.
     """
@@ -40,7 +40,7 @@ class EMSettings:
     hot: float = 3e-2
     cold: float = 3e-4
     gain: float = 0.01
-    patience: int = 4
+    patience: int = 9
     batch: int = 32
     inertia: float = 1e-4
 
