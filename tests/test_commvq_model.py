@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
     vocab_size=40, width=32, mlp_width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True
 )
 METHOD = commvq(bits=2, rounds=4, levels=8, hidden=32, window=32, unit=32, sinks=1)
-QUICK = Recipe(keys=EMSettings(steps=6, batch=64), values=ValueSettings(steps=40, warmup=5), key_tokens=256)
+QUICK = Recipe(keys=EMSettings(steps=6, batch=64), values=ValueSettings(steps=120, warmup=5), key_tokens=256)
 TOKENS = np.random.default_rng(0).integers(0, 40, (6, 64))
 PROMPT = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 144)))
 
