@@ -1,5 +1,6 @@
 """The command line: a thin typer layer over the public API. Bad input gives one line on stderr and exit code 2."""
 
+import os
 import sys
 
 import typer
@@ -12,6 +13,8 @@ def main() -> None:
     from kvqjax.cli.app import app
     from kvqjax.errors import UserError
 
+    # Transformers reports on stderr that it found no PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:
