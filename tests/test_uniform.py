@@ -10,6 +10,9 @@ from kvqjax.codecs import Exact, Uniform, bits_per_value
 from kvqjax.codecs.uniform import round_toward
 
 GOLDEN = Path(__file__).parent / "data"
+# The vectors' source, checked too where a copy of it lies beside the repository.
+SOURCE = Path(__file__).resolve().parents[2] / "shared" / "golden" / "kivi_codec_fp32.npz"
+FILES = [GOLDEN / "golden_kivi_codec.npz", *([SOURCE] if SOURCE.exists() else [])]
 
 
 def rows(x):
@@ -21,8 +24,9 @@ def rows(x):
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize(("source", "along"), [("k", "tokens"), ("v", "channels")])
-def test_codes_and_parameters_equal_the_published_ones(bits, group, source, along):
-    golden = np.load(GOLDEN / "golden_kivi_codec.npz")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_codes_and_parameters_equal_the_published_ones(bits, group, source, along, file):
+    golden = np.load(file)
     codec = Uniform(bits=bits, along=along, group=group, dtype="float32").build(128)
     x = rows(golden[source])
     tile = codec.encode({}, x)
