@@ -40,8 +40,24 @@ def check(compiled, cache, more: int) -> None:
     assert memory.temp_size_in_bytes < 0.1 * size + more, f"{memory.temp_size_in_bytes} bytes beside {size} of cache"
 
 
-# Scales in float32: XLA's CPU backend converts whole bfloat16 arrays to float32 around every update in place.
-@pytest.mark.parametrize("name", ["exact", "kivi4-float32"])
+def known(name: str, reason: str):
+    """A case that holds a copy it should not; it fails here as soon as it no longer does."""
+    return pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
+WIDENED = "XLA's CPU backend converts whole bfloat16 scale arrays to float32 around every update in place"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exact",
+        "kivi4-float32",
+        known("kivi2", WIDENED),
+        known("kivi-published", f"{WIDENED}; and the choice between one token and a plane copies the value words"),
+        known("mixed", "a run of one exact layer is copied whole; cause not found"),
+    ],
+)
 def test_no_second_cache_in_forward(name):
     model, cache = abstract(name, 2, 65536)
     length = 16
@@ -53,7 +69,7 @@ def test_no_second_cache_in_forward(name):
     check(compiled, cache, 2 * block * (8 * config.kv_width + 4 * config.num_heads * length) * 4)
 
 
-@pytest.mark.parametrize("name", ["kivi4-float32"])
+@pytest.mark.parametrize("name", ["kivi2"])
 def test_no_second_cache_in_a_decode_loop(name):
     model, cache = abstract(name, 2, 65536)
     numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
