@@ -1,8 +1,16 @@
-"""The one list of cache specs that every general test of caches runs over: a new method adds itself here."""
+"""The one list of cache specs that every general test of caches runs over: a new method adds itself here.
 
+A calibrated method gets made-up constants of the shapes it asks for: valid, random, and quick to have.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.cache import plan
 
 # name -> (spec string, changes to the tiny model). Widths are tiny, so groups of channels are 32 at most.
 CASES: dict[str, tuple[str, dict]] = {
@@ -18,12 +26,41 @@ CASES: dict[str, tuple[str, dict]] = {
     "mixed": ("kivi:bits=2,window=32,sinks=4;0=exact", {}),
     "sliding": ("kivi:bits=2,window=32", {"windows": (96, 96)}),
     "sliding-mixed": ("kivi:bits=4,window=32,sinks=2", {"windows": (96, None)}),
+    "kvquant": ("kvquant:bits=3,sinks=2", {}),
+    "commvq": ("commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32", {}),
 }
 
 # A few that differ most, for tests that compile much.
 FEW = ("exact", "kivi2", "kivi-published", "mixed")
 
+# Constants that cannot be any numbers; all others are normal, of variance one over the second last axis.
+MADE_UP = {
+    "upper": lambda random, shape: random.uniform(4, 12, shape),
+    "lower": lambda random, shape: random.uniform(-12, -4, shape),
+    "signposts": lambda random, shape: np.sort(random.uniform(-1, 1, shape)),
+    "scale": lambda random, shape: random.uniform(0.5, 2, shape),
+}
 
+
+def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:
+    random = np.random.default_rng(0)
+
+    def made_up(name: str, shape: tuple[int, ...]):
+        plain = lambda random, shape: random.normal(size=shape) * shape[-2] ** -0.5  # noqa: E731
+        return jnp.asarray(MADE_UP.get(name, plain)(random, shape), jnp.float32)
+
+    runs = plan(kvq.init_cache(model, method, 1, 1).layout)
+    return tuple(
+        {
+            group: {name: made_up(name, (run.count, *shape)) for name, shape in names.items()}
+            for group, names in run.wiring.wanted().items()
+        }
+        for run in runs
+    )
+
+
+@functools.cache
 def model_and_method(name: str) -> tuple[kvq.Model, kvq.Method]:
     spec, changes = CASES[name]
-    return tiny(**changes), kvq.parse(spec)
+    model, method = tiny(**changes), kvq.parse(spec)
+    return model.replace(constants=_constants(model, method)), method

@@ -60,7 +60,7 @@ def test_exact_prefill_is_the_plain_decoder(windows):
     assert cache.lengths.tolist() == list(COUNTS)
 
 
-@pytest.mark.parametrize("name", ["kivi2", "kivi-pre", "kivi-published", "mixed", "sliding-mixed"])
+@pytest.mark.parametrize("name", ["kivi2", "kivi-pre", "kivi-published", "mixed", "sliding-mixed", "kvquant"])
 def test_drafts_see_what_single_steps_see(name):
     """`within="step"` in pieces of 9 equals one token at a time, through several flushes inside a piece."""
     model, method = model_and_method(name)
