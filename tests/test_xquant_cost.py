@@ -11,7 +11,8 @@ from kvqjax.codecs import bits_per_value
 from kvqjax.config import ModelConfig
 from kvqjax.layout import logical_bits
 from kvqjax.methods import parse
-from kvqjax.methods.xquant_cost import flops_per_token, layer_flops, longest_memory_bound, weight_bytes
+from kvqjax.methods.roofline import layer_cost, longest_memory_bound, step_cost, step_seconds
+from kvqjax.methods.xquant_cost import flops_per_token, layer_flops
 
 LLAMA2_7B = ModelConfig(
     vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
@@ -102,23 +103,46 @@ def test_bits_per_value():
     assert bits_per_value(key) == 2.25 + 16 / 1024
 
 
+def paper_cost(spec, config, cached):
+    """A layer's cost with the bytes per cached token that the paper's equation counts: codes alone."""
+    return layer_cost(parse(spec).layer, config)._replace(cache_bytes=cached)
+
+
 def test_longest_length_mha():
     width, bits = 4096, 2
-    flops, cached = layer_flops(parse("xquant").layer, LLAMA2_7B), bits / 8 * width
-    assert flops == 4 * width**2
-    assert longest_memory_bound(flops, cached, 24 * width**2, H100_RIDGE) == pytest.approx(2281, abs=1)
-    assert weight_bytes(LLAMA2_7B, latent=False) == pytest.approx(24 * width**2, rel=0.01)
+    cost = paper_cost("xquant:bits=2", LLAMA2_7B, bits / 8 * width)
+    assert cost.flops == 4 * width**2
+    assert cost.weight_bytes == pytest.approx(24 * width**2, rel=0.01)
+    rounded = cost._replace(weight_bytes=24 * width**2)
+    assert longest_memory_bound(rounded, H100_RIDGE) == pytest.approx(2281, abs=1)
 
 
 def test_longest_length_gqa():
     """Equation 4 counts the bytes of one latent (40.6K); the text above it those of both, which gives 41.6K."""
     width, kv_width, bits = 4096, 1024, 2
-    flops, weights = layer_flops(parse("xquant").layer, LLAMA31_8B), weight_bytes(LLAMA31_8B, latent=True)
-    assert (flops, weights) == (4 * kv_width**2, 26 * width**2 + 4 * kv_width**2)
-    one, two = (longest_memory_bound(flops, n * bits / 8 * kv_width, weights, H100_RIDGE) for n in (1, 2))
-    assert one == pytest.approx(40627, abs=1)
-    assert two == pytest.approx(41610, abs=1)
-    assert longest_memory_bound(flops, flops, weights, H100_RIDGE) == float("inf")
+    one, two = (paper_cost("xquant:bits=2", LLAMA31_8B, n * bits / 8 * kv_width) for n in (1, 2))
+    assert (one.flops, one.weight_bytes) == (4 * kv_width**2, 26 * width**2 + 4 * kv_width**2)
+    assert longest_memory_bound(one, H100_RIDGE) == pytest.approx(40627, abs=1)
+    assert longest_memory_bound(two, H100_RIDGE) == pytest.approx(41610, abs=1)
+    assert longest_memory_bound(one._replace(cache_bytes=one.flops), H100_RIDGE) == float("inf")
+
+
+def test_stored_bytes_count_scales_and_the_accumulator():
+    plain, loop = (layer_cost(parse(spec).layer, LLAMA31_8B) for spec in ("xquant:bits=2", "xquant_cl:bits=2"))
+    assert plain.cache_bytes == 2 * 1024 * 2.25 / 8
+    assert loop.cache_bytes == 2048 * 2.25 / 8 + 2 * 4096
+    quarter = layer_cost(parse("xquant_cl:bits=2,accumulator=4").layer, LLAMA31_8B)
+    assert loop.cache_bytes - quarter.cache_bytes == 1.5 * 4096
+    assert loop.weight_bytes == layer_cost(parse("kivi").layer, LLAMA31_8B).weight_bytes + 2 * 4096 * 2048
+
+
+def test_a_steps_two_times_meet_at_the_longest_length():
+    cost = step_cost(parse("xquant_cl:bits=2"), LLAMA31_8B)
+    assert cost.flops == flops_per_token(parse("xquant_cl:bits=2"), LLAMA31_8B)
+    context = longest_memory_bound(cost, 989e12 / 3.35e12)
+    compute, memory = step_seconds(cost, context, peak=989e12, bandwidth=3.35e12)
+    assert compute == pytest.approx(memory)
+    assert longest_memory_bound(step_cost(parse("kivi"), LLAMA31_8B), 300.0) == float("inf")
 
 
 def test_operations_per_token():

@@ -9,9 +9,7 @@ from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.methods.xquant import LayerInput
 from kvqjax.methods.xquant_cl import CrossLayer
 
-__all__ = ["flops_per_token", "layer_flops", "longest_memory_bound", "weight_bytes"]
-
-Number = int | float
+__all__ = ["flops_per_token", "layer_flops"]
 
 
 def layer_flops(spec: LayerSpec, config: ModelConfig) -> int:
@@ -30,18 +28,3 @@ def layer_flops(spec: LayerSpec, config: ModelConfig) -> int:
 def flops_per_token(method: Method, config: ModelConfig) -> int:
     """Operations per generated token and cached token, all layers: times the context length, the price of one step."""
     return sum(layer_flops(spec, config) for spec in method.layers(config))
-
-
-def weight_bytes(config: ModelConfig, latent: bool) -> int:
-    """16-bit weights that one layer reads per step, as equations 3 and 4 count them: the projections and the MLP, with
-    W_k and W_v as U (same size) and S B^T where latents are cached."""
-    c = config
-    matrices = 2 * c.width * c.query_width + 2 * c.width * c.kv_width + 3 * c.width * c.mlp_width
-    return 2 * (matrices + (2 * c.kv_width**2 if latent else 0))
-
-
-def longest_memory_bound(flops: Number, cache_bytes: Number, weights: Number, ridge: Number) -> float:
-    """Cached tokens up to which rematerialisation hides behind memory traffic: `flops` and `cache_bytes` per token and
-    layer, `weights` bytes per layer, `ridge` the device's operations per byte (equations 3 and 4 solved for l)."""
-    spare = flops - ridge * cache_bytes
-    return float("inf") if spare <= 0 else ridge * weights / spare
