@@ -1,7 +1,10 @@
 """KVQuant's ablations on one model and text: which parts of the method lower the perplexity, with paired standard
 errors.
 
-    python benchmarks/kvquant_ablation.py --model demo --text valid.txt --other another.txt [--windows 100]
+    python benchmarks/kvquant_ablation.py --text valid.txt --other another.txt --out FOLDER [--windows 100]
+
+Every row's losses are kept in FOLDER as soon as they are known, so that a run that was killed goes on there; the last
+one writes FOLDER/kvquant_ablation.json. The texts are any UTF-8 files.
 
 Mode: in the loop, chunk 1. Every token attends to all earlier ones as the cache would give them back and to itself
 and the sinks exactly, computed for a whole window at once: with no window and one token encoded at a time this is
@@ -12,6 +15,8 @@ paired difference of two rows with its standard error over windows; a seed is wh
 
 import argparse
 import functools
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -152,68 +157,93 @@ def matrix_constants(model, tokens, sinks: int, bits: int, fraction: float = 0.0
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def variants(model, tokens, other):
-    """Every row: name -> (constants, codecs, rope, sinks)."""
-    width, rows = model.config.kv_width, {}
-
-    def add(name, method, objective="fisher_s2", text=tokens):
-        constants = calibrate(model, method, text, recipe=Recipe(objective=objective)).constants[0]
-        rows[name] = (constants, round_trips(method, width), method.layer.rope, method.sinks)
-
+def variants(model, tokens, other) -> dict[str, Callable]:
+    """Every row by name: a function that gives (constants, codecs, rope, sinks), calibrated when it is called."""
+    width = model.config.kv_width
     dense = functools.partial(kvquant, outliers=0.0)
-    for name, objective in (("nuq3", "fisher_s2"), ("nuq3 F only", "fisher"), ("nuq3 unweighted", "none")):
-        add(name, dense(bits=3), objective)
-    constants, pair, rope, sinks = rows["nuq3"]
-    for datatype in ("nf", "int"):  # the same thresholds and path, other signposts
+
+    @functools.cache
+    def calibrated(method, objective: str = "fisher_s2", foreign: bool = False):
+        text = other if foreign else tokens
+        constants = calibrate(model, method, text, recipe=Recipe(objective=objective)).constants[0]
+        return constants, round_trips(method, width), method.layer.rope, method.sinks
+
+    def fixed(datatype: str):
+        """The thresholds and path of nuq3, other signposts."""
+        constants, *rest = calibrated(dense(bits=3))
         table = jnp.broadcast_to(fixed_signposts(datatype, 3)[None], constants["v"]["signposts"].shape)
-        fixed = {name: group | {"signposts": table} for name, group in constants.items()}
-        rows[f"{datatype}3"] = (fixed, pair, rope, sinks)
-    add("nuq3 1%", kvquant(bits=3))
-    add("nuq3 1% transfer", kvquant(bits=3), text=other)
-    add("nuq3 1% 8 slots", kvquant(bits=3, slots=8))
-    add("nuq3 post", dense(bits=3, rope="post"))
-    add("nuq2", dense(bits=2))
-    add("nuq2 no sinks", dense(bits=2, sinks=0))
-    add("nuq2 1%", kvquant(bits=2))
-    for fraction, name in ((0.0, "nuq3"), (0.01, "nuq3 1%")):
-        constants, pair, rope, sinks = rows[name]
-        rows[f"{name} online"] = (constants, (online_keys(fraction, width, 3), pair[1]), rope, sinks)
-    rows["nuq3 matrix 1%"] = (matrix_constants(model, tokens, 1, 3), (matrix_keys, matrix_values), "pre", 1)
-    return rows
+        return {name: group | {"signposts": table} for name, group in constants.items()}, *rest
+
+    def online(method, fraction: float):
+        constants, (_, values), *rest = calibrated(method)
+        return constants, (online_keys(fraction, width, 3), values), *rest
+
+    make = functools.partial
+    return {
+        "nuq3": make(calibrated, dense(bits=3)),
+        "nuq3 F only": make(calibrated, dense(bits=3), "fisher"),
+        "nuq3 unweighted": make(calibrated, dense(bits=3), "none"),
+        "nf3": make(fixed, "nf"),
+        "int3": make(fixed, "int"),
+        "nuq3 1%": make(calibrated, kvquant(bits=3)),
+        "nuq3 1% transfer": make(calibrated, kvquant(bits=3), foreign=True),
+        "nuq3 1% 8 slots": make(calibrated, kvquant(bits=3, slots=8)),
+        "nuq3 post": make(calibrated, dense(bits=3, rope="post")),
+        "nuq3 online": make(online, dense(bits=3), 0.0),
+        "nuq3 1% online": make(online, kvquant(bits=3), 0.01),
+        "nuq3 matrix 1%": lambda: (matrix_constants(model, tokens, 1, 3), (matrix_keys, matrix_values), "pre", 1),
+        "nuq2": make(calibrated, dense(bits=2)),
+        "nuq2 no sinks": make(calibrated, dense(bits=2, sinks=0)),
+        "nuq2 1%": make(calibrated, kvquant(bits=2)),
+    }
 
 
 def same(fixed, x):
     return x
 
 
-def measure(model, windows, rows, batch: int, say) -> dict[str, np.ndarray]:
-    """Mean loss per token of each window with every row's cache, and with the exact one."""
-    empty = {"k": {}, "v": {}}
-    out = {}
-    for name, (constants, codecs, rope, sinks) in {"exact": (empty, (same, same), "pre", 0), **rows}.items():
-        parts = [
-            negative_log_likelihood(model, jnp.asarray(piece), constants, jnp.int32(sinks), codecs=codecs, rope=rope)
-            for piece in np.split(windows, len(windows) // batch)
-        ]
-        out[name] = np.concatenate([np.asarray(p, np.float64) for p in parts]) / (windows.shape[1] - 1)
-        say(f"{name}: {out[name].mean():.4f}")
-    return out
+def measure(model, windows, row, batch: int) -> np.ndarray:
+    """Mean loss per token of each window with one row's cache."""
+    constants, codecs, rope, sinks = row
+    parts = [
+        negative_log_likelihood(model, jnp.asarray(piece), constants, jnp.int32(sinks), codecs=codecs, rope=rope)
+        for piece in np.split(windows, len(windows) // batch)
+    ]
+    return np.concatenate([np.asarray(p, np.float64) for p in parts]) / (windows.shape[1] - 1)
 
 
-def report(console: Console, losses: list[dict[str, np.ndarray]], scored: int) -> None:
-    seeds = range(len(losses))
+def resumed(folder: Path, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """The losses of one row, from the folder when an earlier run left them there."""
+    path = folder / f"{name.replace(' ', '-').replace('%', '')}.npy"
+    if not path.exists():
+        found = compute()
+        np.save(path, found)
+        print(f"{name}: {found.mean():.4f}", flush=True)
+    return np.load(path)
+
+
+def summary(losses: list[dict[str, np.ndarray]]) -> dict:
+    """Per row the loss beyond the exact cache's, and per comparison the difference with its standard error, 1e-3
+    nat."""
+    rows = {name: [1e3 * float((loss[name] - loss["exact"]).mean()) for loss in losses] for name in losses[0]}
+    pairs = []
+    for better, worse, about in PAIRS:
+        gains = [1e3 * (loss[worse] - loss[better]) for loss in losses]
+        cells = [(float(g.mean()), float(g.std(ddof=1) / len(g) ** 0.5)) for g in gains]
+        pairs.append({"about": about, "better": better, "worse": worse, "gain_and_error": cells})
+    return {"exact": float(losses[0]["exact"].mean()), "rows": rows, "pairs": pairs}
+
+
+def report(console: Console, found: dict, scored: int) -> None:
+    seeds = range(len(found["rows"]["exact"]))
     table = Table("cache", *(f"loss - exact, seed {i} (1e-3 nat)" for i in seeds), title=f"{scored} tokens")
-    for name in losses[0]:
-        table.add_row(name, *(f"{1e3 * (loss[name] - loss['exact']).mean():.2f}" for loss in losses))
+    for name, cells in found["rows"].items():
+        table.add_row(name, *(f"{cell:.2f}" for cell in cells))
     console.print(table)
     table = Table("comparison", "paper: better", "worse", *(f"worse - better, seed {i}" for i in seeds))
-    for better, worse, about in PAIRS:
-        cells = []
-        for loss in losses:
-            difference = 1e3 * (loss[worse] - loss[better])
-            error = difference.std(ddof=1) / len(difference) ** 0.5
-            cells.append(f"{difference.mean():+.2f} +- {error:.2f}")
-        table.add_row(about, better, worse, *cells)
+    for pair in found["pairs"]:
+        cells = (f"{gain:+.2f} +- {error:.2f}" for gain, error in pair["gain_and_error"])
+        table.add_row(pair["about"], pair["better"], pair["worse"], *cells)
     console.print(table)
 
 
@@ -227,24 +257,33 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--text", type=Path, required=True, help="calibrated on: first half; scored: second half")
     parser.add_argument("--other", type=Path, required=True, help="the other text of the transfer row")
-    parser.add_argument("--windows", type=int, default=100)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the losses and the record")
+    for name, default in (("windows", 100), ("length", 512), ("sequences", 16), ("seeds", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    model, console = kvq.load(options.model), Console(width=150)
+    options.out.mkdir(parents=True, exist_ok=True)
+    model = kvq.load(options.model)
     texts = [path.read_text(encoding="utf-8") for path in (options.text, options.other)]
     ids, other = (np.asarray(model.tokenizer(text)["input_ids"]) for text in texts)
     half, length = len(ids) // 2, options.length
     count = min(options.windows, (len(ids) - half) // length)
     windows = ids[half : half + count * length].reshape(count, length).astype(np.int32)
+    batch = 4 if count % 4 == 0 else 1
+    nothing = ({"k": {}, "v": {}}, (same, same), "pre", 0)
+    exact = resumed(options.out, "exact", lambda: measure(model, windows, nothing, batch))
     losses = []
     for seed in range(options.seeds):
         own, foreign = (draw(source, options.sequences, length, seed) for source in (ids[:half], other))
-        losses.append(
-            measure(model, windows, variants(model, own, foreign), batch=4 if count % 4 == 0 else 1, say=console.print)
-        )
-    report(console, losses, count * (length - 1))
+        losses.append({"exact": exact})
+        for name, make in variants(model, own, foreign).items():
+            compute = lambda make=make: measure(model, windows, make(), batch)  # noqa: E731
+            losses[-1][name] = resumed(options.out, f"{name} seed {seed}", compute)
+    scored = count * (length - 1)
+    found = summary(losses)
+    report(Console(width=150), found, scored)
+    about = {"model": options.model, "tokens": scored, "window": length, "sequences": options.sequences}
+    about |= {"text": options.text.name, "other": options.other.name, "jax": jax.__version__}
+    (options.out / "kvquant_ablation.json").write_text(json.dumps({"about": about} | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

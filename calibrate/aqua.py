@@ -22,7 +22,7 @@ from kvqjax.artifacts import Artifact
 from kvqjax.attention import segment_attention
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
-from kvqjax.calibrate.resume import identity, load_state, save_state
+from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
@@ -109,8 +109,7 @@ def _advance_layer(task: _Task, state: dict) -> dict:
         found = [report[source].get(name) for name in MEASURES]
         measures[index, row] = [np.nan if x is None else x for x in found]
     learnt = [*state["constants"][:index], constants, *state["constants"][index + 1 :]]
-    done = {"done": np.int64(index + 1), "h": h, "recon": recon, "exact": exact}
-    return done | {"constants": learnt, "measures": measures}
+    return {"h": h, "recon": recon, "exact": exact, "constants": learnt, "measures": measures}
 
 
 def _stack(config: ModelConfig, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
@@ -141,14 +140,8 @@ def calibrate(
     tokens = np.asarray(tokens)
     task = _prepare(model, method, tokens, recipe)
     owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), tokens)
-    now, count = _fresh_state(task), model.config.num_layers
-    if state is not None:
-        now = load_state(state, owner, now)
-    while int(now["done"]) < count:
-        now = _advance_layer(task, now)
-        if state is not None:
-            save_state(state, owner, now)
-        advance(int(now["done"]), count)
+    step = functools.partial(_advance_layer, task)
+    now = stepped(_fresh_state(task), model.config.num_layers, step, state, owner, advance)
     about = {"sequences": len(tokens), "tokens": int(tokens.shape[1]), **dataclasses.asdict(recipe)}
     about |= {"layers": _report(now["measures"])}
     return Artifact(method, _stack(model.config, method, now["constants"], task.dtype), model.fingerprint, about)

@@ -10,7 +10,8 @@ import numpy as np
 from kvqjax.calibrate.mlp import train_mlp
 from kvqjax.calibrate.moments import Moments, Score, add, gptq, low_rank, refit_bias, ridge, score
 from kvqjax.methods.aqua import AquaLayer, encode_source, predictor_inputs
-from kvqjax.methods.predictors import pack_weight, predict, shapes
+from kvqjax.methods.predictors import predict, shapes
+from kvqjax.weight_codes import pack_nibbles
 
 __all__ = ["MEASURES", "Pair", "Recipe", "cast", "fit_layer", "fit_linear"]
 
@@ -55,7 +56,7 @@ def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tup
         size = inputs // shapes("int4", inputs, outputs)["scale"][0]
         parts = gptq(moments, ridge(moments, recipe.damping, centred=recipe.centred)[0], size)
         weight = parts["codes"] * np.repeat(parts["scale"], size, axis=0) + np.repeat(parts["low"], size, axis=0)
-        parts["codes"] = np.asarray(pack_weight(jnp.asarray(parts["codes"])))
+        parts["codes"] = np.asarray(pack_nibbles(jnp.asarray(parts["codes"])))
     else:
         exact, bias = ridge(moments, recipe.damping, centred=recipe.centred)
         weight = rounded(exact)

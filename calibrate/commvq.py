@@ -23,7 +23,7 @@ from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate import commvq_values as values
 from kvqjax.calibrate.commvq_em import EMSettings, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
-from kvqjax.calibrate.resume import identity, load_state, save_state
+from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.commvq_keys import truncate_rounds
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
@@ -86,8 +86,8 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell):
     state, losses = values.start(ready, values.channel_scale(data.v), spec, settings), []
     for index in range(PARTS):
         count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
-        state, history = values.train(run, state, data, settings, count)
-        losses.append(tuple(np.asarray(history.mean(0), float).tolist()))
+        state, means = values.train(run, state, data, settings, jnp.int32(count))
+        losses.append(tuple(np.asarray(means, float).tolist()))
         tell(f"values, step {int(state.step)}: loss {losses[-1][0]:.4g}, error {losses[-1][1]:.4g}")
     return values.constants(state), losses
 
@@ -118,7 +118,7 @@ def _advance_layer(model: Model, method: Method, state: dict, recipe: Recipe, te
         learnt, losses = _fit_values(value, data, layer.value(), recipe.values, tell)
         constants[index] = jax.tree.map(np.asarray, {"k": {"codebook": book}, "v": learnt})
         reports[index] = {"keys": np.asarray(rounds, float), "values": np.asarray(losses, float)}
-    return {"done": np.int64(index + 1), "h": np.asarray(h, np.float32), "constants": constants, "reports": reports}
+    return {"h": np.asarray(h, np.float32), "constants": constants, "reports": reports}
 
 
 def _stack(model: Model, method: Method, constants: list[dict]) -> tuple[dict, ...]:
@@ -148,19 +148,18 @@ def calibrate(
     if tokens.ndim != 2 or tokens.shape[0] * (tokens.shape[1] - method.sinks) < recipe.keys.batch:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T] with {recipe.keys.batch} tokens or more")
     owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), tokens)
-    now = _empty(model, layers, tokens)
-    if state is not None:
-        now = load_state(state, owner, now)
-    while (index := int(now["done"])) < len(layers):
+
+    def step(now):
+        index = int(now["done"])
         told = iter(range(sum(steps[:index]) + 1, sum(steps) + 1))
 
-        def tell(text, index=index, told=told):
+        def tell(text):
             note(f"layer {index}: {text}")
             advance(next(told), sum(steps))
 
-        now = _advance_layer(model, method, now, recipe, tell)
-        if state is not None:
-            save_state(state, owner, now)
+        return _advance_layer(model, method, now, recipe, tell)
+
+    now = stepped(_empty(model, layers, tokens), len(layers), step, state, owner)
     about = {"sequences": tokens.shape[0], "tokens": tokens.shape[1], **dataclasses.asdict(recipe)}
     about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in now["reports"]]
     return Artifact(method, _stack(model, method, now["constants"]), model.fingerprint, about)

@@ -139,27 +139,30 @@ def loss(
     return total, value
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "count"))
+@functools.partial(jax.jit, static_argnames="settings")
 def train(
-    key: Array, state: Training, data: Activations, settings: ValueSettings, count: int
-) -> tuple[Training, Float[Array, "{count} 2"]]:
-    """`count` more steps: the new state, and the loss and plain value error of every step."""
+    key: Array, state: Training, data: Activations, settings: ValueSettings, count: Int[Array, ""]
+) -> tuple[Training, Float[Array, "2"]]:
+    """`count` more steps, any number by one program: the new state, and the means of their losses and plain value
+    errors."""
     optimizer = _optimizer(settings)
     energy = output_energy(data) if settings.attention else jnp.ones(())
 
-    def step(state: Training, _):
+    def step(_, loop):
+        state, sums = loop
         pick, noise = jax.random.split(jax.random.fold_in(key, state.step))
         rows = jax.random.choice(pick, data.v.shape[0], (settings.batch,), replace=data.v.shape[0] < settings.batch)
         v, q, k = (x[rows].astype(jnp.float32) for x in data[:3])
         batch = Activations(v, q, k, data.o.astype(jnp.float32))
         gradient = jax.value_and_grad(loss, has_aux=True)
-        (total, value), slopes = gradient(state.params, state.scale, noise, batch, energy, settings.attention)
+        found, slopes = gradient(state.params, state.scale, noise, batch, energy, settings.attention)
         with jax.numpy_dtype_promotion("standard"):  # optax's updates mix float32 and weak types
             updates, inner = optimizer.update(slopes, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-        return Training(params, inner, state.scale, state.step + 1), jnp.stack([total, value])
+        return Training(params, inner, state.scale, state.step + 1), sums + jnp.stack(found)
 
-    return jax.lax.scan(step, state, length=count)
+    state, sums = jax.lax.fori_loop(0, count, step, (state, jnp.zeros(2)))
+    return state, sums / count.astype(jnp.float32)
 
 
 def constants(state: Training) -> dict[str, Float[Array, "..."]]:

@@ -22,7 +22,7 @@ from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.fisher import Activations, activations
-from kvqjax.calibrate.resume import identity, load_state, save_state
+from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.nuq_table import fixed_signposts
 from kvqjax.errors import UserError
@@ -184,15 +184,12 @@ def calibrate(
     task = _prepare(model, method, np.asarray(tokens), recipe)
     count = task.tokens.shape[0]
     owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), task.tokens)
-    now = _fresh_state(task)
-    if state is not None:
-        now = load_state(state, owner, now)
-    for step in range(int(now["done"]), 2 * count):
-        visit = _first_pass if step < count else _second_pass
-        now = visit(task, now, step % count) | {"done": np.int64(step + 1)}
-        if state is not None:
-            save_state(state, owner, now)
-        advance(step + 1, 2 * count)
+
+    def step(now):
+        visit = _first_pass if now["done"] < count else _second_pass
+        return visit(task, now, int(now["done"]) % count)
+
+    now = stepped(_fresh_state(task), 2 * count, step, state, owner, advance)
     constants, reports = _constants(task, now)
     about = {"sequences": count, "tokens": int(task.tokens.shape[1]), **dataclasses.asdict(recipe), "runs": reports}
     return Artifact(method, constants, model.fingerprint, about)

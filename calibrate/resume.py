@@ -3,6 +3,7 @@ bytes."""
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from kvqjax.errors import UserError
 
-__all__ = ["identity", "load_state", "save_state"]
+__all__ = ["identity", "load_state", "save_state", "stepped"]
 
 _IDENTITY = "identity"
 
@@ -57,3 +58,23 @@ def load_state(path: Path, owner: str, like: Any) -> Any:
     # Device arrays come back as such, host numbers (a 64-bit count) as they were.
     new = [jnp.asarray(x) if isinstance(was, jax.Array) else x for x, was in zip(leaves, old, strict=True)]
     return jax.tree.unflatten(structure, new)
+
+
+def stepped(
+    start: dict[str, Any],
+    total: int,
+    step: Callable[[dict[str, Any]], dict[str, Any]],
+    path: Path | None,
+    owner: str,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """The state after `total` steps from `start`. Its entry "done" counts the steps and is kept here; the file at
+    `path` (None: no file) holds it after every step, so that a run of `owner` which was killed goes on there.
+    `advance(done, total)` is told each step."""
+    now = start if path is None else load_state(path, owner, start)
+    while (done := int(now["done"])) < total:
+        now = step(now) | {"done": np.int64(done + 1)}
+        if path is not None:
+            save_state(path, owner, now)
+        advance(done + 1, total)
+    return now

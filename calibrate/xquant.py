@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvqjax import decoder
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Params
@@ -60,7 +61,7 @@ def outlier_channels(key_weight: Float[Array | np.ndarray, "E N"], top: int) -> 
 def _layer_constants(spec: LayerSpec, params: Params, number: int, config: ModelConfig) -> dict:
     if not (isinstance(spec, LayerInput | CrossLayer) and spec.uses_latents(config)):
         return {}
-    layer = {name: params["layers"][name][number] for name in ("k", "v", "attn_norm")}
+    layer = decoder.layer(params, number)
     if isinstance(spec, CrossLayer):
         return {"x": shared_map(layer, spec.space)}
     return {name: latent_maps(layer[name]) for name in ("k", "v")}

@@ -33,7 +33,8 @@ def read_text(data: str, tokens: int, seed: int) -> tuple[str, dict[str, Any]]:
 
 
 def stamp(model: Model, name: str, seed: int) -> dict[str, Any]:
-    """Model, its fingerprint, versions, seed and date."""
+    """Model, its fingerprint, how its weights are kept, versions, seed and date."""
     versions = {package: metadata.version(package) for package in ("kvqjax", "jax", "jaxlib")}
-    about = {"model": name, "fingerprint": model.fingerprint, "versions": versions, "seed": seed}
+    about = {"model": name, "fingerprint": model.fingerprint, "weights": model.weights}
+    about |= {"versions": versions, "seed": seed}
     return about | {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}

@@ -40,10 +40,10 @@ def _accumulate(
     state: _Running,
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
+    v: Float[Array, "B S J N"],
     mask: Bool[Array, "B T S"],
 ) -> _Running:
-    """Fold one block of keys and values into the running softmax."""
+    """Fold one block of keys and values into the running softmax; J = 1 is a value that all heads share."""
     scores = jnp.einsum("bkgtd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(-1))
@@ -51,13 +51,15 @@ def _accumulate(
     safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
     weights = jnp.exp(scores - safe[..., None])
     decay = jnp.exp(state.peak - safe)
-    update = jnp.einsum("bkgts,bskd->bkgtd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return _Running(peak, state.total * decay + weights.sum(-1), state.acc * decay[..., None] + update)
+    by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])
+    update = jnp.einsum("bkgts,bskd->bkgtd", by_value, v, preferred_element_type=jnp.float32)
+    acc = state.acc * decay[..., None] + update.reshape(state.acc.shape)
+    return _Running(peak, state.total * decay + weights.sum(-1), acc)
 
 
-def _start(q: Float[Array, "B K G T D"]) -> _Running:
+def _start(q: Float[Array, "B K G T D"], width: int) -> _Running:
     shape = q.shape[:-1]
-    return _Running(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
+    return _Running(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width), jnp.float32))
 
 
 def _finish(state: _Running) -> Partial:
@@ -76,7 +78,7 @@ def segment_attention(
 ) -> Partial:
     """Attend to S exact tokens at once. `mask[b, t, s]` is True where query t may see token s."""
     grouped = _grouped(q, k.shape[2])
-    return _finish(_accumulate(_start(grouped), grouped, k, v, mask))
+    return _finish(_accumulate(_start(grouped, v.shape[-1]), grouped, k, v, mask))
 
 
 def blockwise_attention(
@@ -86,10 +88,12 @@ def blockwise_attention(
     first: Int[Array, ""],
     last: Int[Array, ""],
     carry: Any = None,
+    width: int | None = None,
 ) -> tuple[Partial, Any]:
     """Attend to blocks `first <= j < last` one at a time, so that only one block of K and V ever exists.
 
-    `read(j, carry) -> (k [B,S,K,D], v [B,S,K,D], mask [B,T,S], carry)` materialises block j.
+    `read(j, carry) -> (k [B,S,K,D], v [B,S,K,D], mask [B,T,S], carry)` materialises block j. With `width`, v is
+    [B,S,1,width], shared by all heads, and so wide is the output.
     """
     grouped = _grouped(q, kv_heads)
 
@@ -98,7 +102,7 @@ def blockwise_attention(
         k, v, mask, carry = read(j, carry)
         return _accumulate(state, grouped, k, v, mask), carry
 
-    state, carry = jax.lax.fori_loop(first, last, step, (_start(grouped), carry))
+    state, carry = jax.lax.fori_loop(first, last, step, (_start(grouped, width or q.shape[-1]), carry))
     return _finish(state), carry
 
 

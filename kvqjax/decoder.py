@@ -2,7 +2,8 @@
 
     params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]}}
     layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
-            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3); every one stacked over L in front.
+            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3); every one stacked over L in front; a matrix may
+            be a `CodedWeight`.
 
 Layers are read from the stack by number inside a scan, so no second copy of the weights exists.
 """
@@ -17,6 +18,7 @@ from kvqjax.attention import segment_attention
 from kvqjax.config import ModelConfig
 from kvqjax.layout import row_major
 from kvqjax.rope import rotate
+from kvqjax.weight_codes import CodedWeight
 
 __all__ = [
     "Params",
@@ -47,8 +49,9 @@ class Projected(NamedTuple):
 
 
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
-    """Layer `index` of the stacked weights."""
-    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), params["layers"])
+    """Layer `index` of the stacked weights, in the compute dtype."""
+    own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), params["layers"])
+    return {name: x.decoded() if isinstance(x, CodedWeight) else x for name, x in own.items()}
 
 
 def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Float[Array, "*B W"]:

@@ -14,6 +14,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.decoder import Params
 from kvqjax.errors import UserError
 from kvqjax.hf_config import read_config
+from kvqjax.weight_codes import CodedWeight
 from kvqjax.weights import ShardingRule, fingerprint, load_params
 
 __all__ = ["BUNDLED", "Model", "load", "locate"]
@@ -22,6 +23,7 @@ BUNDLED = ("demo", "recall")
 
 _ASSETS = Path(__file__).parent / "assets"
 _DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+_WEIGHTS = {"int8": 8, "int4": 4}
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # Mistral's second copy of the weights, folders of other formats
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -60,6 +62,12 @@ class Model(struct.PyTreeNode):
         if not self.folder:
             raise UserError("this model has no folder, so it has no tokenizer; pass token ids")
         return _tokenizer(self.folder)
+
+    @property
+    def weights(self) -> str:
+        """How the layers' matrices are kept: "int8", "int4", or their dtype."""
+        matrix = self.params["layers"]["q"]
+        return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
 
     def with_artifact(self, artifact) -> "Model":
         """This model with the artifact's `constants`. Raises UserError when the artifact's `fingerprint` differs."""
@@ -107,18 +115,23 @@ def locate(name: str | Path) -> Path:
     raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
 
 
-def load(name: str | Path, *, dtype: str | None = None, sharding: ShardingRule | None = None) -> Model:
+def load(
+    name: str | Path, *, dtype: str | None = None, sharding: ShardingRule | None = None, weights: str | None = None
+) -> Model:
     """Model by bundled name, folder or hub id (looked for in this order; "./demo" is always a folder).
 
     `dtype` is the compute policy "bf16", "f16" (T4) or "f32"; None means f32 on the CPU backend, bf16 elsewhere.
-    `sharding(parameter name)` gives each parameter's placement (kvqjax.weights.load_params).
+    `sharding(parameter name)` gives each parameter's placement (kvqjax.weights.load_params). `weights` "int8" or "int4"
+    keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype stays.
     Code from a checkpoint is never run. Raises UserError with one line naming the cause.
     """
     if dtype is None:
         dtype = "f32" if jax.default_backend() == "cpu" else "bf16"
     if dtype not in _DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; known: {', '.join(_DTYPES)}")
+    if weights is not None and weights not in _WEIGHTS:
+        raise UserError(f"weights {weights!r} is unknown; known: {', '.join(_WEIGHTS)}")
     folder = locate(name)
     config = read_config(folder)
-    params = load_params(folder, config, _DTYPES[dtype], sharding)
+    params = load_params(folder, config, _DTYPES[dtype], sharding, _WEIGHTS[weights] if weights else None)
     return Model(params, config=config, fingerprint=fingerprint(folder, config), folder=str(folder))

@@ -133,7 +133,8 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
     run, sinks = view.run, view.sinks
     if run.wiring.packed is not None and not run.wraps:
         return _attend_packed(q, view, tokens, run.wiring.packed), carry
-    ends = body_tokens(run, view.state)
+    ends, shared = body_tokens(run, view.state), run.wiring.shared
+    late = shared is not None and tokens.positions.shape[1] <= shared.most
 
     def block(j, carry):
         at = j * run.block % run.slots
@@ -150,6 +151,8 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
         carry = {n: jax.lax.dynamic_update_slice_in_dim(c, part[n].astype(c.dtype), at, 1) for n, c in carry.items()}
         index = jnp.broadcast_to(j * run.block + jnp.arange(run.block)[None], (ends.shape[0], run.block))
         k, v = run.wiring.expand(view.weights, view.constants, decoded, index + sinks)
+        if late:  # the decoded values then have no user and are never computed
+            v = shared.read(view.constants, payload)[:, :, None].astype(v.dtype)
         mask = visible(tokens.positions, index + sinks, index < ends[:, None], run.sliding)
         return k, v, mask, carry
 
@@ -157,4 +160,5 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
     first = jnp.int32(0)
     if run.sliding is not None:  # blocks that no query reaches any more are skipped
         first = jnp.clip((tokens.positions[:, 0] - run.sliding + 1 - sinks).min() // run.block, 0, last)
-    return blockwise_attention(q, kv_heads, block, first, last, carry)
+    found, carry = blockwise_attention(q, kv_heads, block, first, last, carry, shared.width if late else None)
+    return Partial(shared.finish(view.constants, found.out), found.lse) if late else found, carry

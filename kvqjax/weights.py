@@ -22,6 +22,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.decoder import Params, init_params
 from kvqjax.errors import UserError
 from kvqjax.hf_config import config_to_hf
+from kvqjax.weight_codes import code_weight
 
 __all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
 
@@ -138,12 +139,18 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def load_params(
-    folder: str | Path, config: ModelConfig, dtype=jnp.float32, sharding: ShardingRule | None = None
+    folder: str | Path,
+    config: ModelConfig,
+    dtype=jnp.float32,
+    sharding: ShardingRule | None = None,
+    bits: int | None = None,
 ) -> Params:
     """Params pytree of a Hugging Face folder in `dtype`.
 
     `sharding(name)` gives each parameter's placement; names are those of the pytree joined by "/", such as "embed" or
     "layers/q" (axes as in kvqjax/decoder.py, [L, in, out]). None: everything on the default device.
+    `bits` 8 or 4 stores the layers' matrices as codes (kvqjax/weight_codes.py), one stacked matrix after the other: no
+    second one exists in `dtype` at that time.
     Raises UserError for a missing folder, file or tensor, a wrong shape, a truncated or foreign file.
     """
     folder, dtype = Path(folder).expanduser(), np.dtype(dtype)
@@ -159,9 +166,11 @@ def load_params(
                 return _fill(tensors, transposed, shape, dtype, index)
 
             if sharding is None:
-                flat[name] = jax.device_put(fill((slice(None),) * len(shape)))
+                array = jax.device_put(fill((slice(None),) * len(shape)))
             else:
-                flat[name] = jax.make_array_from_callback(shape, sharding(name), fill, dtype=dtype)
+                array = jax.make_array_from_callback(shape, sharding(name), fill, dtype=dtype)
+            matrix = bits is not None and transposed and name.startswith("layers/")
+            flat[name] = code_weight(array, bits) if matrix else array
             advance(sum(tensor.nbytes for tensor in tensors))
     layers = {name.removeprefix("layers/"): flat.pop(name) for name in list(flat) if name.startswith("layers/")}
     return flat | {"layers": layers}

@@ -1,4 +1,4 @@
-"""Attention on CommVQ codes without decoding them, in plain jnp (arXiv 2506.18879, section 4.3; GQA cost is ours).
+"""Scores of CommVQ keys without decoding them, in plain jnp (arXiv 2506.18879, section 4.3; GQA cost is ours).
 
 Keys are k_n = p_n sum_r (C_r[A_rn] + j C_r[B_rn]) before RoPE, which multiplies pair i by e^{j theta_i n}; q is rotated
 at its own position. Two orders of the same sum give the scores:
@@ -7,9 +7,9 @@ at its own position. Two orders of the same sum give the scores:
 - fused:    per token 2R gathers from C_r *per KV head*, one rotation, then one dot product per query head.
 
 The angle depends on pair and token, so the sum over pairs cannot be taken before the gathers: with G query heads to a
-KV head the commuted form gathers G times as much. `score_operations` counts both.
-
-Values are v_n = gain_n (bits_n @ E): attention may sum the bits first and multiply by E once (`reordered_values`).
+KV head the commuted form gathers G times as much. `score_operations` counts both. A cache reads its keys block by
+block in the fused order (`kvqjax.segments.attend_body`); these two are what that choice was measured with
+(benchmarks/commvq_scores.py).
 
 Codes are [B, n, R*2*C] (round, A then B, group); codebooks [R, C, V, 2g], a row's real parts first; V levels, C groups
 of all KV heads, g pairs in a group, P = D/2 pairs of a head. Everything is float32.
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-__all__ = ["commuted_scores", "decoded_values", "fused_scores", "reordered_values", "score_operations"]
+__all__ = ["commuted_scores", "fused_scores", "score_operations"]
 
 
 def _levels(codes: Num[Array, "B n W"], codebook: Float[Array, "R C V g2"]) -> Int[Array, "R 2 B n C"]:
@@ -112,38 +112,6 @@ def fused_scores(
     dot = {"precision": "highest"}
     scores = jnp.einsum("bkgp,bnkp->bkgn", q_real, k_real, **dot) + jnp.einsum("bkgp,bnkp->bkgn", q_imag, k_imag, **dot)
     return scores.reshape(batch, heads, -1) * prescale[:, None] * dim**-0.5
-
-
-def reordered_values(
-    weights: Float[Array, "B H n"],
-    bits: Num[Array, "B n N"],
-    gain: Float[Array, "B n"],
-    codebook: Float[Array, "N W"],
-    *,
-    kv_heads: int,
-) -> Float[Array, "B H D"]:
-    """sum_n weights * v_n as ((weights * gain) @ bits) @ codebook: one product with the codebook per head."""
-    batch, heads = weights.shape[:2]
-    mass = jnp.einsum("bhn,bni->bhi", weights * gain[:, None], bits.astype(jnp.float32), precision="highest")
-    mass = mass.reshape(batch, kv_heads, heads // kv_heads, -1)
-    out = jnp.einsum("bkgi,ikd->bkgd", mass, codebook.reshape(codebook.shape[0], kv_heads, -1), precision="highest")
-    return out.reshape(batch, heads, -1)
-
-
-def decoded_values(
-    weights: Float[Array, "B H n"],
-    bits: Num[Array, "B n N"],
-    gain: Float[Array, "B n"],
-    codebook: Float[Array, "N W"],
-    *,
-    kv_heads: int,
-) -> Float[Array, "B H D"]:
-    """The same sum after decoding every token once for all heads."""
-    batch, heads, length = weights.shape
-    v = jnp.einsum("bni,iw->bnw", bits.astype(jnp.float32), codebook, precision="highest") * gain[..., None]
-    weights = weights.reshape(batch, kv_heads, heads // kv_heads, length)
-    v = v.reshape(batch, length, kv_heads, -1)
-    return jnp.einsum("bkgn,bnkd->bkgd", weights, v, precision="highest").reshape(batch, heads, -1)
 
 
 def score_operations(*, heads: int, kv_heads: int, head_dim: int, rounds: int, levels: int) -> dict[str, dict]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvqjax.calibrate.moments import add, gptq, low_rank, refit_bias, ridge, score
-from kvqjax.methods.predictors import pack_weight, predict, shapes, unpack_weight
+from kvqjax.methods.predictors import predict, shapes, unpack_weight
+from kvqjax.weight_codes import pack_nibbles
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_gptq_beats_rounding_and_keeps_the_mean(golden, moments):
     weight, _ = ridge(moments)
     parts = gptq(moments, weight, 8)
     rounded = {name: jnp.asarray(a, "uint32" if name == "codes" else "bfloat16") for name, a in parts.items()}
-    rounded["codes"] = pack_weight(rounded["codes"])
+    rounded["codes"] = pack_nibbles(rounded["codes"])
     restored = np.asarray(unpack_weight(rounded))
     scale, low = (np.repeat(parts[name], 8, axis=0) for name in ("scale", "low"))
     np.testing.assert_allclose(restored, parts["codes"] * scale + low, rtol=1e-6)

@@ -9,12 +9,14 @@ import pytest
 
 from kvqjax import decoder
 from kvqjax.artifacts import load_artifact
+from kvqjax.cache.state import plan
+from kvqjax.cache.surgery import evict
 from kvqjax.calibrate.commvq import PARTS, Recipe, calibrate, truncate
 from kvqjax.calibrate.commvq_em import EMSettings
 from kvqjax.calibrate.commvq_values import ValueSettings
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
-from kvqjax.forward import forward, init_cache, prefill
+from kvqjax.forward import attend, forward, init_cache, prefill
 from kvqjax.methods import commvq, kivi, parse
 from kvqjax.model import Model
 
@@ -88,6 +90,19 @@ def test_every_way_of_filling_the_cache_stores_the_same_words(model, artifact):
     for other in (chunks, exact):
         for a, b in zip(words(steps), words(other), strict=True):
             np.testing.assert_array_equal(a[0], b[0])
+
+
+def test_values_summed_as_bits_equal_decoded_values(model, artifact):
+    """One new token sums bits, a chunk decodes: the chunk's first token sees the same cache."""
+    ready = model.with_artifact(artifact)
+    _, cache = through_cache(ready, METHOD, 72)
+    assert 1 <= plan(cache.layout)[0].wiring.shared.most < 8
+    step = jax.jit(attend)
+    chunk, _ = step(ready, PROMPT[:, :8], jnp.full(2, 8), cache)
+    single, _ = step(ready, PROMPT[:, :1], jnp.full(2, 1), cache)
+    np.testing.assert_allclose(single[:, 0], chunk[:, 0], atol=2e-5)
+    nothing, _ = step(ready, PROMPT[:, :1], jnp.full(2, 1), evict(cache, jnp.ones(2, bool)))
+    assert np.abs(nothing - single).max() > 1e-2  # the cache matters here
 
 
 def test_a_killed_calibration_resumes_with_the_same_bytes(model, artifact, tmp_path):

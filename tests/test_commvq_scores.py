@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 from kvqjax.codecs.commvq_keys import CommVQKeys
-from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.config import ModelConfig, RopeConfig
-from kvqjax.pallas_kernels.commvq_scores import (
-    commuted_scores,
-    decoded_values,
-    fused_scores,
-    reordered_values,
-    score_operations,
-)
+from kvqjax.methods import commvq
+from kvqjax.pallas_kernels.commvq_scores import commuted_scores, fused_scores, score_operations
 from kvqjax.rope import inverse_frequencies, rotate
 
 DATA = Path(__file__).parent / "data"
@@ -71,16 +65,20 @@ def test_commuted_and_fused_scores_equal_decode_rope_dot(heads, kv_heads, group)
 @pytest.mark.parametrize("bits", [1, 2])
 def test_the_reordered_value_product_equals_the_published_output(bits):
     golden = dict(np.load(DATA / f"golden_commvq_values_{bits}bit.npz"))
-    width = golden["v"].shape[-1]
-    codec = CommVQValues(bits=bits, hidden=len(golden["b1"]), dtype="float32").build(width)
+    attn = jnp.asarray(golden["attn"])
     length = np.linalg.norm(golden["bits"].astype(np.float64) @ golden["codebook"], axis=-1)
-    gain = jnp.asarray((golden["prescale"][..., 0] + 1e-6) / (length + 1e-6), jnp.float32)
-    codebook = jnp.asarray(golden["codebook"] * (golden["scale"] + 1e-6))
-    arguments = (jnp.asarray(golden["attn"]), jnp.asarray(golden["bits"]), gain, codebook)
-    expected = golden["attn_out_fp64"]
-    for product in (reordered_values, decoded_values):
-        assert np.abs(product(*arguments, kv_heads=2) - expected).max() <= 1e-5 * np.abs(expected).max()
-    assert codec.needs["codebook"] == codebook.shape
+    gain = (golden["prescale"][..., 0] + 1e-6) / (length + 1e-6)
+    payload = {"v": {"bits": jnp.asarray(golden["bits"]), "gain": jnp.asarray(gain, jnp.float32)[:, None]}}
+    constants = {"v": {"codebook": jnp.asarray(golden["codebook"] * (golden["scale"] + 1e-6))}}
+    config = model(4, 2, golden["v"].shape[-1] // 2, RopeConfig())
+    wiring = commvq(bits=bits, rounds=1, levels=8).layer.build(config)
+    assert wiring.shared.width == golden["bits"].shape[-1]
+    mass = jnp.einsum("bhn,bni->bhi", attn, wiring.shared.read(constants, payload), precision="highest")
+    late = wiring.shared.finish(constants, mass[:, None])[:, 0]
+    decoded = jnp.repeat(wiring.codecs["v"].decode(constants["v"], payload["v"]).reshape(1, 40, 2, -1), 2, axis=2)
+    early = jnp.einsum("bhn,bnhd->bhd", attn, decoded, precision="highest")
+    for out in (late, early):
+        assert np.abs(out - golden["attn_out_fp64"]).max() <= 1e-5 * np.abs(golden["attn_out_fp64"]).max()
 
 
 def test_grouped_queries_make_the_commuted_form_gather_more():

@@ -1,5 +1,7 @@
 """Training of CommVQ's value encoder: it learns, orders as the paper's Table 11, and resumes with the same bytes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from kvqjax.codecs import Uniform
 from kvqjax.codecs.commvq_values import CommVQValues
 
 WIDTH, LENGTH = 16, 32
-QUICK = ValueSettings(steps=300, warmup=20)
+QUICK = ValueSettings(steps=300, warmup=20, attention=0.0)  # the paper's objective
 
 
 def values(seed, count):
@@ -38,51 +40,67 @@ def layer(v):
     return Activations(v, q, k, jax.random.normal(keys[2], (32, 12)) / 6)
 
 
-def trained(bits, settings):
-    data, spec = layer(values(0, 32)), CommVQValues(bits=bits, dtype="float32")
-    state = start(jax.random.key(0), channel_scale(data.v), spec, settings)
-    state, losses = train(jax.random.key(1), state, data, settings, settings.steps)
-    return spec.build(WIDTH), constants(state), losses
+DATA = layer(values(0, 32))
 
 
-def error(codec, fixed, x):
-    run = jax.jit(lambda x: codec.decode(fixed, codec.encode(fixed, x)))
-    return float(jnp.mean((run(x) - x) ** 2))
+def ready(bits):
+    spec = CommVQValues(bits=bits, dtype="float32")
+    return spec.build(WIDTH), start(jax.random.key(0), channel_scale(DATA.v), spec, QUICK)
 
 
-def test_learned_codes_beat_asymmetric_quantisation_at_equal_bits():
-    """Table 11 on unseen values: 2 bits below 1 bit, both below asymmetric quantisation at the same bits."""
-    unseen = values(1, 8).reshape(-1, WIDTH)
-    ours, theirs = {}, {}
-    for bits in (1, 2):
-        codec, fixed, losses = trained(bits, QUICK)
-        assert losses[-20:, 0].mean() < 0.3 * losses[:20, 0].mean()
-        ours[bits] = error(codec, fixed, unseen)
-        uniform = Uniform(bits=bits, along="channels", group=WIDTH).build(WIDTH)
-        theirs[bits] = error(uniform, {}, unseen)
-    assert ours[2] < ours[1]
-    assert ours[1] < theirs[1]
-    assert ours[2] < theirs[2]
+def steps(state, count):
+    """`count` more steps of the one training all tests share."""
+    return train(jax.random.key(1), state, DATA, QUICK, jnp.int32(count))
+
+
+@functools.cache
+def errors(bits):
+    """Mean squared errors on unseen values of a trained codec and of asymmetric quantisation."""
+    codec, state = ready(bits)
+    state, first = steps(state, 20)
+    state, _ = steps(state, QUICK.steps - 40)
+    state, last = steps(state, 20)
+    assert last[0] < 0.3 * first[0]
+    uniform = Uniform(bits=bits, along="channels", group=WIDTH).build(WIDTH)
+
+    @jax.jit
+    def both(x):
+        pairs = (codec, constants(state)), (uniform, {})
+        return [jnp.mean((c.decode(fixed, c.encode(fixed, x)) - x) ** 2) for c, fixed in pairs]
+
+    return both(values(1, 8).reshape(-1, WIDTH))
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_learned_codes_beat_asymmetric_quantisation_at_equal_bits(bits):
+    """Table 11 on unseen values; and 2 bits below 1 bit."""
+    ours, theirs = errors(bits)
+    assert ours < theirs
+    if bits == 2:
+        assert ours < errors(1)[0]
 
 
 def test_a_resumed_training_ends_with_the_same_bytes():
-    settings = ValueSettings(steps=20, warmup=5)
-    data, spec = layer(values(0, 8)), CommVQValues(bits=1)
-    state = start(jax.random.key(0), channel_scale(data.v), spec, settings)
-    whole, _ = train(jax.random.key(1), state, data, settings, 20)
-    half, _ = train(jax.random.key(1), state, data, settings, 10)
+    _, state = ready(1)
+    whole, _ = steps(state, 20)
+    half, _ = steps(state, 10)
     saved = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), half)
-    resumed, _ = train(jax.random.key(1), saved, data, settings, 10)
+    resumed, _ = steps(saved, 10)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("attention", [0.0, 1.0])
-def test_every_parameter_gets_a_gradient(attention):
-    """The straight-through estimator reaches the encoder; the attention term can be left out."""
-    data, spec = layer(values(0, 4)), CommVQValues(bits=1)
-    state = start(jax.random.key(0), channel_scale(data.v), spec, QUICK)
-    slope = jax.jit(jax.grad(loss, has_aux=True), static_argnums=5)
-    gradients, plain = slope(state.params, state.scale, jax.random.key(2), data, output_energy(data), attention)
-    assert plain > 0
-    assert all(jnp.abs(g).max() > 0 for g in gradients.values())
+def test_every_parameter_gets_a_gradient_from_both_terms():
+    """The straight-through estimator reaches the encoder by the values' error and by the attention outputs' alone."""
+    _, state = ready(1)
+
+    @jax.jit
+    def slopes(params):
+        plain, both = (
+            jax.grad(lambda p, w=weight: loss(p, state.scale, jax.random.key(2), DATA, output_energy(DATA), w)[0])
+            for weight in (0.0, 1.0)
+        )
+        return plain(params), jax.tree.map(jnp.subtract, both(params), plain(params))
+
+    for gradients in slopes(state.params):
+        assert all(jnp.abs(g).max() > 1e-6 for g in gradients.values())

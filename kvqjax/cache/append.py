@@ -100,10 +100,10 @@ def remember(run: RunPlan, state: Run, new: Sources, lengths, counts, sinks: int
     return state.replace(sinks=kept, window=window)
 
 
-def for_tiles(clock, start, stop, body_fn, state):
-    """Call `body_fn(token, size, state)` for every tile of a row from unit `start` to `stop`. Codecs that see one
-    token at a time are fed whole planes of 32 where they fit."""
-    if clock.unit > 1:
+def for_tiles(clock, start, stop, most: int, body_fn, state):
+    """Call `body_fn(token, size, state)` for every tile of a row from unit `start` to `stop`, at most `most` tokens
+    apart. Codecs that see one token at a time are fed whole planes of 32 where they fit."""
+    if clock.unit > 1 or most < PLANE:
         return jax.lax.fori_loop(start, stop, lambda j, s: body_fn(j * clock.unit, clock.unit, s), state)
 
     def step(loop):
@@ -124,12 +124,12 @@ def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry)
     """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry`
     holds every prompt token's, [B, T, W]. Returns (body, new, carry); `new` changes only where a source is encoded
     before its partner and stays in the window as reconstructed."""
-    clocks = run.wiring.clocks
+    clocks, length = run.wiring.clocks, next(iter(new.values())).shape[1]
 
     def tile_step(clock, row, token, size, state):
         body, new, carry = state
         tile = {s: gather_tile(new[s], new[s], (), row, token, size, held[row]) for s in clock.sources}
-        start = jnp.clip(token - held[row], 0, next(iter(new.values())).shape[1] - size)
+        start = jnp.clip(token - held[row], 0, length - size)
         part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
         body, recon, part = encode_tile(run, body, (layer, row), clock, token, tile, constants, part)
         carry = {
@@ -143,7 +143,8 @@ def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry)
 
     def row_step(row, state):
         for clock, target in zip(clocks, targets, strict=True):
-            state = for_tiles(clock, jnp.int32(0), target[row], functools.partial(tile_step, clock, row), state)
+            step = functools.partial(tile_step, clock, row)
+            state = for_tiles(clock, jnp.int32(0), target[row], length, step, state)
         return state
 
     return jax.lax.fori_loop(0, held.shape[0], row_step, (body, new, carry))
@@ -152,7 +153,7 @@ def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry)
 def _flush_chain(runs, states, news, held, targets, constants, dtype):
     """Encode what is due in a chain of runs: row by row, tile by tile, all layers in order. `states` are (body, window)
     pairs; a source encoded before its partner leaves the window is replaced there by its reconstruction."""
-    replace = len(runs[0].wiring.clocks) > 1
+    replace, length = len(runs[0].wiring.clocks) > 1, next(iter(news[0].values())).shape[2]
 
     def layer_step(number, index, row, token, size, layer, state):
         run, (body, window, new), carry = runs[number], state[0][number], state[1]
@@ -177,7 +178,8 @@ def _flush_chain(runs, states, news, held, targets, constants, dtype):
     def row_step(row, entries):
         for index, clock in enumerate(runs[0].wiring.clocks):
             start, stop = states[0].flushed[index][row], targets[index][row]
-            entries = for_tiles(clock, start, stop, functools.partial(tile_step, index, row), entries)
+            # What was due before was encoded then: a unit of one token falls due with each new token, no more.
+            entries = for_tiles(clock, start, stop, length, functools.partial(tile_step, index, row), entries)
         return entries
 
     entries = tuple((state.body, state.window, new) for state, new in zip(states, news, strict=True))

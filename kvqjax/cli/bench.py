@@ -10,7 +10,18 @@ import jax.numpy as jnp
 import typer
 
 from kvqjax.cache import Cache, plan
-from kvqjax.cli.common import Artifacts, Caches, Dtype, Json, ModelName, calibrated, methods_of, open_model, show
+from kvqjax.cli.common import (
+    Artifacts,
+    Caches,
+    Dtype,
+    Json,
+    ModelName,
+    Weights,
+    calibrated,
+    methods_of,
+    open_model,
+    show,
+)
 from kvqjax.errors import UserError
 from kvqjax.forward import commit, forward, init_cache
 from kvqjax.methods import Method, exact
@@ -74,12 +85,13 @@ def bench(
     repeats: Annotated[int, typer.Option(help="timings; the median is shown")] = 5,
     artifact: Artifacts = [],  # noqa: B006
     dtype: Dtype = None,
+    weights: Weights = None,
     as_json: Json = False,
 ) -> None:
     """Time decode steps on caches filled with random vectors, against the exact cache in the same run."""
     if min(context, batch, steps, repeats) < 1:
         raise UserError("context, batch, steps and repeats must be at least 1")
-    loaded = open_model(model, dtype)
+    loaded = open_model(model, dtype, weights)
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
     for ready, method in pairs:

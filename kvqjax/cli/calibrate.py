@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli.common import Dtype, ModelName, methods_of, open_model, progress_bar
+from kvqjax.cli.common import Dtype, ModelName, Weights, methods_of, open_model, progress_bar
 from kvqjax.errors import UserError
 from kvqjax.eval.stamp import read_text
 
@@ -21,6 +21,7 @@ def calibrate(
     length: Annotated[int | None, typer.Option(help="tokens of each; default: the method's recipe")] = None,
     seed: int = 0,
     dtype: Dtype = None,
+    weights: Weights = None,
 ) -> None:
     """Calibrate a method for a model. A run that is killed continues where it was when started again."""
     from kvqjax.calibrate import run
@@ -28,7 +29,7 @@ def calibrate(
     method = methods_of([cache])[0]
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder")
-    loaded = open_model(model, dtype)
+    loaded = open_model(model, dtype, weights)
     text, source = read_text(data, (sequences or 64) * (length or 1024), seed)
     state = out.with_name(out.name + ".state.npz")
     with progress_bar() as bar:

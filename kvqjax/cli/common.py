@@ -22,6 +22,7 @@ __all__ = [
     "Dtype",
     "Json",
     "ModelName",
+    "Weights",
     "calibrated",
     "methods_of",
     "progress_bar",
@@ -33,6 +34,7 @@ ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a H
 Caches = Annotated[list[str], typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64; repeatable")]
 Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration of a --cache; repeatable")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bf16, f16 or f32")]
+Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 _ERRORS = Console(stderr=True)
@@ -43,8 +45,8 @@ def methods_of(texts: Iterable[str]) -> list[Method]:
     return [parse(text) for text in texts]
 
 
-def open_model(name: str, dtype: str | None) -> Model:
-    return load(name, dtype=dtype)
+def open_model(name: str, dtype: str | None, weights: str | None = None) -> Model:
+    return load(name, dtype=dtype, weights=weights)
 
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:

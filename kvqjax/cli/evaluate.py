@@ -13,6 +13,7 @@ from kvqjax.cli.common import (
     Dtype,
     Json,
     ModelName,
+    Weights,
     calibrated,
     methods_of,
     open_model,
@@ -64,6 +65,7 @@ def ppl(
     artifact: Artifacts = [],  # noqa: B006
     seed: Seed = 0,
     dtype: Dtype = None,
+    weights: Weights = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -71,7 +73,7 @@ def ppl(
     from kvqjax.eval import perplexity
 
     methods = methods_of(cache)
-    loaded = open_model(model, dtype)
+    loaded = open_model(model, dtype, weights)
     ids, source = _tokens(loaded, data, tokens, seed)
     rows = []
     with progress_bar() as bar:
@@ -92,6 +94,7 @@ def retrieval(
     artifact: Artifacts = [],  # noqa: B006
     seed: Seed = 0,
     dtype: Dtype = None,
+    weights: Weights = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -99,7 +102,7 @@ def retrieval(
     from kvqjax.eval import retrieval as run_retrieval
 
     methods = methods_of(cache)
-    loaded = open_model(model, dtype)
+    loaded = open_model(model, dtype, weights)
     rows = []
     with progress_bar() as bar:
         for ready, method in calibrated(loaded, methods, artifact):
@@ -120,6 +123,7 @@ def drift(
     artifact: Artifacts = [],  # noqa: B006
     seed: Seed = 0,
     dtype: Dtype = None,
+    weights: Weights = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -127,7 +131,7 @@ def drift(
     from kvqjax.eval import drift as run_drift
 
     methods = methods_of(cache)
-    loaded = open_model(model, dtype)
+    loaded = open_model(model, dtype, weights)
     ids, source = _tokens(loaded, data, tokens, seed)
     rows = []
     with progress_bar() as bar:

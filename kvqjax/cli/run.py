@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvqjax.cli.common import Artifacts, Dtype, Json, ModelName, calibrated, methods_of, open_model, size
+from kvqjax.cli.common import Artifacts, Dtype, Json, ModelName, Weights, calibrated, methods_of, open_model, size
 from kvqjax.errors import UserError
 from kvqjax.forward import init_cache
 from kvqjax.generate import Generated, stream
@@ -67,13 +67,14 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
     dtype: Dtype = None,
+    weights: Weights = None,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts through a compressed cache."""
     method, prompts = methods_of([cache])[0], _prompts(prompt, prompt_file)
     if not prompts:
         raise UserError("give a --prompt or a --prompt-file")
-    loaded = calibrated(open_model(model, dtype), [method], artifact)[0][0]
+    loaded = calibrated(open_model(model, dtype, weights), [method], artifact)[0][0]
     options = {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,

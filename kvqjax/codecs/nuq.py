@@ -15,9 +15,13 @@ on, and the rest saturate at the outermost signposts: `excess` counts them. Unus
 read reaches.
 
 Codes are computed against the *stored* z and s: z is rounded to the storage dtype first, s upwards, so rounding costs
-range and never bias. A token or channel of one repeated value has s = 0 and reads as z. With heads sharded over
-devices the values' range and top-k span the shards: each shard's own extremes are exchanged (n + 2
-numbers per token), and outlier indices count channels over all heads.
+range and never bias. A token or channel of one repeated value has s = 0 and reads as z.
+
+If KV heads are sharded over devices, codes, thresholds and ranges of keys belong to the shard of their channel. What
+is stored per token (a value's z and s, the outlier slots of both) speaks for all heads, and slots name channels over
+all heads: it belongs on every shard. Encoding needs the whole token: a value's range and top-k and the choice of a
+key's outliers span the shards (n + 2 extremes of each shard would decide them). Reading needs no exchange: a shard sets
+the slots that name its own channels.
 """
 
 import dataclasses

@@ -1,13 +1,22 @@
-"""CommVQ (arXiv 2506.18879): keys before RoPE in a RoPE-commutative codebook, values in learned additive codes."""
+"""CommVQ (arXiv 2506.18879): keys before RoPE in a RoPE-commutative codebook, values in learned additive codes.
+
+Attention reads keys block by block: gather C_A + j C_B once per KV head, rotate, one product for all query heads. The
+commuted form of section 4.3 would gather once per *query* head (`kvqjax.pallas_kernels.commvq_scores` has both and
+counts them). Values v_n = gain_n (bits_n @ E) are summed as bits, which all heads share, and multiplied by E once per
+query: N W multiplications per cached token become H N. With T new tokens at once decoding costs N W + T H D and summing
+bits T H N, so long chunks decode.
+"""
 
 import dataclasses
 import math
+
+import jax.numpy as jnp
 
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.config import ModelConfig
 from kvqjax.methods.spec import Method, method_factory
-from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+from kvqjax.methods.wiring import Clock, SharedValues, Wiring, keys_and_values
 
 __all__ = ["CommVQLayer", "commvq"]
 
@@ -39,7 +48,25 @@ class CommVQLayer:
 
     def build(self, config: ModelConfig) -> Wiring:
         codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
-        return keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre")
+        wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre")
+        return wiring._replace(shared=_summed_bits(self.bits * config.kv_width, config))
+
+
+def _summed_bits(count: int, config: ModelConfig) -> SharedValues:
+    """The reordered value product (section 4.3, equation 22): N = `count` bits per token."""
+    saved = config.num_heads * (count - config.head_dim)
+
+    def read(constants, payload):
+        return payload["v"]["bits"].astype(jnp.float32) * jnp.swapaxes(payload["v"]["gain"], -1, -2).astype(jnp.float32)
+
+    def finish(constants, mass):
+        heads = mass.reshape(*mass.shape[:2], config.num_kv_heads, -1, count)
+        book = constants["v"]["codebook"].astype(jnp.float32).reshape(count, config.num_kv_heads, config.head_dim)
+        out = jnp.einsum("btkgn,nkd->btkgd", heads, book, precision="highest")
+        return out.reshape(*mass.shape[:3], config.head_dim)
+
+    most = (count * config.kv_width - 1) // saved if saved else 2**31
+    return SharedValues(width=count, most=most, read=read, finish=finish)
 
 
 @method_factory

@@ -14,12 +14,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
-__all__ = ["KINDS", "WEIGHT_GROUP", "pack_weight", "predict", "shapes", "unpack_weight"]
+from kvqjax.weight_codes import WEIGHT_GROUP, unpack_nibbles
+
+__all__ = ["KINDS", "predict", "shapes", "unpack_weight"]
 
 KINDS = ("linear", "int4", "low_rank", "mlp", "none")
-WEIGHT_GROUP = 128  # inputs per scale of a 4-bit weight; fewer where 128 does not divide the inputs
 NORM_EPS = 1e-5
 
 
@@ -42,19 +43,10 @@ def shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tup
     return {"gain": (inputs,), "offset": (inputs,), **layers}
 
 
-def pack_weight(codes: UInt[Array, "I O"]) -> UInt[Array, "P O"]:
-    """Eight 4-bit codes of consecutive inputs per word, the first in the lowest bits."""
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)[None, :, None]
-    nibbles = codes.astype(jnp.uint32).reshape(codes.shape[0] // 8, 8, codes.shape[1])
-    return (nibbles << shifts).sum(1, dtype=jnp.uint32)
-
-
 def unpack_weight(constants: dict[str, Array]) -> Float[Array, "I O"]:
     """The float32 weight of an `int4` predictor: codes * scale + low per group of inputs."""
-    words = constants["codes"]
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)[None, :, None]
-    codes = ((words[:, None] >> shifts) & jnp.uint32(15)).reshape(-1, words.shape[1]).astype(jnp.float32)
-    groups = codes.reshape(constants["scale"].shape[0], -1, words.shape[1])
+    codes = unpack_nibbles(constants["codes"]).astype(jnp.float32)
+    groups = codes.reshape(constants["scale"].shape[0], -1, codes.shape[1])
     scale, low = (constants[name].astype(jnp.float32)[:, None] for name in ("scale", "low"))
     return (groups * scale + low).reshape(codes.shape)
 

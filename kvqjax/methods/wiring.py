@@ -23,7 +23,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.rope import rotate
 
-__all__ = ["Clock", "Wiring", "keys_and_values"]
+__all__ = ["Clock", "SharedValues", "Wiring", "keys_and_values"]
 
 
 class Clock(NamedTuple):
@@ -35,11 +35,25 @@ class Clock(NamedTuple):
     unit: int
 
 
+class SharedValues(NamedTuple):
+    """Body values as vectors of `width` numbers that all heads share, mapped to head dimensions after the sum over
+    tokens instead of before it (attention is linear in the values):
+
+        read(constants, payload) -> [B, n, N]            finish(constants, [B, T, H, N]) -> [B, T, H, D]
+
+    `most` new tokens at a time make that the cheaper order."""
+
+    width: int
+    most: int
+    read: Callable
+    finish: Callable
+
+
 class Wiring(NamedTuple):
     """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers; `needs` the
     shapes of calibrated constants, {group: {name: shape without the layer axis}}, beyond those that the codecs need
     under their source's name. `packed` is set where a body can be attended to without decoding it (KIVI's codecs, keys
-    after RoPE)."""
+    after RoPE); `shared` where attention may sum the stored values before decoding them."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
@@ -51,6 +65,7 @@ class Wiring(NamedTuple):
     carry: dict[str, int] = {}  # noqa: RUF012 - never written to
     needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
     packed: PackedSpec | None = None
+    shared: SharedValues | None = None
 
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Every calibrated constant of a layer: {group: {name: shape}}, a codec's under its source's name."""
