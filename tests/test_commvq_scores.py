@@ -1,5 +1,6 @@
 """Attention on CommVQ codes: two orders of the same sum, equal to decoding, rotating and multiplying."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -28,15 +29,9 @@ def test_scores_equal_the_published_ones(scores):
     book = jnp.asarray(np.concatenate([theta[:, :, 0::2], theta[:, :, 1::2]], -1))
     codes = golden["codes"].astype(int)  # [R, head, n]
     codes = jnp.asarray(np.stack([codes // 64, codes % 64], 1).reshape(-1, 48).T)[None]
-    got = scores(
-        jnp.asarray(golden["q"]),
-        book,
-        codes,
-        jnp.asarray(golden["prescale"][..., 0]),
-        jnp.arange(48)[None],
-        jnp.asarray(golden["rope_inv_freq"], jnp.float32),
-        kv_heads=2,
-    )
+    tables = (codes, jnp.asarray(golden["prescale"][..., 0]), jnp.arange(48)[None])
+    frequencies = jnp.asarray(golden["rope_inv_freq"], jnp.float32)
+    got = jax.jit(functools.partial(scores, kv_heads=2))(jnp.asarray(golden["q"]), book, *tables, frequencies)
     assert np.abs(got - golden["scores_fp64"]).max() <= 1e-5 * np.abs(golden["scores_fp64"]).max()
 
 
@@ -45,19 +40,26 @@ def test_commuted_and_fused_scores_equal_decode_rope_dot(heads, kv_heads, group)
     yarn = RopeConfig(kind="yarn", factor=4.0, original_max_position=64, attention_factor=1.2)
     config = model(heads, kv_heads, 16, yarn)
     codec = CommVQKeys(head_dim=16, rounds=3, levels=8, group=group).build(config.kv_width)
-    keys = jax.random.split(jax.random.key(heads), 3)
-    book = jax.random.normal(keys[0], codec.needs["codebook"]) / 4
-    k = jax.random.normal(keys[1], (2, 24, config.kv_width)) * 9 + 2
-    q = jax.random.normal(keys[2], (2, heads, 16))
-    tiles = jax.vmap(lambda x: codec.encode({"codebook": book}, x))(k)
-    positions = jnp.stack([jnp.arange(24), jnp.arange(24) + 1000])
-    decoded = codec.decode({"codebook": book}, tiles).reshape(2, 24, kv_heads, 16)
-    rotated = jnp.repeat(rotate(decoded, positions, config), heads // kv_heads, axis=2)
-    exact = np.einsum("bhd,bnhd->bhn", np.asarray(q, np.float64), np.asarray(rotated, np.float64)) / 4
-    tables = (book, tiles["codes"], tiles["prescale"][:, 0].astype(jnp.float32), positions)
+    rng = np.random.default_rng(heads)
+    book = jnp.asarray(rng.normal(size=codec.needs["codebook"]) / 4, jnp.float32)
+    k = jnp.asarray(rng.normal(size=(2, 24, config.kv_width)) * 9 + 2, jnp.float32)
+    q = jnp.asarray(rng.normal(size=(2, heads, 16)), jnp.float32)
+    positions = jnp.asarray(np.stack([np.arange(24), np.arange(24) + 1000]))
     options = {"kv_heads": kv_heads, "factor": config.rope.attention_factor}
-    for scores in (commuted_scores, fused_scores):
-        got = scores(q, *tables, jnp.asarray(inverse_frequencies(config)), **options)
+
+    @jax.jit
+    def run(book, k, q, positions):
+        tiles = jax.vmap(lambda x: codec.encode({"codebook": book}, x))(k)
+        decoded = codec.decode({"codebook": book}, tiles).reshape(2, 24, kv_heads, 16)
+        tables = (book, tiles["codes"], tiles["prescale"][:, 0].astype(jnp.float32), positions)
+        frequencies = jnp.asarray(inverse_frequencies(config))
+        found = [scores(q, *tables, frequencies, **options) for scores in (commuted_scores, fused_scores)]
+        return found, rotate(decoded, positions, config)
+
+    found, keys = run(book, k, q, positions)
+    rotated = np.repeat(np.asarray(keys, np.float64), heads // kv_heads, axis=2)
+    exact = np.einsum("bhd,bnhd->bhn", np.asarray(q, np.float64), rotated) / 4
+    for got in found:
         # Relative to the largest score: float32 sums of 3 rounds and 16 channels.
         assert np.abs(got - exact).max() <= 1e-5 * np.abs(exact).max()
 
