@@ -40,12 +40,12 @@ def lines(model, count: int) -> str:
     return "".join(problem.prompt + problem.answer for problem in problems)
 
 
-def artifact(model, name: str, spec: str, text: str, folder: Path):
+def artifact(model, name: str, spec: str, text: str, folder: Path, length: int | None):
     """The calibration of one cache, made now or before; its `about` has [wall, CPU] seconds."""
     path = folder / f"{name}-{spec.replace(':', '-')}"
     if not path.exists():
         wall, cpu = time.perf_counter(), time.process_time()
-        made = calibrate.run(model, kvq.parse(spec), text)
+        made = calibrate.run(model, kvq.parse(spec), text, length=length)
         made.about["seconds"] = [time.perf_counter() - wall, time.process_time() - cpu]
         made.save(path)
     return kvq.load_artifact(path)
@@ -86,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", default="synthetic")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--length", type=int, help="tokens of a calibration sequence; by default the recipe's")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of the joint table")
     options = parser.parse_args()
@@ -101,7 +102,7 @@ def main() -> None:
     constants = {}
     for name, model in models.items():
         for spec in CACHES[1:4]:
-            made = artifact(model, name, spec, texts[name], options.out)
+            made = artifact(model, name, spec, texts[name], options.out, options.length)
             constants[name, spec] = made.constants
             row = {"model": name, "cache": spec, "sequences": made.about["sequences"], "length": made.about["tokens"]}
             row |= dict(zip(("wall s", "CPU s"), made.about["seconds"], strict=True))
