@@ -56,8 +56,8 @@ def _arguments(case, chip: str):
     def words(bits):
         return tuple(shaped(jnp.uint32, LAYERS, BATCH, SLOTS * part // 32, width) for part in split_bits(bits))
 
-    group = shaped(jnp.bfloat16, LAYERS, BATCH, SLOTS // key_group, width)
-    token = shaped(jnp.bfloat16, LAYERS, BATCH, width // value_group, SLOTS)
+    group = shaped(jnp.uint16, LAYERS, BATCH, SLOTS // key_group, width)
+    token = shaped(jnp.uint16, LAYERS, BATCH, width // value_group, SLOTS)
     body = PackedBody(words(key_bits), group, group, words(value_bits), token, token)
     spec = PackedSpec(
         key_bits=key_bits,

@@ -62,6 +62,14 @@ def _slab(runs, rows: tuple[int, ...], dtype) -> dict:
     return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
 
 
+def _after(h, new: dict) -> dict:
+    """`new`, made to depend on `h`. The loop over a single layer is unrolled, and what it captured is ready before its
+    attention has read the body: without this, XLA copies the body so that `commit` may write at the same time. It must
+    be data, since an optimization barrier is gone when XLA's CPU backend places copies."""
+    never = jnp.isposinf(h.reshape(-1)[0]) & jnp.isneginf(h.reshape(-1)[0])
+    return {name: jnp.where(never, jnp.zeros_like(x), x) for name, x in new.items()}
+
+
 def attend(
     model: Model,
     tokens: Int[Array, "B T"],
@@ -114,6 +122,7 @@ def attend(
         )
         pending.append(new)
     h = loop[0]
+    pending = [_after(h, new) if run.count == 1 else new for run, new in zip(runs, pending, strict=True)]
     if last:
         h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
     out = decoder.unembed(model.params, h, model.config)

@@ -9,6 +9,9 @@ A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, 
 - group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
 - token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
 - plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
+
+16-bit floats are stored as the integers that hold their bits: XLA's CPU backend has no 16-bit float operations, and
+would convert a whole array to float32 and back around every slice and every update of it.
 """
 
 import dataclasses
@@ -19,7 +22,19 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Num, Shaped, UInt
 
-__all__ = ["PLANE", "Field", "allocate", "block_tokens", "logical_bits", "read", "row_major", "split_bits", "write"]
+__all__ = [
+    "PLANE",
+    "Field",
+    "allocate",
+    "block_tokens",
+    "from_bits",
+    "logical_bits",
+    "read",
+    "row_major",
+    "split_bits",
+    "to_bits",
+    "write",
+]
 
 PLANE = 32  # tokens per plane: the rows of a block of words
 
@@ -75,13 +90,28 @@ def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
+def _is_half(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
+
+
+def to_bits(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
+    """What is stored for `x`: uint16 for 16-bit floats, `x` itself for everything else."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if _is_half(x.dtype) else x
+
+
+def from_bits(x: Shaped[Array, "*S"], dtype: str) -> Shaped[Array, "*S"]:
+    """The numbers of `dtype` that `to_bits` stored. For slices: of a whole array it may make a copy."""
+    return jax.lax.bitcast_convert_type(x, dtype) if _is_half(dtype) else x
+
+
 def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
     """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
     if field.kind == "codes":
         return tuple(jnp.zeros((*lead, slots * p // 32, field.width), jnp.uint32) for p in split_bits(field.bits))
+    dtype = "uint16" if _is_half(field.dtype) else field.dtype
     if field.kind == "token":
-        return (jnp.zeros((*lead, field.width, slots), field.dtype),)
-    return (jnp.zeros((*lead, slots // field.group, field.width), field.dtype),)
+        return (jnp.zeros((*lead, field.width, slots), dtype),)
+    return (jnp.zeros((*lead, slots // field.group, field.width), dtype),)
 
 
 def _write_plane(words, codes, index, token, bits):
@@ -113,7 +143,7 @@ def write(
         start = (*index, 0, token)
     else:
         start = (*index, token // field.group, 0)
-    tile = row_major(tile.astype(stored[0].dtype).reshape((1,) * len(index) + tile.shape))
+    tile = row_major(to_bits(tile.astype(field.dtype)).reshape((1,) * len(index) + tile.shape))
     return (jax.lax.dynamic_update_slice(stored[0], tile, start),)
 
 
@@ -148,8 +178,10 @@ def read(
         return codes
     if field.kind == "token":
         batch = stored[0].shape[1]
-        return row_major(jax.lax.dynamic_slice(stored[0], (layer, 0, 0, token), (1, batch, field.width, count)))[0]
-    return _rows(stored[0], layer, token // field.group, count // field.group)
+        part = row_major(jax.lax.dynamic_slice(stored[0], (layer, 0, 0, token), (1, batch, field.width, count)))[0]
+    else:
+        part = _rows(stored[0], layer, token // field.group, count // field.group)
+    return from_bits(part, field.dtype)
 
 
 def _rows(array, layer, start, count):

@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Shaped, UInt
 
 from kvqjax.layout import split_bits
 
@@ -21,14 +21,15 @@ TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm90")
 
 class PackedBody(NamedTuple):
     """The stored fields of one run of layers. W = K*D lanes, S slots; codes of b bits have S*b/32 rows of words, one
-    array per plane set (`kvqjax.layout.split_bits`)."""
+    array per plane set (`kvqjax.layout.split_bits`). Scales and minima are numbers of the spec's `scales`, 16-bit ones
+    as the integers that hold their bits."""
 
     key_codes: tuple[UInt[Array, "L B _ W"], ...]
-    key_scale: Float[Array, "L B S/key_group W"]
-    key_low: Float[Array, "L B S/key_group W"]
+    key_scale: Shaped[Array, "L B S/key_group W"]
+    key_low: Shaped[Array, "L B S/key_group W"]
     value_codes: tuple[UInt[Array, "L B _ W"], ...]
-    value_scale: Float[Array, "L B W/value_group S"]
-    value_low: Float[Array, "L B W/value_group S"]
+    value_scale: Shaped[Array, "L B W/value_group S"]
+    value_low: Shaped[Array, "L B W/value_group S"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class PackedSpec:
     value_group: int
     kv_heads: int
     head_dim: int
+    scales: str = "bfloat16"
     block: int = 512
     target: str = "cpu"
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 from kvqjax.attention import Partial
-from kvqjax.layout import row_major, split_bits, unpack
+from kvqjax.layout import from_bits, row_major, split_bits, unpack
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 __all__ = ["packed_attention"]
@@ -89,9 +89,13 @@ def _slices(rows: Array, parts: int) -> Array:
     return rows.reshape(*rows.shape[:2], parts, -1).transpose(0, 2, 1, 3)
 
 
+def _floats(x: Array, spec: PackedSpec) -> Float[Array, "*S"]:
+    return from_bits(x, spec.scales).astype(jnp.float32)
+
+
 def _scores(grouped, block: PackedBody, spec: PackedSpec) -> Float[Array, "B K M S"]:
     codes = _unpacked(block.key_codes, spec.key_bits, spec.kv_heads)
-    scale, low = (_slices(x, spec.kv_heads).astype(jnp.float32) for x in (block.key_scale, block.key_low))
+    scale, low = (_floats(_slices(x, spec.kv_heads), spec) for x in (block.key_scale, block.key_low))
     groups = codes.reshape(*scale.shape[:3], spec.key_group, spec.head_dim)
     scaled = (groups * scale[..., None, :]).reshape(codes.shape)
     # Tokens first: contracting the minor axes of codes and queries in this order is 3 x faster on XLA:CPU.
@@ -107,7 +111,7 @@ def _weighted(weights: Float[Array, "B K M S"], block: PackedBody, spec: PackedS
     parts = spec.width // width
     codes = _unpacked(block.value_codes, spec.value_bits, parts)
     owner = jnp.arange(parts) * width // spec.value_group
-    scale, low = (x.astype(jnp.float32)[:, owner] for x in (block.value_scale, block.value_low))
+    scale, low = (_floats(x, spec)[:, owner] for x in (block.value_scale, block.value_low))
     weights = jnp.repeat(weights, parts // spec.kv_heads, axis=1)
     sums = jnp.einsum("bpms,bpsd->bpmd", weights * scale[:, :, None], codes)
     sums = sums + (weights * low[:, :, None]).sum(-1, keepdims=True)

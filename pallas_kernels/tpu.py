@@ -83,7 +83,7 @@ def _ways(spec: PackedSpec) -> int:
 
 def _plan(q, body: PackedBody, spec: PackedSpec, ways: int | None, tile: int, splits: int) -> Plan:
     slots = body.value_scale.shape[-1]
-    exact = body.value_scale.dtype == jnp.bfloat16
+    exact = spec.scales == "bfloat16"
     ways = (_ways(spec) if exact else 1) if ways is None else ways
     heads = q.shape[2] // spec.kv_heads
     plan = Plan(spec, slots, 0, min(tile, slots), ways, splits)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.layout import split_bits
+from kvqjax.layout import from_bits, split_bits
 from kvqjax.pallas_kernels.tpu_unpack import block_size, offset, unpack_block
 
 __all__ = ["COLUMN", "NEVER", "kernel"]
@@ -75,7 +75,8 @@ def kernel(_, ends, *refs, plan, per_split: int):
 def _order_scales(refs: Refs, plan, tile):
     """Bring this tile's value scales and minima into lane order, once for all lane groups."""
     count = refs.scales.shape[0]
-    both = jnp.concatenate([refs.value_scale[0, 0], refs.value_low[0, 0]])  # [2C, S]
+    stored = jnp.concatenate([refs.value_scale[0, 0], refs.value_low[0, 0]])  # [2C, S]
+    both = from_bits(stored, plan.spec.scales)
     if plan.slots % plan.tile:  # what lies beyond the array must not reach a product: 0 * NaN
         token = tile * plan.tile + jax.lax.broadcasted_iota(jnp.int32, both.shape, 1)
         both = jnp.where(token < plan.slots, both, jnp.zeros_like(both))
@@ -101,7 +102,8 @@ def _wide_shift(bits: int, plan) -> int:
 def _accumulate(refs: Refs, plan, tile, lane_group):
     """Fold the tile into the running softmax of this lane group."""
     spread = plan.spec.head_dim**-0.5
-    scale, low = refs.key_scale[0, 0].astype(jnp.float32), refs.key_low[0, 0].astype(jnp.float32)
+    key = refs.key_scale[0, 0], refs.key_low[0, 0]
+    scale, low = (from_bits(x, plan.spec.scales).astype(jnp.float32) for x in key)
     refs.factors[...] = spread * scale
     refs.zeros[...] = spread * (low - _narrow_shift(plan.spec.key_bits, plan) * scale)
     before = refs.peak[lane_group]

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvqjax.attention import Partial, segment_attention
 from kvqjax.codecs.uniform import Uniform
-from kvqjax.layout import split_bits
+from kvqjax.layout import split_bits, to_bits
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 
 BATCH, LAYERS = 2, 2
@@ -30,7 +30,7 @@ class Case:
 
     @property
     def spec(self) -> PackedSpec:
-        own = {f.name for f in dataclasses.fields(PackedSpec)} - {"block"}
+        own = {f.name for f in dataclasses.fields(PackedSpec)} - {"block", "scales"}
         values = {name: getattr(self, name) for name in own}
         unit = max(1024 // (bits & -bits) for bits in (self.key_bits, self.value_bits))
         return PackedSpec(**values, block=self.block or unit)
@@ -65,7 +65,8 @@ def _stored(codec, x):
     """The arrays of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the codec decodes."""
     payload = jax.jit(jax.vmap(lambda rows: codec.encode({}, rows)))(x)
     decoded = jax.jit(lambda payload: codec.decode({}, payload))(payload)
-    arrays = _packed(np.asarray(payload["codes"]), codec.fields["codes"].bits), payload["scale"], payload["low"]
+    codes = _packed(np.asarray(payload["codes"]), codec.fields["codes"].bits)
+    arrays = codes, *(to_bits(payload[name]) for name in ("scale", "low"))
     return jax.tree.map(lambda a: jnp.asarray(np.stack([np.zeros_like(a), a])), arrays), decoded
 
 

@@ -106,13 +106,17 @@ def for_tiles(clock, start, stop, most: int, body_fn, state):
     if clock.unit > 1 or most < PLANE:
         return jax.lax.fori_loop(start, stop, lambda j, s: body_fn(j * clock.unit, clock.unit, s), state)
 
-    def step(loop):
+    def phase(number, loop):
+        """Single tokens up to a plane's edge, then whole planes; the second time single tokens to the end. A choice
+        inside one loop would make XLA copy the words."""
         token, state = loop
-        whole = (token % PLANE == 0) & (stop - token >= PLANE)
-        state = jax.lax.cond(whole, lambda s: body_fn(token, PLANE, s), lambda s: body_fn(token, 1, s), state)
-        return token + jnp.where(whole, PLANE, 1), state
+        edge = jnp.where(number == 0, jnp.minimum(stop, -(-token // PLANE) * PLANE), stop)
+        state = jax.lax.fori_loop(token, edge, lambda j, s: body_fn(j, 1, s), state)
+        planes = (stop - edge) // PLANE
+        state = jax.lax.fori_loop(0, planes, lambda j, s: body_fn(edge + j * PLANE, PLANE, s), state)
+        return edge + planes * PLANE, state
 
-    return jax.lax.while_loop(lambda loop: loop[0] < stop, step, (start, state))[1]
+    return jax.lax.fori_loop(0, 2, phase, (start, state))[1]
 
 
 def empty_carry(runs, size: int, dtype) -> dict:

@@ -58,10 +58,10 @@ def _packed(spec: KeysAndValues, config: ModelConfig) -> PackedSpec | None:
     key, value = spec.key, spec.value
     if spec.rope != "post" or not (isinstance(key, Uniform) and isinstance(value, Uniform)):
         return None
-    if (key.along, value.along) != ("tokens", "channels"):
+    if (key.along, value.along) != ("tokens", "channels") or key.dtype != value.dtype:
         return None
     shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    groups = {"key_group": key.group, "value_group": min(value.group, config.kv_width)}
+    groups = {"key_group": key.group, "value_group": min(value.group, config.kv_width), "scales": key.dtype}
     # Blocks of 512 tokens are the fastest on CPUs (measured); planes of one bit come in blocks of 1024.
     block = max(512, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
     return PackedSpec(key_bits=key.bits, value_bits=value.bits, block=block, **groups, **shape)
