@@ -11,10 +11,11 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-QUICK = "--xla_backend_optimization_level=0"
-if version("jax").startswith("0.10."):  # later releases have no other emitters
-    QUICK += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", QUICK)
+# Releases after 0.10 have no other emitters, and refuse the flag.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * version("jax").startswith("0.10."),
+)
 
 import hypothesis
 import jax

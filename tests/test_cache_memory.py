@@ -53,7 +53,9 @@ def test_no_second_cache_in_forward(name):
     length = 16
     numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
     step = jax.jit(kvq.forward, static_argnames="last", donate_argnames="cache")
-    compiled = step.lower(model, jax.ShapeDtypeStruct((2, length), jnp.int32), numbers, cache, last=True).compile(AS_USERS_DO)
+    compiled = step.lower(model, jax.ShapeDtypeStruct((2, length), jnp.int32), numbers, cache, last=True).compile(
+        AS_USERS_DO
+    )
     # One block of decoded keys and values, its scores, and unpacked codes, in float32 and integers.
     block, config = 1024, tiny().config
     check(compiled, cache, 2 * block * (8 * config.kv_width + 4 * config.num_heads * length) * 4)
@@ -82,6 +84,6 @@ def test_exact_prefill_holds_one_layer():
     compiled = step.lower(model, jax.ShapeDtypeStruct((2, length), jnp.int32), numbers, cache).compile(AS_USERS_DO)
     memory, size = compiled.memory_analysis(), ledger(cache).bytes
     prompt, scores = 2 * length * (2 * config.width + 4 * config.kv_width) * 4, 2 * 2 * config.num_heads * 512 * 512 * 4
-    windows = sum(array.nbytes for run in cache.runs for array in run.window.values())
+    windows = sum(a.size * a.dtype.itemsize for run in cache.runs for a in run.window.values())
     assert memory.alias_size_in_bytes >= 0.99 * (size - windows), "windows are made anew"
     assert memory.temp_size_in_bytes < 0.1 * size + prompt + scores

@@ -27,7 +27,8 @@ def test_equals_decoding_then_attending(case):
 
 
 def test_reads_only_blocks_in_sight():
-    """Garbage (NaN, as bits of bfloat16) scales outside the visible blocks must not be touched; a traced layer is as good as a number."""
+    """Garbage scales (NaN, as bits of bfloat16) outside the visible blocks must not be touched; a traced layer is as
+    good as a number."""
     case = CASES[0]
     body, key, value = make_body(case)
     q, _, _ = make_query(case)
