@@ -15,6 +15,7 @@ from kvqjax.errors import UserError
 from kvqjax.layout import row_major
 from kvqjax.methods import Method
 from kvqjax.model import Model
+from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.rope import rotate
 from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, visible
 
@@ -25,10 +26,20 @@ CHUNK = 512  # prompt tokens per step of an exact prefill
 Pending = tuple  # one {source: [L_run, B, T, W]} per run
 
 
-def init_cache(model: Model, method: Method, batch: int, capacity: int) -> Cache:
-    """An empty cache for `batch` rows of at most `capacity` tokens each, in the model's compute dtype."""
-    dtype = str(model.params["embed"].dtype)
-    return allocate_cache(CacheLayout(config=model.config, method=method, capacity=capacity, dtype=dtype), batch)
+def init_cache(model: Model, method: Method, batch: int, capacity: int, *, target: str | None = None) -> Cache:
+    """An empty cache for `batch` rows of at most `capacity` tokens each, in the model's compute dtype.
+
+    `target` names the chip whose attention kernels the programs on this cache use; by default the one that holds the
+    model's weights ("cpu", whose path runs everywhere, for abstract or traced ones)."""
+    embed = model.params["embed"]
+    layout = CacheLayout(
+        config=model.config,
+        method=method,
+        capacity=capacity,
+        dtype=str(embed.dtype),
+        target=target or target_of(embed),
+    )
+    return allocate_cache(layout, batch)
 
 
 def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:

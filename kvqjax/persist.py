@@ -17,6 +17,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import parse
 from kvqjax.model import Model
+from kvqjax.pallas_kernels.packed import target_of
 
 __all__ = ["load_cache", "save_cache"]
 
@@ -52,8 +53,13 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
 
 
 def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
-    method = parse(text["method"])
-    return CacheLayout(config=model.config, method=method, capacity=text["capacity"], dtype=text["dtype"])
+    return CacheLayout(
+        config=model.config,
+        method=parse(text["method"]),
+        capacity=text["capacity"],
+        dtype=text["dtype"],
+        target=target_of(model.params["embed"]),
+    )
 
 
 def load_cache(path: str | os.PathLike, model: Model) -> Cache:

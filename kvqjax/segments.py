@@ -11,8 +11,8 @@ from kvqjax.attention import Partial, blockwise_attention, segment_attention
 from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
 from kvqjax.layout import read
+from kvqjax.pallas_kernels.dispatch import packed_attention
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
-from kvqjax.pallas_kernels.reference import packed_attention
 
 __all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible"]
 

@@ -14,9 +14,29 @@ from jaxtyping import Array, Shaped, UInt
 
 from kvqjax.layout import split_bits
 
-__all__ = ["PackedBody", "PackedSpec", "check"]
+__all__ = ["TARGETS", "PackedBody", "PackedSpec", "check", "target_of"]
 
 TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm90")
+# How the chips' names begin (`device_kind`), longer ones first; any other gets the path that runs everywhere.
+KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "v7x",
+    "Tesla T4": "sm75",
+    "NVIDIA A100": "sm80",
+    "NVIDIA H100": "sm90",
+    "NVIDIA H200": "sm90",
+}
+
+
+def target_of(array) -> str:
+    """The target of the chip an array lies on; "cpu" for abstract arrays and tracers, which lie nowhere."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return "cpu"
+    kind = next(iter(array.devices())).device_kind
+    return next((target for name, target in KINDS.items() if kind.startswith(name)), "cpu")
 
 
 class PackedBody(NamedTuple):

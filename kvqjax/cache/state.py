@@ -27,12 +27,14 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """Everything static about a cache: model, method, most tokens per row, and the dtype of sinks and window."""
+    """Everything static about a cache: model, method, most tokens per row, the dtype of sinks and window, and the chip
+    whose kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`)."""
 
     config: ModelConfig
     method: Method
     capacity: int
     dtype: str
+    target: str = "cpu"
 
 
 class RunPlan(NamedTuple):
@@ -103,6 +105,8 @@ def _check_clocks(wiring: Wiring, name: str) -> None:
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | None) -> RunPlan:
     try:
         wiring = _resolve(spec.build(layout.config), layout.dtype)
+        if wiring.packed is not None:
+            wiring = wiring._replace(packed=dataclasses.replace(wiring.packed, target=layout.target))
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     _check_clocks(wiring, str(layout.method))
