@@ -1,6 +1,7 @@
 # make demo   set up .venv with the package alone and run the demonstration
 # make test   set up .venv with the test tools and run every check
 # make aot    what needs TPU's compiler (no TPU): memory and kernels compiled ahead of time; skipped without libtpu
+# make results  docs/results.md: what is missing of its records is measured first (DATA=text.txt for the demo model)
 # make clean  remove everything these two made
 # Needs a Python >= 3.11 with venv. Override: make test PYTHON=/path/to/python VENV=/path/to/venv PYTEST_ARGS="-k kivi"
 
@@ -15,12 +16,13 @@ ifeq ($(shell uname -s),Linux)
 TORCH := $(TORCH)+cpu
 endif
 PYTEST_ARGS ?=
+DATA ?= synthetic
 FOLDERS := kvqjax pallas_kernels calibrate eval
 # Folders count as sources too: their time changes when a file in them is deleted.
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test aot clean
+.PHONY: demo test aot results clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -38,6 +40,11 @@ test: $(VENV)/.package $(VENV)/.tools $(VENV)/.torch
 
 aot: $(VENV)/.package $(VENV)/.tools $(VENV)/.libtpu
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot
+
+# From the root, so that benchmarks is found; -P keeps the source tree from shadowing the installed package.
+results: $(VENV)/.package
+	PYTHONSAFEPATH=1 $(BIN)/python -c "import sys, runpy; sys.path.append('.'); sys.argv[1:] = ['--data', '$(DATA)']; \
+		runpy.run_module('benchmarks.results', run_name='__main__')"
 
 $(VENV)/.base:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv and ensurepip found (Debian: apt install python3-venv)"; exit 1; }

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from kvqjax.artifacts import Artifact
-from kvqjax.calibrate import xquant
+from kvqjax.calibrate import centre, xquant
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.model import Model
@@ -50,9 +50,13 @@ def run(
     name = method.name.partition(":")[0]
     if name in FROM_WEIGHTS:
         return Artifact(method, xquant.constants(model.params, model.config, method), model.fingerprint)
-    if name not in CALIBRATIONS:
-        raise UserError(f"{name} needs no calibration; calibrated: {', '.join([*CALIBRATIONS, *FROM_WEIGHTS])}")
-    module = importlib.import_module(CALIBRATIONS[name])
+    if centre.needs_only_means(method, model.config):
+        module = centre
+    elif name in CALIBRATIONS:
+        module = importlib.import_module(CALIBRATIONS[name])
+    else:
+        known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
+        raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
     texts = [texts] if isinstance(texts, str) else texts
     tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
     return module.calibrate(model, method, tokens, state=state, advance=advance)

@@ -127,6 +127,8 @@ def fit_layer(
         if layer.inputs(source) != "none":
             inputs = functools.partial(_inputs, layer.inputs(source), keys, seen["v"])
             constants[source], report[source] = _fit_source(layer, inputs, exact[source], recipe, dtype, seed)
+        elif "mean" in layer.needs(source, exact[source].shape[-1]):
+            constants[source] = {"mean": exact[source].mean((0, 1), dtype=np.float64).astype(np.float32)}
         ready, own = cast(constants[source], dtype), recon.get("k", below["k"])
         out = np.empty(exact[source].shape, np.float32)
         for i in range(len(out)):

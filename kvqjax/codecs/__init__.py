@@ -1,7 +1,8 @@
 """Codecs: how one kind of vector is stored in few bits."""
 
-from kvqjax.codecs.base import Codec, bits_per_value
+from kvqjax.codecs.base import Codec, CodecSpec, bits_per_value
+from kvqjax.codecs.centred import CENTRES, Centred, centred
 from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.uniform import Uniform
 
-__all__ = ["Codec", "Exact", "Uniform", "bits_per_value"]
+__all__ = ["CENTRES", "Centred", "Codec", "CodecSpec", "Exact", "Uniform", "bits_per_value", "centred"]

@@ -9,13 +9,13 @@ layer (codebooks, scales); codecs without calibration ignore them. Encoding is d
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 
 from kvqjax.layout import Field, logical_bits
 
-__all__ = ["Codec", "bits_per_value"]
+__all__ = ["Codec", "CodecSpec", "bits_per_value"]
 
 Tile = dict  # field name -> array
 Constants = dict  # constant name -> array of one layer
@@ -31,6 +31,13 @@ class Codec(NamedTuple):
     encode: Callable[[Constants, Array], Tile]
     decode: Callable[[Constants, Tile], Array]
     needs: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - an immutable default by convention, never written to
+
+
+@runtime_checkable
+class CodecSpec(Protocol):
+    """Anything frozen and hashable that can build a codec for vectors of `width` channels."""
+
+    def build(self, width: int) -> Codec: ...
 
 
 def bits_per_value(codec: Codec) -> float:

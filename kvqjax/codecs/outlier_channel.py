@@ -5,19 +5,13 @@ channel never widens a group. That costs the kept channels' codes: 16/W bits per
 """
 
 import dataclasses
-from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.layout import Field
 
 __all__ = ["OutlierChannels"]
-
-
-@runtime_checkable
-class _CodecSpec(Protocol):
-    def build(self, width: int) -> Codec: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +19,7 @@ class OutlierChannels:
     """`channels` are stored in `dtype`; `inner` stores the others."""
 
     channels: tuple[int, ...]
-    inner: _CodecSpec
+    inner: CodecSpec
     dtype: str = "bfloat16"
 
     def build(self, width: int) -> Codec:

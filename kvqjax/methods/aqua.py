@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvqjax.codecs import Codec, Exact, Uniform
+from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.config import ModelConfig
 from kvqjax.layout import Field
 from kvqjax.methods.predictors import predict, shapes
-from kvqjax.methods.spec import CodecSpec, Method, method_factory
+from kvqjax.methods.spec import Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 
 __all__ = ["AquaLayer", "aqua", "encode_source", "predictor_inputs", "reconstruct"]
@@ -30,6 +30,7 @@ __all__ = ["AquaLayer", "aqua", "encode_source", "predictor_inputs", "reconstruc
 UNIT = 128
 BACKBONES = ("higgs", "token", "channel")
 COPIES = ("layer", "all")
+KEPT = {"k": "key", "v": "value"}  # source -> AquaLayer's field
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,9 @@ class AquaLayer:
         return _aqua_wiring(self, config, codecs)
 
     def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
-        """The predictor's constants by name."""
-        return shapes(self.kind(source), len(self.inputs(source)) * width, width, self.rank)
+        """The predictor's constants by name, and the mean of keys that are centred."""
+        own = shapes(self.kind(source), len(self.inputs(source)) * width, width, self.rank)
+        return own | ({"mean": (width,)} if isinstance(getattr(self, KEPT[source]), Centred) else {})
 
 
 def _with_copy(codec: Codec) -> Codec:
@@ -202,6 +204,7 @@ def aqua(
     buffer: int = UNIT,
     window: int = 0,
     sinks: int = 4,
+    centre: str = "none",
 ) -> Method:
     """Residuals of `bits` per value (`key_bits`, `value_bits` one by one) by `backbone` "higgs", "token" or "channel";
     the first layer at `first_bits` by HIGGS without a predictor, 16 meaning exact (AQUA-KV, sections 3 and 4.1).
@@ -209,12 +212,13 @@ def aqua(
     `predictor` is "linear", "int4", "low_rank" (of `rank`) or "mlp"; `key_inputs`, `value_inputs` and `rope` give the
     paper's ablations. Layers in `exact` ("3+7") stay exact, and the layer above predicts from their exact keys and
     values. `buffer` tokens are encoded at a time, whatever is beyond the newest `window`. `copy`: see AquaLayer.
+    `centre="mean"` takes a calibrated mean off the first layer's keys (the predictors' biases do so above it).
     """
     shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
     key, value = (_backbone(backbone, b or bits, dim, group, seed) for b in (key_bits, value_bits))
     alone = {"key_inputs": "none", "value_inputs": "none"}
     start = _backbone("higgs", first_bits, 2, group if backbone == "higgs" else None, seed)
-    first = AquaLayer(key=start, value=start, **alone, **shared)
+    first = AquaLayer(key=centred(start, centre), value=start, **alone, **shared)
     plain = AquaLayer(key=Exact(), value=Exact(), **alone, **shared)
     inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
     low_rank = {"rank": rank} if predictor == "low_rank" else {}

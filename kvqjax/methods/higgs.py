@@ -3,6 +3,7 @@ baseline of arXiv 2501.19392, Table 1)."""
 
 import dataclasses
 
+from kvqjax.codecs import CENTRES, centred
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.config import ModelConfig
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
@@ -23,12 +24,16 @@ class HiggsLayer:
     rope: str = "post"
     window: int = 0
     unit: int = 32
+    centre: str = "none"
 
     def build(self, config: ModelConfig) -> Wiring:
         sizes = {"auto": None, "head": config.head_dim, "width": config.kv_width}
         size = sizes[self.group] if self.group in sizes else int(self.group)
         key, value = (dataclasses.replace(spec, group=size) for spec in (self.key, self.value))
-        return KeysAndValues(key=key, value=value, rope=self.rope, window=self.window, unit=self.unit).build(config)
+        layer = KeysAndValues(
+            key=centred(key, self.centre), value=value, rope=self.rope, window=self.window, unit=self.unit
+        )
+        return layer.build(config)
 
 
 @method_factory
@@ -45,12 +50,16 @@ def higgs(
     window: int = 0,
     buffer: int = 128,
     sinks: int = 4,
+    centre: str = "none",
 ) -> Method:
     """`bits` per value (`key_bits`, `value_bits` one by one) in grids of `dim` dimensions, a scale per token and
     `group` channels: "auto" (up to 1024), "head", "width" or a number. `seed` turns on fixed random signs. Keys before
-    or after RoPE (`rope`). `buffer` tokens leave the window at a time, beyond the newest `window`."""
+    or after RoPE (`rope`). `buffer` tokens leave the window at a time, beyond the newest `window`. `centre="mean"`
+    takes a calibrated mean off the keys first (kvqjax.codecs.centred)."""
     if group not in GROUPS and not group.isdigit():
         raise ValueError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
+    if centre not in CENTRES:
+        raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
     key, value = (Higgs(bits=b or bits, dim=dim, seed=seed, dtype=scales) for b in (key_bits, value_bits))
-    layer = HiggsLayer(key=key, value=value, group=group, rope=rope, window=window, unit=buffer)
+    layer = HiggsLayer(key=key, value=value, group=group, rope=rope, window=window, unit=buffer, centre=centre)
     return Method(name="higgs", layer=layer, sinks=sinks)

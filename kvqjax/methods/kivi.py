@@ -1,6 +1,6 @@
 """KIVI (arXiv 2402.02750), the exact cache, and the naive per-token baseline: all wirings of keys and values."""
 
-from kvqjax.codecs import Exact, Uniform
+from kvqjax.codecs import Exact, Uniform, centred
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Clock
 
@@ -15,7 +15,7 @@ def exact(*, sinks: int = 0) -> Method:
     return Method(name="exact", layer=KeysAndValues(key=Exact(), value=Exact(), unit=PLANE), sinks=sinks)
 
 
-def _kivi_layer(key_bits, value_bits, group, value_group, window, rope, rule, scales) -> KeysAndValues:
+def _kivi_layer(key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none") -> KeysAndValues:
     key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
     value = Uniform(bits=value_bits, along="channels", group=value_group, dtype=scales)
     if rule not in ("together", "published"):
@@ -26,6 +26,7 @@ def _kivi_layer(key_bits, value_bits, group, value_group, window, rope, rule, sc
         if window == 0 or window % group:
             raise ValueError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
         clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
+    key = centred(key, centre)
     return KeysAndValues(key=key, value=value, rope=rope, window=window, unit=group, clocks=clocks)
 
 
@@ -42,15 +43,17 @@ def kivi(
     rope: str = "post",
     rule: str = "together",
     scales: str = "bfloat16",
+    centre: str = "none",
 ) -> Method:
     """Keys per channel in groups of `group` tokens, values per token in groups of `value_group` channels (the same
     number by default), 1 to 8 bits each, asymmetric with float minima (KIVI, section 3.2).
 
     `bits` sets both widths. `window` newest tokens stay exact; `rule="together"` moves keys and values out in whole
     groups, `rule="published"` does as the released code: keys all at once every `window` tokens, values one at a time.
-    `rope="pre"` caches keys before rotation. `scales` is the dtype of scales and minima."""
+    `rope="pre"` caches keys before rotation. `scales` is the dtype of scales and minima. `centre="mean"` takes a
+    calibrated mean off the keys first (kvqjax.codecs.centred)."""
     key_bits, value_bits = (key_bits, value_bits) if bits is None else (bits, bits)
-    layer = _kivi_layer(key_bits, value_bits, group, value_group or group, window, rope, rule, scales)
+    layer = _kivi_layer(key_bits, value_bits, group, value_group or group, window, rope, rule, scales, centre)
     return Method(name="kivi", layer=layer, sinks=sinks)
 
 
@@ -63,7 +66,17 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
 
 
 @method_factory
-def uniform(*, bits: int = 4, group: int = 128, window: int = 0, sinks: int = 0, scales: str = "bfloat16") -> Method:
-    """The naive baseline: keys (after RoPE) and values both per token, asymmetric, groups of `group` channels."""
+def uniform(
+    *,
+    bits: int = 4,
+    group: int = 128,
+    window: int = 0,
+    sinks: int = 0,
+    scales: str = "bfloat16",
+    centre: str = "none",
+) -> Method:
+    """The naive baseline: keys (after RoPE) and values both per token, asymmetric, groups of `group` channels.
+    `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centred)."""
     codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
-    return Method(name="uniform", layer=KeysAndValues(key=codec, value=codec, window=window, unit=PLANE), sinks=sinks)
+    layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE)
+    return Method(name="uniform", layer=layer, sinks=sinks)

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from kvqjax.codecs import Codec, Uniform
+from kvqjax.codecs import CodecSpec, Uniform
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.layout import split_bits
@@ -24,13 +24,6 @@ class LayerSpec(Protocol):
     """Anything frozen and hashable that can build a layer's wiring for a model."""
 
     def build(self, config: ModelConfig) -> Wiring: ...
-
-
-@runtime_checkable
-class CodecSpec(Protocol):
-    """Anything frozen and hashable that can build a codec for vectors of `width` channels."""
-
-    def build(self, width: int) -> Codec: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

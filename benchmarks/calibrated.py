@@ -1,0 +1,64 @@
+"""Models with a method's constants, by recipes small enough for the bundled models, and windows of symbols."""
+
+import importlib
+import time
+
+import numpy as np
+
+from kvqjax.calibrate import CALIBRATIONS, centre, commvq, xquant
+from kvqjax.calibrate.commvq_values import ValueSettings
+from kvqjax.eval.synthetic import key_value_recall, repeated_spans
+from kvqjax.methods import Method
+from kvqjax.model import Model
+
+__all__ = ["COMMVQ", "calibrated", "pair_rows", "span_rows"]
+
+COMMVQ = commvq.Recipe(key_tokens=2048, values=ValueSettings(steps=200))  # a quarter and a third of the defaults
+
+
+def calibrated(model: Model, method: Method, tokens: np.ndarray) -> tuple[Model, float]:
+    """The model with what `method` needs, learnt from `tokens` [N, T], and the seconds that took."""
+    begun, name = time.perf_counter(), method.name.partition(":")[0]
+    if centre.needs_only_means(method, model.config):
+        artifact = centre.calibrate(model, method, tokens)
+    elif name == "commvq":
+        artifact = commvq.calibrate(model, method, tokens, recipe=COMMVQ)
+    elif name in CALIBRATIONS:
+        artifact = importlib.import_module(CALIBRATIONS[name]).calibrate(model, method, tokens)
+    else:
+        ready = xquant.prepared(model, method)
+        return ready, time.perf_counter() - begun if ready.constants else 0.0
+    return model.with_artifact(artifact), time.perf_counter() - begun
+
+
+def _encode(model: Model, text: str) -> list[int]:
+    return model.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def span_rows(model: Model, rows: int, length: int, seed: int, span: int = 0) -> np.ndarray:
+    """[rows, length] ids: after the first token a span of random symbols, then the same again; several such problems of
+    `span` tokens each where it is given."""
+    rng, span = np.random.default_rng((1, seed)), span or length - 1
+    size = lambda text: len(_encode(model, text))  # noqa: E731
+    out = np.zeros((rows, length), np.int32)
+    for row in out:
+        ids = [model.config.bos_id]
+        while len(ids) < length:
+            problem = repeated_spans(rng, span, size)
+            ids += _encode(model, problem.prompt + problem.answer)
+        row[:] = ids[:length]
+    return out
+
+
+def pair_rows(model: Model, rows: int, length: int, seed: int, task=key_value_recall) -> tuple[np.ndarray, np.ndarray]:
+    """[rows, length] ids of stored pairs and one question each with its answer, and which of tokens 1 to length-1 the
+    answer is. Depths are spread from the first pair to the last; rows end in padding that no answer sees."""
+    rng, ids = np.random.default_rng((2, seed)), np.full((rows, length), model.config.bos_id, np.int32)
+    asked = np.zeros((rows, length - 1), bool)
+    for number in range(rows):
+        size = lambda text: len(_encode(model, text))  # noqa: E731
+        problem = task(rng, length - 1, size, number / max(rows - 1, 1))
+        prompt, whole = size(problem.prompt), _encode(model, problem.prompt + problem.answer)
+        ids[number, 1 : 1 + len(whole)] = whole
+        asked[number, prompt : len(whole)] = True
+    return ids, asked

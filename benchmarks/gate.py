@@ -1,0 +1,131 @@
+"""The gate: every method and bit width on the Qwen2 shape, the main ones on four others, as trained and with outlier
+key channels.
+
+    python -m benchmarks.gate [--shape qwen2] [--windows 16] [--out benchmarks/records/gate.json]
+
+Windows of 384 tokens: a span of random symbols and the same span again, every token through the cache in chunks of 32.
+The second span, which a model can predict from its cache only, is scored: `ratio` is the perplexity over that of the
+exact pass on the same tokens, with the paired standard error of its logarithm over windows. No method here keeps a
+window of recent tokens, and spans are 192 tokens apart, more than any unit that waits to be encoded. The long decode
+is 2048 steps of one token, eight such problems after each other. Rows that are in the record are not run again.
+Stress: two rotary pairs of every KV head's keys 8 times as large, the queries' over 8 (kvqjax.eval.stress).
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+import kvqjax
+from benchmarks.calibrated import calibrated, span_rows
+from kvqjax.eval.replay import exact_logits, replay, score
+from kvqjax.eval.stress import stressed
+from kvqjax.ledger import ledger
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks" / "records" / "gate.json"
+SHAPES = ("qwen2", "recall", "mha", "qwen3", "mistral")
+LENGTH, CHUNK, STEPS = 384, 32, 2048
+STRESS = {"none": 1.0, "keys x8": 8.0}
+GRID = (
+    "uniform:bits={b}",
+    "uniform:bits={b},centre=mean",
+    "kivi:bits={b},group=128,window=0",
+    "kivi_star:bits={b},protected=0",
+    "kvquant:bits={b},outliers=0.0",
+    "higgs:bits={b}",
+    "higgs:bits={b},centre=mean",
+    "aqua:bits={b},first_bits={b},centre=mean",
+    "xquant:bits={b},latent=true",
+)
+FEW = ("kivi:bits={b},group=128,window=0", "kvquant:bits={b},outliers=0.0", "higgs:bits={b}")  # all shapes but qwen2
+OTHERS = ("xquant:bits=4", "xquant:bits=6", "xquant:bits=8", "xquant_cl:bits=4,base=0,protected=1")
+ONCE = {"qwen2": ("aqua:bits=3,first_bits=3", "commvq:bits=1,window=0", "commvq:bits=2,window=0")}  # without stress
+LONG = ("uniform:bits=3,centre=mean", "kivi:bits=3,group=128,window=0", "kvquant:bits=3,outliers=0.0",
+        "higgs:bits=3,centre=mean", "aqua:bits=3,first_bits=3,centre=mean", "xquant:bits=6")  # fmt: skip
+
+
+def open_shape(name: str):
+    return kvqjax.load("recall" if name == "recall" else ROOT / "tests" / "assets_models" / name)
+
+
+def plan(shapes) -> list[dict]:
+    """Every row to be measured, as the fields that name it; rows that share a compiled program stand together."""
+    rows = []
+    for shape in shapes:
+        grid = GRID if shape == "qwen2" else FEW
+        caches = [*OTHERS, *(text.format(b=b) for text in grid for b in (3, 2, 4))]
+        rows += [{"shape": shape, "cache": c, "stress": s, "mode": "copy"} for c in caches for s in STRESS]
+        rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "copy"} for c in ONCE.get(shape, ())]
+        if shape in ("qwen2", "recall"):
+            rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "long decode"} for c in LONG]
+    return rows
+
+
+def bits(model, method) -> dict[str, float]:
+    """Bits per key or value channel: by the codecs, and of all that is stored for a row of 32768 tokens."""
+    book = ledger(jax.eval_shape(lambda: kvqjax.init_cache(model, method, 1, 32768)))
+    return {"bits": round(book.bits_method, 3), "bits_stored": round(book.bits_stored, 3)}
+
+
+def copy_row(model, method, rows: np.ndarray) -> dict[str, float]:
+    """Ratio of perplexities on the second copy, its error, KL divergence and agreement."""
+    tokens, half = jnp.asarray(rows), rows.shape[1] // 2 + 1
+    exact = exact_logits(model, tokens)
+    got = jax.tree.map(
+        lambda a: np.asarray(a, np.float64)[:, half:], score(replay(model, tokens, method, CHUNK), exact, tokens)
+    )
+    gap = (got.nll - np.asarray(score(exact, exact, tokens).nll)[:, half:]).mean(1)
+    error = gap.std(ddof=1) / len(gap) ** 0.5
+    numbers = {"ratio": np.exp(gap.mean()), "log_error": error, "kld": got.kld.mean(), "top1": got.agree.mean()}
+    return {name: float(f"{value:.6g}") for name, value in numbers.items()} | {"tokens": int(got.nll.size)}
+
+
+def long_row(model, method, rows: np.ndarray) -> dict[str, float]:
+    """KL divergence of the first and of the last thousand steps of a decode, one token at a time."""
+    tokens = jnp.asarray(rows)
+    kld = np.asarray(score(replay(model, tokens, method, 1), exact_logits(model, tokens), tokens).kld, np.float64)
+    first, last = kld[:, :1000].mean(), kld[:, -1000:].mean()
+    return {"first": float(f"{first:.6g}"), "last": float(f"{last:.6g}"), "growth": float(f"{last / first:.6g}")}
+
+
+def measure(row: dict, windows: int) -> dict:
+    """One row with its figures."""
+    model = open_shape(row["shape"])
+    if row["stress"] != "none":
+        model = stressed(model, keys=STRESS[row["stress"]])
+    method = kvqjax.parse(row["cache"])
+    ready, seconds = calibrated(model, method, span_rows(model, 8, 388, seed=1))
+    if row["mode"] == "copy":
+        found = copy_row(ready, method, span_rows(model, windows, LENGTH, seed=0))
+    else:
+        found = long_row(ready, method, span_rows(model, max(2, windows // 8), STEPS, seed=2, span=255))
+    return row | bits(ready, method) | found | {"windows": windows, "calibration_seconds": round(seconds, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=SHAPES)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--only", default="", help="rows whose cache begins so")
+    parser.add_argument("--out", type=Path, default=RECORD)
+    given = parser.parse_args()
+    done = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
+    key = lambda row: tuple(row[name] for name in ("shape", "cache", "stress", "mode"))  # noqa: E731
+    known = {key(row) for row in done if row["windows"] == given.windows}
+    wanted = [
+        row for row in plan(given.shape or SHAPES) if key(row) not in known and row["cache"].startswith(given.only)
+    ]
+    for row in track(wanted, description="gate"):
+        done = [old for old in done if key(old) != key(row)] + [measure(row, given.windows)]
+        print(json.dumps(done[-1]), flush=True)
+        text = ",\n ".join(json.dumps(line) for line in sorted(done, key=key))
+        given.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""How far every codec is from the rate-distortion limit: mean squared error at its stored bits, on Gaussian vectors and
+on the bundled models' own keys (before RoPE) and values.
+
+    python -m benchmarks.rate_distortion [--data TEXT.txt] [--out benchmarks/records/rate_distortion.json]
+
+The limit is that of a Gaussian source with the same covariance over the channels of a token, by reverse water-filling:
+R(D) = sum_i max(0, log2(s_i / D) / 2) / W over the eigenvalues s_i. No source of this covariance needs more bits, so it
+bounds every source from above; what is not Gaussian, or depends on other tokens, could be stored in fewer.
+`gap` is the codec's bits less R at its error: 0.25 bits is what one scalar per value loses at high rates (1.53 dB).
+Calibrated codecs learn from other vectors than those measured. Bits are codes, scales, minima and outliers.
+"""
+
+import argparse
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+import kvqjax
+from benchmarks.calibrated import span_rows
+from kvqjax.calibrate import kmeans
+from kvqjax.calibrate import kvquant_passes as passes
+from kvqjax.calibrate.commvq_em import fit_keys
+from kvqjax.calibrate.fisher import activations
+from kvqjax.codecs import Centred, CodecSpec, Uniform, bits_per_value
+from kvqjax.codecs.commvq_keys import CommVQKeys
+from kvqjax.codecs.higgs import Higgs
+from kvqjax.codecs.nuq import Nuq
+from kvqjax.eval.stamp import read_text
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks" / "records" / "rate_distortion.json"
+PLOT = ROOT / "docs" / "rate_distortion.svg"
+ROWS, LENGTH, SKIPPED, LAYER, WIDTH, HEAD = 16, 512, 4, 1, 128, 64
+SOURCES = ("Gaussian", "demo keys", "demo values", "recall keys", "recall values", "qwen2 keys")
+
+
+def specs() -> dict[str, tuple[CodecSpec, ...]]:
+    """Codec family -> its members, by width."""
+    return {
+        "per channel, groups of 128 tokens": tuple(Uniform(bits=b, along="tokens", group=128) for b in (1, 2, 3, 4)),
+        "per channel, groups of 32 tokens": tuple(Uniform(bits=b, along="tokens", group=32) for b in (1, 2, 3, 4)),
+        "per token, groups of 128 channels": tuple(Uniform(bits=b, along="channels", group=128) for b in (1, 2, 3, 4)),
+        "per token, groups of 32 channels": tuple(Uniform(bits=b, along="channels", group=32) for b in (1, 2, 3, 4)),
+        "nuq per channel": tuple(Nuq(bits=b, per="channel") for b in (2, 3, 4)),
+        "nuq per channel, 1 %": tuple(Nuq(bits=b, per="channel", outliers=0.01) for b in (2, 3, 4)),
+        "nuq per token": tuple(Nuq(bits=b, per="token") for b in (2, 3, 4)),
+        "HIGGS, pairs": tuple(Higgs(bits=b, dim=2) for b in (2, 3, 4)),
+        "HIGGS, fours": (Higgs(bits=2, dim=4), Higgs(bits=3, dim=4)),
+        "HIGGS, pairs, centred": tuple(Centred(inner=Higgs(bits=b, dim=2)) for b in (2, 3, 4)),
+        "CommVQ keys": tuple(CommVQKeys(head_dim=HEAD, rounds=r) for r in (5, 11)),
+    }
+
+
+def vectors(name: str, data: str) -> tuple[np.ndarray, np.ndarray, dict]:
+    """(learn, test) [N, WIDTH] float32 of one source, and where they are from."""
+    if name == "Gaussian":
+        draws = np.random.default_rng(0).normal(size=(2, 3968, WIDTH)).astype(np.float32)
+        return draws[0], draws[1], {"name": "standard normal, seed 0"}
+    shape, source = name.split()
+    folder = shape if shape in ("demo", "recall") else ROOT / "tests" / "assets_models" / shape
+    model = kvqjax.load(folder)
+    about = {"name": "repeated spans of symbols", "layer": LAYER}
+    if shape == "demo":
+        text, found = read_text(data, 12_000, 0)
+        ids = np.asarray(model.tokenizer(text)["input_ids"], np.int32)
+        rows, about = ids[: ROWS * LENGTH].reshape(ROWS, LENGTH), found | {"name": Path(data).name, "layer": LAYER}
+    else:
+        rows = span_rows(model, ROWS, LENGTH, seed=0)
+    cached = activations(model.params, jnp.asarray(rows), model.config, gradients=False)
+    x = np.asarray(getattr(cached, source[0])[LAYER])[:, SKIPPED:]
+    return *(half.reshape(-1, WIDTH)[:3968] for half in np.split(x, 2)), about
+
+
+def _nuq_constants(spec: Nuq, learn) -> dict:
+    """Thresholds and signposts of least squared error."""
+    extremes = passes.observe(passes.empty_extremes(1, WIDTH, passes.rank(len(learn), spec.outliers)), learn[None])
+    upper, lower = passes.thresholds(extremes, len(learn), spec.outliers)
+    slots = spec.slot_count(WIDTH)
+    every = (learn[None], learn[None], jnp.ones_like(learn)[None], jnp.ones_like(learn)[None])
+    options = {"key_slots": slots, "value_slots": slots, "dtype": spec.dtype, "objective": "fisher_s2"}
+    found = passes.tally(every, {"upper": upper, "lower": lower}, **options)
+    signposts = kmeans.weighted_kmeans(found.k if spec.per == "channel" else found.v, 2**spec.bits)[0]
+    return {"upper": upper[0], "lower": lower[0], "signposts": signposts}
+
+
+@functools.lru_cache(maxsize=1)
+def _book(source: str, learn: bytes, rounds: int):
+    """CommVQ's key codebook; rounds are nested, so the longest serves all."""
+    spec = CommVQKeys(head_dim=HEAD, rounds=rounds)
+    return fit_keys(jax.random.key(0), jnp.asarray(np.frombuffer(learn, np.float32).reshape(-1, WIDTH)), spec)
+
+
+def constants(spec: CodecSpec, source: str, learn: np.ndarray) -> dict:
+    """What a codec needs, from the vectors it may learn from."""
+    if isinstance(spec, Nuq):
+        return _nuq_constants(spec, jnp.asarray(learn))
+    if isinstance(spec, CommVQKeys):
+        return {"codebook": _book(source, learn[::4].tobytes(), 11)[: spec.rounds]}
+    return {"mean": jnp.asarray(learn.mean(0))} if isinstance(spec, Centred) else {}
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def error(spec: CodecSpec, fixed: dict, x) -> jax.Array:
+    """Mean squared error per channel."""
+    codec = spec.build(WIDTH)
+    return ((codec.decode(fixed, codec.encode(fixed, x)) - x) ** 2).mean()
+
+
+def rate(eigenvalues: np.ndarray, distortion: float) -> float:
+    """Bits per channel that a Gaussian source needs at this mean squared error, by reverse water-filling."""
+    low, high = 0.0, float(eigenvalues.max())
+    if distortion >= eigenvalues.mean():
+        return 0.0
+    for _ in range(200):
+        level = (low + high) / 2
+        low, high = (level, high) if np.minimum(eigenvalues, level).mean() < distortion else (low, level)
+    return float(np.log2(np.maximum(eigenvalues / high, 1)).mean() / 2)
+
+
+def measure(source: str, data: str) -> list[dict]:
+    """Rows of one source."""
+    learn, test, about = vectors(source, data)
+    eigenvalues = np.maximum(np.linalg.eigvalsh(np.cov(test.T.astype(np.float64))), 1e-12)
+    variance, rows = float(eigenvalues.mean()), []
+    for family, members in specs().items():
+        for spec in members:
+            bits = bits_per_value(spec.build(WIDTH))
+            found = float(error(spec, constants(spec, source, learn), jnp.asarray(test)))
+            needed = rate(eigenvalues, found)
+            row = {
+                "source": source,
+                "codec": family,
+                "bits": round(bits, 4),
+                "relative_mse": float(f"{found / variance:.5g}"),
+            }
+            rows.append(row | {"limit_bits": round(needed, 4), "gap": round(bits - needed, 4), "data": about})
+    return rows
+
+
+def markdown(rows: list[dict]) -> str:
+    """Gap in bits by codec and source, with the error beside it."""
+    if not rows:
+        return "Not run yet.\n"
+    cells = {(r["codec"], r["bits"], r["source"]): f"{r['relative_mse']:.3g} ({r['gap']:+.2f})" for r in rows}
+    lines = ["| codec | bits | " + " | ".join(SOURCES) + " |", "|---|---|" + "---|" * len(SOURCES)]
+    for codec, bits in dict.fromkeys((r["codec"], r["bits"]) for r in rows):
+        found = [cells.get((codec, bits, source), "-") for source in SOURCES]
+        lines.append(f"| {codec} | {bits:.2f} | " + " | ".join(found) + " |")
+    about = (
+        "Mean squared error over the channels' mean variance and, in brackets, stored bits above what a Gaussian source"
+    )
+    more = "of the same covariance needs at that error (`benchmarks/rate_distortion.py`; layer 1, before RoPE).\n"
+    return "\n".join([about, more, *lines, "", "![error against bits](rate_distortion.svg)\n"])
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Relative error against bits, one panel per source."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 3, figsize=(11, 7), sharex=True, layout="constrained")
+    for panel, source in zip(panels.flat, SOURCES, strict=True):
+        own = [r for r in rows if r["source"] == source]
+        limit = sorted((r["limit_bits"], r["relative_mse"]) for r in own if r["limit_bits"] > 0)
+        panel.plot(*zip(*limit, strict=True), "k--", label="limit")
+        for family in specs():
+            points = [(r["bits"], r["relative_mse"]) for r in own if r["codec"] == family]
+            panel.plot(*zip(*points, strict=True), marker=".", linewidth=0.8, label=family)
+        panel.set(title=source, yscale="log", xlabel="bits", ylabel="relative error")
+    panels.flat[0].legend(fontsize=5)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="synthetic", help="text for demo")
+    parser.add_argument("--out", type=Path, default=RECORD)
+    given = parser.parse_args()
+    rows = [row for source in track(SOURCES, description="sources") for row in measure(source, given.data)]
+    given.out.write_text("[\n " + ",\n ".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+    plot(rows, PLOT)
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

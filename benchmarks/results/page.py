@@ -1,0 +1,136 @@
+"""docs/results.md from the records alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gate import RECORD as GATE
+from benchmarks.gate_bounds import verdicts
+from benchmarks.rate_distortion import RECORD as DISTORTION
+from benchmarks.rate_distortion import markdown as distortion_table
+from benchmarks.results.papers import PAPERS, Paper, disagreements
+from benchmarks.results.rows import CACHES, CHUNK, LENGTH, MODELS, WINDOWS, path_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "results.md"
+HEAD = f"""# Results on the bundled models
+
+Written by `python -m benchmarks.results` (`make results`) from the records under `benchmarks/records`; every row there
+carries the model's fingerprint, versions, seed and data. Mode: in the loop, every token through the cache in chunks of
+{CHUNK}; {WINDOWS} windows of {LENGTH} tokens; float32 on CPU. No cache keeps a window of recent tokens beyond what
+waits to be encoded, so figures are worse than with the defaults.
+
+- *bits*: per key or value channel by the codecs; *at 32K*: everything stored for one row of 32768 tokens.
+- *bytes*: one row of {LENGTH} tokens as stored, buffers and padding included, against float32 keys and values.
+- *perplexity*, *KLD* (mean nats from the exact cache), *top-1* agreement with it. `recall`: on repeated spans.
+- *growth*: KLD of the last eighth of the window over that of the third, the first that is wholly compressed.
+- *pairs*, *pass key*: share of answers right in every token, the prompt itself passing through the cache.
+- *calibration*: seconds of wall time on a machine that other jobs used too; CommVQ by a quarter of its default recipe.
+"""
+METHODS_PAGES = """
+## More
+Ablations of single methods: [KVQuant](../benchmarks/kvquant.md), [CommVQ](../benchmarks/commvq.md),
+[HIGGS and AQUA-KV](../benchmarks/aqua.md), [XQuant](../benchmarks/xquant.md).
+"""
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def stored(name: str) -> dict[str, dict[str, Any]]:
+    """Cache -> row on disk of one model."""
+    paths = [path_of(name, cache) for caches in CACHES.values() for cache in caches]
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    return {row["cache"]: row for row in rows}
+
+
+def _cells(row: dict[str, Any], tasks: list[str]) -> list[str]:
+    numbers = [f"{row['bits']:.2f}", f"{row['bits_32k']:.2f}", f"{row['bytes']:,}", f"{row['ppl']:.4g}"]
+    numbers += [f"{row['kld']:.2g}", f"{row['top1']:.3f}", f"{row['growth']:.2f}"]
+    return [
+        f"`{row['cache']}`",
+        *numbers,
+        *(f"{row['recall'][t]:.2f}" for t in tasks),
+        f"{row['calibration_seconds']:g}",
+    ]
+
+
+def model_section(name: str) -> str:
+    """One model's rows by width, and what it was measured on."""
+    rows = stored(name)
+    if not rows:
+        return f"## {name}\nNot run yet.\n"
+    some = next(iter(rows.values()))
+    tasks = list(some["recall"])
+    head = ["cache", "bits", "at 32K", "bytes", "perplexity", "KLD", "top-1", "growth", *tasks, "calibration, s"]
+    data = some["about"]["data"]
+    text = data["name"] + (f" (SHA-256 {data['sha256'][:12]})" if "sha256" in data else "")
+    versions = ", ".join(f"{key} {value}" for key, value in some["about"]["versions"].items())
+    parts = [
+        f"## {name}",
+        f"Data: {text}. Exact perplexity {some['ppl_exact']:.5g}; exact bytes {some['bytes_exact']:,}. {versions}.",
+    ]
+    for bits, caches in CACHES.items():
+        found = [_cells(rows[cache], tasks) for cache in caches if cache in rows]
+        missing = [f"`{cache}`" for cache in caches if cache not in rows]
+        parts.append(f"### About {bits} bit" + ("" if bits == 1 else "s"))
+        parts += [table(head, found)] if found else []
+        parts += [f"Not run: {', '.join(missing)}.\n"] if missing else []
+    return "\n".join(parts)
+
+
+def paper_section(paper: Paper) -> str:
+    """A published table with our figures beside it, and the pairs whose order differs."""
+    ours = {name: {cache: row["ppl"] for cache, row in stored(name).items()} for name in MODELS}
+    cell = lambda name, cache: f"{ours[name][cache]:.4g}" if cache in ours[name] else "-"  # noqa: E731
+    rows = [
+        [label, size, f"{value:g}", f"`{cache}`", *(cell(name, cache) for name in MODELS)]
+        for label, size, value, cache in paper.rows
+    ]
+    head = ["paper's row", "bits or size", paper.measure, "our row", *(f"{name}, perplexity" for name in MODELS)]
+    parts = [f"### {paper.source}", f"{paper.about}.\n", table(head, rows)]
+    for name in MODELS:
+        differ = disagreements(paper, ours[name])
+        count = sum(cache in ours[name] for *_, cache in paper.rows)
+        said = "; ".join(f"{a} before {b}" for a, b in differ) if differ else "none"
+        parts.append(f"Order on {name} ({count} rows) differs from the paper's in: {said}.\n")
+    return "\n".join(parts)
+
+
+def _read(path: Path):
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def gate_section(rows: list[dict]) -> str:
+    """Bounds written before the run, and what was measured."""
+    lines = [[v.name, f"{v.bound:g}", v.measured, "held" if v.held else "**missed**", v.by] for v in verdicts(rows)]
+    about = "Five small trained shapes, as they are and with outlier key channels (`benchmarks/gate.py`).\n"
+    return "\n".join(["## The gate", about, table(["bound", "value", "measured", "", "by"], lines)])
+
+
+def means_section(rows: list[dict]) -> str:
+    """Qwen2 shape with and without the keys' mean."""
+    pick = {(r["cache"], r["stress"]): r for r in rows if r["shape"] == "qwen2" and r["mode"] == "copy"}
+    lines = []
+    for cache, stress in pick:
+        plain = cache.removesuffix(",centre=mean")
+        if plain != cache and (plain, stress) in pick:
+            pair = pick[plain, stress], pick[cache, stress]
+            ratios = [f"{r['ratio']:.4g} (KLD {r['kld']:.2g})" for r in pair]
+            lines.append([f"`{plain}`", f"{pair[0]['bits']:.2f}", stress, *ratios])
+    about = "Qwen2 shape, whose key bias is at least 25 times the keys' spread: perplexity over the exact one.\n"
+    head = ["cache", "bits", "stress", "as it is", "centre=mean"]
+    return "\n".join(["## Key means taken off", about, table(head, lines)])
+
+
+def page_text() -> str:
+    """The whole page."""
+    parts = [HEAD, *(model_section(name) for name in MODELS), "## The papers' tables beside ours\n"]
+    parts.append("Other models, texts and tasks: only the order can be compared.\n")
+    parts += [paper_section(paper) for paper in PAPERS]
+    rows = _read(GATE) or []
+    parts += [gate_section(rows), means_section(rows)]
+    parts.append("## Distance to the limit\n" + distortion_table(_read(DISTORTION) or []))
+    return "\n".join([*parts, METHODS_PAGES])

@@ -1,0 +1,157 @@
+"""Rows of the results page: one cache on one bundled model, everything measured by one compiled program."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvqjax
+from benchmarks.calibrated import calibrated, pair_rows, span_rows
+from kvqjax.eval.replay import Scores, exact_logits, replay, score
+from kvqjax.eval.stamp import read_text, stamp
+from kvqjax.eval.synthetic import key_value_recall, passkey_prompt
+from kvqjax.ledger import ledger
+from kvqjax.model import Model
+
+FOLDER = Path(__file__).parents[1] / "records" / "results"
+MODELS = ("demo", "recall")
+SEED, LENGTH, CHUNK, WINDOWS, LEARNT, SPANS = 0, 512, 32, 16, (16, 516), 8
+PLAN = {"length": LENGTH, "chunk": CHUNK, "windows": WINDOWS, "calibration": list(LEARNT)}
+# About how many bits per key or value channel the codecs store -> caches; none keeps a window of recent tokens.
+CACHES = {
+    16: ("exact",),
+    1: ("uniform:bits=1", "kivi:bits=1,group=128,window=0", "commvq:window=0", "xquant:bits=2"),
+    2: (
+        "uniform:bits=2",
+        "kivi:bits=2,group=128,window=0",
+        "kivi_star:protected=0",
+        "kvquant:bits=2,outliers=0.0",
+        "kvquant:bits=2",
+        "higgs",
+        "higgs:dim=4",
+        "aqua:first_bits=2",
+        "aqua",
+        "commvq:bits=2,window=0",
+        "xquant",
+        "xquant:bits=2,latent=true",
+        "xquant_cl:bits=4,base=0,protected=1",
+    ),
+    3: (
+        "uniform:bits=3",
+        "kivi:window=0",
+        "kivi:bits=3,group=128,window=0",
+        "kivi_star:bits=3,protected=0",
+        "kvquant:outliers=0.0",
+        "kvquant",
+        "higgs:bits=3",
+        "aqua:bits=3,first_bits=3",
+        "xquant:bits=6",
+        "xquant:bits=3,latent=true",
+    ),
+    4: (
+        "uniform",
+        "kivi:bits=4,group=128,window=0",
+        "kivi_star:bits=4,protected=0",
+        "kvquant:bits=4,outliers=0.0",
+        "kvquant:bits=4",
+        "higgs:bits=4",
+        "aqua:bits=4",
+        "xquant:bits=8",
+        "xquant:latent=true",
+    ),
+}
+
+
+class Data(NamedTuple):
+    """`learn` [N, T] for calibration; `text` [16, LENGTH] and which of its predictions are scored; per recall task,
+    rows and the places of their answers; `about` says where the text is from."""
+
+    learn: np.ndarray
+    text: np.ndarray
+    scored: np.ndarray
+    recall: dict[str, tuple[np.ndarray, np.ndarray]]
+    about: dict[str, Any]
+
+
+def _pieces(ids: np.ndarray, rows: int, length: int) -> np.ndarray:
+    if len(ids) < rows * length:
+        raise kvqjax.UserError(f"the text has {len(ids)} tokens in each half; {rows * length} are wanted")
+    return ids[: rows * length].reshape(rows, length)
+
+
+def data_of(model: Model, name: str, source: str) -> Data:
+    """`demo` reads text: the first half to learn from, the second to be scored. `recall` reads spans of symbols, of
+    which the second copies are scored."""
+    pairs = pair_rows(model, WINDOWS, LENGTH, SEED, key_value_recall)
+    if name == "recall":
+        scored = np.arange(LENGTH - 1) >= LENGTH // 2 + 1
+        about = {"name": "repeated spans of symbols"}
+        learn = span_rows(model, *LEARNT, seed=1)
+        return Data(learn, span_rows(model, WINDOWS, LENGTH, SEED), scored, {"pairs": pairs}, about)
+    text, about = read_text(source, 40_000, SEED)
+    ids = np.asarray(model.tokenizer(text)["input_ids"], np.int32)
+    half = len(ids) // 2
+    passkeys = pair_rows(model, WINDOWS, LENGTH, SEED, passkey_prompt)
+    rows = _pieces(ids[half:], WINDOWS, LENGTH)
+    everywhere = np.ones(LENGTH - 1, bool)
+    about |= {"name": Path(about["name"]).name}
+    return Data(_pieces(ids[:half], *LEARNT), rows, everywhere, {"pairs": pairs, "pass key": passkeys}, about)
+
+
+def path_of(name: str, cache: str) -> Path:
+    return FOLDER / f"{name}--{re.sub('[^a-z0-9.]+', '-', cache)}.json"
+
+
+def about_of(model: Model, name: str, data: Data) -> dict[str, Any]:
+    """What a finished row must share with a new run to be kept."""
+    about = stamp(model, name, SEED) | {"plan": PLAN, "data": data.about}
+    return {key: value for key, value in about.items() if key != "date"}
+
+
+def finished(name: str, cache: str, about: dict[str, Any]) -> dict[str, Any] | None:
+    """The row on disk, if it was measured under the same stamp."""
+    path = path_of(name, cache)
+    row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return row if row and row["about"] == about else None
+
+
+def _scores(model: Model, method, rows: np.ndarray, reference) -> Scores:
+    tokens = jnp.asarray(rows)
+    got = score(replay(model, tokens, method, CHUNK), reference, tokens)
+    return jax.tree.map(np.asarray, got)
+
+
+def references(model: Model, data: Data) -> dict[str, jax.Array]:
+    """Exact logits of every set of rows, made once for all caches."""
+    sets = {"text": data.text} | {task: rows for task, (rows, _) in data.recall.items()}
+    return {key: exact_logits(model, jnp.asarray(rows)) for key, rows in sets.items()}
+
+
+def _drift(kld: np.ndarray) -> tuple[list[float], float]:
+    """KL divergence in SPANS equal spans of the window, and the last over the first that is wholly compressed."""
+    means = [float(part.mean()) for part in np.array_split(kld, SPANS, axis=1)]
+    first = next((mean for mean in means[2:] if mean > 0), 0.0)  # units of up to 128 tokens wait in the first two
+    return means, means[-1] / first if first else 1.0
+
+
+def measure(model: Model, data: Data, reference: dict[str, jax.Array], cache: str) -> dict[str, Any]:
+    """Bytes, perplexity, divergence, drift and recall of one cache, and how long its calibration took."""
+    method = kvqjax.parse(cache)
+    ready, seconds = calibrated(model, method, data.learn)
+    got = _scores(ready, method, data.text, reference["text"])
+    exact = score(reference["text"], reference["text"], jnp.asarray(data.text))
+    books = [ledger(jax.eval_shape(lambda n=n: kvqjax.init_cache(model, method, 1, n))) for n in (LENGTH, 32768)]
+    row = {"cache": cache, "bits": books[0].bits_method, "bits_32k": books[1].bits_stored, "bytes": books[0].bytes}
+    row |= {"bytes_exact": books[0].exact_bytes, "ppl": float(np.exp(got.nll[:, data.scored].mean()))}
+    row |= {"ppl_exact": float(np.exp(np.asarray(exact.nll)[:, data.scored].mean()))}
+    row |= {"kld": float(got.kld[:, data.scored].mean()), "top1": float(got.agree[:, data.scored].mean())}
+    spans, growth = _drift(got.kld)
+    row |= {"kld_by_span": spans, "growth": growth, "recall": {}, "calibration_seconds": round(seconds, 1)}
+    for task, (rows, asked) in data.recall.items():
+        right = _scores(ready, method, rows, reference[task]).right
+        row["recall"][task] = float((right | ~asked).all(1).mean())
+    return row

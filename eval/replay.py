@@ -1,0 +1,69 @@
+"""Whole sequences through a cache, token by token's scores back: one compiled program per method serves perplexity,
+divergence, drift and recall alike, and the exact pass is made once for all methods.
+
+For small vocabularies: logits of every position are held. `kvqjax.eval.perplexity` streams them and takes any model.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvqjax import decoder
+from kvqjax.errors import UserError
+from kvqjax.forward import forward, init_cache
+from kvqjax.methods import Method
+from kvqjax.model import Model
+
+__all__ = ["Scores", "exact_logits", "replay", "score"]
+
+
+class Scores(NamedTuple):
+    """Of each prediction but the last: negative log-likelihood (nats), KL(exact || cache), whether the target, and
+    whether the exact cache's first choice, was put first."""
+
+    nll: Float[Array, "B P"]
+    kld: Float[Array, "B P"]
+    right: Bool[Array, "B P"]
+    agree: Bool[Array, "B P"]
+
+
+@functools.partial(jax.jit, static_argnames=("method", "chunk"))
+def replay(model: Model, tokens: Int[Array, "B T"], method: Method, chunk: int) -> Float[Array, "B T V"]:
+    """Logits with every token passing through the cache, `chunk` at a time. Raises UserError unless `chunk` divides
+    T."""
+    rows, length = tokens.shape
+    if length % chunk:
+        raise UserError(f"chunk={chunk} does not divide {length} tokens")
+    counts = jnp.full((rows,), chunk, jnp.int32)
+
+    def step(cache, piece):
+        logits, cache = forward(model, piece, counts, cache)
+        return cache, logits
+
+    pieces = jnp.moveaxis(tokens.reshape(rows, -1, chunk), 1, 0)
+    logits = jax.lax.scan(step, init_cache(model, method, rows, length), pieces)[1]
+    return jnp.moveaxis(logits, 0, 1).reshape(rows, length, -1)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _plain(params, tokens, config):
+    return decoder.logits(params, tokens, config)
+
+
+def exact_logits(model: Model, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Logits of a plain causal forward: what every cache is measured against."""
+    return _plain(model.params, tokens, model.config)
+
+
+@jax.jit
+def score(logits: Float[Array, "B T V"], reference: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Scores:
+    """Scores of the predictions of tokens 1 to T-1."""
+    log_p, log_r = jax.nn.log_softmax(logits[:, :-1]), jax.nn.log_softmax(reference[:, :-1])
+    targets = tokens[:, 1:]
+    nll = -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    best = log_p.argmax(-1).astype(targets.dtype)
+    agree = best == log_r.argmax(-1).astype(targets.dtype)
+    return Scores(nll, (jnp.exp(log_r) * (log_r - log_p)).sum(-1), best == targets, agree)

@@ -1,0 +1,50 @@
+"""Keys without their mean: any key codec around a calibrated constant per channel.
+
+    encode(x) = inner(x - m)        decode = inner^-1 + m
+
+Qwen2's key bias gives some channels offsets of dozens of times their spread. What a codec shares between such channels
+(a scale per token, a rotation) is then spent on a constant. Before RoPE the mean is that of the keys themselves, so all
+of a constant bias is removed. After RoPE it is the mean of the rotated keys: what does not turn within the calibration
+text (the slowest pairs, where Qwen2 has its bias) is removed, while the mean of pairs that do turn is near zero and
+stays with the codec.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvqjax.codecs.base import Codec, CodecSpec
+
+__all__ = ["CENTRES", "Centred", "centred"]
+
+CENTRES = ("none", "mean")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Centred:
+    """`inner` on what is left of a vector when the constant "mean" [W] is taken off; costs no stored bit."""
+
+    inner: CodecSpec
+
+    def build(self, width: int) -> Codec:
+        inner = self.inner.build(width)
+
+        def mean(constants, ndim: int) -> Float[Array, "*lead W"]:
+            return constants["mean"].astype(jnp.float32).reshape((1,) * (ndim - 1) + (width,))
+
+        def encode(constants, x: Float[Array, "u W"]):
+            return inner.encode(constants, x.astype(jnp.float32) - mean(constants, x.ndim))
+
+        def decode(constants, tile):
+            x = inner.decode(constants, tile).astype(jnp.float32)
+            return x + mean(constants, x.ndim)
+
+        return inner._replace(encode=encode, decode=decode, needs=inner.needs | {"mean": (width,)})
+
+
+def centred(spec: CodecSpec, centre: str) -> CodecSpec:
+    """`spec` as it is for "none", around the calibrated mean for "mean"."""
+    if centre not in CENTRES:
+        raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
+    return Centred(inner=spec) if centre == "mean" else spec
