@@ -42,14 +42,31 @@ def gate(monkeypatch):
     return importlib.import_module("benchmarks.gate")
 
 
-LIVE = {
-    "xquant:bits=4": BOUNDS.BEST[0][1],
-    "xquant:bits=6": BOUNDS.BEST[1][1],
-    "xquant:bits=8": BOUNDS.BEST[2][1],
+AT_3 = BOUNDS.QWEN_AT_3
+LIVE = {  # (cache, stress) -> bound on the ratio
+    ("xquant:bits=4", "keys x8"): BOUNDS.BEST[0][1],
+    ("xquant:bits=6", "keys x8"): BOUNDS.BEST[1][1],
+    ("xquant:bits=8", "keys x8"): BOUNDS.BEST[2][1],
+    ("kivi:bits=3,group=128,window=0", "keys x8"): AT_3,
+    ("higgs:bits=3,centre=mean", "none"): AT_3,
 }
 
 
-@pytest.mark.parametrize("cache", LIVE)
-def test_bounds_hold_live(gate, cache):
-    row = gate.measure({"shape": "qwen2", "cache": cache, "stress": "keys x8", "mode": "copy"}, windows=4)
-    assert row["ratio"] <= LIVE[cache], row
+@pytest.mark.parametrize(("cache", "stress"), LIVE)
+def test_bounds_hold_live(gate, cache, stress):
+    row = gate.measure({"shape": "qwen2", "cache": cache, "stress": stress, "mode": "copy"}, windows=4)
+    assert row["ratio"] <= LIVE[cache, stress], row
+
+
+def test_the_naive_baseline_fails_live(gate):
+    row = gate.measure({"shape": "qwen2", "cache": BOUNDS.NAIVE, "stress": "none", "mode": "copy"}, windows=4)
+    assert row["ratio"] >= BOUNDS.NAIVE_FACTOR, row
+
+
+def test_verdicts_can_fall_either_way():
+    rows = [{"shape": "qwen2", "stress": "none", "mode": "copy", "bits": 2.1, "cache": "a", "ratio": 1.02}]
+    assert [v.held for v in BOUNDS.verdicts(rows)] == [False, False, False]
+    rows += [rows[0] | {"cache": "b", "bits": 2.4, "ratio": 1.001}, rows[0] | {"cache": "kivi:bits=3,x", "ratio": 1.03}]
+    assert [v.held for v in BOUNDS.verdicts(rows)] == [False, True, False, False]
+    drift = {"shape": "qwen2", "stress": "none", "mode": "long decode", "cache": "a", "growth": 1.3}
+    assert [v.held for v in BOUNDS.verdicts([drift, drift | {"growth": 1.2}])] == [False, True]
