@@ -7,6 +7,7 @@ import numpy as np
 
 from kvqjax.calibrate import CALIBRATIONS, centre, commvq, xquant
 from kvqjax.calibrate.commvq_values import ValueSettings
+from kvqjax.errors import UserError
 from kvqjax.eval.synthetic import key_value_recall, repeated_spans
 from kvqjax.methods import Method
 from kvqjax.model import Model
@@ -55,10 +56,13 @@ def pair_rows(model: Model, rows: int, length: int, seed: int, task=key_value_re
     answer is. Depths are spread from the first pair to the last; rows end in padding that no answer sees."""
     rng, ids = np.random.default_rng((2, seed)), np.full((rows, length), model.config.bos_id, np.int32)
     asked = np.zeros((rows, length - 1), bool)
+    size = lambda text: len(_encode(model, text))  # noqa: E731
     for number in range(rows):
-        size = lambda text: len(_encode(model, text))  # noqa: E731
-        problem = task(rng, length - 1, size, number / max(rows - 1, 1))
-        prompt, whole = size(problem.prompt), _encode(model, problem.prompt + problem.answer)
+        # A few tokens less than there is room for: parts counted one by one can be longer together.
+        problem = task(rng, length - 8, size, number / max(rows - 1, 1))
+        prompt, whole = _encode(model, problem.prompt), _encode(model, problem.prompt + problem.answer)
+        if whole[: len(prompt)] != prompt:
+            raise UserError("this tokenizer merges prompt and answer")
         ids[number, 1 : 1 + len(whole)] = whole
-        asked[number, prompt : len(whole)] = True
+        asked[number, len(prompt) : len(whole)] = True
     return ids, asked

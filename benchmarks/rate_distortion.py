@@ -34,7 +34,7 @@ from kvqjax.eval.stamp import read_text
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "rate_distortion.json"
-PLOT = ROOT / "docs" / "rate_distortion.svg"
+PLOT = ROOT / "docs" / "rate_distortion.png"
 ROWS, LENGTH, SKIPPED, LAYER, WIDTH, HEAD = 16, 512, 4, 1, 128, 64
 SOURCES = ("Gaussian", "demo keys", "demo values", "recall keys", "recall values", "qwen2 keys")
 
@@ -155,14 +155,14 @@ def markdown(rows: list[dict]) -> str:
         "Mean squared error over the channels' mean variance and, in brackets, stored bits above what a Gaussian source"
     )
     more = "of the same covariance needs at that error (`benchmarks/rate_distortion.py`; layer 1, before RoPE).\n"
-    return "\n".join([about, more, *lines, "", "![error against bits](rate_distortion.svg)\n"])
+    return "\n".join([about, more, *lines, "", "![error against bits](rate_distortion.png)\n"])
 
 
 def plot(rows: list[dict], path: Path) -> None:
     """Relative error against bits, one panel per source."""
     import matplotlib
 
-    matplotlib.use("svg")
+    matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(2, 3, figsize=(11, 7), sharex=True, layout="constrained")
@@ -175,7 +175,7 @@ def plot(rows: list[dict], path: Path) -> None:
             panel.plot(*zip(*points, strict=True), marker=".", linewidth=0.8, label=family)
         panel.set(title=source, yscale="log", xlabel="bits", ylabel="relative error")
     panels.flat[0].legend(fontsize=5)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=75)
 
 
 def main() -> None:
