@@ -15,7 +15,7 @@ from jaxtyping import Int
 from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate.fisher import activations
-from kvqjax.calibrate.resume import identity, load_state, save_state
+from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
@@ -58,16 +58,14 @@ def calibrate(
     if tokens.ndim != 2 or tokens.shape[1] <= method.sinks:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, more than {method.sinks} tokens]")
     rope, owner = _rope(method, config), identity(model.fingerprint, str(method), repr(config), tokens)
-    now = {"done": np.int64(0), "sum": np.zeros((config.num_layers, config.kv_width))}
-    if state is not None:
-        now = load_state(state, owner, now)
-    for number in range(int(now["done"]), len(tokens)):
-        row = jnp.asarray(tokens[number : number + 1], jnp.int32)
+    start = {"done": np.int64(0), "sum": np.zeros((config.num_layers, config.kv_width))}
+
+    def step(now):
+        row = jnp.asarray(tokens[int(now["done"])][None], jnp.int32)
         keys = activations(model.params, row, config, rope=rope, gradients=False).k[:, 0, method.sinks :]
-        now = {"done": np.int64(number + 1), "sum": now["sum"] + np.asarray(keys, np.float64).sum(1)}
-        if state is not None:
-            save_state(state, owner, now)
-        advance(number + 1, len(tokens))
+        return {"sum": now["sum"] + np.asarray(keys, np.float64).sum(1)}
+
+    now = stepped(start, len(tokens), step, state, owner, advance)
     mean = jnp.asarray(now["sum"] / (len(tokens) * (tokens.shape[1] - method.sinks)), jnp.float32)
     constants = tuple(
         {"k": {"mean": mean[run.first : run.first + run.count]}} if run.wiring.wanted() else {}
