@@ -33,7 +33,7 @@ def calibrated(model: Model, method: Method, tokens: np.ndarray) -> tuple[Model,
 
 
 def _encode(model: Model, text: str) -> list[int]:
-    return model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def span_rows(model: Model, rows: int, length: int, seed: int, span: int = 0) -> np.ndarray:
