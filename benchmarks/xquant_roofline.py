@@ -8,14 +8,13 @@ and loaded once per layer. Arithmetic only: nothing is timed here.
 
 import dataclasses
 
-from kvqjax.cli.info import DEVICES
 from kvqjax.config import ModelConfig
 from kvqjax.methods import parse
 from kvqjax.methods.roofline import layer_cost, longest_memory_bound
 from kvqjax.methods.xquant_cost import flops_per_token, layer_flops
+from kvqjax.planner import DEVICES
 
-# Dense 16-bit TFLOP/s of one chip as the vendors state them; bandwidths are the planner's.
-PEAK = {"v5e": 197, "v6e": 918, "tpu7x": 2307, "h100": 989, "h200": 989}
+CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
 LLAMA2_7B = ModelConfig(
     vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
 )
@@ -35,7 +34,7 @@ def longest(config: ModelConfig, spec: str, ridge: float) -> float:
 def main() -> None:
     print("| device | operations per byte | " + " | ".join(CASES) + " |")
     print("|---|---|" + "---|" * len(CASES))
-    ridges = {"h100 PCIe (the paper's)": 378.0} | {n: 1000 * PEAK[n] / DEVICES[n][1] for n in PEAK}
+    ridges = {"h100 PCIe (the paper's)": 378.0} | {n: 1000 * DEVICES[n].tflops / DEVICES[n].bandwidth for n in CHIPS}
     for name, ridge in ridges.items():
         cells = [f"{longest(*case, ridge):.0f}" for case in CASES.values()]
         print(f"| {name} | {ridge:.0f} | " + " | ".join(cells) + " |")

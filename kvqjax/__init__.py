@@ -11,9 +11,10 @@ from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, forward, init_cache, prefill
 from kvqjax.generate import generate, stream
+from kvqjax.hosts import join_hosts
 from kvqjax.ledger import ledger
 from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, uniform
-from kvqjax.model import Model, load
+from kvqjax.model import Model, load, shard
 from kvqjax.persist import load_cache, save_cache
 from kvqjax.speculate import speculate
 
@@ -39,6 +40,7 @@ __all__ = [
     "generate",
     "init_cache",
     "insert",
+    "join_hosts",
     "kivi",
     "kivi_star",
     "ledger",
@@ -49,6 +51,7 @@ __all__ = [
     "policy",
     "prefill",
     "save_cache",
+    "shard",
     "speculate",
     "stream",
     "uniform",

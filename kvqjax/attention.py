@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["Partial", "blockwise_attention", "merge", "segment_attention"]
+__all__ = ["Partial", "blockwise_attention", "merge", "merge_over", "segment_attention"]
 
 
 class Partial(NamedTuple):
@@ -104,6 +104,19 @@ def blockwise_attention(
 
     state, carry = jax.lax.fori_loop(first, last, step, (_start(grouped, width or q.shape[-1]), carry))
     return _finish(state), carry
+
+
+def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
+    """The merge of one segment's parts that lie on the devices along the mesh axes, as a collective: every device gets
+    all of it. Inside `shard_map` only; as it is without axes."""
+    if not axes:
+        return part
+    peak = jax.lax.pmax(part.lse, axes)
+    safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    weights = jnp.exp(part.lse - safe)
+    out, total = jax.lax.psum((part.out * weights[..., None], weights), axes)
+    floor = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return Partial(out / floor[..., None], jnp.where(total > 0, jnp.log(floor) + safe, -jnp.inf))
 
 
 def merge(*parts: Partial) -> Float[Array, "B T H D"]:

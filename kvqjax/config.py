@@ -29,7 +29,9 @@ class ModelConfig:
     """Static, hashable model description. Axis letters: V vocabulary, E width, L layers, H/K query/KV heads, D head
     dim.
 
-    `windows[l]` is layer l's sliding window in tokens, or None for full attention.
+    `windows[l]` is layer l's sliding window in tokens, or None for full attention. The last two are set inside
+    `shard_map` only (kvqjax/sharding.py): the mesh axes over which query heads, MLP and vocabulary are split, and those
+    of them over which queries are gathered before they attend, so that `num_heads` counts the gathered ones.
     """
 
     vocab_size: int
@@ -49,6 +51,8 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     architecture: str = "LlamaForCausalLM"
+    split: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
 
     def __post_init__(self):
         if not self.windows:

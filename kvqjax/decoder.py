@@ -30,8 +30,10 @@ __all__ = [
     "layer",
     "logits",
     "norm",
+    "own_heads",
     "project",
     "unembed",
+    "whole_heads",
 ]
 
 Params = dict
@@ -77,7 +79,8 @@ def heads(x: Float[Array, "B T W"], count: int) -> Float[Array, "B T N D"]:
 def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T"], config: ModelConfig) -> Projected:
     """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only."""
     x = norm(h, weights["attn_norm"], config.norm_eps)
-    q = heads(_linear(x, weights, "q"), config.num_heads)
+    q = _linear(x, weights, "q")
+    q = heads(q, q.shape[-1] // config.head_dim)
     k, v = (heads(_linear(x, weights, name), config.num_kv_heads) for name in ("k", "v"))
     if config.qk_norm:
         q, k = norm(q, weights["q_norm"], config.norm_eps), norm(k, weights["k_norm"], config.norm_eps)
@@ -86,15 +89,41 @@ def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T
 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
     """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
-    h = h + jnp.einsum("btf,fe->bte", attended.reshape(*h.shape[:2], -1).astype(h.dtype), weights["o"])
+    attended = attended.reshape(*h.shape[:2], -1).astype(h.dtype)
+    h = h + _total(jnp.einsum("btf,fe->bte", attended, weights["o"]), config)
     x = norm(h, weights["mlp_norm"], config.norm_eps)
     gate = jnp.einsum("bte,ef->btf", x, weights["gate"])
     up = jnp.einsum("bte,ef->btf", x, weights["up"])
-    return h + jnp.einsum("btf,fe->bte", jax.nn.silu(gate) * up, weights["down"])
+    return h + _total(jnp.einsum("btf,fe->bte", jax.nn.silu(gate) * up, weights["down"]), config)
 
 
-def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    return params["embed"][tokens]
+def _total(x, config: ModelConfig):
+    """The sum over the devices that hold parts of a contracted axis."""
+    return jax.lax.psum(x, config.split) if config.split else x
+
+
+def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig | None = None) -> Float[Array, "B T E"]:
+    """Rows of the embedding table; `config` is needed where the table may be split over devices."""
+    table = params["embed"]
+    if config is None or table.shape[0] == config.vocab_size:
+        return table[tokens]
+    rows = tokens - jax.lax.axis_index(config.split) * table.shape[0]
+    mine = (rows >= 0) & (rows < table.shape[0])
+    return _total(jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], jnp.zeros((), table.dtype)), config)
+
+
+def whole_heads(q: Float[Array, "B T h D"], config: ModelConfig) -> Float[Array, "B T H D"]:
+    """The queries of all heads that attend here: several devices share the tokens of their KV heads."""
+    return jax.lax.all_gather(q, config.gathered, axis=2, tiled=True) if config.gathered else q
+
+
+def own_heads(x: Float[Array, "B T N D"], config: ModelConfig, count: int) -> Float[Array, "B T n D"]:
+    """Of all N query or KV heads here, those that this device's own `count` query heads are or attend to."""
+    if not config.gathered:
+        return x
+    share = x.shape[2] * count // config.num_heads
+    start = jax.lax.axis_index(config.gathered) * count * x.shape[2] // config.num_heads
+    return jax.lax.dynamic_slice_in_dim(x, start, max(1, share), 2)
 
 
 def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T V"]:

@@ -2,13 +2,16 @@
 the new tokens' sources, `commit` appends them. `forward` is both; `prefill` is the papers' exact prefill, layer by
 layer over the prompt."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax import decoder
-from kvqjax.attention import blockwise_attention, merge
+from kvqjax.attention import blockwise_attention, merge, merge_over
 from kvqjax.cache.append import admitted, flush_layer, remember
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan
 from kvqjax.errors import UserError
@@ -18,6 +21,7 @@ from kvqjax.model import Model
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.rope import rotate
 from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, visible
+from kvqjax.sharding import cache_layout, over_mesh
 
 __all__ = ["attend", "commit", "forward", "init_cache", "prefill"]
 
@@ -39,7 +43,12 @@ def init_cache(model: Model, method: Method, batch: int, capacity: int, *, targe
         dtype=str(embed.dtype),
         target=target or target_of(embed),
     )
-    return allocate_cache(layout, batch)
+    layout = cache_layout(model.rules, layout)
+    if model.rules is None:
+        return allocate_cache(layout, batch)
+    specs = model.rules.cache(jax.eval_shape(lambda: allocate_cache(layout, batch)))
+    places = jax.tree.map(lambda spec: NamedSharding(model.rules.mesh, spec), specs)
+    return jax.jit(lambda: allocate_cache(layout, batch), out_shardings=places)()
 
 
 def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
@@ -60,8 +69,10 @@ def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
 
 
 def _check_capacity(cache: Cache, counts) -> None:
-    """Outside jit, overflow is an error; inside it raises the row's sticky flag (see `Cache`)."""
-    if isinstance(cache.lengths, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
+    """Outside jit, overflow is an error; inside it, and on rows of other hosts, it raises the row's sticky flag (see
+    `Cache`)."""
+    numbers = cache.lengths, counts
+    if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in numbers):
         return
     longest = int((cache.lengths + counts).max())
     if longest > cache.layout.capacity:
@@ -99,6 +110,14 @@ def attend(
     nothing."""
     if within not in ("chunk", "step"):
         raise ValueError(f"within={within!r}; known: chunk, step")
+    step = functools.partial(_attend, within=within, last=last)
+    if model.rules is None:
+        return step(model, cache, tokens, counts)
+    return over_mesh(step, model, cache, tokens, counts, out=("logits" if last else "chunk", "pending"))
+
+
+def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
+    """`attend` on one device's part."""
     layout, runs = cache.layout, plan(cache.layout)
     constants, sinks = _constants(model, runs), cache.layout.method.sinks
     length = tokens.shape[1]
@@ -106,7 +125,7 @@ def attend(
     new_tokens = NewTokens(positions, counts, cache.lengths - sinks)
     units = recoded_units(runs[0].wiring.clocks[0].unit, length)
     recode = within == "step" and units > 0
-    body_carry = _slab(runs, (cache.batch, max(run.slots for run in runs)), layout.dtype)
+    body_carry = _slab(runs, (cache.batch, max(run.slots_here for run in runs)), layout.dtype)
     tile = (cache.batch, units, runs[0].wiring.clocks[0].unit)
     tile_carry = _slab(runs, tile, layout.dtype) if recode else {}
 
@@ -117,14 +136,16 @@ def attend(
         projected = decoder.project(weights, h, positions, model.config)
         new = run.wiring.capture(weights, fixed, projected, positions)
         view = LayerView(run, state, index, weights, fixed, new, sinks)
-        parts, tile_carry = attend_exact(projected.q, view, new_tokens, recode and run.slots > 0, tile_carry)
+        q = decoder.whole_heads(projected.q, model.config)
+        parts, tile_carry = attend_exact(q, view, new_tokens, recode and run.slots > 0, tile_carry)
         if run.slots:
-            body, body_carry = attend_body(projected.q, model.config.num_kv_heads, view, new_tokens, body_carry)
-            parts.append(body)
-        h = decoder.finish(weights, h, merge(*parts), model.config)
+            body, body_carry = attend_body(q, model.config.num_kv_heads, view, new_tokens, body_carry)
+            parts.append(merge_over(body, run.deal.axes))
+        attended = decoder.own_heads(merge(*parts), model.config, projected.q.shape[2])
+        h = decoder.finish(weights, h, attended, model.config)
         return (h, body_carry, tile_carry), {name: row_major(x) for name, x in new.items()}
 
-    loop, pending = (decoder.embed(model.params, tokens), body_carry, tile_carry), []
+    loop, pending = (decoder.embed(model.params, tokens, model.config), body_carry, tile_carry), []
     for run, state, run_constants in zip(runs, cache.runs, constants, strict=True):
         loop, new = jax.lax.scan(
             lambda loop, index, run=run, state=state, fixed=run_constants: step(run, state, fixed, loop, index),
@@ -144,6 +165,12 @@ def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"
     """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit
     when a row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
     _check_capacity(cache, counts)
+    if model.rules is None:
+        return _commit(model, cache, pending, counts)
+    return over_mesh(_commit, model, cache, pending, counts, out=("cache",))
+
+
+def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
     return caches.commit(cache, pending, counts, _constants(model, plan(cache.layout)))
 
 
@@ -157,8 +184,16 @@ def forward(
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
     """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside
     jit."""
-    out, pending = attend(model, tokens, counts, cache, last=last)
-    return out, commit(model, cache, pending, counts)
+    _check_capacity(cache, counts)
+    step = functools.partial(_forward, last=last)
+    if model.rules is None:
+        return step(model, cache, tokens, counts)
+    return over_mesh(step, model, cache, tokens, counts, out=("logits" if last else "chunk", "cache"))
+
+
+def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
+    out, pending = _attend(model, cache, tokens, counts, within="chunk", last=last)
+    return out, _commit(model, cache, pending, counts)
 
 
 def prefill(
@@ -168,14 +203,21 @@ def prefill(
     last token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's
     carry."""
     _check_capacity(cache, counts)
-    if not isinstance(cache.lengths, jax.core.Tracer) and int(cache.lengths.max()) > 0:
+    known = not isinstance(cache.lengths, jax.core.Tracer) and cache.lengths.is_fully_addressable
+    if known and int(cache.lengths.max()) > 0:
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
+    if model.rules is None:
+        return _prefill(model, cache, tokens, counts)
+    return over_mesh(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
+
+
+def _prefill(model: Model, cache: Cache, tokens, counts):
     layout, runs = cache.layout, plan(cache.layout)
     constants = _constants(model, runs)
     counts, overflow = admitted(cache, counts)
     chunk = min(CHUNK, tokens.shape[1])
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
-    h = decoder.embed(model.params, tokens)
+    h = decoder.embed(model.params, tokens, model.config)
     carry = _slab(runs, tokens.shape, layout.dtype)
     states = []
     for run, state, run_constants in zip(runs, cache.runs, constants, strict=True):
@@ -224,7 +266,8 @@ def _exact_layer(model: Model, run: RunPlan, weights, constants, h: Float[Array,
     def keys(start):
         positions, projected = project(start)
         sources = run.wiring.capture(weights, constants, projected, positions)
-        return sources, rotate(projected.k, positions, config), projected.v
+        k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
+        return sources, rotate(k, positions, config), v
 
     def join(x):
         return jnp.moveaxis(x, 0, 1).reshape(batch, length, *x.shape[3:])
@@ -241,7 +284,7 @@ def _exact_layer(model: Model, run: RunPlan, weights, constants, h: Float[Array,
             return *(jax.lax.dynamic_slice_in_dim(x, j * chunk, chunk, 1) for x in (k, v)), mask, carry
 
         first = jnp.int32(0) if run.sliding is None else jnp.maximum(start - run.sliding + 1, 0) // chunk
-        out, _ = blockwise_attention(projected.q, config.num_kv_heads, read, first, start // chunk + 1)
+        out, _ = blockwise_attention(projected.q, k.shape[2], read, first, start // chunk + 1)
         return decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out.out, config)
 
     return new, join(jax.lax.map(attended, starts))

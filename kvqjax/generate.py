@@ -80,6 +80,22 @@ def _padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
     return out
 
 
+def _shared(model: Model, tree):
+    """Small arrays for every device of the model's mesh; each host passes the same."""
+    if model.rules is None:
+        return jax.tree.map(jnp.asarray, tree)
+    return jax.device_put(jax.tree.map(np.asarray, tree), model.rules.everywhere)
+
+
+def _fetched(*arrays) -> list[np.ndarray]:
+    """Values of small arrays, wherever their parts lie."""
+    if all(array.is_fully_addressable for array in arrays):
+        return [np.asarray(array) for array in arrays]
+    from jax.experimental.multihost_utils import process_allgather
+
+    return [np.asarray(process_allgather(array, tiled=True)) for array in arrays]
+
+
 def prefill_chunks(model: Model, tokens: np.ndarray, counts: np.ndarray, cache: Cache, chunk: int):
     """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill: later chunks see
     earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated."""
@@ -88,7 +104,7 @@ def prefill_chunks(model: Model, tokens: np.ndarray, counts: np.ndarray, cache: 
         here = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
-        logits, cache = _forward(model, jnp.asarray(piece), jnp.asarray(here), cache, last=True)
+        logits, cache = _forward(model, *_shared(model, (piece, here)), cache, last=True)
         last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
     return last, cache
 
@@ -140,7 +156,7 @@ def _start(
     counts = np.asarray([len(p) for p in prompts], np.int32)
     tokens = _padded(prompts, bucket(int(counts.max())))
     if chunk is None:
-        logits, cache = _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
+        logits, cache = _prefill(model, *_shared(model, (tokens, counts)), cache)
     else:
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk)
     seen = None
@@ -148,15 +164,15 @@ def _start(
         marks = np.zeros((len(prompts), model.config.vocab_size), bool)
         for row, prompt in zip(marks, prompts, strict=True):
             row[list(prompt)] = True
-        seen = jnp.asarray(marks)
+        seen = _shared(model, marks)
     rows = len(prompts)
     empty = LoopState(
         cache=cache,
-        tokens=jnp.zeros((rows, new), jnp.int32),
-        made=jnp.zeros((rows,), jnp.int32),
-        done=jnp.zeros((rows,), bool),
+        tokens=_shared(model, np.zeros((rows, new), np.int32)),
+        made=_shared(model, np.zeros((rows,), np.int32)),
+        done=_shared(model, np.zeros((rows,), bool)),
         seen=seen,
-        key=jax.random.key(seed),
+        key=jax.random.wrap_key_data(_shared(model, jax.random.key_data(jax.random.key(seed)))),
     )
     return _first(empty, logits, sampling, eos)
 
@@ -195,20 +211,21 @@ def stream(
     """Generate, yielding everything made so far after every `stride` tokens. Arguments as `generate`."""
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}; at least one token must be made")
-    parameters, method = make_sampling(**sampling), method or exact()
+    parameters, method = _shared(model, make_sampling(**sampling)), method or exact()
     ids = encode_prompts(model, [prompts] if isinstance(prompts, str) else prompts, chat)
-    eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
+    eos = _shared(model, np.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), np.int32).reshape(-1))
     cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity))
     state = _start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos)
     while True:
-        made, tokens, done = (np.asarray(x) for x in (state.made, state.tokens, state.done))
+        made, tokens, done = _fetched(state.made, state.tokens, state.done)
         rows = [row[:count].tolist() for row, count in zip(tokens, made, strict=True)]
         result, stopped = _texts(model, rows, stop)
         yield result
         done = done | np.asarray(stopped)
         if done.all():
             return
-        state = decode_steps(model, state.replace(done=jnp.asarray(done)), parameters, eos, jnp.int32(stride))
+        done, limit = _shared(model, (done, np.int32(stride)))
+        state = decode_steps(model, state.replace(done=done), parameters, eos, limit)
 
 
 def _texts(model: Model, rows: list[list[int]], stop: Sequence[str]) -> tuple[Generated, list[bool]]:

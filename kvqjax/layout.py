@@ -20,7 +20,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Int, Num, Shaped, UInt
+from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
 __all__ = [
     "PLANE",
@@ -72,10 +72,11 @@ def block_tokens(fields: list[Field]) -> int:
 
 
 def logical_bits(field: Field) -> float:
-    """Stored bits per token of this field, without padding."""
+    """Stored bits per token of this field, without padding; the compute dtype counts as 16 bits until it is known."""
     if field.kind == "codes":
         return float(field.bits * field.width)
-    return 8 * jnp.dtype(field.dtype).itemsize * field.width / field.group
+    dtype = "bfloat16" if field.dtype == "compute" else field.dtype
+    return 8 * jnp.dtype(dtype).itemsize * field.width / field.group
 
 
 def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
@@ -114,7 +115,12 @@ def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
     return (jnp.zeros((*lead, slots // field.group, field.width), dtype),)
 
 
-def _write_plane(words, codes, index, token, bits):
+def _chosen(wanted, new, old):
+    """`new` where it is wanted (None: always), else what stands there."""
+    return new if wanted is None else jnp.where(wanted, new, old)
+
+
+def _write_plane(words, codes, index, token, bits, wanted):
     """Put up to 32 tokens' codes into their plane; the plane's old bits are cleared first (write once, docs/design.md,
     idea 8)."""
     per_block = 1024 // bits
@@ -122,7 +128,7 @@ def _write_plane(words, codes, index, token, bits):
     shift = (token % per_block // PLANE * bits).astype(jnp.uint32)
     old = jax.lax.dynamic_slice(words, start, (1,) * len(index) + codes.shape)
     mask = jnp.uint32((1 << bits) - 1) << shift
-    new = (old & ~mask) | (codes << shift).reshape(old.shape)
+    new = _chosen(wanted, (old & ~mask) | (codes << shift).reshape(old.shape), old)
     return jax.lax.dynamic_update_slice(words, row_major(new), start)
 
 
@@ -132,27 +138,31 @@ def write(
     index: tuple[Int[Array, ""], ...],
     token: Int[Array, ""],
     tile: Num[Array, "rows lanes"],
+    wanted: Bool[Array, ""] | None = None,
 ) -> Stored:
-    """Store one tile at (layer, row) = `index`, starting at body token `token`.
+    """Store one tile at (layer, row) = `index`, starting at body token `token`; where `wanted` is False, nothing.
 
     A tile of codes holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are `[u/group,
     W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
     if field.kind == "codes":
-        return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32)))
+        return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32), wanted))
     if field.kind == "token":
         start = (*index, 0, token)
     else:
         start = (*index, token // field.group, 0)
-    tile = row_major(to_bits(tile.astype(field.dtype)).reshape((1,) * len(index) + tile.shape))
+    tile = to_bits(tile.astype(field.dtype)).reshape((1,) * len(index) + tile.shape)
+    if wanted is not None:
+        tile = _chosen(wanted, tile, jax.lax.dynamic_slice(stored[0], start, tile.shape))
+    tile = row_major(tile)
     return (jax.lax.dynamic_update_slice(stored[0], tile, start),)
 
 
-def _write_codes(field, stored, index, token, tile):
+def _write_codes(field, stored, index, token, tile, wanted):
     shift = 0
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         part = (tile >> shift) & ((1 << bits) - 1)
         for first in range(0, tile.shape[0], PLANE):
-            words = _write_plane(words, part[first : first + PLANE], index, token + first, bits)
+            words = _write_plane(words, part[first : first + PLANE], index, token + first, bits, wanted)
         yield words
         shift += bits
 

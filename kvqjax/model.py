@@ -9,15 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import NamedSharding
 
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Params
 from kvqjax.errors import UserError
 from kvqjax.hf_config import read_config
+from kvqjax.methods.spec import Method
+from kvqjax.sharding import MeshSize, Rules, rules_for
 from kvqjax.weight_codes import CodedWeight
 from kvqjax.weights import ShardingRule, fingerprint, load_params
 
-__all__ = ["BUNDLED", "Model", "load", "locate"]
+__all__ = ["BUNDLED", "Model", "load", "locate", "shard"]
 
 BUNDLED = ("demo", "recall")
 
@@ -47,7 +50,8 @@ class Model(struct.PyTreeNode):
     """Pytree of the weights (names in kvqjax/decoder.py) and a method's calibrated constants; the rest is static.
 
     The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/weights.py); `folder` is
-    where its tokenizer lies. Both are empty for a model that was not loaded from a folder.
+    where its tokenizer lies. Both are empty for a model that was not loaded from a folder. `rules` say how it and its
+    caches lie on a mesh of devices; None: on one.
     """
 
     params: Params
@@ -55,6 +59,7 @@ class Model(struct.PyTreeNode):
     config: ModelConfig = struct.field(pytree_node=False, kw_only=True)
     fingerprint: str = struct.field(pytree_node=False, default="")
     folder: str = struct.field(pytree_node=False, default="")
+    rules: Rules | None = struct.field(pytree_node=False, default=None)
 
     @property
     def tokenizer(self):
@@ -115,14 +120,30 @@ def locate(name: str | Path) -> Path:
     raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
 
 
+def shard(whole: Model, method: Method, *, data: int = 1, seq: int = 1, model: int = 1) -> Model:
+    """The model placed on a mesh of data * seq * model devices for caches of `method`: see kvqjax/sharding.py. Large
+    models are better loaded in place: `load(name, sharding=rules_for(...))`."""
+    rules = rules_for(whole.config, method, MeshSize(data=data, seq=seq, model=model))
+    params = jax.tree.map(
+        lambda spec, x: jax.device_put(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
+    )
+    constants = jax.device_put(whole.constants, rules.everywhere)
+    return whole.replace(params=params, constants=constants, rules=rules)
+
+
 def load(
-    name: str | Path, *, dtype: str | None = None, sharding: ShardingRule | None = None, weights: str | None = None
+    name: str | Path,
+    *,
+    dtype: str | None = None,
+    sharding: ShardingRule | Rules | None = None,
+    weights: str | None = None,
 ) -> Model:
     """Model by bundled name, folder or hub id (looked for in this order; "./demo" is always a folder).
 
     `dtype` is the compute policy "bf16", "f16" (T4) or "f32"; None means f32 on the CPU backend, bf16 elsewhere.
-    `sharding(parameter name)` gives each parameter's placement (kvqjax.weights.load_params). `weights` "int8" or "int4"
-    keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype stays.
+    `sharding` are the rules of a mesh (kvqjax.sharding.rules_for): every host reads only what its devices hold. Or
+    `sharding(parameter name)` gives each parameter's placement alone (kvqjax.weights.load_params). `weights` "int8" or
+    "int4" keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype stays.
     Code from a checkpoint is never run. Raises UserError with one line naming the cause.
     """
     if dtype is None:
@@ -133,5 +154,10 @@ def load(
         raise UserError(f"weights {weights!r} is unknown; known: {', '.join(_WEIGHTS)}")
     folder = locate(name)
     config = read_config(folder)
-    params = load_params(folder, config, _DTYPES[dtype], sharding, _WEIGHTS[weights] if weights else None)
-    return Model(params, config=config, fingerprint=fingerprint(folder, config), folder=str(folder))
+    rules = sharding if isinstance(sharding, Rules) else None
+    if rules and weights:
+        raise UserError(f"weights {weights!r} cannot be split over a mesh")
+    place = rules.placement if rules else sharding
+    params = load_params(folder, config, _DTYPES[dtype], place, _WEIGHTS[weights] if weights else None)
+    about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
+    return Model(params, config=config, **about)

@@ -46,8 +46,10 @@ def _stored(cache: Cache) -> dict[str, Any]:
 
 def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
     """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
-    and constants filled it. Raises UserError when `path` exists or cannot be written."""
+    and constants filled it. Raises UserError when `path` exists or cannot be written, or the cache is dealt."""
     layout = cache.layout
+    if layout.dealt > 1:
+        raise UserError(f"{path}: a cache whose blocks are dealt over {layout.dealt} devices cannot be saved")
     text = {"kind": "cache", "method": str(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
     write_folder(Path(path), text | {"batch": cache.batch} | _about(model), _stored(cache))
 

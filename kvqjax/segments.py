@@ -123,13 +123,14 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens, spec: PackedSpec) -> P
     if view.run.sliding is None:
         start = jnp.zeros_like(stop)
     else:
-        start = jnp.maximum(tokens.positions - view.run.sliding + 1 - view.sinks, 0)
+        start = view.run.deal.count(jnp.maximum(tokens.positions - view.run.sliding + 1 - view.sinks, 0))
+    stop = view.run.deal.count(stop)
     return packed_attention(q, body, view.layer, start, stop, spec)
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
-    """Attention to the encoded tokens, one block of every row at a time. `carry` is [B, slots, W] per name: what the
-    layer below reconstructed for each body token, replaced block by block by this layer's."""
+    """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
+    per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
     run, sinks = view.run, view.sinks
     if run.wiring.packed is not None and not run.wraps:
         return _attend_packed(q, view, tokens, run.wiring.packed), carry
@@ -137,7 +138,7 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
     late = shared is not None and tokens.positions.shape[1] <= shared.most
 
     def block(j, carry):
-        at = j * run.block % run.slots
+        at = j * run.block % run.slots_here
         payload = {
             source: {
                 name: read(f, view.state.body[source][name], view.layer, at, run.block)
@@ -149,16 +150,18 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
         decoded, part = run.wiring.decode(view.constants, payload, part)
         decoded = {name: x.astype(view.new[name].dtype) for name, x in decoded.items()}
         carry = {n: jax.lax.dynamic_update_slice_in_dim(c, part[n].astype(c.dtype), at, 1) for n, c in carry.items()}
-        index = jnp.broadcast_to(j * run.block + jnp.arange(run.block)[None], (ends.shape[0], run.block))
+        tokens_here = run.deal.tokens(j * run.block + jnp.arange(run.block))
+        index = jnp.broadcast_to(tokens_here[None], (ends.shape[0], run.block))
         k, v = run.wiring.expand(view.weights, view.constants, decoded, index + sinks)
         if late:  # the decoded values then have no user and are never computed
             v = shared.read(view.constants, payload)[:, :, None].astype(v.dtype)
         mask = visible(tokens.positions, index + sinks, index < ends[:, None], run.sliding)
         return k, v, mask, carry
 
-    last = -(-ends.max() // run.block)
+    last = -(-run.deal.count(ends.max()) // run.block)
     first = jnp.int32(0)
     if run.sliding is not None:  # blocks that no query reaches any more are skipped
-        first = jnp.clip((tokens.positions[:, 0] - run.sliding + 1 - sinks).min() // run.block, 0, last)
+        oldest = jnp.maximum((tokens.positions[:, 0] - run.sliding + 1 - sinks).min(), 0)
+        first = jnp.minimum(run.deal.count(oldest) // run.block, last)
     found, carry = blockwise_attention(q, kv_heads, block, first, last, carry, shared.width if late else None)
     return Partial(shared.finish(view.constants, found.out), found.lse) if late else found, carry

@@ -74,6 +74,9 @@ def test_bad_model_folders(call, tmp_path, change, words):
         (["eval", "retrieval", "-c", "exact", "--task", "magic"], "magic"),
         (["plan", "-m", "recall", "-c", "exact", "--device", "abacus"], "abacus"),
         (["plan", "-m", "recall", "-c", "exact;9=exact"], "layer 9"),
+        (["plan", "-m", "llama-3.1-7b", "-c", "exact"], "did you mean 'llama-3.1-70b'"),
+        (["plan", "-m", "recall", "-c", "exact", "--compile"], "--compile needs a --device"),
+        (["plan", "-m", "recall", "-c", "exact", "--compile", "--device", "h100"], "--compile works for TPU chips"),
         (["inspect", "/nowhere"], "/nowhere"),
         (["calibrate", "-m", "recall", "-c", "kivi:bits=2", "--out", "never-made"], "no calibration"),
     ],
@@ -115,6 +118,16 @@ def test_plan_counts_what_the_formula_says(call):
     assert exact["bytes_exact"] == 65536 * 2 * 2 * 128 * 2  # tokens, layers, K and V, K*D, bf16
     # 2 bits and 32 bits of scale and minimum for 32 values, and 128 + 32 exact tokens of 65536.
     assert abs(kivi["bits_stored"] - (3 + 160 * 16 / 65536)) < 0.02
+
+
+def test_plan_prints_a_column_per_cache(call):
+    words = ["plan", "-m", "qwen3-32b", "-c", "exact", "-c", "aqua", "--device", "h200"]
+    out = call(*words)[1]
+    assert "qwen3-32b, 131072 tokens x 1, h200" in out
+    assert "largest_context" in out
+    rows = json.loads(call(*words, "--json")[1])
+    assert sum(rows[0]["classes"].values()) == rows[0]["bytes"]
+    assert rows[0]["fits"].startswith("yes")
 
 
 def test_bench_sets_every_cache_against_the_exact_one(call):

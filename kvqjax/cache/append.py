@@ -42,10 +42,11 @@ def gather_tile(window, new, at, row, token, size: int, held):
 def encode_tile(run: RunPlan, body, at, clock, token, tile: Sources, constants, carry):
     """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body token `token`."""
     payload, recon, carry = run.wiring.encode(constants, tile, carry)
+    here, slot = run.deal.place(token % run.slots)
     for source in clock.sources:
         fields = run.wiring.codecs[source].fields
         stored = {
-            name: write(field, body[source][name], at, token % run.slots, payload[source][name])
+            name: write(field, body[source][name], at, slot, payload[source][name], here)
             for name, field in fields.items()
         }
         body = {**body, source: stored}

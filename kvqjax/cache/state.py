@@ -8,12 +8,14 @@ stacked."""
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
+from kvqjax.cache.deal import Deal
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.layout import Stored, allocate, block_tokens
@@ -27,20 +29,23 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """Everything static about a cache: model, method, most tokens per row, the dtype of sinks and window, and the chip
-    whose kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`)."""
+    """Everything static about a cache: model, method, most tokens per row, the dtype of sinks and window, the chip
+    whose kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), and over how many devices (mesh axes, inside
+    `shard_map`) the body's blocks are dealt."""
 
     config: ModelConfig
     method: Method
     capacity: int
     dtype: str
     target: str = "cpu"
+    dealt: int = 1
+    dealt_over: tuple[str, ...] = ()
 
 
 class RunPlan(NamedTuple):
     """A run of equal layers: `first` .. `first + count - 1`. The body has `slots` tokens in blocks of `block`, a ring
     of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window is a ring of `ring`
-    tokens."""
+    tokens. `slots` counts all devices' when the blocks are dealt (`deal`); `slots_here` one device's."""
 
     first: int
     count: int
@@ -50,6 +55,11 @@ class RunPlan(NamedTuple):
     slots: int
     ring: int
     wraps: bool
+    deal: Deal = Deal()
+
+    @property
+    def slots_here(self) -> int:
+        return self.slots // self.deal.parts
 
 
 class Run(struct.PyTreeNode):
@@ -132,7 +142,15 @@ def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
         count = len(list(group))
         runs.append(_plan_run(layout, first, count, spec, sliding))
         first += count
-    return tuple(runs)
+    return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
+
+
+def _dealt(layout: CacheLayout, runs: list[RunPlan]) -> tuple[RunPlan, ...]:
+    """The runs with as many whole blocks on every device. A token lies on one device in all layers, because layers may
+    feed each other: the blocks dealt are common to all runs."""
+    deal = Deal(layout.dealt, math.lcm(*(run.block for run in runs)), layout.dealt_over)
+    turn = deal.block * deal.parts
+    return tuple(run._replace(slots=-(-run.slots // turn) * turn, deal=deal) for run in runs)
 
 
 @functools.lru_cache(maxsize=64)

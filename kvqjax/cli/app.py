@@ -1,5 +1,8 @@
 """All commands. The modules behind them are imported when a command runs, so that `--help` answers at once."""
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from kvqjax.cli import bench, calibrate, evaluate, info, run
@@ -13,6 +16,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    compilation_cache: Annotated[Path | None, typer.Option(help="keep compiled programs in this folder")] = None,
+) -> None:
+    """Options of every command stand before its name."""
+    if compilation_cache is not None:
+        import jax
+
+        jax.config.update("jax_compilation_cache_dir", str(compilation_cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 app.command()(run.generate)
 app.command()(run.demo)
 app.add_typer(evaluate.app, name="eval")

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -13,14 +15,17 @@ from rich.table import Table
 
 from kvqjax.artifacts import load_artifact
 from kvqjax.errors import UserError
+from kvqjax.hf_config import read_config
 from kvqjax.methods import Method, parse
-from kvqjax.model import Model, load
+from kvqjax.model import Model, load, locate
+from kvqjax.sharding import MeshSize, rules_for
 
 __all__ = [
     "Artifacts",
     "Caches",
     "Dtype",
     "Json",
+    "Mesh",
     "ModelName",
     "Weights",
     "calibrated",
@@ -35,6 +40,7 @@ Caches = Annotated[list[str], typer.Option("--cache", "-c", help="a method, e.g.
 Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration of a --cache; repeatable")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bf16, f16 or f32")]
 Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
+Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 _ERRORS = Console(stderr=True)
@@ -45,8 +51,14 @@ def methods_of(texts: Iterable[str]) -> list[Method]:
     return [parse(text) for text in texts]
 
 
-def open_model(name: str, dtype: str | None, weights: str | None = None) -> Model:
-    return load(name, dtype=dtype, weights=weights)
+def open_model(
+    name: str, dtype: str | None, weights: str | None = None, method: Method | None = None, mesh: str = ""
+) -> Model:
+    """Load a model, for caches of `method` on a mesh if one is named."""
+    if not mesh or method is None:
+        return load(name, dtype=dtype, weights=weights)
+    rules = rules_for(read_config(locate(name)), method, MeshSize.parse(mesh))
+    return load(name, dtype=dtype, weights=weights, sharding=rules)
 
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
@@ -58,7 +70,13 @@ def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list
     unused = set(artifacts) - {str(method) for method in methods}
     if unused:
         raise UserError(f"--artifact for {', '.join(sorted(unused))}, which no --cache names")
-    return [(model.with_artifact(artifacts[str(m)]) if str(m) in artifacts else prepared(model, m), m) for m in methods]
+    pairs = [
+        (model.with_artifact(artifacts[str(m)]) if str(m) in artifacts else prepared(model, m), m) for m in methods
+    ]
+    if model.rules is None:
+        return pairs
+    place = model.rules.everywhere
+    return [(m.replace(constants=jax.device_put(jax.tree.map(np.asarray, m.constants), place)), n) for m, n in pairs]
 
 
 def size(count: float) -> str:

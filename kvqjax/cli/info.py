@@ -5,17 +5,16 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import typer
 
 from kvqjax.artifacts import read_arrays, read_description
-from kvqjax.cache.state import CacheLayout, allocate_cache
-from kvqjax.cli.common import Caches, Json, ModelName, methods_of, show, size
+from kvqjax.catalogue import config_of
+from kvqjax.cli.common import Caches, Json, Mesh, ModelName, methods_of, show, size
 from kvqjax.errors import UserError
-from kvqjax.hf_config import read_config
-from kvqjax.ledger import ledger
 from kvqjax.methods import METHODS
-from kvqjax.model import locate
+from kvqjax.methods.roofline import longest_memory_bound, step_cost
+from kvqjax.planner import DEVICES, GIB, Device, largest, plan_memory, step_bounds
+from kvqjax.sharding import MeshSize
 
 __all__ = ["inspect", "methods", "plan"]
 
@@ -49,23 +48,39 @@ def inspect(folder: Path, as_json: Json = False) -> None:
     show(rows, False)
 
 
-DEVICES = {  # usable memory in GiB and memory bandwidth in GB/s, per chip, as the vendors state them
-    "v5e": (16, 820), "v5p": (95, 2765), "v6e": (32, 1640), "tpu7x": (192, 7370), "a100-40": (40, 1555),
-    "a100-80": (80, 2039), "h100": (80, 3350), "h200": (141, 4800), "rtx4090": (24, 1008),
-}  # fmt: skip
+def _row(config, method, context: int, batch: int, device: Device | None, mesh: MeshSize) -> dict[str, Any]:
+    found = plan_memory(config, method, context, batch, mesh)
+    row: dict[str, Any] = {"cache": str(method), "bytes": found.book.bytes, "bytes_exact": found.book.exact_bytes}
+    row["bits_stored"] = found.book.bits_stored
+    if mesh.devices > 1:
+        row["bytes_cache_per_device"] = found.cache
+    row |= {"bytes_weights": found.weights, "bytes_constants": found.constants, "bytes_workspace": found.workspace}
+    if device is not None:
+        memory = device.memory * GIB
+        fits = lambda context, batch: plan_memory(config, method, context, batch, mesh).total <= memory  # noqa: E731
+        reading, computing = step_bounds(found, config, context, batch, device, mesh)
+        row["fits"] = f"{'yes' if found.total <= memory else 'no'} ({size(found.total)} of {device.memory} GiB)"
+        row["largest_context"] = largest(lambda n: fits(n, batch), step=1024)
+        row["largest_batch"] = largest(lambda n: fits(context, n), most=2**16)
+        row["tokens_per_second"] = batch / max(reading, computing)
+        hidden = longest_memory_bound(step_cost(method, config), 1e3 * device.tflops / device.bandwidth)
+        row["recomputing_hidden_until"] = "always" if hidden == float("inf") else int(hidden)
+        row["bound_by"] = "bandwidth" if reading >= computing else "compute"
+    return row | {"classes": found.book.by_role()}
 
 
-def _plan_row(config, method, context: int, batch: int, device: str | None, weights: int) -> dict[str, Any]:
-    layout = CacheLayout(config=config, method=method, capacity=context, dtype="bfloat16")
-    book = ledger(jax.eval_shape(lambda: allocate_cache(layout, batch)))
-    row = {"cache": str(method), "bytes": book.bytes, "bytes_exact": book.exact_bytes, "bits_stored": book.bits_stored}
-    row["bytes_weights"] = weights
-    if device:
-        memory, bandwidth = DEVICES[device]
-        total = weights + book.bytes
-        row["fits"] = f"{'yes' if total <= memory * 2**30 else 'no'} ({size(total)} of {memory} GiB)"
-        row["tokens_per_second"] = batch * bandwidth * 1e9 / total
-    return row
+def _compiled(config, method, context: int, batch: int, chip: str, mesh: MeshSize) -> dict[str, Any]:
+    """The compiler's account of the same decode loop, per device."""
+    from kvqjax.aot import compile_decode
+
+    found, made = (
+        plan_memory(config, method, context, batch, mesh),
+        compile_decode(config, method, context, batch, chip, mesh),
+    )
+    row: dict[str, Any] = {"bytes_arguments_compiled": made.arguments}
+    row["compiled_to_planned"] = made.arguments / (found.weights + found.constants + found.cache)
+    row |= {"bytes_temporaries_compiled": made.temporaries, "bytes_cache_copied": made.cache_copied}
+    return row | {"compile_seconds": made.seconds}
 
 
 def plan(
@@ -74,26 +89,44 @@ def plan(
     context: Annotated[int, typer.Option(help="tokens per row")] = 131072,
     batch: int = 1,
     device: Annotated[str | None, typer.Option(help=f"one of {', '.join(DEVICES)}")] = None,
+    mesh: Mesh = "",
+    compile_step: Annotated[bool, typer.Option("--compile", help="compile the decode loop for the device")] = False,
     as_json: Json = False,
 ) -> None:
-    """Bytes of caches and bf16 weights, whether they fit a device, and the bandwidth-bound tokens per second there.
+    """Bytes of caches, bf16 weights and a decode step's workspace per device; what fits, and time bounds there.
 
-    Weights and cache only: no workspace. MODEL is a bundled name, a folder, or a config.json.
+    MODEL is a bundled or known name (llama-3.1-8b), a folder, or a config.json. Tokens per second are bounds: every
+    byte read once and every operation at the peak. --compile sets the compiler's bytes beside the plan's (TPU chips).
     """
     if device is not None and device not in DEVICES:
         raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")
+    if compile_step and device is None:
+        raise UserError("--compile needs a --device")
     if context < 1 or batch < 1:
         raise UserError(f"--context {context} --batch {batch}; both must be at least 1")
-    path = Path(model)
-    config = read_config(path if path.suffix == ".json" else locate(model))
-    weights = _weight_bytes(config)
-    rows = [_plan_row(config, method, context, batch, device, weights) for method in methods_of(cache)]
-    show(rows, as_json, f"{model}, {context} tokens x {batch}")
+    config, chip, sizes = config_of(model), DEVICES[device] if device else None, MeshSize.parse(mesh)
+    rows = [_row(config, method, context, batch, chip, sizes) for method in methods_of(cache)]
+    if compile_step and device:
+        made = [_compiled(config, method, context, batch, device, sizes) for method in methods_of(cache)]
+        rows = [row | more for row, more in zip(rows, made, strict=True)]
+    if as_json:
+        show(rows, True)
+        return
+    _print_plan(
+        rows,
+        f"{model}, {context} tokens x {batch}" + (f", {device}" if device else "") + (f", mesh {mesh}" if mesh else ""),
+    )
 
 
-def _weight_bytes(config) -> int:
-    """Bytes of the weights in bfloat16."""
-    from kvqjax.decoder import init_params
-
-    shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config, jax.numpy.bfloat16))
-    return sum(2 * leaf.size for leaf in jax.tree.leaves(shapes))
+def _print_plan(rows: list[dict[str, Any]], title: str) -> None:
+    """One column per cache: there are more figures than fit a line."""
+    table: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name == "classes":
+                for role, count in value.items():
+                    table.setdefault(f"  {role}", {})[row["cache"]] = size(count)
+            elif name != "cache":
+                table.setdefault(name, {})[row["cache"]] = size(value) if name.startswith("bytes") else value
+    names = [row["cache"] for row in rows]
+    show([{"": label} | {name: cells.get(name, "") for name in names} for label, cells in table.items()], False, title)

@@ -1,6 +1,8 @@
 """`kvqjax generate` and `kvqjax demo`."""
 
 import json
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvqjax.cli.common import Artifacts, Dtype, Json, ModelName, Weights, calibrated, methods_of, open_model, size
+from kvqjax.cli.common import Artifacts, Dtype, Json, Mesh, ModelName, Weights, calibrated, methods_of, open_model, size
 from kvqjax.errors import UserError
 from kvqjax.forward import init_cache
 from kvqjax.generate import Generated, stream
 from kvqjax.generate import generate as generate_text
+from kvqjax.hosts import join_hosts, speaks
 from kvqjax.ledger import ledger
 from kvqjax.methods import Method
 from kvqjax.model import Model
@@ -48,6 +51,13 @@ def _print_stream(model: Model, prompts: list[str], method: Method, options: dic
     return last
 
 
+def _keep_stdout_ours() -> None:
+    """Send what libraries write to file descriptor 1 to stderr: gloo reports its connections there."""
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w")
+
+
 def generate(
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="text to continue; repeatable")] = [],  # noqa: B006
     prompt_file: Annotated[Path | None, typer.Option(help="a UTF-8 file with a prompt")] = None,
@@ -68,13 +78,20 @@ def generate(
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
     dtype: Dtype = None,
     weights: Weights = None,
+    mesh: Mesh = "",
+    coordinator: Annotated[str, typer.Option(help="host:port of process 0, for several hosts")] = "",
+    processes: Annotated[int, typer.Option(help="how many hosts run this command")] = 1,
+    process: Annotated[int, typer.Option(help="which of them this is; 0 prints")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Continue one or more prompts through a compressed cache."""
+    """Continue one or more prompts through a compressed cache, on one device or on a mesh of them."""
     method, prompts = methods_of([cache])[0], _prompts(prompt, prompt_file)
     if not prompts:
         raise UserError("give a --prompt or a --prompt-file")
-    loaded = calibrated(open_model(model, dtype, weights), [method], artifact)[0][0]
+    if coordinator:
+        _keep_stdout_ours()
+        join_hosts(coordinator, processes, process)
+    loaded = calibrated(open_model(model, dtype, weights, method, mesh), [method], artifact)[0][0]
     options = {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,
@@ -86,6 +103,8 @@ def generate(
         _print_stream(loaded, prompts, method, options)
         return
     result = generate_text(loaded, prompts, method, **options)
+    if not speaks():
+        return
     if as_json:
         rows = [{"prompt": p, "text": t, "tokens": len(k)} for p, t, k in zip(prompts, *result, strict=True)]
         typer.echo(json.dumps([row | {"cache": str(method)} for row in rows], indent=1))

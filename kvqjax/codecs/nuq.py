@@ -190,8 +190,9 @@ def token_range(x: Float[Array, "u W"], side: int):
         return x.max(-1, keepdims=True), x.min(-1, keepdims=True), None
     # Without the barrier XLA on CPU merges the slices below into the sort behind top_k and then sorts every token
     # in full: measured 970 ms against 16 ms for 4096 x 1024.
-    top, top_channels = jax.lax.optimization_barrier(jax.lax.top_k(x, side + 1))
-    bottom, bottom_channels = jax.lax.optimization_barrier(jax.lax.top_k(-x, side + 1))
+    # A third operand, because XLA's partitioner aborts on a barrier whose operands are just what top_k returns.
+    top, top_channels, _ = jax.lax.optimization_barrier((*jax.lax.top_k(x, side + 1), x))
+    bottom, bottom_channels, _ = jax.lax.optimization_barrier((*jax.lax.top_k(-x, side + 1), x))
     channels = jnp.concatenate([top_channels[:, :side], bottom_channels[:, :side]], axis=-1)
     return top[:, side:], -bottom[:, side:], channels
 

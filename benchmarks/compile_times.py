@@ -1,0 +1,76 @@
+"""Seconds to compile 32-layer decode and prefill programs of every method: Llama-3.1-8B's geometry, bfloat16.
+
+    python benchmarks/compile_times.py [--chip v5p|cpu] [--methods SPEC ...] [--context 131072] [--write]
+
+`decode` is the loop of `generate`, `prefill` the exact prefill of 4096 tokens. Wall and processor seconds are those of
+XLA alone, without tracing. For TPU chips libtpu compiles ahead of time. `--write` renews
+benchmarks/records/compile_times.json.
+"""
+
+import argparse
+import json
+import os
+import time
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax.aot import chip_devices, decode_arguments
+from kvqjax.catalogue import config_of
+from kvqjax.forward import prefill
+from kvqjax.generate import decode_steps
+from kvqjax.methods import parse
+from kvqjax.planner import ALONE
+from kvqjax.sharding import rules_for
+
+RECORD = Path(__file__).parent / "records" / "compile_times.json"
+METHODS = (
+    "exact",
+    "kivi:bits=2",
+    "kvquant:bits=2",
+    "higgs:bits=2",
+    "aqua:bits=2",
+    "commvq:bits=1",
+    "xquant:bits=2",
+    "xquant_cl:bits=2",
+)
+PROMPT = 4096
+
+
+def timed(lowered) -> dict[str, float]:
+    wall, processor = time.perf_counter(), time.process_time()
+    lowered.compile()
+    return {"wall": round(time.perf_counter() - wall, 1), "processor": round(time.process_time() - processor, 1)}
+
+
+def measure(spec: str, chip: str, context: int) -> dict:
+    config, method = config_of("llama-3.1-8b"), parse(spec)
+    devices = jax.devices()[:1] if chip == "cpu" else chip_devices(chip)
+    rules = rules_for(config, method, ALONE, devices)
+    model, state, *rest = decode_arguments(config, method, context, 1, rules, chip)
+    tokens, counts = (jax.ShapeDtypeStruct(s, jnp.int32, sharding=rules.everywhere) for s in ((1, PROMPT), (1,)))
+    filling = jax.jit(prefill, donate_argnames="cache").lower(model, tokens, counts, state.cache)
+    return {"decode": timed(decode_steps.lower(model, state, *rest)), "prefill": timed(filling)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chip", default="v5p")
+    parser.add_argument("--methods", nargs="*", default=METHODS)
+    parser.add_argument("--context", type=int, default=131072)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for spec in options.methods:
+        found = measure(spec, options.chip, options.context)
+        found |= {"cores": len(os.sched_getaffinity(0)), "jax": metadata.version("jax")}
+        print(json.dumps({"chip": options.chip, "method": spec, **found}), flush=True)
+        record.setdefault(options.chip, {})[spec] = found
+        if options.write:
+            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What a model and its cache take on a device, before anything is allocated: bytes, what fits, and time bounds.
+
+Everything is computed from shapes. The workspace is that of one decode step, from the sizes that XLA was seen to keep
+at a time; `kvqjax.aot` compiles the step and measures it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax.cache.state import CacheLayout, RunPlan, allocate_cache, plan
+from kvqjax.config import ModelConfig
+from kvqjax.decoder import init_params
+from kvqjax.ledger import Ledger, ledger
+from kvqjax.methods import Method
+from kvqjax.sharding import MeshSize, cache_layout, rules_for
+
+__all__ = ["DEVICES", "Device", "Plan", "largest", "parameter_shapes", "plan_memory", "step_bounds"]
+
+GIB = 2**30
+ALONE = MeshSize()
+
+
+class Device(NamedTuple):
+    """One chip as its vendor states it: memory in GiB, its bandwidth in GB/s, dense 16-bit matrix TFLOP/s, and, where
+    it can be compiled for ahead of time, the compiler's name for it and the axes of its torus. A tpu7x chip is two
+    devices to JAX; these are the figures of one."""
+
+    memory: int
+    bandwidth: int
+    tflops: int
+    torus: tuple[str, int] = ("", 0)
+
+
+DEVICES = {
+    "v5e": Device(16, 820, 197, ("v5e", 2)),
+    "v5p": Device(95, 2765, 459, ("v5p", 3)),
+    "v6e": Device(32, 1640, 918, ("v6e", 2)),
+    "tpu7x": Device(96, 3685, 1153, ("tpu7x", 3)),
+    "a100-40": Device(40, 1555, 312),
+    "a100-80": Device(80, 2039, 312),
+    "h100": Device(80, 3350, 989),
+    "h200": Device(141, 4800, 989),
+    "rtx4090": Device(24, 1008, 165),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes on one device: weights, calibrated constants, its part of the cache, and the workspace of a decode step.
+    `book` is the whole cache by class."""
+
+    weights: int
+    constants: int
+    cache: int
+    workspace: int
+    book: Ledger
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.constants + self.cache + self.workspace
+
+
+def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16") -> dict:
+    """The params pytree as shapes."""
+    return jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
+
+
+def _bytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _constant_bytes(runs: tuple[RunPlan, ...]) -> int:
+    """Calibrated constants at 4 bytes a number, the widest that any method keeps them in."""
+    shapes = ((run.count, shape) for run in runs for names in run.wiring.wanted().values() for shape in names.values())
+    return sum(4 * count * math.prod(shape) for count, shape in shapes)
+
+
+def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
+    """Bytes of a decode step beside its arguments: float32 logits (drawn from and sorted), the exact tokens of a layer
+    as keys and values, one block of the body unpacked and decoded with its scores, and what the method carries."""
+    config, item = layout.config, jnp.dtype(layout.dtype).itemsize
+    logits = 2 * 4 * batch * vocabulary
+    most = 0
+    for run in plan(layout):
+        width = sum(run.wiring.sources.values()) + 2 * config.kv_width
+        exact = batch * (layout.method.sinks + run.ring + 1) * width * item
+        block = batch * min(run.block, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
+        carried = batch * run.slots_here * sum(run.wiring.carry.values()) * item
+        most = max(most, exact + block + carried)
+    return logits + most
+
+
+def plan_memory(
+    config: ModelConfig, method: Method, context: int, batch: int, mesh: MeshSize = ALONE, dtype: str = "bfloat16"
+) -> Plan:
+    """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and exact tokens in
+    `dtype`. Rows are rounded up to what the mesh can share out."""
+    rules = rules_for(config, method, mesh, devices=())
+    layout = cache_layout(rules, CacheLayout(config=config, method=method, capacity=context, dtype=dtype))
+    rows = -(-batch // mesh.data)
+    cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
+    weights = parameter_shapes(config, dtype)
+    return Plan(
+        weights=_bytes(rules.shares(weights, rules.parameters(weights))),
+        constants=_constant_bytes(plan(layout)),
+        cache=_bytes(rules.shares(cache, rules.cache(cache))),
+        workspace=_workspace(rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)),
+        book=ledger(cache),
+    )
+
+
+def largest(fits: Callable[[int], bool], step: int = 1, most: int = 2**24) -> int:
+    """The largest multiple of `step`, at most `most`, for which `fits` holds (it holds below any number it holds for);
+    0 if none."""
+    low, high = 0, most // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+    return low * step
+
+
+def step_bounds(
+    found: Plan,
+    config: ModelConfig,
+    context: int,
+    batch: int,
+    device: Device,
+    mesh: MeshSize = ALONE,
+    dtype: str = "bfloat16",
+) -> tuple[float, float]:
+    """Lower bounds on one decode step at a full context: (seconds to read a device's weights, constants and cache once,
+    seconds to compute its part at the dense 16-bit peak). An embedding table that is not the head is looked up, not
+    read; what devices send each other is not counted.
+
+    Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over the context, and
+    what the method spends to bring cached tokens back (arXiv 2508.10395, section 3.4, for XQuant)."""
+    split = 1 if config.vocab_size % mesh.model else mesh.model
+    lookup = 0 if config.tied_embeddings else config.vocab_size * config.width // split
+    item, rows = jnp.dtype(dtype).itemsize, -(-batch // mesh.data)
+    read = found.weights - lookup * item + found.constants + found.cache
+    attention = 4 * config.num_layers * config.query_width * context
+    cached = (attention + found.book.flops * context) / (mesh.seq * mesh.model)
+    operations = rows * (2 * (found.weights // item - lookup) + cached)
+    return read / (device.bandwidth * 1e9), operations / (device.tflops * 1e12)

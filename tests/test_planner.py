@@ -1,0 +1,78 @@
+"""The planner: shipped configs are the published models, bytes are the cache's, limits are the limits."""
+
+import jax
+import pytest
+
+import kvqjax as kvq
+from kvqjax.cache import CacheLayout, allocate_cache
+from kvqjax.catalogue import KNOWN, config_of
+from kvqjax.planner import DEVICES, GIB, Device, largest, parameter_shapes, plan_memory, step_bounds
+
+# Parameters as the models' publishers count them (tied heads once).
+PUBLISHED = {
+    "llama-7b": 6_738_415_616, "llama-13b": 13_015_864_320, "llama-30b": 32_528_943_616, "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+}  # fmt: skip
+
+
+def test_every_known_config_has_the_published_number_of_parameters():
+    assert set(KNOWN) == set(PUBLISHED)
+    counted = {name: sum(x.size for x in jax.tree.leaves(parameter_shapes(config_of(name)))) for name in KNOWN}
+    assert counted == PUBLISHED
+
+
+def test_names_are_found_by_hub_id_and_misspelt_ones_get_a_hint():
+    assert config_of("meta-llama/Llama-3.1-8B") == config_of("llama-3.1-8b")
+    assert config_of("demo").vocab_size < 10_000
+    with pytest.raises(kvq.UserError, match=r"did you mean 'qwen3-0.6b'"):
+        config_of("qwen3-0.5b")
+
+
+def test_bytes_are_those_of_the_cache_that_would_be_made():
+    config, method = config_of("recall"), kvq.parse("kivi:bits=2,sinks=4")
+    found = plan_memory(config, method, 1024, 2, dtype="float32")
+    cache = allocate_cache(CacheLayout(config=config, method=method, capacity=1024, dtype="float32"), 2)
+    assert found.book.bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert found.weights == sum(4 * x.size for x in jax.tree.leaves(parameter_shapes(config)))
+    assert found.total == found.weights + found.book.bytes + found.workspace
+    assert found.constants == 0
+
+
+def test_constants_are_counted():
+    """AQUA-KV's linear predictors: keys from W, values from 2 W, a bias each, in every layer but the first."""
+    config = config_of("llama-3.1-8b")
+    width, layers = config.kv_width, config.num_layers - 1
+    found = plan_memory(config, kvq.parse("aqua"), 4096, 1)
+    assert found.constants == 4 * layers * (3 * width * width + 2 * width)
+
+
+def test_largest_is_the_edge():
+    assert largest(lambda n: n <= 4999, step=10) == 4990
+    assert largest(lambda n: False) == 0
+    assert largest(lambda n: True, most=77) == 77
+    config, method, memory = config_of("llama-3.1-8b"), kvq.parse("kivi:bits=2"), 24 * GIB
+    fits = lambda n: plan_memory(config, method, n, 1).total <= memory  # noqa: E731
+    context = largest(fits, step=1024)
+    assert fits(context)
+    assert not fits(context + 1024)
+    assert context > 131072  # KIVI-2 at 128K beside bfloat16 weights within 24 GB (DESIGN, section 8)
+
+
+def test_step_bounds_are_reading_once_and_computing_at_the_peak():
+    config, method = config_of("llama-3.1-8b"), kvq.parse("exact")
+    found = plan_memory(config, method, 8192, 4)
+    reading, computing = step_bounds(found, config, 8192, 4, Device(80, 1000, 100))
+    weights = 2 * (8_030_261_248 - 128256 * 4096)
+    assert reading == pytest.approx((weights + found.book.bytes) / 1e12, rel=1e-12)
+    assert computing == pytest.approx(4 * (weights + 4 * 32 * 4096 * 8192) / 1e14, rel=1e-12)
+    more = step_bounds(plan_memory(config, kvq.parse("xquant:bits=2"), 8192, 4), config, 8192, 4, DEVICES["h100"])[1]
+    less = step_bounds(found, config, 8192, 4, DEVICES["h100"])[1]
+    assert (more - less) * 989e12 == pytest.approx(4 * 8192 * 32 * 4 * 1024 * 1024, rel=1e-9)
