@@ -89,7 +89,7 @@ def decode_arguments(config: ModelConfig, method: Method, context: int, batch: i
     """What `decode_steps` takes, as shapes on the mesh of `rules`."""
     target = "v7x" if chip == "tpu7x" else chip
     layout = CacheLayout(config=config, method=method, capacity=context, dtype="bfloat16", target=target)
-    layout = cache_layout(rules, layout)
+    layout = cache_layout(rules, layout, batch)
     model = abstract_model(config, method)
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))
 

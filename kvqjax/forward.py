@@ -43,7 +43,7 @@ def init_cache(model: Model, method: Method, batch: int, capacity: int, *, targe
         dtype=str(embed.dtype),
         target=target or target_of(embed),
     )
-    layout = cache_layout(model.rules, layout)
+    layout = cache_layout(model.rules, layout, batch)
     if model.rules is None:
         return allocate_cache(layout, batch)
     specs = model.rules.cache(jax.eval_shape(lambda: allocate_cache(layout, batch)))

@@ -102,8 +102,9 @@ def plan_memory(
     """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and exact tokens in
     `dtype`. Rows are rounded up to what the mesh can share out."""
     rules = rules_for(config, method, mesh, devices=())
-    layout = cache_layout(rules, CacheLayout(config=config, method=method, capacity=context, dtype=dtype))
     rows = -(-batch // mesh.data)
+    layout = CacheLayout(config=config, method=method, capacity=context, dtype=dtype)
+    layout = cache_layout(rules, layout, rows * mesh.data)
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
     weights = parameter_shapes(config, dtype)
     return Plan(

@@ -152,10 +152,13 @@ class Rules:
         return dataclasses.replace(layout, config=self.local_config(layout.config), dealt_over=axes)
 
 
-def cache_layout(rules: Rules | None, layout: CacheLayout) -> CacheLayout:
-    """The layout of a cache that is dealt as the rules say. Raises UserError when the method mixes what they split."""
+def cache_layout(rules: Rules | None, layout: CacheLayout, batch: int) -> CacheLayout:
+    """The layout of a cache of `batch` rows that is dealt as the rules say. Raises UserError when the method mixes what
+    they split, or they cannot share out the rows."""
     if rules is None:
         return layout
+    if batch % rules.size(rules.batch):
+        raise UserError(f"{batch} rows cannot be split over {rules.size(rules.batch)} devices")
     if not shares_heads(layout, rules.size(rules.kv_heads)):
         raise UserError(f"{layout.method} mixes KV heads, and this model is split for a method that does not")
     return dataclasses.replace(layout, dealt=rules.size(rules.sequence))
@@ -230,8 +233,6 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
     """`function(model, cache, *arguments)` on every device's part. `arguments` are arrays with rows in front, or
     pending sources; `out` names the results: "logits" [B, V], "chunk" [B, T, V], "cache" or "pending"."""
     rules, layout = model.rules, cache.layout
-    if cache.batch % rules.size(rules.batch):
-        raise UserError(f"{cache.batch} rows cannot be split over {rules.size(rules.batch)} devices")
     rows = PartitionSpec(rules.batch)
     source = PartitionSpec(None, rules.batch, None, rules.kv_heads)
     specs = {
