@@ -27,7 +27,7 @@ from kvqjax.forward import commit, forward, init_cache
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
 
-__all__ = ["bench"]
+__all__ = ["bench", "step_milliseconds"]
 
 CHUNK = 512
 
@@ -59,7 +59,7 @@ def _steps(model: Model, cache: Cache, *, steps: int) -> tuple[jax.Array, Cache]
     return jax.lax.fori_loop(0, steps, step, (jnp.float32(0), cache))
 
 
-def _milliseconds(
+def step_milliseconds(
     model: Model, method: Method, context: int, batch: int, steps: int, repeats: int
 ) -> tuple[int, float]:
     """Bytes of the cache, and the median milliseconds of a decode step once it holds `context` tokens a row."""
@@ -95,7 +95,7 @@ def bench(
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
     for ready, method in pairs:
-        size, spent = _milliseconds(ready, method, context, batch, steps, repeats)
+        size, spent = step_milliseconds(ready, method, context, batch, steps, repeats)
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         rows.append(row | {"ms_per_step": spent, "speed_against_exact": first / spent})
