@@ -17,6 +17,7 @@ from benchmarks.paired import (
     WINDOW,
     compare,
     digest,
+    exact_logits,
     load_record,
     save_record,
     score,
@@ -75,15 +76,16 @@ def measure(model, options, record: dict) -> None:
     """Score what the record lacks until the time is up; rows are named "seed cache"."""
     end, spans = time.monotonic() + 60 * options.minutes, options.text is None
     learn, read = (path and token_ids(model, path) for path in (options.calibration, options.text))
+    draw = span_windows if spans else lambda model, *how: text_windows(read, *how)
+    windows = [draw(model, options.windows, seed) for seed in range(options.seeds)]
+    exact = [exact_logits(model, rows) for rows in windows]
     for name in (name for group in GROUPS for name in group):
-        for seed in range(options.seeds):
+        for seed, (rows, reference) in enumerate(zip(windows, exact, strict=True)):
             key = f"{seed} {name}"
             if key in record["rows"] or time.monotonic() > end:
                 continue
-            tokens = text_windows(learn, options.sequences, seed, options.length)
-            rows = span_windows(model, options.windows, seed) if spans else text_windows(read, options.windows, seed)
-            loaded, method, found = ready(model, name, tokens)
-            record["rows"][key] = score(loaded, model, method, rows, WINDOW // 2 if spans else 0)
+            loaded, method, found = ready(model, name, text_windows(learn, options.sequences, seed, options.length))
+            record["rows"][key] = score(loaded, method, rows, reference, WINDOW // 2 if spans else 0)
             record.setdefault("calibration", {})[key] = found
             save_record(options.record, record)
 

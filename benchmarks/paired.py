@@ -4,6 +4,7 @@ Sums are kept batch by batch in a JSON record, so that a stopped run continues w
 caches can be paired: the unit of pairing is a batch of 8 windows of 512 tokens, over all seeds.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -15,12 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax
-from kvqjax.eval.perplexity import score_windows
+from kvqjax.eval.perplexity import score_chunk
 from kvqjax.eval.synthetic import repeated_spans
 from kvqjax.ledger import ledger
 
-__all__ = ["BATCH", "WINDOW", "compare", "digest", "load_record", "save_record", "score", "span_windows", "stored_bits",
-           "text_windows", "token_ids"]  # fmt: skip
+__all__ = [
+    "BATCH",
+    "WINDOW",
+    "compare",
+    "digest",
+    "exact_logits",
+    "load_record",
+    "save_record",
+    "score",
+    "span_windows",
+    "stored_bits",
+    "text_windows",
+    "token_ids",
+]
 
 WINDOW, CHUNK, BATCH = 512, 32, 8
 
@@ -29,13 +42,9 @@ def span_windows(model, count: int, seed: int) -> np.ndarray:
     """[count, WINDOW] ids: a random span of symbols and the same span again."""
     rng, tokenize = np.random.default_rng(seed), model.tokenizer
     length = lambda text: len(tokenize(text, add_special_tokens=False)["input_ids"])  # noqa: E731
-    rows = []
-    while len(rows) < count:
-        problem = repeated_spans(rng, WINDOW, length)
-        ids = tokenize(problem.prompt + problem.answer, add_special_tokens=False)["input_ids"]
-        # Joined, a span and its repetition can take a piece less than apart; such windows are skipped.
-        rows += [ids[:WINDOW]] if len(ids) >= WINDOW else []
-    return np.asarray(rows, np.int32)
+    spans = (repeated_spans(rng, 2 * WINDOW, length).prompt for _ in range(count))  # twice as long as is needed
+    ids = [tokenize(span, add_special_tokens=False)["input_ids"][: WINDOW // 2] for span in spans]
+    return np.asarray([half + half for half in ids], np.int32)
 
 
 def token_ids(model, path: Path) -> np.ndarray:
@@ -51,13 +60,42 @@ def text_windows(ids: np.ndarray, count: int, seed: int, length: int = WINDOW) -
     return pieces[np.take(order, range(seed * count, (seed + 1) * count), mode="wrap")]
 
 
-def score(model, plain, method, rows: np.ndarray, unscored: int = 0) -> list[list[float]]:
-    """Sums of every batch of windows, as kvqjax.eval.perplexity.Sums, without the first `unscored` tokens of each.
-    plain: the model without the method's constants."""
+@functools.partial(jax.jit, static_argnames="method")
+def _logits(model, batch, method):
+    """[B, W, V] of a batch of windows whose tokens passed through the cache CHUNK at a time."""
+    rows, length = batch.shape
+    counts = jnp.full((rows,), CHUNK, jnp.int32)
+
+    def step(cache, tokens):
+        logits, cache = kvqjax.forward(model, tokens, counts, cache)
+        return cache, logits
+
+    pieces = jnp.moveaxis(batch.reshape(rows, length // CHUNK, CHUNK), 1, 0)
+    parts = jax.lax.scan(step, kvqjax.init_cache(model, method, rows, length), pieces)[1]
+    return jnp.moveaxis(parts, 0, 1).reshape(rows, length, -1)
+
+
+@functools.partial(jax.jit, static_argnames="unscored")
+def _sums(logits, reference, batch, unscored):
+    scored = jnp.arange(batch.shape[1]) >= unscored
+    valid = jnp.broadcast_to(scored.at[-1].set(False)[None], batch.shape)
+    return score_chunk(logits, reference, jnp.roll(batch, -1, axis=1), valid)
+
+
+def exact_logits(model, rows: np.ndarray) -> list[np.ndarray]:
+    """What the exact cache gives for every batch of windows, [BATCH, WINDOW, V]."""
+    batches = (jnp.asarray(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH))
+    return [np.asarray(_logits(model, batch, kvqjax.exact())) for batch in batches]
+
+
+def score(model, method, rows: np.ndarray, reference: list[np.ndarray], unscored: int = 0) -> list[list[float]]:
+    """Sums of every batch of windows, as kvqjax.eval.perplexity.Sums, without the first `unscored` tokens of each;
+    reference: `exact_logits` of the same windows."""
     out = []
-    for start in range(0, len(rows), BATCH):
-        sums = score_windows(model, plain, jnp.asarray(rows[start : start + BATCH]), method, CHUNK, 0)
-        out.append([float(part[unscored // CHUNK :].sum()) for part in sums])
+    for start, exact in zip(range(0, len(rows), BATCH), reference, strict=True):
+        batch = jnp.asarray(rows[start : start + BATCH])
+        sums = _sums(_logits(model, batch, method), jnp.asarray(exact), batch, unscored)
+        out.append([float(part) for part in sums])
     return out
 
 

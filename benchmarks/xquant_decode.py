@@ -22,7 +22,7 @@ from kvqjax.calibrate.xquant import prepared
 from kvqjax.cli.bench import step_milliseconds
 from kvqjax.config import ModelConfig
 from kvqjax.ledger import ledger
-from kvqjax.methods.xquant_cost import flops_per_token, layer_flops
+from kvqjax.methods.roofline import flops_per_token, layer_flops
 
 MHA = ModelConfig(
     vocab_size=512, width=512, mlp_width=1536, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=64, max_position=8192

@@ -10,8 +10,7 @@ import dataclasses
 
 from kvqjax.config import ModelConfig
 from kvqjax.methods import parse
-from kvqjax.methods.roofline import layer_cost, longest_memory_bound
-from kvqjax.methods.xquant_cost import flops_per_token, layer_flops
+from kvqjax.methods.roofline import flops_per_token, layer_cost, layer_flops, longest_memory_bound
 from kvqjax.planner import DEVICES
 
 CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")

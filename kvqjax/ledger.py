@@ -12,7 +12,7 @@ import numpy as np
 
 from kvqjax.cache.state import Cache, RunPlan, plan
 from kvqjax.codecs import bits_per_value
-from kvqjax.methods.xquant_cost import flops_per_token
+from kvqjax.methods.roofline import layer_flops
 
 __all__ = ["Entry", "Ledger", "ledger"]
 
@@ -36,8 +36,8 @@ class Ledger:
     """All entries of a cache for `batch` rows of `capacity` tokens; `values` counts the key and value channels of one
     token over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window,
     padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the
-    compute dtype; `flops` the operations that rematerialising one cached token's keys and values costs at every decode
-    step."""
+    compute dtype; `layer_flops` the operations that every layer spends on rematerialising one cached token's keys and
+    values at every decode step."""
 
     entries: tuple[Entry, ...]
     batch: int
@@ -45,11 +45,16 @@ class Ledger:
     values: int
     bits_method: float
     bits_exact: int
-    flops: int
+    layer_flops: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
         return sum(entry.bytes for entry in self.entries)
+
+    @property
+    def flops(self) -> int:
+        """Operations per cached token and decode step, all layers."""
+        return sum(self.layer_flops)
 
     @property
     def bits_stored(self) -> float:
@@ -72,7 +77,7 @@ class Ledger:
         """Plain numbers for `--json`."""
         rows = [dataclasses.asdict(entry) for entry in self.entries]
         summary = {"bytes": self.bytes, "bytes_exact": self.exact_bytes, "bits_method": self.bits_method}
-        summary |= {"flops_per_cached_token": self.flops}
+        summary |= {"flops_per_cached_token": self.flops, "flops_by_layer": self.layer_flops}
         summary |= {"bits_stored": self.bits_stored, "roles": self.by_role(), "batch": self.batch}
         return summary | {"capacity": self.capacity, "tiled": sum(e.tiled for e in self.entries), "entries": rows}
 
@@ -133,5 +138,5 @@ def ledger(cache: Cache) -> Ledger:
         values=values,
         bits_method=_method_bits(runs, values),
         bits_exact=8 * jax.numpy.dtype(layout.dtype).itemsize,
-        flops=flops_per_token(layout.method, layout.config),
+        layer_flops=tuple(layer_flops(spec, layout.config) for spec in layout.method.layers(layout.config)),
     )

@@ -13,7 +13,8 @@ from kvqjax.codecs.higgs import Higgs, higgs_codec
 from kvqjax.config import ModelConfig
 from kvqjax.methods import aqua, parse
 from kvqjax.methods.aqua import AquaLayer, encode_source, reconstruct
-from kvqjax.methods.aqua_cost import bits_of_table_1, predictor_bytes, predictor_operations, proper_bits
+from kvqjax.methods.aqua_cost import bits_of_table_1, predictor_bytes, proper_bits
+from kvqjax.methods.roofline import flops_per_token
 
 HIGGS = Higgs(bits=2, dtype="float32")
 ALONE = {"key_inputs": "none", "value_inputs": "none"}
@@ -204,8 +205,9 @@ def test_predictor_sizes(options, layers, mebibytes):
 
 def test_operations_per_cached_token():
     config = llama(28, 1024)
-    assert predictor_operations(aqua(), config) == 27 * 2 * 3 * 1024**2
-    assert predictor_operations(aqua(copy="all"), config) == 0
+    assert flops_per_token(aqua(), config) == 27 * 2 * 3 * 1024**2
+    assert flops_per_token(aqua(predictor="int4"), config) == flops_per_token(aqua(), config)
+    assert flops_per_token(aqua(copy="all"), config) == 0
 
 
 def test_options_are_checked_and_survive_their_text():

@@ -6,13 +6,20 @@ import dataclasses
 import jax
 import pytest
 
-from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.cache.state import CacheLayout, allocate_cache, plan
 from kvqjax.codecs import bits_per_value
 from kvqjax.config import ModelConfig
 from kvqjax.layout import logical_bits
+from kvqjax.ledger import ledger
 from kvqjax.methods import parse
-from kvqjax.methods.roofline import layer_cost, longest_memory_bound, step_cost, step_seconds
-from kvqjax.methods.xquant_cost import flops_per_token, layer_flops
+from kvqjax.methods.roofline import (
+    flops_per_token,
+    layer_cost,
+    layer_flops,
+    longest_memory_bound,
+    step_cost,
+    step_seconds,
+)
 
 LLAMA2_7B = ModelConfig(
     vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
@@ -154,6 +161,14 @@ def test_operations_per_token():
     assert flops_per_token(cl, LLAMA31_8B) * context / 1e12 == pytest.approx(130.8, abs=0.1)
     assert layer_flops(parse("xquant_cl").layer, LLAMA2_7B) == 4 * 4096**2 + 2 * 4096
     assert flops_per_token(parse("kivi"), LLAMA31_8B) == 0
+
+
+def test_the_ledger_shows_operations_beside_bytes():
+    layout = CacheLayout(config=LLAMA31_8B, method=parse("xquant_cl:bits=2"), capacity=4096, dtype="bfloat16")
+    book = ledger(jax.eval_shape(lambda: allocate_cache(layout, 1)))
+    latent, base, difference = 4 * 1024**2, 4 * 4096 * 1024, 8 * 4096 * 1024
+    assert book.layer_flops == (latent, latent, base, *[difference] * 29)
+    assert book.to_json()["flops_per_cached_token"] == sum(book.layer_flops)
 
 
 def test_operations_are_those_of_the_compiled_read():

@@ -50,12 +50,9 @@ def predictor_bytes(method: Method, config: ModelConfig) -> int:
     return total
 
 
-def predictor_operations(method: Method, config: ModelConfig) -> int:
-    """Operations (two per multiply-accumulate) of all predictors for one cached token: times the context length, what
-    one generated token costs when no copy is kept; 0 with `copy="all"`."""
-    total = 0
-    for layer in _layers(method, config):
-        for source in ("k", "v") if layer.copy != "all" else ():
-            for name, shape in layer.needs(source, config.kv_width).items():
-                total += 2 * MULTIPLIED.get(name, 0) * math.prod(shape)
-    return total
+def predictor_operations(layer: AquaLayer, config: ModelConfig) -> int:
+    """Operations (two per multiply-accumulate) of one layer's predictors for one cached token: times the context
+    length, what one generated token costs when no copy is kept; 0 with `copy="all"`."""
+    sources = ("k", "v") if layer.copy != "all" else ()
+    needs = (item for source in sources for item in layer.needs(source, config.kv_width).items())
+    return sum(2 * MULTIPLIED.get(name, 0) * math.prod(shape) for name, shape in needs)

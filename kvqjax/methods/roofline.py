@@ -1,7 +1,12 @@
-"""Where a decode step stops hiding its rematerialisation behind memory traffic (arXiv 2508.10395, section 3.4).
+"""What a decode step costs, and where it stops hiding rematerialisation behind memory traffic (XQuant, arXiv
+2508.10395, section 3.4). A multiply-accumulate counts as two operations.
+
+Per layer and cached token, KD = kv_width <= E:  X: 4 E KD;  latents: 4 KD^2;  a difference at full width: 4 E KD + 2 E;
+a difference in latents: 8 E KD (up-projection and [W_k|W_v]); AQUA-KV's linear predictors: 6 KD^2. The papers' formulas
+are these with KD = d/g.
 
 One sequence: every step reads the layers' 16-bit weights once and the cache once, and computes what it does not store.
-Attention's own products and the head are left out, as the paper leaves them out.
+Attention's own products and the head are left out, as XQuant's paper leaves them out.
 """
 
 import math
@@ -9,13 +14,14 @@ from typing import NamedTuple
 
 from kvqjax.codecs import bits_per_value
 from kvqjax.config import ModelConfig
+from kvqjax.methods.aqua import AquaLayer
+from kvqjax.methods.aqua_cost import predictor_operations
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.methods.xquant import LayerInput
 from kvqjax.methods.xquant_cl import CrossLayer
-from kvqjax.methods.xquant_cost import layer_flops
 
-__all__ = ["StepCost", "layer_cost", "longest_memory_bound", "step_cost", "step_seconds"]
-
+__all__ = ["StepCost", "flops_per_token", "layer_cost", "layer_flops", "longest_memory_bound", "step_cost",
+           "step_seconds"]  # fmt: skip
 
 Number = int | float
 
@@ -27,6 +33,24 @@ class StepCost(NamedTuple):
     flops: Number
     cache_bytes: Number
     weight_bytes: Number
+
+
+def layer_flops(spec: LayerSpec, config: ModelConfig) -> int:
+    """Operations that one layer spends on one cached token per read; 0 where keys and values themselves are stored."""
+    full = 4 * config.width * config.kv_width
+    square = 4 * min(config.width, config.kv_width) * config.kv_width
+    if isinstance(spec, LayerInput):
+        return square if spec.uses_latents(config) else full
+    if isinstance(spec, CrossLayer):
+        if spec.start:
+            return full
+        return 2 * full if spec.uses_latents(config) else full + 2 * config.width
+    return predictor_operations(spec, config) if isinstance(spec, AquaLayer) else 0
+
+
+def flops_per_token(method: Method, config: ModelConfig) -> int:
+    """Operations per generated token and cached token, all layers: times the context length, the price of one step."""
+    return sum(layer_flops(spec, config) for spec in method.layers(config))
 
 
 def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:

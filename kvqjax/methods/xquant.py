@@ -150,7 +150,7 @@ def xquant(
     scales: str = "bfloat16",
 ) -> Method:
     """The layer input (MHA) or its two latents (GQA) at 8, 4, 3 or 2 bits, 16 for the identity; keys and values are
-    computed anew at every read, which costs compute (kvqjax.methods.xquant_cost).
+    computed anew at every read, which costs compute (kvqjax.methods.roofline).
 
     The newest tokens stay exact until `group` of them are complete, and `window` more. The first `protected` layers
     have `high_bits` (Table 4: 3 layers of 4 bits).
