@@ -69,7 +69,7 @@ def ready(model, name: str, tokens):
     start = time.perf_counter()
     artifact = calibrate(model, method, tokens, recipe=Recipe(clean=name.endswith(CLEAN)))
     seconds = round(time.perf_counter() - start, 1)
-    return model.with_artifact(artifact), method, {"seconds": seconds, "layers": artifact.about["layers"]}
+    return model.with_artifact(artifact), method, {"seconds": seconds, "report": artifact.about["report"]}
 
 
 def measure(model, options, record: dict) -> None:
@@ -120,11 +120,10 @@ def show_predictors(record: dict, seeds: int) -> None:
     names = ("explained", "equivalent_bits", "held_out_mse", "reconstruction_mse")
     print("\n| seed | layer | source | " + " | ".join(names) + " |\n" + "|---" * 7 + "|")
     for seed in range(seeds):
-        found = record.get("calibration", {}).get(f"{seed} aqua:bits=2") or {"layers": []}
-        for layer in found["layers"][1:]:
-            for source in ("k", "v"):
-                cells = " | ".join(f"{layer[source][name]:.4f}" for name in names)
-                print(f"| {seed} | {layer['layer']} | {source} | {cells} |")
+        found = record.get("calibration", {}).get(f"{seed} aqua:bits=2") or {"report": []}
+        for row in found["report"][2:]:  # the first layer has no predictors
+            cells = " | ".join(f"{row[name]:.4f}" for name in names)
+            print(f"| {seed} | {row['layer']} | {row['source']} | {cells} |")
 
 
 def main() -> None:

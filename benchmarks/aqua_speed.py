@@ -1,6 +1,6 @@
 """Encode throughput of HIGGS on this machine, and of the authors' torch code beside it where a checkout is given.
 
-    python benchmarks/aqua_speed.py [--aquakv FOLDER] [--width 1024] [--tokens 2048] [--repeats 5]
+    python -m benchmarks.aqua_speed [--aquakv FOLDER] [--width 1024] [--tokens 512] [--repeats 5] [--record FILE]
 
 FOLDER is a checkout of github.com/goodevening13/aquakv (e744183). Its CUDA transform is replaced by a torch product
 with the same Hadamard matrix, and its unused import of quanto by an empty module. The two run in turn; the best of
@@ -9,6 +9,8 @@ with the same Hadamard matrix, and its unused import of quanto by an empty modul
 
 import argparse
 import json
+import os
+import platform
 import sys
 import time
 import types
@@ -67,9 +69,11 @@ def best(functions: list, repeats: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--aquakv", type=Path)
-    for name, value in (("width", 1024), ("tokens", 2048), ("repeats", 5)):
+    for name, value in (("width", 1024), ("tokens", 512), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--record", type=Path)
     given = parser.parse_args()
+    rows = []
     x = np.random.default_rng(0).normal(size=(given.tokens, given.width)).astype(np.float32)
     for bits, dim in SETTINGS:
         functions = [ours(x, bits, dim)] + ([theirs(given.aquakv, x, bits, dim)] if given.aquakv else [])
@@ -77,7 +81,12 @@ def main() -> None:
         row = {"bits": bits, "dim": dim, "million_values_per_second": round(rates[0], 2)}
         if given.aquakv:
             row |= {"authors": round(rates[1], 2), "ratio": round(rates[0] / rates[1], 2)}
+        rows.append(row)
         print(json.dumps(row), flush=True)
+    if given.record:
+        machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} core(s), jax {jax.__version__}"
+        about = {"machine": machine, "width": given.width, "tokens": given.tokens, "repeats": given.repeats}
+        given.record.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

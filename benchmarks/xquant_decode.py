@@ -76,8 +76,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    record = {"machine": f"{platform.machine()}, {cores} core(s), jax {jax.__version__}", "context": options.context}
+    record = {
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} core(s), jax {jax.__version__}",
+        "context": options.context,
+    }
     for title, (config, caches) in CASES.items():
         record[title] = measure(config, caches, options.context, options.steps, options.repeats)
         show(title, record[title])

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
-from rich.table import Table
 
 from kvqjax import decoder
 from kvqjax.artifacts import Artifact
@@ -30,7 +29,7 @@ from kvqjax.methods.aqua import AquaLayer
 from kvqjax.model import Model
 from kvqjax.rope import rotate
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "released", "table"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "released"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
 
@@ -122,8 +121,13 @@ def _stack(config: ModelConfig, method: Method, constants: list[dict], dtype) ->
 
 
 def _report(measures: np.ndarray) -> list[dict]:
-    plain = lambda row: {n: None if np.isnan(x) else float(x) for n, x in zip(MEASURES, row, strict=True)}  # noqa: E731
-    return [{"layer": i, "k": plain(rows[0]), "v": plain(rows[1])} for i, rows in enumerate(measures)]
+    """One row per layer and source: what the predictor explains of it, alone and with the codes of the rest."""
+    rows = []
+    for layer, found in enumerate(measures):
+        for source, values in zip(("k", "v"), found, strict=True):
+            plain = {n: None if np.isnan(x) else float(x) for n, x in zip(MEASURES, values, strict=True)}
+            rows.append({"layer": layer, "source": source} | plain)
+    return rows
 
 
 def calibrate(
@@ -143,13 +147,14 @@ def calibrate(
     step = functools.partial(_advance_layer, task)
     now = stepped(_fresh_state(task), model.config.num_layers, step, state, owner, advance)
     about = {"sequences": len(tokens), "tokens": int(tokens.shape[1]), **dataclasses.asdict(recipe)}
-    about |= {"layers": _report(now["measures"])}
+    about |= {"report": _report(now["measures"])}
     return Artifact(method, _stack(model.config, method, now["constants"], task.dtype), model.fingerprint, about)
 
 
 def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Artifact:
     """Predictors in the released format as plain arrays: "key_predictors.3.weight" [O, I] and ".bias",
-    "value_predictors" likewise, for layers 1 and up. Raises UserError when one is missing or of the wrong shape."""
+    "value_predictors" likewise, for layers 1 and up; `safetensors.numpy.load_file` gives them so, and nothing is
+    unpickled. Raises UserError when one is missing or of the wrong shape."""
     constants: list[dict] = []
     layers: tuple[Any, ...] = method.layers(model.config)
     for index, layer in enumerate(layers):
@@ -166,15 +171,3 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Art
                 constants[index][source][name] = found
     stacked = _stack(model.config, method, constants, model.params["embed"].dtype)
     return Artifact(method, stacked, model.fingerprint, {"source": "released predictors"})
-
-
-def table(about: dict) -> Table:
-    """Explained variance, equivalent bits and reconstruction error of every layer, for a terminal."""
-    out = Table("layer", "source", "explained", "equivalent bits", "held-out MSE", "reconstruction MSE")
-    for row in about["layers"]:
-        for source in ("k", "v"):
-            found = row[source]
-            names = ("explained", "equivalent_bits", "held_out_mse", "reconstruction_mse")
-            cells = ["-" if found[name] is None else f"{found[name]:.4g}" for name in names]
-            out.add_row(str(row["layer"]), source, *cells)
-    return out

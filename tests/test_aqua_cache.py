@@ -225,9 +225,10 @@ def test_calibration_resumes_with_the_same_bytes_and_its_artifact_runs(model, tm
     assert resumed.about == whole.about
     for one, other in zip(jax.tree.leaves(whole.constants), jax.tree.leaves(resumed.constants), strict=True):
         np.testing.assert_array_equal(one, other)
-    for row in whole.about["layers"][1:]:
-        assert 0 < row["k"]["explained"] <= 1
-        assert row["k"]["reconstruction_mse"] < row["k"]["relative_mse"]
+    for row in whole.about["report"][2:]:
+        assert 0 < row["explained"] <= 1
+        assert row["equivalent_bits"] == pytest.approx(-np.log(row["relative_mse"]) / np.log(4))
+        assert row["reconstruction_mse"] < row["relative_mse"]
     whole.save(tmp_path / "artifact")
     ready = model.with_artifact(load_artifact(tmp_path / "artifact"))
     cache = init_cache(ready, method, 1, 300)

@@ -106,7 +106,7 @@ def test_prefill_and_one_chunk_store_the_same_words(name, spec):
     pairs = zip(chunk.runs, whole.runs, strict=True)
     chunk = chunk.replace(runs=tuple(run.replace(body=other.body) for run, other in pairs))
     more, wanted = (step(model, tokens, jnp.ones_like(counts), cache, last=True)[0] for cache in (chunk, whole))
-    np.testing.assert_allclose(more, wanted, atol=1e-4)
+    np.testing.assert_allclose(more, wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa"])

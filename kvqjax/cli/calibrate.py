@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli.common import Dtype, ModelName, Weights, methods_of, open_model, progress_bar
+from kvqjax.cli.common import Dtype, ModelName, Weights, methods_of, open_model, progress_bar, show
 from kvqjax.errors import UserError
 from kvqjax.eval.stamp import read_text
 
@@ -39,4 +39,6 @@ def calibrate(
     artifact.about["data"] = source
     artifact.save(out)
     state.unlink(missing_ok=True)
+    if report := artifact.about.get("report"):
+        show(report, False, "what the calibration found")
     typer.echo(f"{out}: {method} for {model}")

@@ -93,7 +93,7 @@ def _cell(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list):
         return " ".join(_cell(v) for v in value)
-    return str(value)
+    return "" if value is None else str(value)
 
 
 def show(rows: list[dict[str, Any]], as_json: bool, title: str = "") -> None:
