@@ -28,7 +28,7 @@ class Artifact:
     the model's; `about` whatever the calibration recorded (data, losses, explained variance)."""
 
     method: Method
-    constants: tuple[dict[str, dict[str, jax.Array]], ...]
+    constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...]
     fingerprint: str
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "sliding-mixed": ("kivi:bits=4,window=32,sinks=2", {"windows": (96, None)}),
     "kvquant": ("kvquant:bits=3,sinks=2", {}),
     "commvq": ("commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32", {}),
-    "aqua": ("aqua:bits=2,buffer=32,sinks=3", {}),
+    "aqua": ("aqua:bits=2,first_bits=16,backbone=token,group=32,buffer=32,sinks=3", {}),
     "xquant-latents": ("xquant:bits=2,group=32,latent=true,outliers=1,sinks=2", {}),
     "xquant-cl": ("xquant_cl:bits=3,group=32,base=0,protected=1,latent=true", {}),
 }

@@ -18,7 +18,6 @@ from kvqjax.methods.roofline import (
     layer_flops,
     longest_memory_bound,
     step_cost,
-    step_seconds,
 )
 
 LLAMA2_7B = ModelConfig(
@@ -146,9 +145,9 @@ def test_stored_bytes_count_scales_and_the_accumulator():
 def test_a_steps_two_times_meet_at_the_longest_length():
     cost = step_cost(parse("xquant_cl:bits=2"), LLAMA31_8B)
     assert cost.flops == flops_per_token(parse("xquant_cl:bits=2"), LLAMA31_8B)
-    context = longest_memory_bound(cost, 989e12 / 3.35e12)
-    compute, memory = step_seconds(cost, context, peak=989e12, bandwidth=3.35e12)
-    assert compute == pytest.approx(memory)
+    peak, bandwidth = 989e12, 3.35e12
+    context = longest_memory_bound(cost, peak / bandwidth)
+    assert cost.flops * context / peak == pytest.approx((cost.weight_bytes + cost.cache_bytes * context) / bandwidth)
     assert longest_memory_bound(step_cost(parse("kivi"), LLAMA31_8B), 300.0) == float("inf")
 
 

@@ -20,8 +20,7 @@ from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.methods.xquant import LayerInput
 from kvqjax.methods.xquant_cl import CrossLayer
 
-__all__ = ["StepCost", "flops_per_token", "layer_cost", "layer_flops", "longest_memory_bound", "step_cost",
-           "step_seconds"]  # fmt: skip
+__all__ = ["StepCost", "flops_per_token", "layer_cost", "layer_flops", "longest_memory_bound", "step_cost"]
 
 Number = int | float
 
@@ -78,9 +77,3 @@ def longest_memory_bound(cost: StepCost, ridge: Number) -> float:
     4 solved for l. ridge: the device's operations per byte, peak over bandwidth."""
     spare = cost.flops - ridge * cost.cache_bytes
     return math.inf if spare <= 0 else ridge * cost.weight_bytes / spare
-
-
-def step_seconds(cost: StepCost, context: Number, peak: Number, bandwidth: Number) -> tuple[float, float]:
-    """Seconds of (rematerialisation, memory traffic) of a step at `context` cached tokens; the larger one binds. peak:
-    operations per second; bandwidth: bytes per second."""
-    return cost.flops * context / peak, (cost.weight_bytes + cost.cache_bytes * context) / bandwidth
