@@ -74,6 +74,8 @@ def ready(model, name: str, tokens):
 
 def measure(model, options, record: dict) -> None:
     """Score what the record lacks until the time is up; rows are named "seed cache"."""
+    if not options.minutes:
+        return
     end, spans = time.monotonic() + 60 * options.minutes, options.text is None
     learn, read = (path and token_ids(model, path) for path in (options.calibration, options.text))
     draw = span_windows if spans else lambda model, *how: text_windows(read, *how)
@@ -133,7 +135,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a UTF-8 file to score; repeated spans without it")
     for name, value in (("windows", 56), ("seeds", 2), ("sequences", 32), ("length", 1028)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--minutes", type=float, default=7.0, help="0 prints what the record holds")
     parser.add_argument("--record", type=Path, default=Path("aqua_quality.json"))
     options = parser.parse_args()
     model = kvqjax.load(options.model)

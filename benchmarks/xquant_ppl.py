@@ -71,11 +71,14 @@ def windows_of(model, options) -> np.ndarray:
 
 def measure(model, options, record: dict) -> None:
     """Score what the record lacks until the time is up."""
+    todo = [text for group in groups_of(model) for text in group if text not in record["rows"]]
+    if not todo or not options.minutes:
+        return
     end, rows = time.monotonic() + 60 * options.minutes, windows_of(model, options)
     reference = exact_logits(model, rows)
-    for text in (text for group in groups_of(model) for text in group):
-        if text in record["rows"] or time.monotonic() > end:
-            continue
+    for text in todo:
+        if time.monotonic() > end:
+            break
         method = kvqjax.parse(text)
         unscored = 0 if options.text else WINDOW // 2
         record["rows"][text] = score(prepared(model, method), method, rows, reference, unscored)
@@ -109,7 +112,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a UTF-8 file; repeated spans without it")
     parser.add_argument("--windows", type=int, default=104, help="per seed, a multiple of 8")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--minutes", type=float, default=7.0, help="0 prints what the record holds")
     parser.add_argument("--record", type=Path, default=Path("xquant_ppl.json"))
     options = parser.parse_args()
     model = kvqjax.load(options.model)
