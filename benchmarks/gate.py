@@ -60,9 +60,9 @@ def plan(shapes) -> list[dict]:
         grid = GRID if shape == "qwen2" else FEW
         caches = [*OTHERS, *(text.format(b=b) for text in grid for b in (3, 2, 4))]
         rows += [{"shape": shape, "cache": c, "stress": s, "mode": "copy"} for c in caches for s in STRESS]
-        rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "copy"} for c in ONCE.get(shape, ())]
         if shape in ("qwen2", "recall"):
             rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "long decode"} for c in LONG]
+        rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "copy"} for c in ONCE.get(shape, ())]
     return rows
 
 

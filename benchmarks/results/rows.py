@@ -134,7 +134,8 @@ def references(model: Model, data: Data) -> dict[str, jax.Array]:
 def _drift(kld: np.ndarray) -> tuple[list[float], float]:
     """KL divergence in SPANS equal spans of the window, and the last over the first that is wholly compressed."""
     means = [float(part.mean()) for part in np.array_split(kld, SPANS, axis=1)]
-    first = next((mean for mean in means[2:] if mean > 0), 0.0)  # units of up to 128 tokens wait in the first two
+    # Units of up to 128 tokens wait in the first two spans; below 1e-7 there is only rounding (the exact cache).
+    first = next((mean for mean in means[2:] if mean > 1e-7), 0.0)
     return means, means[-1] / first if first else 1.0
 
 
