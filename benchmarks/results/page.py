@@ -26,6 +26,10 @@ waits to be encoded, so figures are worse than with the defaults.
 - *pairs*, *pass key*: share of answers right in every token, the prompt itself passing through the cache.
 - *calibration*: seconds of wall time on a machine that other jobs used too; CommVQ by a quarter of its default recipe.
 """
+COMPARED = """Other models, texts and tasks: only the order can be compared. Perplexities of `demo` differ by noise: caches
+below the exact perplexity are no better than it. KLD, which compares with the exact cache token by token, tells them
+apart.
+"""
 METHODS_PAGES = """
 ## More
 Ablations of single methods: [KVQuant](../benchmarks/kvquant.md), [CommVQ](../benchmarks/commvq.md),
@@ -146,11 +150,7 @@ def means_section(rows: list[dict]) -> str:
 def page_text() -> str:
     """The whole page."""
     parts = [HEAD, *(model_section(name) for name in MODELS), "## The papers' tables beside ours\n"]
-    parts.append(
-        "Other models, texts and tasks: only the order can be compared. Perplexities of `demo` differ by noise: caches\n"
-        "below the exact perplexity are no better than it. KLD, which compares with the exact cache token by token, tells\n"
-        "them apart.\n"
-    )
+    parts.append(COMPARED)
     parts += [paper_section(paper) for paper in PAPERS]
     rows = _read(GATE) or []
     parts += [gate_section(rows), means_section(rows)]
