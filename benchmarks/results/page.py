@@ -26,8 +26,9 @@ waits to be encoded, so figures are worse than with the defaults.
 - *pairs*, *pass key*: share of answers right in every token, the prompt itself passing through the cache.
 - *calibration*: seconds of wall time on a machine that other jobs used too; CommVQ by a quarter of its default recipe.
 """
-COMPARED = """Other models, texts and tasks: only the order can be compared. Perplexities of `demo` differ by noise: caches
-below the exact perplexity are no better than it. KLD, which compares with the exact cache token by token, tells them
+COMPARED = """\
+Other models, texts and tasks: only the order can be compared. Perplexities of `demo` differ by noise: caches below
+the exact perplexity are no better than it. KLD, which compares with the exact cache token by token, tells them
 apart.
 """
 METHODS_PAGES = """
