@@ -112,14 +112,14 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--only", default="", help="rows whose cache begins so")
+    parser.add_argument("--mode", default="", choices=("", "copy", "long decode"))
     parser.add_argument("--out", type=Path, default=RECORD)
     given = parser.parse_args()
     done = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
     key = lambda row: tuple(row[name] for name in ("shape", "cache", "stress", "mode"))  # noqa: E731
     known = {key(row) for row in done if row["windows"] == given.windows}
-    wanted = [
-        row for row in plan(given.shape or SHAPES) if key(row) not in known and row["cache"].startswith(given.only)
-    ]
+    fits = lambda row: row["cache"].startswith(given.only) and given.mode in ("", row["mode"])  # noqa: E731
+    wanted = [row for row in plan(given.shape or SHAPES) if key(row) not in known and fits(row)]
     for row in track(wanted, description="gate"):
         done = [old for old in done if key(old) != key(row)] + [measure(row, given.windows)]
         print(json.dumps(done[-1]), flush=True)
