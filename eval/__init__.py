@@ -1,4 +1,4 @@
-"""Evaluation that names its mode: perplexity with KL divergence, retrieval, drift over decoding steps."""
+"""Evaluation that names its mode: perplexity with KL divergence, retrieval, drift over decoding steps, tasks."""
 
 from kvqjax.eval.drift import drift
 from kvqjax.eval.perplexity import perplexity

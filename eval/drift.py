@@ -5,7 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.eval.perplexity import check_mode, score_windows, windows
+from kvqjax.eval.perplexity import check_mode, score_windows
+from kvqjax.eval.stamp import bytes_of
+from kvqjax.eval.windows import windows
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
@@ -43,6 +45,7 @@ def drift(
         "mode": f"long-decode, {name}",
         "tokens": int(total[2].sum()),
         "steps": window,
+        **bytes_of(model, method, window),
         "kld": kld,
         "nll": [float(span[1].sum() / span[2].sum()) for span in spans],
         "growth": kld[-1] / first if first else 1.0,

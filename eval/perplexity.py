@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.errors import UserError
-from kvqjax.forward import forward, init_cache, prefill
-from kvqjax.ledger import ledger
+from kvqjax.eval.stamp import bytes_of
+from kvqjax.eval.through import through
+from kvqjax.eval.windows import style, windows
+from kvqjax.forward import init_cache, prefill
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
 
-__all__ = ["Sums", "check_mode", "perplexity", "score_chunk", "score_windows", "windows"]
+__all__ = ["Sums", "check_mode", "perplexity", "score_chunk", "score_windows"]
 
 
 class Sums(NamedTuple):
@@ -36,18 +38,13 @@ class Sums(NamedTuple):
     tokens: Float[Array, ""]
 
 
-def windows(ids: np.ndarray, length: int, tokens: int) -> np.ndarray:
-    """Non-overlapping windows of `length` ids, the last partial one dropped, about `tokens` ids in all (GPTQ's way)."""
-    count = min(len(ids), max(tokens, length)) // length
-    if count == 0:
-        raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}")
-    return np.asarray(ids[: count * length], np.int32).reshape(count, length)
-
-
 def score_chunk(
-    logits: Float[Array, "B T V"], reference: Float[Array, "B T V"], targets: Int[Array, "B T"], valid: Array
+    logits: Float[Array, "B T V"],
+    reference: Float[Array, "B T V"],
+    targets: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
 ) -> Sums:
-    """Score T predictions of each row; `valid` [B, T] marks those that count."""
+    """Score T predictions of each row; `valid` marks those that count."""
     log_p, log_r = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
     weight = valid.astype(jnp.float32)
 
@@ -59,36 +56,29 @@ def score_chunk(
     return Sums(nll(log_p), nll(log_r), (kld * weight).sum(), (agree * weight).sum(), weight.sum())
 
 
-@functools.partial(jax.jit, static_argnames=("method", "chunk", "exact_prefix"))
+@functools.partial(jax.jit, static_argnames=("method", "chunk", "exact_prefix", "scored_from"))
 def score_windows(
-    model: Model, reference: Model, batch: Int[Array, "B W"], method: Method, chunk: int, exact_prefix: int
-):
-    """Sums over a batch of windows, one entry per chunk; the first `exact_prefix` tokens are prefilled exactly and not
-    scored. `reference` is the model without the method's constants: the exact cache takes none."""
+    model: Model,
+    reference: Model,
+    batch: Int[Array, "B T"],
+    method: Method,
+    chunk: int,
+    exact_prefix: int,
+    scored_from: int = 0,
+) -> Sums:
+    """Sums over a batch of windows, one entry per chunk. The first `exact_prefix` tokens are prefilled exactly;
+    predictions made there or at positions before `scored_from` are not scored. `reference` is the model without the
+    method's constants: the exact cache takes none."""
     rows, length = batch.shape
-    full = jnp.full((rows,), chunk, jnp.int32)
+    models = model, reference
     caches = (init_cache(model, method, rows, length), init_cache(reference, exact(), rows, length))
     if exact_prefix:
         start = jnp.full((rows,), exact_prefix, jnp.int32)
-        caches = tuple(
-            prefill(m, batch[:, :exact_prefix], start, c)[1] for m, c in zip((model, reference), caches, strict=True)
-        )
+        caches = tuple(prefill(m, batch[:, :exact_prefix], start, c)[1] for m, c in zip(models, caches, strict=True))
     rest = batch[:, exact_prefix:]
-    steps = -(-rest.shape[1] // chunk)
-    inputs = jnp.pad(rest, ((0, 0), (0, steps * chunk - rest.shape[1])))
-    targets = jnp.pad(rest[:, 1:], ((0, 0), (0, steps * chunk - rest.shape[1] + 1)))
-    valid = jnp.arange(steps * chunk)[None] < jnp.full((rows, 1), rest.shape[1] - 1)
-    split = lambda x: jnp.moveaxis(x.reshape(rows, steps, chunk), 1, 0)  # noqa: E731
-
-    def step(caches, piece):
-        tokens, goal, counted, number = piece
-        counts = jnp.minimum(full, rest.shape[1] - number * chunk)
-        logits, cache = forward(model, tokens, counts, caches[0])
-        wanted, plain = forward(reference, tokens, counts, caches[1])
-        return (cache, plain), score_chunk(logits, wanted, goal, counted)
-
-    pieces = (split(inputs), split(targets), split(valid), jnp.arange(steps, dtype=jnp.int32))
-    return jax.lax.scan(step, caches, pieces)[1]
+    counts = jnp.full((rows,), rest.shape[1], jnp.int32)
+    score = lambda logits, targets, valid: score_chunk(*logits, targets, valid)  # noqa: E731
+    return through(models, caches, rest, counts, chunk, score, max(0, scored_from - exact_prefix))
 
 
 def check_mode(mode: str, chunk: int, window: int) -> str:
@@ -106,36 +96,37 @@ def perplexity(
     method: Method,
     *,
     mode: str = "loop",
-    chunk: int = 32,
-    window: int = 512,
+    cut: str = "gptq",
+    chunk: int | None = None,
+    window: int | None = None,
     tokens: int = 8192,
     batch: int = 4,
     progress=lambda done: None,
 ) -> dict[str, Any]:
-    """One row of the report. ids: token ids of the text. window: tokens per window. `progress(fraction)` is called as
-    batches finish. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the share of
-    positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for one
-    window."""
+    """One row of the report. ids: token ids of the text, about `tokens` of which are used (0: all). cut: how it is cut
+    into windows (kvqjax/eval/windows.py); chunk and window (tokens) override that style's. `progress(fraction)` is
+    called as batches finish. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the
+    share of positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for
+    one window."""
+    chosen = style(cut)
+    chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
     name = check_mode(mode, chunk, window)
-    pieces = windows(ids, window, tokens)
-    plain = model.replace(constants=())
+    pieces = windows(ids, window, tokens, model.config.bos_id if chosen.bos else None)
     prefix = window // 2 if mode == "prefill" else 0
-    parts = []
+    scored_from = window // 2 if chosen.half else 0
+    plain, parts = model.replace(constants=()), []
     for start in range(0, len(pieces), batch):
-        got = score_windows(
-            model, plain, jnp.asarray(pieces[start : start + batch]), method, min(chunk, window), prefix
-        )
+        piece = jnp.asarray(pieces[start : start + batch])
+        got = score_windows(model, plain, piece, method, min(chunk, window), prefix, scored_from)
         parts.append([float(part.sum()) for part in got])
         progress(min(1.0, (start + batch) / len(pieces)))
     nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)
-    book = ledger(jax.eval_shape(lambda: init_cache(model, method, 1, window)))
     return {
         "cache": str(method),
         "mode": name,
+        "windows": f"{cut} {window}",
         "tokens": int(count),
-        "bits_method": book.bits_method,
-        "bits_stored": book.bits_stored,
-        "bytes": book.bytes,
+        **bytes_of(model, method, window),
         "ppl": float(np.exp(nll / count)),
         "ppl_exact": float(np.exp(nll_exact / count)),
         "kld": float(kld / count),

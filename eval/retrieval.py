@@ -1,25 +1,53 @@
-"""Retrieval through a compressed cache: pass keys and stored pairs of our own text, answered greedily."""
+"""Retrieval through a compressed cache: pass keys, needles, variables and stored pairs of our own text, answered
+greedily."""
 
+import inspect
 from typing import Any
 
 import numpy as np
 
 from kvqjax.errors import UserError
-from kvqjax.eval.synthetic import key_value_recall, passkey_prompt
+from kvqjax.eval.stamp import bytes_of
+from kvqjax.eval.synthetic import (
+    Sentences,
+    key_value_recall,
+    multikey_prompt,
+    needle_prompt,
+    passkey_prompt,
+    variable_tracking,
+)
 from kvqjax.generate import generate
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
 __all__ = ["TASKS", "problems", "retrieval"]
 
-TASKS = {"passkey": passkey_prompt, "kv": key_value_recall}
+TASKS = {
+    "passkey": passkey_prompt,
+    "kv": key_value_recall,
+    "multikey": multikey_prompt,
+    "variables": variable_tracking,
+    "needle": needle_prompt,
+}
 
 
-def problems(model: Model, task: str, length: int, samples: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their answers. Depths are
-    spread evenly from the first place to the last."""
+def _generator(task: str, hay: Sentences | None):
+    """The task's generator, with `hay` for its sentences. Raises UserError for a task that is not known or has none."""
     if task not in TASKS:
         raise UserError(f"task={task!r}; known: {', '.join(TASKS)}")
+    if hay is None:
+        return TASKS[task]
+    if "sentences" not in inspect.signature(TASKS[task]).parameters:
+        raise UserError(f"task={task!r} has no sentences that a text could replace")
+    return lambda *arguments: TASKS[task](*arguments, sentences=hay)
+
+
+def problems(
+    model: Model, task: str, length: int, samples: int, seed: int, hay: Sentences | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their answers. Depths are
+    spread evenly from the first place to the last."""
+    make = _generator(task, hay)
     if samples < 1 or length < 32:
         raise UserError(f"samples={samples} and length={length}; at least 1 and 32 are needed")
     rng = np.random.default_rng(seed)
@@ -27,7 +55,7 @@ def problems(model: Model, task: str, length: int, samples: int, seed: int) -> t
     prompts, answers = [], []
     for number in range(samples):
         depth = number / max(samples - 1, 1)
-        problem = TASKS[task](rng, length, lambda text: len(encode(text)), depth)
+        problem = make(rng, length, lambda text: len(encode(text)), depth)
         prompt, whole = encode(problem.prompt), encode(problem.prompt + problem.answer)
         if whole[: len(prompt)] != prompt:
             raise UserError(f"this tokenizer merges prompt and answer of the {task} task; use another task")
@@ -46,18 +74,21 @@ def retrieval(
     chunk: int | None = None,
     seed: int = 0,
     batch: int = 8,
+    bins: int = 4,
+    hay: Sentences | None = None,
     progress=lambda done: None,
 ) -> dict[str, Any]:
-    """One row: the share of answers whose every token is right. chunk=None: the prompt attends exactly; chunk=N: it
-    passes through the cache N tokens at a time."""
-    prompts, answers = problems(model, task, length, samples, seed)
-    right = 0
+    """One row: the share of answers whose every token is right, over all samples and (`by_depth`) over `bins` equal
+    spans of depth, the first place first. chunk=None: the prompt attends exactly; chunk=N: it passes through the cache
+    N tokens at a time. hay: the sentences between the needles, if not our own."""
+    prompts, answers = problems(model, task, length, samples, seed, hay)
+    capacity, right = length + 64, []
     for start in range(0, samples, batch):
         part = prompts[start : start + batch]
         goals = answers[start : start + batch]
         most = max(len(goal) for goal in goals)
-        made = generate(model, part, method, max_new_tokens=most, capacity=length + 64, chunk=chunk, eos_ids=()).tokens
-        right += sum(tokens[: len(goal)] == goal for tokens, goal in zip(made, goals, strict=True))
+        made = generate(model, part, method, max_new_tokens=most, capacity=capacity, chunk=chunk, eos_ids=()).tokens
+        right += [tokens[: len(goal)] == goal for tokens, goal in zip(made, goals, strict=True)]
         progress(min(1.0, (start + batch) / samples))
     return {
         "cache": str(method),
@@ -65,5 +96,7 @@ def retrieval(
         "task": task,
         "length": length,
         "samples": samples,
-        "accuracy": right / samples,
+        **bytes_of(model, method, capacity),
+        "accuracy": float(np.mean(right)),
+        "by_depth": [float(np.mean(span)) for span in np.array_split(right, min(bins, samples))],
     }

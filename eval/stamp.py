@@ -1,35 +1,34 @@
-"""What every report says about itself, and the text it was made from."""
+"""What every report says about itself."""
 
 import datetime
 import hashlib
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 
-from kvqjax.errors import UserError
-from kvqjax.eval.synthetic import filler
+from kvqjax.forward import init_cache
+from kvqjax.ledger import Ledger, ledger
+from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["read_text", "stamp"]
+__all__ = ["bytes_of", "digest", "ledger_of", "stamp"]
 
 
-def read_text(data: str, tokens: int, seed: int) -> tuple[str, dict[str, Any]]:
-    """The text of a UTF-8 file, or at least `tokens` words of our own when `data` is "synthetic"; and its
-    description."""
-    if data == "synthetic":
-        text = filler(np.random.default_rng(seed), tokens)
-    else:
-        try:
-            text = Path(data).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{data}: not UTF-8 text (byte {error.start})") from error
-        except OSError as error:
-            raise UserError(f"{data}: {error.strerror}") from error
-    if not text.strip():
-        raise UserError(f"{data}: no text")
-    return text, {"name": data, "sha256": hashlib.sha256(text.encode()).hexdigest(), "characters": len(text)}
+def digest(text: str) -> str:
+    """SHA-256 of a text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def ledger_of(model: Model, method: Method, capacity: int) -> Ledger:
+    """The ledger of a cache of one row of `capacity` tokens, which is not allocated for it."""
+    return ledger(jax.eval_shape(lambda: init_cache(model, method, 1, capacity)))
+
+
+def bytes_of(model: Model, method: Method, capacity: int) -> dict[str, Any]:
+    """A row's figures from that ledger: the method's own bits per value, all bits per value, bytes."""
+    book = ledger_of(model, method, capacity)
+    return {"bits_method": book.bits_method, "bits_stored": book.bits_stored, "bytes": book.bytes}
 
 
 def stamp(model: Model, name: str, seed: int) -> dict[str, Any]:

@@ -1,21 +1,39 @@
-"""Recall problems of our own text with a known answer: pass key, key-value recall, repeated spans.
+"""Problems of our own text with a known answer: pass keys, needles, variables, key-value recall, repeated spans.
 
 Every generator takes a numpy Generator (the seed is the caller's) and a `count` function, text -> tokens, that sets the
-length. Plain text, so any tokenizer can read it. The bundled models were trained on exactly these formats:
+length. Plain text, so any tokenizer can read it. The bundled models were trained on exactly these three formats:
 
     pass key     filler. ... The pass key is 58213. ... filler. What is the pass key? The pass key is |58213
     key-value    qx47,rt05,ab31, ... ?rt|05                      (two letters name two digits)
     span         W.X.Y. ... |W.X.Y. ...                           (symbols at random, then the same again)
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvqjax.errors import UserError
 
-__all__ = ["DIGITS", "LETTERS", "SYMBOLS", "Problem", "filler", "key_value_recall", "passkey_prompt", "repeated_spans"]
+__all__ = [
+    "DIGITS",
+    "LETTERS",
+    "SYMBOLS",
+    "Problem",
+    "Sentences",
+    "bury",
+    "everyday",
+    "filler",
+    "key_value_recall",
+    "multikey_prompt",
+    "needle_prompt",
+    "passkey_prompt",
+    "repeated_spans",
+    "sentences_of",
+    "variable_tracking",
+]
 
 DIGITS = "0123456789"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -25,6 +43,9 @@ _WHO = ("The baker", "My aunt", "A sailor", "The old clerk", "Our neighbour", "T
 _DID = ("walked to", "looked at", "wrote about", "painted", "remembered", "left", "came back to", "dreamed of")
 _WHERE = ("the river", "a small church", "the market", "her garden", "the green hill", "an empty road", "the harbour")
 _WHEN = ("in the morning", "before dinner", "after the rain", "at night", "on a cold day", "last summer", "once more")
+_OWNERS = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karin", "Leo")
+_THINGS = ("silver key", "old map", "red box", "small bell", "letter", "blue coat", "lamp", "book")
+_PLACES = ("the stone bridge", "the kitchen floor", "an apple tree", "the church stairs", "a fishing boat", "the bed")
 
 
 class Problem(NamedTuple):
@@ -42,23 +63,114 @@ def _digits(rng: np.random.Generator, number: int) -> str:
     return "".join(rng.choice(list(DIGITS), number))
 
 
-def passkey_prompt(
-    rng: np.random.Generator, length: int, count: Callable[[str], int], depth: float | None = None, digits: int = 5
-) -> Problem:
-    """A number hidden at `depth` (0 first, 1 last, None at random) of everyday sentences; at most `length` tokens.
+Sentences = Callable[[np.random.Generator], Iterator[str]]
 
-    Raises UserError when not even the needle and the question fit.
+
+def everyday(rng: np.random.Generator) -> Iterator[str]:
+    """Everyday sentences without end."""
+    while True:
+        yield _sentence(rng)
+
+
+def sentences_of(text: str) -> Sentences:
+    """The sentences of a text in its order, again and again, from a place drawn at random."""
+    parts = [part + " " for part in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if part]
+
+    def endless(rng: np.random.Generator) -> Iterator[str]:
+        start = int(rng.integers(len(parts)))
+        return itertools.cycle(parts[start:] + parts[:start])
+
+    return endless
+
+
+def bury(
+    rng: np.random.Generator,
+    needles: Sequence[str],
+    question: str,
+    answer: str,
+    length: int,
+    count: Callable[[str], int],
+    depth: float | None,
+    sentences: Sentences = everyday,
+) -> Problem:
+    """Sentences with the first needle at `depth` of them (0 first, 1 last, None at random) and the others in order at
+    random places behind it, then the question; answer included, at most `length` tokens.
+
+    Raises UserError when not even the needles and the question fit.
     """
-    key = _digits(rng, digits)
-    needle, question = f"The pass key is {key}. ", "What is the pass key? The pass key is "
-    room = length - (least := count(needle + question + key))
+    room = length - (least := count("".join(needles) + question + answer))
     if room < 0:
-        raise UserError(f"length={length}; a pass-key problem needs at least {least} tokens")
+        raise UserError(f"length={length}; this problem needs at least {least} tokens")
     hay: list[str] = []
-    while (room := room - count(sentence := _sentence(rng))) >= 0:
-        hay.append(sentence)
+    for text in sentences(rng):
+        if (room := room - count(text)) < 0:
+            break
+        hay.append(text)
     place = round((rng.random() if depth is None else depth) * len(hay))
-    return Problem("".join([*hay[:place], needle, *hay[place:], question]), key)
+    later = sorted(int(p) for p in rng.integers(place, len(hay) + 1, len(needles) - 1)) if len(needles) > 1 else []
+    for where, needle in reversed(list(zip([place, *later], needles, strict=True))):
+        hay.insert(where, needle)
+    return Problem("".join([*hay, question]), answer)
+
+
+def passkey_prompt(
+    rng: np.random.Generator,
+    length: int,
+    count: Callable[[str], int],
+    depth: float | None = None,
+    sentences: Sentences = everyday,
+    digits: int = 5,
+) -> Problem:
+    """A number hidden in everyday sentences (`bury`)."""
+    key = _digits(rng, digits)
+    question = "What is the pass key? The pass key is "
+    return bury(rng, [f"The pass key is {key}. "], question, key, length, count, depth, sentences)
+
+
+def multikey_prompt(
+    rng: np.random.Generator,
+    length: int,
+    count: Callable[[str], int],
+    depth: float | None = None,
+    sentences: Sentences = everyday,
+    keys: int = 4,
+) -> Problem:
+    """Pass keys of several owners, one of which is asked for; the asked one lies at `depth`, the others behind it."""
+    owners = [_OWNERS[i] for i in rng.permutation(len(_OWNERS))[:keys]]
+    values = [_digits(rng, 5) for _ in owners]
+    needles = [f"The pass key of {owner} is {value}. " for owner, value in zip(owners, values, strict=True)]
+    question = f"What is the pass key of {owners[0]}? The pass key of {owners[0]} is "
+    return bury(rng, needles, question, values[0], length, count, depth, sentences)
+
+
+def variable_tracking(
+    rng: np.random.Generator,
+    length: int,
+    count: Callable[[str], int],
+    depth: float | None = None,
+    sentences: Sentences = everyday,
+    hops: int = 3,
+) -> Problem:
+    """A number given to one variable and handed on `hops` times; the last variable's value is asked for."""
+    names = [f"{letter}{digit}" for letter, digit in zip(rng.permutation(list(LETTERS)), _digits(rng, 26), strict=True)]
+    value = _digits(rng, 5)
+    chain = [f"Let {names[0]} be {value}. ", *(f"Let {names[i + 1]} be {names[i]}. " for i in range(hops))]
+    question = f"What is {names[hops]}? The value of {names[hops]} is "
+    return bury(rng, chain, question, value, length, count, depth, sentences)
+
+
+def needle_prompt(
+    rng: np.random.Generator,
+    length: int,
+    count: Callable[[str], int],
+    depth: float | None = None,
+    sentences: Sentences = everyday,
+) -> Problem:
+    """A sentence with a fact in words: the needle in a haystack."""
+    owner, thing, place = (str(rng.choice(words)) for words in (_OWNERS, _THINGS, _PLACES))
+    needle = f"The {thing} of {owner} is hidden under {place}. "
+    question = f"Where is the {thing} of {owner} hidden? The {thing} of {owner} is hidden under "
+    return bury(rng, [needle], question, place, length, count, depth, sentences)
 
 
 def _pairs(rng: np.random.Generator, number: int) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import typer
 
 from kvqjax.cli.common import Dtype, ModelName, Weights, methods_of, open_model, progress_bar, show
 from kvqjax.errors import UserError
-from kvqjax.eval.stamp import read_text
+from kvqjax.eval.corpora import read_text
 
 __all__ = ["calibrate"]
 

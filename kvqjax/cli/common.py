@@ -96,12 +96,21 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def show(rows: list[dict[str, Any]], as_json: bool, title: str = "") -> None:
-    """Print rows of equal keys as a table, or as a JSON list."""
+def _caption(about: dict[str, Any]) -> str:
+    """One line of a report's stamp: versions, fingerprint, seed, date, data."""
+    versions = " ".join(f"{name} {number}" for name, number in about["versions"].items())
+    data = about.get("data", {})
+    known = f", data {data['name']} {data.get('sha256', '')[:12]}" if "name" in data else ""
+    return f"{versions}, model {about['fingerprint']}, seed {about['seed']}{known}, {about['date']}"
+
+
+def show(rows: list[dict[str, Any]], as_json: bool, title: str = "", about: dict[str, Any] | None = None) -> None:
+    """Print rows of equal keys as a table, or as a JSON list. With a report's stamp `about` the table carries it as its
+    caption, and the JSON is the whole report, {"about": ..., "rows": [...]}."""
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        typer.echo(json.dumps({"about": about, "rows": rows} if about else rows, indent=1))
         return
-    table = Table(title=title or None)
+    table = Table(title=title or None, caption=_caption(about) if about else None)
     for name in rows[0] if rows else ():
         table.add_column(name.replace("_", " "), overflow="fold")
     for row in rows:

@@ -1,27 +1,15 @@
-"""`kvqjax eval ppl|retrieval|drift`: several caches side by side."""
+"""`kvqjax eval ppl|retrieval|drift|tasks|harness`: several caches side by side."""
 
-import json
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from kvqjax.cli.common import (
-    Artifacts,
-    Caches,
-    Dtype,
-    Json,
-    ModelName,
-    Weights,
-    calibrated,
-    methods_of,
-    open_model,
-    progress_bar,
-    show,
-)
-from kvqjax.errors import UserError
-from kvqjax.eval.stamp import read_text, stamp
+from kvqjax.cli.report import Job, add_command
+from kvqjax.eval.corpora import read_text
+from kvqjax.model import Model
 
 __all__ = ["app"]
 
@@ -29,113 +17,158 @@ app = typer.Typer(
     help="Evaluate caches with the tokens really passing through them.", no_args_is_help=True, add_completion=False
 )
 
-Data = Annotated[str, typer.Option("--data", help="a UTF-8 text file, or 'synthetic' for sentences of our own")]
-Out = Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")]
+Data = Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, gsm8k, or 'synthetic' (our own text)")]
+Folder = Annotated[Path | None, typer.Option("--folder", help="holds the data sets; default: the hub, by `datasets`")]
 Chunk = Annotated[int, typer.Option("--chunk", help="tokens that enter the cache at a time")]
-Seed = Annotated[int, typer.Option("--seed")]
+PromptChunk = Annotated[
+    int | None,
+    typer.Option("--chunk", help="prompts pass through the cache N tokens at a time; default: exact prefill"),
+]
 
 
-def _finish(rows: list[dict], about: dict, as_json: bool, out: Path | None, name: str) -> None:
-    show(rows, as_json, f"{name}, {about['model']}")
-    if out is None:
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"about": about, "rows": rows}, indent=1)
-        (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror}") from error
+_command = functools.partial(add_command, app)
 
 
-def _tokens(model, data: str, tokens: int, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
-    text, about = read_text(data, tokens, seed)
-    return np.asarray(model.tokenizer(text)["input_ids"], np.int32), about
+def _encoded(model: Model, data: str, tokens: int, seed: int, folder: Path | None) -> tuple[np.ndarray, dict[str, Any]]:
+    text, about = read_text(data, tokens, seed, folder)
+    return np.asarray(model.tokenizer(text)["input_ids"], np.int32), {"data": about}
 
 
-@app.command()
+@_command("demo")
 def ppl(
-    cache: Caches,
-    model: ModelName = "demo",
+    loaded: Model,
+    seed: int,
     data: Data = "synthetic",
-    mode: Annotated[str, typer.Option(help="loop: all through the cache; prefill: first half exact")] = "loop",
-    chunk: Chunk = 32,
-    window: Annotated[int, typer.Option(help="tokens per window")] = 512,
-    tokens: Annotated[int, typer.Option(help="about how many tokens in all")] = 8192,
+    folder: Folder = None,
+    mode: Annotated[
+        list[str], typer.Option(help="loop: all through the cache; prefill: first half exact; repeatable")
+    ] = ["loop"],  # noqa: B006
+    windows: Annotated[str, typer.Option(help="gptq, aqua or llama-perplexity")] = "gptq",
+    chunk: Annotated[list[int], typer.Option(help="tokens that enter the cache at a time; repeatable")] = [],  # noqa: B006
+    window: Annotated[int | None, typer.Option(help="tokens per window; default: the windows' own")] = None,
+    tokens: Annotated[int, typer.Option(help="about how many tokens in all; 0: the whole text")] = 8192,
     batch: int = 4,
-    artifact: Artifacts = [],  # noqa: B006
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
+) -> Job:
     """Perplexity, KL divergence to the exact cache, and top-1 agreement."""
-    from kvqjax.eval import perplexity
+    from kvqjax.eval.perplexity import perplexity
+    from kvqjax.eval.windows import style
 
-    methods = methods_of(cache)
-    loaded = open_model(model, dtype, weights)
-    ids, source = _tokens(loaded, data, tokens, seed)
-    rows = []
-    with progress_bar() as bar:
-        for ready, method in calibrated(loaded, methods, artifact):
-            options = {"mode": mode, "chunk": chunk, "window": window, "tokens": tokens, "batch": batch}
-            rows.append(perplexity(ready, ids, method, progress=bar(str(method)), **options))
-    _finish(rows, stamp(loaded, model, seed) | {"data": source}, as_json, out, "ppl")
+    length = style(windows).length if window is None else window
+    ids, about = _encoded(loaded, data, tokens, seed, folder)
+    fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch}
+
+    def evaluate(model, method, bar):
+        for kind in mode:
+            for size in chunk or [None]:
+                update = bar(f"{method} {kind} {size or ''}")
+                yield perplexity(model, ids, method, mode=kind, chunk=size, progress=update, **fixed)
+
+    return Job(length, evaluate, about)
 
 
-@app.command()
+@_command("recall")
 def retrieval(
-    cache: Caches,
-    model: ModelName = "recall",
-    task: Annotated[str, typer.Option(help="kv: stored pairs; passkey: a number in everyday sentences")] = "kv",
+    loaded: Model,
+    seed: int,
+    task: Annotated[str, typer.Option(help="kv (stored pairs), passkey, multikey, variables or needle")] = "kv",
     length: Annotated[list[int], typer.Option(help="prompt tokens; repeatable")] = [256, 512],  # noqa: B006
     samples: int = 16,
-    chunk: Annotated[int | None, typer.Option(help="feed the prompt through the cache; default: exact prefill")] = None,
-    artifact: Artifacts = [],  # noqa: B006
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Share of stored values and pass keys that are answered right."""
-    from kvqjax.eval import retrieval as run_retrieval
+    depths: Annotated[int, typer.Option(help="spans of depth that are reported apart")] = 4,
+    chunk: PromptChunk = None,
+    data: Annotated[str | None, typer.Option("--data", help="a UTF-8 file whose sentences hide the needle")] = None,
+) -> Job:
+    """Share of stored values, pass keys and needles that are answered right, by length and depth."""
+    from kvqjax.eval.retrieval import retrieval as run
+    from kvqjax.eval.synthetic import sentences_of
 
-    methods = methods_of(cache)
-    loaded = open_model(model, dtype, weights)
-    rows = []
-    with progress_bar() as bar:
-        for ready, method in calibrated(loaded, methods, artifact):
-            for tokens in length:
-                options = {"task": task, "length": tokens, "samples": samples, "chunk": chunk, "seed": seed}
-                rows.append(run_retrieval(ready, method, progress=bar(f"{method} {tokens}"), **options))
-    _finish(rows, stamp(loaded, model, seed), as_json, out, "retrieval")
+    text, about = (None, {"name": "synthetic"}) if data is None else read_text(data, 0, seed)
+    fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths}
+    fixed["hay"] = None if text is None else sentences_of(text)
+
+    def evaluate(model, method, bar):
+        return [run(model, method, length=size, progress=bar(f"{method} {size}"), **fixed) for size in length]
+
+    return Job(max(length), evaluate, {"data": about})
 
 
-@app.command()
+@_command("demo")
 def drift(
-    cache: Caches,
-    model: ModelName = "demo",
+    loaded: Model,
+    seed: int,
     data: Data = "synthetic",
+    folder: Folder = None,
     chunk: Chunk = 1,
     window: Annotated[int, typer.Option(help="decode steps")] = 512,
     tokens: Annotated[int, typer.Option(help="about how many tokens in all")] = 2048,
-    artifact: Artifacts = [],  # noqa: B006
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
+    bins: Annotated[int, typer.Option(help="spans of steps that are reported apart")] = 8,
+) -> Job:
     """KL divergence against the number of decoding steps."""
-    from kvqjax.eval import drift as run_drift
+    from kvqjax.eval.drift import drift as run
 
-    methods = methods_of(cache)
-    loaded = open_model(model, dtype, weights)
-    ids, source = _tokens(loaded, data, tokens, seed)
-    rows = []
-    with progress_bar() as bar:
-        for ready, method in calibrated(loaded, methods, artifact):
-            options = {"chunk": chunk, "window": window, "tokens": tokens}
-            rows.append(run_drift(ready, ids, method, progress=bar(str(method)), **options))
-    _finish(rows, stamp(loaded, model, seed) | {"data": source}, as_json, out, "drift")
+    ids, about = _encoded(loaded, data, tokens, seed, folder)
+    fixed = {"chunk": chunk, "window": window, "tokens": tokens, "bins": bins}
+
+    def evaluate(model, method, bar):
+        return [run(model, ids, method, progress=bar(str(method)), **fixed)]
+
+    return Job(window, evaluate, about)
+
+
+def _tasks_rows(model, method, bar, loaded_tasks, fixed) -> list[dict[str, Any]]:
+    from kvqjax.eval.tasks import averages, run_task
+
+    rows = [run_task(model, method, task, progress=bar(f"{method} {task.name}"), **fixed) for task in loaded_tasks]
+    return rows + averages(rows)
+
+
+@_command("demo")
+def tasks(
+    loaded: Model,
+    seed: int,
+    task: Annotated[
+        list[str], typer.Option(help="family/task, family or family/average of longbench, infinitebench, ruler, gsm8k")
+    ],
+    folder: Folder = None,
+    limit: Annotated[int, typer.Option(help="most prompt tokens; longer ones keep their first and last halves")] = 1024,
+    samples: Annotated[int, typer.Option(help="of every task; 0: all")] = 20,
+    chunk: PromptChunk = None,
+    batch: int = 4,
+) -> Job:
+    """LongBench, InfiniteBench, RULER and GSM8K, answered greedily."""
+    from kvqjax.eval.tasks import Options, chosen, fingerprint, load_task
+
+    def count(text: str) -> int:
+        return len(loaded.tokenizer(text)["input_ids"])
+
+    ready = [load_task(name, Options(folder, limit, samples, seed, count)) for name in chosen(task)]
+    fixed = {"limit": limit, "chunk": chunk, "batch": batch}
+    about = {"data": {one.name: fingerprint(one) for one in ready}, "limit": limit}
+    return Job(limit, lambda model, method, bar: _tasks_rows(model, method, bar, ready, fixed), about)
+
+
+@_command("demo")
+def harness(
+    loaded: Model,
+    seed: int,
+    task: Annotated[list[str], typer.Option(help="a task or group of lm-evaluation-harness; repeatable")],
+    include: Annotated[Path | None, typer.Option(help="a folder with YAML files of more tasks")] = None,
+    shots: Annotated[int | None, typer.Option(help="worked examples; default: the task's own number")] = None,
+    samples: Annotated[int | None, typer.Option(help="of every task; default: all")] = None,
+    limit: Annotated[int | None, typer.Option(help="longest text in tokens; default: the model's positions")] = None,
+    chunk: Chunk = 32,
+    batch: int = 8,
+) -> Job:
+    """Tasks of lm-evaluation-harness, scored with the tokens passing through the cache."""
+    from kvqjax.eval.harness import CacheLM, run_harness
+    from kvqjax.eval.stamp import bytes_of
+
+    length = limit or loaded.config.max_position
+    options = {"shots": shots, "limit": samples, "seed": seed, "include": include}
+
+    def evaluate(model, method, bar):
+        update, sizes = bar(str(method)), bytes_of(model, method, length)
+        rows = run_harness(CacheLM(model, method, chunk=chunk, batch=batch, max_length=length), task, **options)
+        update(1.0)
+        return [row | sizes for row in rows]
+
+    return Job(length, evaluate, {"data": {"name": "lm-evaluation-harness"}, "tasks": task})

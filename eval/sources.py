@@ -1,0 +1,82 @@
+"""Where data comes from: a local folder in the official format, or the hub through the optional `datasets`."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvqjax.errors import UserError
+
+__all__ = ["Source", "find", "open_text", "records"]
+
+
+class Source(NamedTuple):
+    """One file of a data set. name: what messages call it; files: names under which a local folder may hold it; where:
+    how to get it, for the message when it is missing; hub: arguments of `datasets.load_dataset`, or None."""
+
+    name: str
+    files: tuple[str, ...]
+    where: str
+    hub: dict[str, Any] | None = None
+
+
+def find(source: Source, folder: Path | None) -> Path | None:
+    """The file in `folder` or in a subfolder of it that bears the data set's name, or None."""
+    family = source.name.split("/")[0]
+    places = [folder, folder / family, folder / "data", folder / family / "data"] if folder else []
+    found = (place / name for place in places for name in source.files)
+    return next((path for path in found if path.is_file()), None)
+
+
+def open_text(path: Path) -> str:
+    """The text of a UTF-8 file, unpacked if its name ends in .gz."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a JSON lines file, or of a file that is one JSON list."""
+    text = open_text(path)
+    whole = text.lstrip().startswith("[")
+    for number, line in enumerate([text] if whole else text.splitlines(), 1):
+        if line.strip():
+            try:
+                got = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}, line {number}: not JSON: {error.msg}") from error
+            yield from got if whole else [got]
+
+
+def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
+    hint = f"put {source.files[0]} into a folder and name it with --folder ({source.where})"
+    if source.hub is None:
+        raise UserError(f"{source.name}: {hint}")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UserError(f"{source.name}: pip install 'kvqjax[eval]' to load it from the hub, or {hint}") from error
+    try:
+        return iter(load_dataset(**source.hub))
+    # The library raises its own, the hub client's and the system's errors; all of them mean "not to be had".
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{source.name}: the hub did not give it ({reason}); {hint}") from error
+
+
+def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
+    """Records of the local file if `folder` is given, else of the hub. Raises UserError with what to download and
+    where to put it."""
+    if folder is None:
+        yield from _from_hub(source)
+        return
+    path = find(source, folder)
+    if path is None:
+        names = " or ".join(source.files)
+        raise UserError(f"{folder}: {names} is not there; get it from {source.where} and put it there")
+    yield from _lines(path)

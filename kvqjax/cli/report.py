@@ -1,0 +1,95 @@
+"""The one loop behind every `kvqjax eval` command: caches side by side, as a table, JSON, a file or a picture."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from kvqjax.cli.common import (
+    Artifacts,
+    Caches,
+    Dtype,
+    Json,
+    ModelName,
+    calibrated,
+    methods_of,
+    open_model,
+    progress_bar,
+    show,
+)
+from kvqjax.errors import UserError
+from kvqjax.eval.plots import draw
+from kvqjax.eval.stamp import ledger_of, stamp
+from kvqjax.methods import Method
+from kvqjax.model import Model
+
+__all__ = ["Job", "add_command"]
+
+
+class Job(NamedTuple):
+    """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar)`
+    gives the cache's rows, and `about` is added to the report's stamp."""
+
+    capacity: int
+    evaluate: Callable[[Model, Method, Callable[[str], Callable[[float], None]]], Iterable[dict[str, Any]]]
+    about: dict[str, Any]
+
+
+def _options(
+    cache: Caches,
+    artifact: Artifacts = [],  # noqa: B006
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    dtype: Dtype = None,
+    out: Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="also draw the report into this PNG")] = None,
+    as_json: Json = False,
+) -> None:
+    """The options of every command, which `add_command` adds to its own."""
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be written: {error.strerror}") from error
+
+
+def _evaluate(name: str, prepare, own: dict, model: str, cache, artifact, seed, dtype, out, plot, as_json) -> None:
+    """Every cache through one command: its rows as a table or JSON, as a file, as a picture; all with the stamp."""
+    methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype), [], {}
+    job = prepare(loaded, seed, **own)
+    with progress_bar() as bar:
+        for ready, method in calibrated(loaded, methods, artifact):
+            rows += job.evaluate(ready, method, bar)
+            roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
+    about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
+    show(rows, as_json, f"{name}, {model}", about)
+    if out is not None:
+        _write(out / f"{name}.json", {"about": about, "rows": rows})
+    if plot is not None:
+        draw(name, rows, f"{name}, {model}", plot)
+
+
+def add_command(app: typer.Typer, default: str):
+    """Register `prepare(model, seed, **own options) -> Job` as a command of `app`, `default` its model: the common
+    options are added to its own."""
+
+    def register(prepare: Callable[..., Job]):
+        own = list(inspect.signature(prepare).parameters.values())[2:]
+        name = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=ModelName)
+        common = inspect.signature(_options).parameters
+
+        def command(**values: Any) -> None:
+            mine = {parameter.name: values.pop(parameter.name) for parameter in own}
+            _evaluate(prepare.__name__, prepare, mine, **values)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *common.values())]
+        command.__dict__["__signature__"] = inspect.Signature([name, *parameters])
+        app.command(prepare.__name__, help=prepare.__doc__)(command)
+        return prepare
+
+    return register

@@ -1,0 +1,101 @@
+"""`kvqjax eval`: one table for several caches, JSON with its stamp, files and pictures."""
+
+import json
+
+import pytest
+from test_cli import run
+
+import kvqjax as kvq
+from kvqjax.eval.plots import PLOTS, draw
+
+ROWS = {
+    "ppl": [{"cache": "exact", "mode": "m", "windows": "w", "bits_stored": 16.0, "ppl": 3.0}],
+    "drift": [{"cache": "exact", "steps": 64, "kld": [0.0, 0.1]}],
+    "retrieval": [
+        {"cache": "exact", "mode": "m", "task": "kv", "length": 64, "by_depth": [1.0, 0.0]},
+        {"cache": "exact", "mode": "m", "task": "kv", "length": 128, "by_depth": [0.5]},
+    ],
+    "tasks": [{"cache": "exact", "task": "ruler/vt", "score": 40.0}],
+    "harness": [{"cache": "exact", "task": "own", "score": 0.4}],
+}
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return lambda *words: run(capsys, monkeypatch, *words)
+
+
+def test_several_caches_modes_and_chunks_in_one_report(call, tmp_path):
+    words = ["eval", "ppl", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2,window=0", "--window", "64"]
+    words += ["--tokens", "128", "--chunk", "32", "--mode", "loop", "--mode", "prefill"]
+    code, out, err = call(*words, "--json", "--out", str(tmp_path / "reports"))
+    assert code == 0, err
+    report = json.loads(out)
+    assert report == json.loads((tmp_path / "reports" / "ppl.json").read_text())
+    rows, about = report["rows"], report["about"]
+    assert [(row["cache"], row["mode"]) for row in rows] == [
+        (cache, mode)
+        for cache in ("exact", "kivi:bits=2,window=0")
+        for mode in ("in-the-loop-chunk32", "prefill-exact-chunk32")
+    ]
+    assert {"cache", "mode", "tokens", "bits_method", "bits_stored", "bytes", "ppl", "ppl_exact", "kld", "top1"} <= set(
+        rows[0]
+    )
+    assert rows[0]["kld"] == 0 < rows[2]["kld"]
+    assert about["fingerprint"] == kvq.load("recall").fingerprint
+    assert about["data"]["name"] == "synthetic"
+    assert len(about["data"]["sha256"]) == 64
+    assert (about["seed"], set(about["versions"])) == (0, {"kvqjax", "jax", "jaxlib"})
+    assert sum(about["ledger"]["bytes"]["exact"].values()) == rows[0]["bytes"]
+
+
+def test_a_table_carries_the_stamp(call, tmp_path):
+    text = tmp_path / "hay.txt"
+    text.write_text("Owls sing at night. " * 10)
+    words = ["eval", "retrieval", "-m", "demo", "-c", "exact", "--task", "passkey", "--length", "64", "--samples", "2"]
+    code, out, err = call(*words, "--depths", "2", "--data", str(text))
+    assert code == 0, err
+    assert "by depth" in out
+    for part in ("kvqjax 0", "seed 0", "hay.txt"):
+        assert part in " ".join(out.split())
+
+
+def test_tasks_from_a_folder(call, tmp_path):
+    row = {"input": "Where is Anna?", "context": "Anna is at home.", "answers": ["at home"], "all_classes": None}
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["eval", "tasks", "-c", "exact", "--task", "longbench/hotpotqa", "--folder", str(tmp_path), "--limit", "64"]
+    code, out, err = call(*words, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    (got,) = report["rows"]
+    assert (got["task"], got["metric"], got["samples"], got["mode"]) == ("longbench/hotpotqa", "F1", 1, "prefill-exact")
+    assert 0 <= got["score"] <= 100
+    assert report["about"]["data"]["longbench/hotpotqa"]["prompts"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tasks", "-c", "exact", "--task", "mmlu"], "known: longbench"),
+        (["tasks", "-c", "exact", "--task", "longbench/qasper", "--folder", "/nowhere"], "qasper.jsonl is not there"),
+        (["tasks", "-c", "exact"], "--task"),
+        (["ppl", "-m", "recall", "-c", "exact", "--data", "wikitext2", "--folder", "/nowhere"], "wiki.test.raw"),
+        (["ppl", "-m", "recall", "-c", "exact", "--windows", "round"], "known: gptq"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(call, words, message):
+    code, out, err = call("eval", *words)
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+def test_every_report_has_a_picture(kind, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"{kind}.png"
+    draw(kind, ROWS[kind], "title", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(kvq.UserError, match="cannot be written"):
+        draw(kind, ROWS[kind], "title", tmp_path / "no" / "folder.png")
