@@ -169,8 +169,8 @@ def needle_prompt(
     """A sentence with a fact in words: the needle in a haystack."""
     owner, thing, place = (str(rng.choice(words)) for words in (_OWNERS, _THINGS, _PLACES))
     needle = f"The {thing} of {owner} is hidden under {place}. "
-    question = f"Where is the {thing} of {owner} hidden? The {thing} of {owner} is hidden under "
-    return bury(rng, [needle], question, place, length, count, depth, sentences)
+    question = f"Where is the {thing} of {owner} hidden? The {thing} of {owner} is hidden under"
+    return bury(rng, [needle], question, f" {place}", length, count, depth, sentences)
 
 
 def _pairs(rng: np.random.Generator, number: int) -> list[tuple[str, str]]:

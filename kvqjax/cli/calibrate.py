@@ -16,7 +16,8 @@ def calibrate(
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kvquant:bits=3")],
     out: Annotated[Path, typer.Option("--out", help="the artifact's folder; must not exist yet")],
     model: ModelName = "demo",
-    data: Annotated[str, typer.Option("--data", help="a UTF-8 text file, or 'synthetic'")] = "synthetic",
+    data: Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, or 'synthetic'")] = "synthetic",
+    folder: Annotated[Path | None, typer.Option(help="holds that data set; default: the hub, by `datasets`")] = None,
     sequences: Annotated[int | None, typer.Option(help="how many; default: the method's recipe")] = None,
     length: Annotated[int | None, typer.Option(help="tokens of each; default: the method's recipe")] = None,
     seed: int = 0,
@@ -29,8 +30,13 @@ def calibrate(
     method = methods_of([cache])[0]
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder")
+<<<<<<< HEAD
     loaded = open_model(model, dtype, weights)
     text, source = read_text(data, (sequences or 64) * (length or 1024), seed)
+=======
+    loaded = open_model(model, dtype)
+    text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
+>>>>>>> 9323b09 (Evaluation: needles split cleanly from answers; docs; KIVI's ablation script)
     state = out.with_name(out.name + ".state.npz")
     with progress_bar() as bar:
         update = bar(f"calibrating {method}")
