@@ -26,6 +26,7 @@ def _ppl(figure, rows: Rows) -> None:
         for row in group:
             place = (row["bits_stored"], row["ppl"])
             axes.annotate(row["cache"], place, xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axes.margins(0.15)
     axes.set(xlabel="stored bits per value", ylabel="perplexity")
     axes.legend(fontsize=8)
 
