@@ -46,8 +46,9 @@ def score_rows(
         return found, log_p.argmax(-1) == targets
 
     cache = init_cache(model, method, *tokens.shape)
-    scored = through((model,), (cache,), tokens, counts, chunk, score)
-    return tuple(jnp.moveaxis(x, 0, 1).reshape(tokens.shape[0], -1) for x in scored)
+    values, greedy = through((model,), (cache,), tokens, counts, chunk, score)
+    flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(tokens.shape[0], -1)  # noqa: E731
+    return flat(values), flat(greedy)
 
 
 class CacheLM(TemplateLM):

@@ -77,7 +77,7 @@ def score_windows(
         caches = tuple(prefill(m, batch[:, :exact_prefix], start, c)[1] for m, c in zip(models, caches, strict=True))
     rest = batch[:, exact_prefix:]
     counts = jnp.full((rows,), rest.shape[1], jnp.int32)
-    score = lambda logits, targets, valid: score_chunk(*logits, targets, valid)  # noqa: E731
+    score = lambda logits, targets, valid: score_chunk(logits[0], logits[1], targets, valid)  # noqa: E731
     return through(models, caches, rest, counts, chunk, score, max(0, scored_from - exact_prefix))
 
 

@@ -1,7 +1,9 @@
 """Retrieval through a compressed cache: pass keys, needles, variables and stored pairs of our own text, answered
 greedily."""
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import numpy as np
 from kvqjax.errors import UserError
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.synthetic import (
+    Problem,
     Sentences,
     key_value_recall,
     multikey_prompt,
@@ -31,15 +34,16 @@ TASKS = {
 }
 
 
-def _generator(task: str, hay: Sentences | None):
+def _generator(task: str, hay: Sentences | None) -> Callable[..., Problem]:
     """The task's generator, with `hay` for its sentences. Raises UserError for a task that is not known or has none."""
     if task not in TASKS:
         raise UserError(f"task={task!r}; known: {', '.join(TASKS)}")
+    make: Callable[..., Problem] = TASKS[task]
     if hay is None:
-        return TASKS[task]
-    if "sentences" not in inspect.signature(TASKS[task]).parameters:
+        return make
+    if "sentences" not in inspect.signature(make).parameters:
         raise UserError(f"task={task!r} has no sentences that a text could replace")
-    return lambda *arguments: TASKS[task](*arguments, sentences=hay)
+    return functools.partial(make, sentences=hay)
 
 
 def problems(

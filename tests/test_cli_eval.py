@@ -1,5 +1,6 @@
 """`kvqjax eval`: one table for several caches, JSON with its stamp, files and pictures."""
 
+import importlib
 import json
 
 import pytest
@@ -48,7 +49,8 @@ def test_every_mode_with_every_chunk(call, monkeypatch):
     def row(model, ids, method, *, mode, chunk, **options):
         return {"cache": str(method), "mode": mode, "chunk": chunk, "windows": options["cut"], "bits_stored": 16.0}
 
-    monkeypatch.setattr("kvqjax.eval.perplexity.perplexity", row)
+    # The package exports the function under its module's name.
+    monkeypatch.setattr(importlib.import_module("kvqjax.eval.perplexity"), "perplexity", row)
     words = ["--mode", "loop", "--mode", "prefill", "--chunk", "1", "--chunk", "512", "--windows", "aqua", "--json"]
     code, out, err = call("eval", "ppl", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", *words)
     assert code == 0, err

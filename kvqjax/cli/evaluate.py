@@ -82,8 +82,8 @@ def retrieval(
     from kvqjax.eval.synthetic import sentences_of
 
     text, about = (None, {"name": "synthetic"}) if data is None else read_text(data, 0, seed)
-    fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths}
-    fixed["hay"] = None if text is None else sentences_of(text)
+    hay = None if text is None else sentences_of(text)
+    fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths, "hay": hay}
 
     def evaluate(model, method, bar):
         return [run(model, method, length=size, progress=bar(f"{method} {size}"), **fixed) for size in length]
