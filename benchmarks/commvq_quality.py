@@ -29,8 +29,8 @@ from kvqjax.calibrate.commvq_em import EMSettings, fit_keys
 from kvqjax.calibrate.commvq_values import ValueSettings
 from kvqjax.codecs import Uniform
 from kvqjax.codecs.commvq_keys import CommVQKeys
+from kvqjax.eval.corpora import read_text
 from kvqjax.eval.perplexity import perplexity
-from kvqjax.eval.stamp import read_text
 
 CONSOLE = Console(width=130)
 

@@ -25,7 +25,7 @@ from rich.table import Table
 import kvqjax as kvq
 from kvqjax import calibrate
 from kvqjax.eval import perplexity, retrieval
-from kvqjax.eval.stamp import read_text
+from kvqjax.eval.corpora import read_text
 from kvqjax.eval.synthetic import key_value_recall
 
 CACHES = ("exact", "kvquant:bits=4", "kvquant", "kvquant:bits=2", "kivi:bits=2")  # kvquant's default is 3 bits, 1 %

@@ -11,8 +11,9 @@ import numpy as np
 
 import kvqjax
 from benchmarks.calibrated import calibrated, pair_rows, span_rows
+from kvqjax.eval.corpora import read_text
 from kvqjax.eval.replay import Scores, exact_logits, replay, score
-from kvqjax.eval.stamp import read_text, stamp
+from kvqjax.eval.stamp import stamp
 from kvqjax.eval.synthetic import key_value_recall, passkey_prompt
 from kvqjax.ledger import ledger
 from kvqjax.model import Model

@@ -30,13 +30,8 @@ def calibrate(
     method = methods_of([cache])[0]
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder")
-<<<<<<< HEAD
     loaded = open_model(model, dtype, weights)
-    text, source = read_text(data, (sequences or 64) * (length or 1024), seed)
-=======
-    loaded = open_model(model, dtype)
     text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
->>>>>>> 9323b09 (Evaluation: needles split cleanly from answers; docs; KIVI's ablation script)
     state = out.with_name(out.name + ".state.npz")
     with progress_bar() as bar:
         update = bar(f"calibrating {method}")

@@ -14,6 +14,7 @@ from kvqjax.cli.common import (
     Dtype,
     Json,
     ModelName,
+    Weights,
     calibrated,
     methods_of,
     open_model,
@@ -43,6 +44,7 @@ def _options(
     artifact: Artifacts = [],  # noqa: B006
     seed: Annotated[int, typer.Option("--seed")] = 0,
     dtype: Dtype = None,
+    weights: Weights = None,
     out: Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="also draw the report into this PNG")] = None,
     as_json: Json = False,
@@ -58,9 +60,11 @@ def _write(path: Path, report: dict[str, Any]) -> None:
         raise UserError(f"{path.parent}: cannot be written: {error.strerror}") from error
 
 
-def _evaluate(name: str, prepare, own: dict, model: str, cache, artifact, seed, dtype, out, plot, as_json) -> None:
+def _evaluate(
+    name: str, prepare, own: dict, model: str, cache, artifact, seed, dtype, weights, out, plot, as_json
+) -> None:
     """Every cache through one command: its rows as a table or JSON, as a file, as a picture; all with the stamp."""
-    methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype), [], {}
+    methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights), [], {}
     job = prepare(loaded, seed, **own)
     with progress_bar() as bar:
         for ready, method in calibrated(loaded, methods, artifact):
