@@ -79,7 +79,7 @@ def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list
     return [(m.replace(constants=jax.device_put(jax.tree.map(np.asarray, m.constants), place)), n) for m, n in pairs]
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
     """Bytes in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
