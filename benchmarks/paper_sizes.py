@@ -2,8 +2,8 @@
 
     python benchmarks/paper_sizes.py
 
-Arithmetic only. KVQuant (arXiv 2401.18079) counts an outlier as a value and an index in 16 bits each plus the share of
-CSR pointers, without sinks; AQUA-KV (arXiv 2501.19392) counts 70B caches of 128K tokens in GiB, first layer included.
+Arithmetic only. KVQuant is arXiv 2401.18079, taken without sinks; AQUA-KV is arXiv 2501.19392, whose sizes are of a 70B
+model at 128K tokens.
 """
 
 from kvqjax.catalogue import config_of
