@@ -51,6 +51,15 @@ def _print_stream(model: Model, prompts: list[str], method: Method, options: dic
     return last
 
 
+def _print_result(prompts: list[str], result: Generated, method: Method, as_json: bool) -> None:
+    if as_json:
+        rows = [{"prompt": p, "text": t, "tokens": len(k)} for p, t, k in zip(prompts, *result, strict=True)]
+        typer.echo(json.dumps([row | {"cache": str(method)} for row in rows], indent=1))
+        return
+    for text, given in zip(result.text, prompts, strict=True):
+        typer.echo(given + text)
+
+
 def _keep_stdout_ours() -> None:
     """Send what libraries write to file descriptor 1 to stderr: gloo reports its connections there."""
     own = os.dup(1)
@@ -103,14 +112,8 @@ def generate(
         _print_stream(loaded, prompts, method, options)
         return
     result = generate_text(loaded, prompts, method, **options)
-    if not speaks():
-        return
-    if as_json:
-        rows = [{"prompt": p, "text": t, "tokens": len(k)} for p, t, k in zip(prompts, *result, strict=True)]
-        typer.echo(json.dumps([row | {"cache": str(method)} for row in rows], indent=1))
-        return
-    for text, given in zip(result.text, prompts, strict=True):
-        typer.echo(given + text)
+    if speaks():
+        _print_result(prompts, result, method, as_json)
 
 
 DEMO_PROMPT = (
