@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -67,7 +68,7 @@ def calibrate(
 
     now = stepped(start, len(tokens), step, state, owner, advance)
     mean = jnp.asarray(now["sum"] / (len(tokens) * (tokens.shape[1] - method.sinks)), jnp.float32)
-    constants = tuple(
+    constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...] = tuple(
         {"k": {"mean": mean[run.first : run.first + run.count]}} if run.wiring.wanted() else {}
         for run in _runs(method, config)
     )

@@ -172,6 +172,8 @@ def truncate(artifact: Artifact, method: Method, config: ModelConfig) -> Artifac
     for run, constants in zip(runs, artifact.constants, strict=True):
         if constants:
             rounds = run.wiring.codecs["k"].needs["codebook"][0]
-            constants = constants | {"k": {"codebook": truncate_rounds(constants["k"]["codebook"], rounds)}}
+            constants = constants | {
+                "k": {"codebook": truncate_rounds(jnp.asarray(constants["k"]["codebook"]), rounds)}
+            }
         cut.append(constants)
     return dataclasses.replace(artifact, method=method, constants=tuple(cut))

@@ -93,12 +93,12 @@ def decode_arguments(config: ModelConfig, method: Method, context: int, batch: i
     model = abstract_model(config, method)
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))
 
-    def rest():
+    def rest(cache):
         tokens, made = jnp.zeros((batch, NEW_TOKENS), jnp.int32), jnp.zeros((batch,), jnp.int32)
-        loop = LoopState(cache=None, tokens=tokens, made=made, done=made > 0, seen=None, key=jax.random.key(0))
+        loop = LoopState(cache=cache, tokens=tokens, made=made, done=made > 0, seen=None, key=jax.random.key(0))
         return loop, make_sampling(), jnp.zeros((1,), jnp.int32), jnp.int32(0)
 
-    state, *more = _placed(jax.eval_shape(rest), rules.mesh, PartitionSpec())
+    state, *more = _placed(jax.eval_shape(rest, cache), rules.mesh, PartitionSpec())
     params = _placed(model.params, rules.mesh, rules.parameters(model.params))
     constants = _placed(model.constants, rules.mesh, PartitionSpec())
     cache = _placed(cache, rules.mesh, rules.cache(cache))
@@ -119,5 +119,7 @@ def compile_decode(
     begun = time.perf_counter()
     memory = decode_steps.lower(*arguments).compile().memory_analysis()
     seconds = time.perf_counter() - begun
+    if memory is None:
+        raise UserError(f"the compiler for {chip} says nothing of memory")
     copied = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, copied, seconds)

@@ -154,10 +154,12 @@ def load(
         raise UserError(f"weights {weights!r} is unknown; known: {', '.join(_WEIGHTS)}")
     folder = locate(name)
     config = read_config(folder)
-    rules = sharding if isinstance(sharding, Rules) else None
+    if isinstance(sharding, Rules):
+        rules, place = sharding, sharding.placement
+    else:
+        rules, place = None, sharding
     if rules and weights:
         raise UserError(f"weights {weights!r} cannot be split over a mesh")
-    place = rules.placement if rules else sharding
     params = load_params(folder, config, _DTYPES[dtype], place, _WEIGHTS[weights] if weights else None)
     about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
     return Model(params, config=config, **about)

@@ -123,8 +123,8 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens, spec: PackedSpec) -> P
     if view.run.sliding is None:
         start = jnp.zeros_like(stop)
     else:
-        start = view.run.deal.count(jnp.maximum(tokens.positions - view.run.sliding + 1 - view.sinks, 0))
-    stop = view.run.deal.count(stop)
+        start = view.run.deal.share(jnp.maximum(tokens.positions - view.run.sliding + 1 - view.sinks, 0))
+    stop = view.run.deal.share(stop)
     return packed_attention(q, body, view.layer, start, stop, spec)
 
 
@@ -158,10 +158,10 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
         mask = visible(tokens.positions, index + sinks, index < ends[:, None], run.sliding)
         return k, v, mask, carry
 
-    last = -(-run.deal.count(ends.max()) // run.block)
+    last = -(-run.deal.share(ends.max()) // run.block)
     first = jnp.int32(0)
     if run.sliding is not None:  # blocks that no query reaches any more are skipped
         oldest = jnp.maximum((tokens.positions[:, 0] - run.sliding + 1 - sinks).min(), 0)
-        first = jnp.minimum(run.deal.count(oldest) // run.block, last)
+        first = jnp.minimum(run.deal.share(oldest) // run.block, last)
     found, carry = blockwise_attention(q, kv_heads, block, first, last, carry, shared.width if late else None)
     return Partial(shared.finish(view.constants, found.out), found.lse) if late else found, carry

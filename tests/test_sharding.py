@@ -175,7 +175,7 @@ def test_dealing_is_a_partition(parts):
         mine, local = jax.vmap(deal[0].place)(token)
         mine = jnp.ones(48, bool) if mine is None else mine
         back = jnp.where(mine, deal[0].tokens(local) == token, True)
-        return mine[None], back[None], deal[0].count(total)[None]
+        return mine[None], back[None], deal[0].share(total)[None]
 
     spec = jax.sharding.PartitionSpec
     run = jax.shard_map(seen, mesh=mesh, in_specs=spec(), out_specs=spec("x"), check_vma=False)

@@ -39,7 +39,7 @@ class Deal(NamedTuple):
             return local
         return (local // self.block * self.parts + self._here()) * self.block + local % self.block
 
-    def count(self, tokens: Int[Array, "*S"]) -> Int[Array, "*S"]:
+    def share(self, tokens: Int[Array, "*S"]) -> Int[Array, "*S"]:
         """How many of the first `tokens` body tokens lie here."""
         if self.parts == 1:
             return tokens
