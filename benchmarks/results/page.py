@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gate import RECORD as GATE
+from benchmarks.gate import SHAPES, plan
 from benchmarks.gate_bounds import Verdict, verdicts, without_x
 from benchmarks.rate_distortion import RECORD as DISTORTION
 from benchmarks.rate_distortion import markdown as distortion_table
@@ -123,9 +124,16 @@ def _verdict_table(found: list[Verdict]) -> str:
     return table(["bound", "value", "measured", "", "by"], lines)
 
 
+def _has(rows: list[dict], wanted: dict) -> bool:
+    return any(all(row[key] == value for key, value in wanted.items()) for row in rows)
+
+
 def gate_section(rows: list[dict]) -> str:
     """Bounds written before the run, and what was measured."""
-    about = "Five small trained shapes, as they are and with outlier key channels (`benchmarks/gate.py`).\n"
+    run = sorted({(r["shape"], r["mode"]) for r in rows})
+    missing = [row for row in plan(SHAPES) if not _has(rows, row)]
+    about = "Small trained shapes, as they are and with outlier key channels (`python -m benchmarks.gate`). Run: "
+    about += ", ".join(f"{shape} ({mode})" for shape, mode in run) + f". {len(missing)} planned rows are not run yet.\n"
     more = (
         "The best method is XQuant's X itself, which in these shapes is half as large as keys and values (a quarter\n"
         "in `mha`) and in Llama-3.1-8B twice as large. Among methods that cache keys and values or their latents:\n"
