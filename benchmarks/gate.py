@@ -23,8 +23,8 @@ from rich.progress import track
 import kvqjax
 from benchmarks.calibrated import calibrated, span_rows
 from kvqjax.eval.replay import exact_logits, replay, score
+from kvqjax.eval.stamp import ledger_of
 from kvqjax.eval.stress import stressed
-from kvqjax.ledger import ledger
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "gate.json"
@@ -68,7 +68,7 @@ def plan(shapes) -> list[dict]:
 
 def bits(model, method) -> dict[str, float]:
     """Bits per key or value channel: by the codecs, and of all that is stored for a row of 32768 tokens."""
-    book = ledger(jax.eval_shape(lambda: kvqjax.init_cache(model, method, 1, 32768)))
+    book = ledger_of(model, method, 32768)
     return {"bits": round(book.bits_method, 3), "bits_stored": round(book.bits_stored, 3)}
 
 

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import decoder
 from kvqjax.errors import UserError
-from kvqjax.forward import forward, init_cache
+from kvqjax.eval.through import through
+from kvqjax.forward import init_cache
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
@@ -37,14 +38,8 @@ def replay(model: Model, tokens: Int[Array, "B T"], method: Method, chunk: int) 
     rows, length = tokens.shape
     if length % chunk:
         raise UserError(f"chunk={chunk} does not divide {length} tokens")
-    counts = jnp.full((rows,), chunk, jnp.int32)
-
-    def step(cache, piece):
-        logits, cache = forward(model, piece, counts, cache)
-        return cache, logits
-
-    pieces = jnp.moveaxis(tokens.reshape(rows, -1, chunk), 1, 0)
-    logits = jax.lax.scan(step, init_cache(model, method, rows, length), pieces)[1]
+    counts, cache = jnp.full((rows,), length, jnp.int32), init_cache(model, method, rows, length)
+    logits = through((model,), (cache,), tokens, counts, chunk, lambda made, targets, valid: made[0])
     return jnp.moveaxis(logits, 0, 1).reshape(rows, length, -1)
 
 

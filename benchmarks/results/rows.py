@@ -13,9 +13,8 @@ import kvqjax
 from benchmarks.calibrated import calibrated, pair_rows, span_rows
 from kvqjax.eval.corpora import read_text
 from kvqjax.eval.replay import Scores, exact_logits, replay, score
-from kvqjax.eval.stamp import stamp
+from kvqjax.eval.stamp import ledger_of, stamp
 from kvqjax.eval.synthetic import key_value_recall, passkey_prompt
-from kvqjax.ledger import ledger
 from kvqjax.model import Model
 
 FOLDER = Path(__file__).parents[1] / "records" / "results"
@@ -110,7 +109,7 @@ def path_of(name: str, cache: str) -> Path:
 def about_of(model: Model, name: str, data: Data) -> dict[str, Any]:
     """What a finished row must share with a new run to be kept."""
     about = stamp(model, name, SEED) | {"plan": PLAN, "data": data.about}
-    return {key: value for key, value in about.items() if key != "date"}
+    return {key: value for key, value in about.items() if key not in ("date", "weights")}  # weights are plain here
 
 
 def finished(name: str, cache: str, about: dict[str, Any]) -> dict[str, Any] | None:
@@ -146,7 +145,7 @@ def measure(model: Model, data: Data, reference: dict[str, jax.Array], cache: st
     ready, seconds = calibrated(model, method, data.learn)
     got = _scores(ready, method, data.text, reference["text"])
     exact = score(reference["text"], reference["text"], jnp.asarray(data.text))
-    books = [ledger(jax.eval_shape(lambda n=n: kvqjax.init_cache(model, method, 1, n))) for n in (LENGTH, 32768)]
+    books = [ledger_of(model, method, capacity) for capacity in (LENGTH, 32768)]
     row = {"cache": cache, "bits": books[0].bits_method, "bits_32k": books[1].bits_stored, "bytes": books[0].bytes}
     row |= {"bytes_exact": books[0].exact_bytes, "ppl": float(np.exp(got.nll[:, data.scored].mean()))}
     row |= {"ppl_exact": float(np.exp(np.asarray(exact.nll)[:, data.scored].mean()))}
