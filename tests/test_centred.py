@@ -112,7 +112,7 @@ def test_aqua_takes_the_mean_off_its_first_layer():
     errors = {}
     for name in ("none", "mean"):
         artifact = calibrate(model, kvq.parse(f"aqua:centre={name}"), tokens)
-        errors[name] = [layer["k"]["reconstruction_mse"] for layer in artifact.about["layers"]]
+        errors[name] = [row["reconstruction_mse"] for row in artifact.about["report"] if row["source"] == "k"]
         groups = [set(run.get("k", {})) for run in artifact.constants]
         assert groups == [{"mean"} if name == "mean" else set(), {"weight", "bias"}]
     assert errors["mean"][0] < errors["none"][0] / 20
