@@ -2,7 +2,8 @@
 # make test   set up .venv with the test tools and run every check
 # make aot    what needs TPU's compiler (no TPU): memory and kernels compiled ahead of time; skipped without libtpu
 # make results  docs/results.md: what is missing of its records is measured first (DATA=text.txt for the demo model)
-# make clean  remove everything these two made
+# make docs   set up .venv with the documentation's tools and build site/, warnings being errors
+# make clean  remove everything these made
 # Needs a Python >= 3.11 with venv. Override: make test PYTHON=/path/to/python VENV=/path/to/venv PYTEST_ARGS="-k kivi"
 
 VENV ?= .venv
@@ -22,7 +23,7 @@ FOLDERS := kvqjax pallas_kernels calibrate eval
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test aot results clean
+.PHONY: demo test docs aot results clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -37,6 +38,9 @@ test: $(VENV)/.package $(VENV)/.tools $(VENV)/.torch
 	$(BIN)/pyrefly check --config pyproject.toml --python-interpreter-path $(BIN)/python --output-format min-text \
 		"$$($(BIN)/python -Pc 'import importlib.util as u; print(u.find_spec("kvqjax").submodule_search_locations[0])')"
 	PYTHONSAFEPATH=1 $(BIN)/python -m pytest -n 2 -ra $(PYTEST_ARGS)
+
+docs: $(VENV)/.package $(VENV)/.docs
+	PYTHONSAFEPATH=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 aot: $(VENV)/.package $(VENV)/.tools $(VENV)/.libtpu
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot
@@ -64,6 +68,11 @@ $(VENV)/.tools: pyproject.toml | $(VENV)/.package
 	rm -rf build kvqjax.egg-info
 	touch $@
 
+$(VENV)/.docs: pyproject.toml | $(VENV)/.package
+	$(PIP) install --no-build-isolation '.[docs]'
+	rm -rf build kvqjax.egg-info
+	touch $@
+
 # Only torch's CPU build: the default Linux build brings gigabytes of CUDA libraries.
 $(VENV)/.torch: | $(VENV)/.base
 	$(PIP) install '$(TORCH)' 2>/dev/null \
@@ -75,4 +84,4 @@ $(VENV)/.libtpu: | $(VENV)/.tools
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-wheel .jax_cache build dist kvqjax.egg-info
+	rm -rf $(VENV) .venv-newest .venv-wheel .jax_cache build dist site kvqjax.egg-info

@@ -1,0 +1,37 @@
+"""Bits per cached key or value number and bytes of a cache, for two published geometries: the table in docs/methods.
+
+    python -m benchmarks.bits
+
+Arithmetic of the ledger on abstract caches (bfloat16, one row): no weights, no device memory.
+"""
+
+import jax
+
+from benchmarks.xquant_roofline import CONTEXT, LLAMA2_7B, LLAMA31_8B
+from kvqjax.cache.state import CacheLayout, allocate_cache
+from kvqjax.ledger import ledger
+from kvqjax.methods import parse
+
+GEOMETRIES = {"Llama-3.1-8B": LLAMA31_8B, "Llama-2-7B": LLAMA2_7B}
+SPECS = (
+    "exact", "uniform:bits=4", "kivi:bits=4", "kivi:bits=2", "kivi:bits=2,group=128", "kvquant:bits=3",
+    "kvquant:bits=3,outliers=0.0", "commvq:bits=2", "commvq:bits=1", "higgs:bits=2", "aqua:bits=2",
+    "xquant:bits=4", "xquant:bits=2", "xquant_cl:bits=3", "xquant_cl:bits=2",
+)  # fmt: skip
+
+
+def cell(config, spec: str) -> str:
+    layout = CacheLayout(config=config, method=parse(spec), capacity=CONTEXT, dtype="bfloat16")
+    book = ledger(jax.eval_shape(lambda: allocate_cache(layout, 1)))
+    return f"{book.bits_method:.3f} | {book.bits_stored:.3f} | {book.bytes / 2**30:.2f}"
+
+
+def main() -> None:
+    print("| cache | " + " | ".join(f"{name}: method | stored | GiB" for name in GEOMETRIES) + " |")
+    print("|---|" + "---|" * 3 * len(GEOMETRIES))
+    for spec in SPECS:
+        print(f"| `{spec}` | " + " | ".join(cell(config, spec) for config in GEOMETRIES.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()
