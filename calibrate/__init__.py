@@ -4,9 +4,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.artifacts import Artifact
+from kvqjax.artifacts import Artifact, flatten
 from kvqjax.calibrate import centre, xquant
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
@@ -26,7 +27,7 @@ FROM_WEIGHTS = ("xquant", "xquant_cl")  # constants are factors of the model's o
 def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
     """Token ids [at most count, length] of the texts, joined; shorter models and texts give fewer and shorter rows."""
     length = min(length, model.config.max_position)
-    ids = np.asarray([t for text in texts for t in model.tokenizer(text)["input_ids"]], np.int32)
+    ids = np.asarray([t for text in texts for t in model.encode(text)], np.int32)
     rows = min(count, len(ids) // length)
     if rows == 0:
         raise UserError(f"the calibration text has {len(ids)} tokens, fewer than one sequence of {length}")
@@ -59,4 +60,8 @@ def run(
         raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
     texts = [texts] if isinstance(texts, str) else texts
     tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
-    return module.calibrate(model, method, tokens, state=state, advance=advance)
+    artifact = module.calibrate(model, method, tokens, state=state, advance=advance)
+    for name, array in flatten(artifact.constants).items():
+        if not bool(jnp.isfinite(array).all()):
+            raise UserError(f"constant {name} came out NaN or infinite; check the weights, or try dtype='f32'")
+    return artifact

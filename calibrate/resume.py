@@ -3,6 +3,7 @@ bytes."""
 
 import hashlib
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def load_state(path: Path, owner: str, like: Any) -> Any:
         with np.load(path, allow_pickle=False) as stored:
             found = str(stored[_IDENTITY])
             leaves = [stored[str(index)] for index in range(len(stored.files) - 1)]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: the calibration's state cannot be read; delete it to start anew ({error})") from error
     if found != owner:
         raise UserError(f"{path} is the state of another model, method, recipe or text; delete it to start anew")

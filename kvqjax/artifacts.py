@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,12 @@ from kvqjax.methods import Method, parse
 __all__ = ["FORMAT", "Artifact", "flatten", "load_artifact", "read_description", "unflatten", "write_folder"]
 
 FORMAT = 1  # raised when a stored folder can no longer be read as before
+
+# What each kind of folder says about itself, and as what.
+KINDS: dict[str, dict[str, type]] = {
+    "artifact": {"method": str, "fingerprint": str, "about": dict, "runs": int},
+    "cache": {"method": str, "capacity": int, "dtype": str, "batch": int},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,8 @@ def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
     """Inverse of `flatten` for nested dicts."""
     out: tuple[dict, ...] = tuple({} for _ in range(runs))
     for name, leaf in flat.items():
+        if not re.fullmatch(r"\d{1,9}(/\w+)+", name) or int(name.split("/")[0]) >= runs:
+            raise UserError(f"array {name!r} belongs to none of the {runs} runs of layers")
         run, *groups, last = name.split("/")
         place = out[int(run)]
         for group in groups:
@@ -82,10 +91,15 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
         raise UserError(f"{path}: no description.json here; not a kvqjax {kind}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: description.json cannot be read: {error}") from error
-    if text.get("kind") != kind:
+    if not isinstance(text, dict) or text.get("kind") not in list(KINDS):
+        raise UserError(f"{path}: description.json is not kvqjax's")
+    if text["kind"] != kind:
         raise UserError(f"{path} holds a {text.get('kind')}, not a {kind}")
     if text.get("format") != FORMAT:
         raise UserError(f"{path} has format {text.get('format')}; this version reads {FORMAT}")
+    for name, wanted in KINDS[kind].items():
+        if not isinstance(text.get(name), wanted):
+            raise UserError(f"{path}: description.json has no usable {name!r}")
     return text
 
 

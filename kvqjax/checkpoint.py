@@ -6,12 +6,13 @@ Layout of a file: 8 bytes little-endian header length, a JSON header (name -> dt
 import dataclasses
 import hashlib
 import json
+import math
 import struct
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - makes bfloat16 known to numpy before safetensors reads it
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from kvqjax.errors import UserError
 
@@ -19,6 +20,7 @@ __all__ = ["Checkpoint", "Tensor", "header_digest", "open_checkpoint", "read", "
 
 _SAMPLE_BYTES = 4096
 _SAMPLE_PIECES = 8
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ def _header(file: Path) -> tuple[dict, int]:
         text = stream.read(length)
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not a safetensors file (header is not JSON)") from error
     if not isinstance(header, dict):
         raise UserError(f"{file}: not a safetensors file (header is not a JSON object)")
@@ -55,10 +57,15 @@ def _header(file: Path) -> tuple[dict, int]:
 
 def _tensor(file: Path, name: str, entry: dict, data: int) -> Tensor:
     try:
-        first, last = entry["data_offsets"]
-        return Tensor(file, name, entry["dtype"], tuple(entry["shape"]), data + first, last - first)
+        (first, last), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
+        numbers = all(type(number) is int and number >= 0 for number in (first, last, *shape))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})") from error
+    # Integer and 8-bit tensors are refused by name where they are wanted; only floats are ever read.
+    size = _FLOAT_BYTES.get(dtype, 0) if isinstance(dtype, str) else -1
+    if not numbers or first > last or size < 0 or (size and last - first != size * math.prod(shape)):
+        raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})")
+    return Tensor(file, name, dtype, shape, data + first, last - first)
 
 
 def _tensors(file: Path) -> Checkpoint:
@@ -109,8 +116,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 def read(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     """The slice `index` of a tensor, read from disk in its stored dtype without touching the rest."""
-    with safe_open(tensor.file, framework="numpy") as file:
-        return file.get_slice(tensor.name)[index]
+    try:
+        with safe_open(tensor.file, framework="numpy") as file:
+            return file.get_slice(tensor.name)[index]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{tensor.file}: cannot be read: {' '.join(str(error).split())}") from error
 
 
 def sample(tensor: Tensor) -> bytes:

@@ -58,7 +58,7 @@ def encode_prompts(model: Model, prompts, chat: bool = False) -> list[list[int]]
                 raise UserError("this model's tokenizer has no chat template; leave chat off")
             text = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             return model.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return list(model.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else [int(t) for t in prompt]
+        return model.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
 
     encoded = [ids(prompt) for prompt in prompts]
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
@@ -159,6 +159,8 @@ def _start(
         logits, cache = _prefill(model, *_shared(model, (tokens, counts)), cache)
     else:
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk)
+    if not bool(jnp.isfinite(logits).all()):
+        raise UserError("the model's logits are NaN or infinite; check its weights, or try dtype='f32'")
     seen = None
     if sampling.penalise:
         marks = np.zeros((len(prompts), model.config.vocab_size), bool)

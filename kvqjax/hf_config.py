@@ -13,6 +13,8 @@ from kvqjax.hf_rope import rope_from_hf, rope_to_hf
 
 __all__ = ["config_to_hf", "parse_config", "read_config"]
 
+MOST_LAYERS = 10_000  # a tuple of this length is made before anything else is checked
+
 _DEFAULTS = {
     "LlamaForCausalLM": {"model_type": "llama", "max_position_embeddings": 2048},
     "MistralForCausalLM": {
@@ -67,7 +69,7 @@ def _architecture(raw: dict) -> str:
         names = [name for name, defaults in _DEFAULTS.items() if defaults["model_type"] == raw.get("model_type")]
         if not names:
             refuse("model_type", raw.get("model_type"), f"known architectures: {known}")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _DEFAULTS:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(_DEFAULTS):
         refuse("architectures", names, f"known: {known}")
     wanted = _DEFAULTS[names[0]]["model_type"]
     if raw.get("model_type", wanted) != wanted:
@@ -84,7 +86,7 @@ def _check_accepted(raw: dict, architecture: str):
     if raw.get("attention_bias") and architecture != "Qwen2ForCausalLM":
         refuse("attention_bias", raw["attention_bias"], "a bias on o_proj is not computed; wanted false")
     code = raw.get("auto_map") or {}
-    if any(name.startswith("AutoModel") for name in code):
+    if not isinstance(code, dict) or any(name.startswith("AutoModel") for name in code):
         refuse("auto_map", code, "code from a checkpoint is never run")
 
 
@@ -107,7 +109,7 @@ def _windows(raw: dict, architecture: str, num_layers: int) -> tuple[int | None,
     if types is None:
         return uniform
     wanted = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != num_layers or any(name not in wanted for name in types):
+    if not isinstance(types, list) or len(types) != num_layers or any(name not in list(wanted) for name in types):
         refuse("layer_types", types, f"wanted {num_layers} of full_attention or sliding_attention")
     if window is None and "sliding_attention" in types:
         refuse("layer_types", types, "sliding_attention without a sliding window")
@@ -128,12 +130,20 @@ def _eos_ids(*sources: dict) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _bos_id(raw: dict) -> int | None:
+    value = raw.get("bos_token_id")
+    if isinstance(value, bool) or not isinstance(value, int | None):
+        refuse("bos_token_id", value, "wanted an integer")
+    return value
+
+
 def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
     """ModelConfig from the contents of config.json and, where present, generation_config.json. Raises UserError."""
     architecture = _architecture(raw)
     raw = {**_DEFAULTS[architecture], **raw}
     _check_accepted(raw, architecture)
-    width, heads, layers = (integer(raw, f) for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    width, heads = (integer(raw, field) for field in ("hidden_size", "num_attention_heads"))
+    layers = integer(raw, "num_hidden_layers", most=MOST_LAYERS)
     if raw.get("head_dim") is None and width % heads:
         refuse("hidden_size", width, f"without head_dim wanted a multiple of num_attention_heads={heads}")
     fields = {
@@ -152,7 +162,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
         "windows": _windows(raw, architecture, layers),
         "max_position": integer(raw, "max_position_embeddings"),
         "eos_ids": _eos_ids(raw, generation or {}),
-        "bos_id": raw.get("bos_token_id"),
+        "bos_id": _bos_id(raw),
         "architecture": architecture,
     }
     try:
@@ -164,7 +174,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
 def _read_json(path: Path) -> dict:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(contents, dict):
         raise UserError(f"{path}: wanted a JSON object, got {type(contents).__name__}")

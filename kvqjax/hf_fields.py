@@ -1,6 +1,7 @@
 """Reading single fields of a Hugging Face config, each refused by name and value when it is not what we compute."""
 
 import json
+import sys
 from typing import NoReturn
 
 from kvqjax.errors import UserError
@@ -14,17 +15,18 @@ def refuse(field: str, value, wanted: str) -> NoReturn:
     raise UserError(f"config.json: {field} {said}; {wanted}")
 
 
-def integer(raw: dict, field: str, prefix: str = "") -> int:
+def integer(raw: dict, field: str, prefix: str = "", most: int = 2**31 - 1) -> int:
     """A positive integer; `prefix` names the object that `raw` is inside config.json."""
     value = raw.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        refuse(prefix + field, value, "wanted a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        refuse(prefix + field, value, f"wanted a positive integer of at most {most}")
     return value
 
 
 def number(raw: dict, field: str, default: float | None = None, prefix: str = "") -> float:
     """A positive number; null means `default`."""
     value = default if raw.get(field) is None else raw[field]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    # Compared with the largest float because a JSON integer can be larger than any.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         refuse(prefix + field, value, "wanted a positive number")
     return float(value)

@@ -84,7 +84,7 @@ def rope_from_hf(raw: dict) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=number(rope, "factor", prefix=prefix))
-    if kind not in _WRITTEN:
+    if kind not in list(_WRITTEN):
         refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
     original = _original_length(raw, rope, prefix)
     if kind == "llama3":

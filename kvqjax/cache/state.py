@@ -100,6 +100,8 @@ def _resolve(wiring: Wiring, dtype: str) -> Wiring:
 
 def _check_clocks(wiring: Wiring, name: str) -> None:
     for clock in wiring.clocks:
+        if clock.window < 0:
+            raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
         if clock.unit != 1 and clock.unit % 32:
             raise UserError(
                 f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"

@@ -19,6 +19,8 @@ from kvqjax.methods.xquant_cl import xquant_cl
 
 __all__ = ["METHODS", "parse", "policy"]
 
+MOST_LAYERS = 10_000  # a range is written out layer by layer before any model is known
+
 METHODS: dict[str, Callable[..., Method]] = {
     "exact": exact,
     "uniform": uniform,
@@ -81,9 +83,12 @@ def _layer_numbers(text: str) -> range:
     """`3`, `-1` or `0-2`."""
     first, dash, last = text.strip().partition("-") if not text.strip().startswith("-") else (text, "", "")
     try:
-        return range(int(first), int(last if dash else first) + 1)
+        numbers = range(int(first), int(last if dash else first) + 1)
     except ValueError:
         raise UserError(f"{text!r} is not a layer number or a range such as 0-2") from None
+    if not -MOST_LAYERS < numbers.start <= numbers.stop < MOST_LAYERS:
+        raise UserError(f"{text!r} is no range of layers below {MOST_LAYERS}")
+    return numbers
 
 
 def parse(text: str) -> Method:
