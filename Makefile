@@ -3,6 +3,7 @@
 # make aot    what needs TPU's compiler (no TPU): memory and kernels compiled ahead of time; skipped without libtpu
 # make results  docs/results.md: what is missing of its records is measured first (DATA=text.txt for the demo model)
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
+# make notebooks  set up .venv with Jupyter's kernel and run the notebooks in examples/
 # make clean  remove everything these made
 # Needs a Python >= 3.11 with venv. Override: make test PYTHON=/path/to/python VENV=/path/to/venv PYTEST_ARGS="-k kivi"
 
@@ -23,7 +24,7 @@ FOLDERS := kvqjax pallas_kernels calibrate eval
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test docs aot results clean
+.PHONY: demo test docs notebooks aot results clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -41,6 +42,10 @@ test: $(VENV)/.package $(VENV)/.tools $(VENV)/.torch
 
 docs: $(VENV)/.package $(VENV)/.docs
 	PYTHONSAFEPATH=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# Each notebook runs from its first cell to its last; an error in one ends with its traceback.
+notebooks: $(VENV)/.package $(VENV)/.examples
+	MPLBACKEND=agg $(BIN)/python -P -m jupyter execute --timeout=300 examples/*.ipynb
 
 aot: $(VENV)/.package $(VENV)/.tools $(VENV)/.libtpu
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot
@@ -70,6 +75,11 @@ $(VENV)/.tools: pyproject.toml | $(VENV)/.package
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/.package
 	$(PIP) install --no-build-isolation '.[docs]'
+	rm -rf build kvqjax.egg-info
+	touch $@
+
+$(VENV)/.examples: pyproject.toml | $(VENV)/.package
+	$(PIP) install --no-build-isolation '.[examples]'
 	rm -rf build kvqjax.egg-info
 	touch $@
 

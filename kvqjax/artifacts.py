@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from kvqjax.cache.show import arrays_text
 from kvqjax.errors import UserError
 from kvqjax.methods import Method, parse
 
@@ -38,6 +39,12 @@ class Artifact:
     constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...]
     fingerprint: str
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        head = f"Artifact({self.method}, for the model {self.fingerprint or 'without a name'}): "
+        return head + ", ".join(
+            [arrays_text(self.constants), *(f"{key}={value!r}" for key, value in self.about.items())]
+        )
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the artifact as a new folder. Raises UserError when `path` exists or cannot be written."""

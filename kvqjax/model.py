@@ -68,20 +68,18 @@ class Model(struct.PyTreeNode):
             raise UserError("this model has no folder, so it has no tokenizer; pass token ids")
         return _tokenizer(self.folder)
 
-<<<<<<< HEAD
     @property
     def weights(self) -> str:
         """How the layers' matrices are kept: "int8", "int4", or their dtype."""
         matrix = self.params["layers"]["q"]
         return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
-=======
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises UserError for an id the model lacks: the tokenizer is another model's."""
         ids = list(self.tokenizer(text)["input_ids"])
         if ids and max(ids) >= (size := self.config.vocab_size):
             raise UserError(f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size}; is it another's?")
         return ids
->>>>>>> c9e9c5b (Bad input is one line: foreign tokenizers, non-finite activations, contradictory headers, odd configs; table of errors, fuzz, kill -9, security tests; notebooks)
 
     def with_artifact(self, artifact) -> "Model":
         """This model with the artifact's `constants`. Raises UserError when the artifact's `fingerprint` differs."""

@@ -30,6 +30,16 @@ def test_round_trip(saved):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_printed_it_says_what_it_is_and_no_numbers(saved):
+    text = repr(saved[0])
+    assert text == "Artifact(kivi:bits=2, config=1,headers=2): 28 bytes in 2 arrays, data='none'"
+    method = kvq.kivi(bits=2, window=32)
+    head, *runs = repr(kvq.init_cache(tiny(), kvq.policy(method, {"0": kvq.exact()}), 1, 512)).split("\n")
+    assert head.startswith("Cache(kivi:bits=2,window=32;0=exact, float32, capacity 512): ")
+    assert [run.split(":")[0] for run in runs] == ["  layer 0", "  layer 1"]
+    assert "body.k.codes.0 uint32[1,1,32,32], body.k.low" in runs[1]
+
+
 def test_refusals(saved, tmp_path):
     artifact, folder = saved
     with pytest.raises(kvq.UserError, match="exists already"):

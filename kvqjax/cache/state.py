@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from kvqjax.cache.deal import Deal
+from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.layout import Stored, allocate, block_tokens
@@ -85,6 +86,13 @@ class Cache(struct.PyTreeNode):
     def batch(self) -> int:
         return self.lengths.shape[0]
 
+    def __repr__(self) -> str:
+        layout = self.layout
+        head = f"Cache({layout.method}, {layout.dtype}, capacity {layout.capacity}): {arrays_text(self)}"
+        parts = [{"body": r.body, "sinks": r.sinks, "window": r.window} for r in self.runs]
+        lines = [run_text(p.first, p.count, part) for p, part in zip(plan(layout), parts, strict=False)]
+        return "\n  ".join([head, *lines])
+
 
 def _resolve(wiring: Wiring, dtype: str) -> Wiring:
     """Give fields of dtype "compute" the cache's compute dtype."""
@@ -102,7 +110,7 @@ def _check_clocks(wiring: Wiring, name: str) -> None:
     for clock in wiring.clocks:
         if clock.window < 0:
             raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
-        if clock.unit != 1 and clock.unit % 32:
+        if clock.unit != 1 and (clock.unit < 1 or clock.unit % 32):
             raise UserError(
                 f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"
             )

@@ -71,8 +71,8 @@ class Method:
     overrides: tuple[tuple[int, LayerSpec], ...] = ()
 
     def __post_init__(self):
-        if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks}; a count of tokens cannot be negative")
+        if not 0 <= self.sinks < 2**31:
+            raise ValueError(f"sinks={self.sinks}; wanted a count of tokens")
 
     def __str__(self) -> str:
         return self.name

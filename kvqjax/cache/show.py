@@ -1,0 +1,29 @@
+"""What a cache looks like when it is printed: one line of facts, then a line for every run of layers."""
+
+import jax
+
+__all__ = ["arrays_text", "run_text"]
+
+
+def _array(leaf) -> str:
+    """`uint32[2,1,96,64]`; whatever is no array by its type's name."""
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return type(leaf).__name__
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def arrays_text(tree) -> str:
+    """Number of arrays in a pytree and their bytes."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
+    return f"{sum(leaf.size * leaf.dtype.itemsize for leaf in leaves):,} bytes in {len(leaves)} arrays"
+
+
+def run_text(first: int, count: int, parts: dict) -> str:
+    """A run's arrays by name: `layers 0-2: body.k.codes uint32[..], ...`; those that hold nothing are left out."""
+    layers = f"layers {first}-{first + count - 1}" if count > 1 else f"layer {first}"
+    named = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]:
+        if getattr(leaf, "size", 1):
+            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+            named.append(f"{name} {_array(leaf)}")
+    return f"{layers}: {', '.join(named)}"
