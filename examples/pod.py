@@ -3,15 +3,16 @@
 On a pod slice, from your own machine, with the slice's name and zone:
 
     gcloud compute tpus tpu-vm scp examples/pod.py NAME: --zone=ZONE --worker=all
-    gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all \
-        --command='pip install "kvqjax[tpu] @ git+REPOSITORY" && python3 pod.py --model OWNER/NAME --mesh data=2,model=8'
+    gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='COMMANDS'
+
+where COMMANDS are: pip install "kvqjax[tpu] @ git+REPOSITORY"; python3 pod.py --model OWNER/NAME --mesh data=2,model=8
 
 On other hosts, once on each, I counting from 0; every host must reach HOST0:PORT:
 
     python pod.py --coordinator HOST0:PORT --processes N --process I --model OWNER/NAME --mesh data=2,model=4
 
-The mesh has as many devices as all hosts together; docs/sharding.md says what each axis splits. Each host reads only the
-slices of the weights that its devices hold. One host by itself: `--alone`.
+The mesh has as many devices as all hosts together; docs/sharding.md says what each axis splits. Each host reads only
+the slices of the weights that its devices hold. One host by itself: `--alone`.
 """
 
 import argparse

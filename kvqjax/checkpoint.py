@@ -57,6 +57,7 @@ def _header(file: Path) -> tuple[dict, int]:
 
 def _tensor(file: Path, name: str, entry: dict, data: int) -> Tensor:
     try:
+        name.encode()  # JSON can spell what is no text
         (first, last), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
         numbers = all(type(number) is int and number >= 0 for number in (first, last, *shape))
     except (KeyError, TypeError, ValueError) as error:

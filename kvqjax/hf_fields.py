@@ -12,7 +12,7 @@ __all__ = ["integer", "number", "refuse"]
 def refuse(field: str, value, wanted: str) -> NoReturn:
     """Raise the one-line UserError for a field of config.json."""
     said = "is missing" if value is None else f"= {json.dumps(value)} is not supported"
-    raise UserError(f"config.json: {field} {said}; {wanted}")
+    raise UserError(" ".join(f"config.json: {field} {said}; {wanted}".split()))  # a field's name may hold a line break
 
 
 def integer(raw: dict, field: str, prefix: str = "", most: int = 2**31 - 1) -> int:

@@ -60,6 +60,7 @@ def test_spec_strings(text):
 @example({"rope_theta": 10**400})
 @example({"rope_scaling": {"rope_type": []}})
 @example({"bos_token_id": [1]})
+@example({"rope_scaling": {"a\nb": 1}})
 def test_configs(change):
     accepted(lambda: hash(parse_config(config_to_hf(CONFIG) | change)))
 
@@ -88,6 +89,7 @@ headers = st.dictionaries(st.text(max_size=4), entries | values, max_size=3) | v
 @given(headers)
 @example({"x": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}})
 @example({"x": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}})
+@example({"\ud800": {"dtype": "I8", "shape": [], "data_offsets": [0, 8]}})
 @example({"x": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}})
 def test_safetensors_headers(folder, header):
     text = json.dumps(header).encode()
