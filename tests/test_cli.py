@@ -107,7 +107,9 @@ def test_generate_prints_text_and_json(call):
 
 def test_methods_and_help(call):
     rows = json.loads(call("methods", "--json")[1])
-    assert {"exact", "kivi", "uniform"} <= {row["method"] for row in rows}
+    facts = {row["method"]: (row["bits"], row["needs"]) for row in rows}
+    assert (facts["exact"], facts["kivi"]) == ((16, "nothing"), (3, "nothing"))
+    assert (facts["kvquant"][1], facts["xquant"][1]) == ("text", "weights")
     assert call("--help")[0] == 0
     assert "generate" in call()[1]
 
