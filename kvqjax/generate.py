@@ -159,7 +159,7 @@ def _start(
         logits, cache = _prefill(model, *_shared(model, (tokens, counts)), cache)
     else:
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk)
-    if not bool(jnp.isfinite(logits).all()):
+    if not _fetched(jnp.isfinite(logits).all())[0]:
         raise UserError("the model's logits are NaN or infinite; check its weights, or try dtype='f32'")
     seen = None
     if sampling.penalise:

@@ -19,24 +19,19 @@ from kvqjax.sharding import MeshSize
 __all__ = ["inspect", "methods", "plan"]
 
 
-def _bits(config, method) -> float:
-    """The method's own bits per key or value number of this model."""
-    layout = CacheLayout(config=config, method=method, capacity=1024, dtype="bfloat16")
-    return ledger(jax.eval_shape(lambda: allocate_cache(layout, 1))).bits_method
-
-
 def methods(model: ModelName = "demo", as_json: Json = False) -> None:
     """List the methods: bits per key or value number of a model with every option at its default, what must be given
     to calibrate them, options and defaults."""
     from kvqjax.calibrate import CALIBRATIONS, FROM_WEIGHTS
 
-    config = read_config(locate(model))
+    config = config_of(model)
     rows: list[dict[str, Any]] = []
     for name, factory in METHODS.items():
         options = {p.name: p.default for p in introspect.signature(factory).parameters.values()}
         about = " ".join((introspect.getdoc(factory) or "").split("\n\n")[0].split())
         needs = "text" if name in CALIBRATIONS else "weights" if name in FROM_WEIGHTS else "nothing"
-        row = {"method": name, "bits": _bits(config, factory()), "needs": needs}
+        bits = plan_memory(config, factory(), 1024, 1, MeshSize()).book.bits_method
+        row = {"method": name, "bits": bits, "needs": needs}
         rows.append(row | {"about": about, "options": options})
     if not as_json:
         rows = [r | {"options": ", ".join(f"{k}={v}" for k, v in r["options"].items())} for r in rows]
