@@ -48,7 +48,7 @@ def load_state(path: Path, owner: str, like: Any) -> Any:
     if not path.exists():
         return like
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             found = str(stored[_IDENTITY])
             leaves = [stored[str(index)] for index in range(len(stored.files) - 1)]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:

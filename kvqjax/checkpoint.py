@@ -9,6 +9,7 @@ import json
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - makes bfloat16 known to numpy before safetensors reads it
 import numpy as np
@@ -55,7 +56,7 @@ def _header(file: Path) -> tuple[dict, int]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
 
 
-def _tensor(file: Path, name: str, entry: dict, data: int) -> Tensor:
+def _tensor(file: Path, name: str, entry: Any, data: int) -> Tensor:
     try:
         name.encode()  # JSON can spell what is no text
         (first, last), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
