@@ -41,10 +41,8 @@ class Artifact:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
-        head = f"Artifact({self.method}, for the model {self.fingerprint or 'without a name'}): "
-        return head + ", ".join(
-            [arrays_text(self.constants), *(f"{key}={value!r}" for key, value in self.about.items())]
-        )
+        about = [f"{key}={value!r}" for key, value in self.about.items()]
+        return f"Artifact({self.method}, {self.fingerprint}): " + ", ".join([arrays_text(self.constants), *about])
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the artifact as a new folder. Raises UserError when `path` exists or cannot be written."""
