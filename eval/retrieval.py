@@ -55,7 +55,7 @@ def problems(
     if samples < 1 or length < 32:
         raise UserError(f"samples={samples} and length={length}; at least 1 and 32 are needed")
     rng = np.random.default_rng(seed)
-    encode = lambda text: model.tokenizer(text)["input_ids"]  # noqa: E731
+    encode = model.encode
     prompts, answers = [], []
     for number in range(samples):
         depth = number / max(samples - 1, 1)

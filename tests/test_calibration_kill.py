@@ -11,7 +11,7 @@ import numpy as np
 
 import kvqjax as kvq
 
-SEQUENCES, LENGTH = 6, 64
+SEQUENCES, LENGTH = 3, 64
 METHOD = "kvquant:bits=2"
 
 

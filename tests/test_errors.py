@@ -15,8 +15,8 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.artifacts import Artifact
 from kvqjax.calibrate import resume, sequences
-from kvqjax.eval.perplexity import windows
-from kvqjax.eval.stamp import read_text
+from kvqjax.eval.corpora import read_text
+from kvqjax.eval.windows import windows
 from kvqjax.hf_config import parse_config, read_config
 from kvqjax.model import locate
 

@@ -31,7 +31,7 @@ _command = functools.partial(add_command, app)
 
 def _encoded(model: Model, data: str, tokens: int, seed: int, folder: Path | None) -> tuple[np.ndarray, dict[str, Any]]:
     text, about = read_text(data, tokens, seed, folder)
-    return np.asarray(model.tokenizer(text)["input_ids"], np.int32), {"data": about}
+    return np.asarray(model.encode(text), np.int32), {"data": about}
 
 
 @_command("demo")
