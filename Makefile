@@ -45,7 +45,7 @@ docs: $(VENV)/.package $(VENV)/.docs
 
 # Each notebook runs from its first cell to its last; an error in one ends with its traceback.
 notebooks: $(VENV)/.package $(VENV)/.examples
-	MPLBACKEND=agg $(BIN)/python -P -m jupyter execute --timeout=300 examples/*.ipynb
+	MPLBACKEND=agg $(BIN)/jupyter-execute --timeout=300 examples/*.ipynb
 
 aot: $(VENV)/.package $(VENV)/.tools $(VENV)/.libtpu
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot
