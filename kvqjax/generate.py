@@ -149,6 +149,11 @@ def decode_steps(
     return jax.lax.while_loop(lambda loop: (loop[0] < limit) & ~loop[1].done.all(), step, start)[1]
 
 
+def _require_finite(logits) -> None:
+    if not _fetched(jnp.isfinite(logits).all())[0]:
+        raise UserError("the model's logits are NaN or infinite; check its weights, or try dtype='f32'")
+
+
 def _start(
     model: Model, prompts, cache: Cache, chunk: int | None, new: int, sampling: Sampling, seed: int, eos
 ) -> LoopState:
@@ -159,8 +164,7 @@ def _start(
         logits, cache = _prefill(model, *_shared(model, (tokens, counts)), cache)
     else:
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk)
-    if not _fetched(jnp.isfinite(logits).all())[0]:
-        raise UserError("the model's logits are NaN or infinite; check its weights, or try dtype='f32'")
+    _require_finite(logits)
     seen = None
     if sampling.penalise:
         marks = np.zeros((len(prompts), model.config.vocab_size), bool)
