@@ -13,7 +13,7 @@ from kvqjax.forward import attend, commit, forward, init_cache, prefill
 from kvqjax.generate import generate, stream
 from kvqjax.hosts import join_hosts
 from kvqjax.ledger import ledger
-from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, uniform
+from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, to_dict, uniform
 from kvqjax.model import Model, load, shard
 from kvqjax.persist import load_cache, save_cache
 from kvqjax.speculate import speculate
@@ -54,6 +54,7 @@ __all__ = [
     "shard",
     "speculate",
     "stream",
+    "to_dict",
     "uniform",
 ]
 

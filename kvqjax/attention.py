@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["Partial", "blockwise_attention", "merge", "merge_over", "segment_attention"]
+__all__ = ["Partial", "blockwise_attention", "merge", "merge_over", "segment_attention", "total_lse"]
 
 
 class Partial(NamedTuple):
@@ -117,6 +117,11 @@ def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
     out, total = jax.lax.psum((part.out * weights[..., None], weights), axes)
     floor = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return Partial(out / floor[..., None], jnp.where(total > 0, jnp.log(floor) + safe, -jnp.inf))
+
+
+def total_lse(*parts: Partial) -> Float[Array, "B T H"]:
+    """Log-sum-exp over all segments."""
+    return jax.nn.logsumexp(jnp.stack([part.lse for part in parts]), axis=0)
 
 
 def merge(*parts: Partial) -> Float[Array, "B T H D"]:

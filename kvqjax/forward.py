@@ -11,16 +11,17 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax import decoder
-from kvqjax.attention import blockwise_attention, merge, merge_over
+from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.append import admitted, flush_layer, remember
+from kvqjax.cache.eviction import Chosen, Received
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
 from kvqjax.methods import Method
 from kvqjax.model import Model
 from kvqjax.pallas_kernels.packed import target_of
-from kvqjax.rope import rotate
-from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, visible
+from kvqjax.prompt import chosen_tokens, exact_layer
+from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
 from kvqjax.sharding import cache_layout, over_mesh
 
 __all__ = ["attend", "commit", "forward", "init_cache", "prefill"]
@@ -107,7 +108,7 @@ def attend(
     `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one
     token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
     of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean
-    nothing."""
+    nothing. With `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
     if within not in ("chunk", "step"):
         raise ValueError(f"within={within!r}; known: chunk, step")
     step = functools.partial(_attend, within=within, last=last)
@@ -122,43 +123,76 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
     constants, sinks = _constants(model, runs), cache.layout.method.sinks
     length = tokens.shape[1]
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
-    new_tokens = NewTokens(positions, counts, cache.lengths - sinks)
+    new_tokens = NewTokens(positions, counts, cache.lengths - sinks, **_eviction(cache, positions, within))
     units = recoded_units(runs[0].wiring.clocks[0].unit, length)
     recode = within == "step" and units > 0
-    body_carry = _slab(runs, (cache.batch, max(run.slots_here for run in runs)), layout.dtype)
+    holding = [run for run in runs if run.wiring.copy == "layer"]
+    body_carry = _slab(holding, (cache.batch, max(run.slots_here for run in runs)), layout.dtype)
     tile = (cache.batch, units, runs[0].wiring.clocks[0].unit)
     tile_carry = _slab(runs, tile, layout.dtype) if recode else {}
 
-    def step(run, state, run_constants, loop, index):
-        h, body_carry, tile_carry = loop
+    def step(number, loop, index):
+        run, state, run_constants = runs[number], cache.runs[number], constants[number]
+        h, body_carry, tile_carry, mass = loop
         weights = decoder.layer(model.params, run.first + index)
         fixed = caches.pick(run_constants, index)
         projected = decoder.project(weights, h, positions, model.config)
         new = run.wiring.capture(weights, fixed, projected, positions)
-        view = LayerView(run, state, index, weights, fixed, new, sinks)
-        q = decoder.whole_heads(projected.q, model.config)
+        below = _below(runs, cache, constants, number, index)
+        view = LayerView(run, state, index, weights, fixed, new, sinks, below)
+        q, entering = decoder.whole_heads(projected.q, model.config), body_carry
         parts, tile_carry = attend_exact(q, view, new_tokens, recode and run.slots > 0, tile_carry)
         if run.slots:
             body, body_carry = attend_body(q, model.config.num_kv_heads, view, new_tokens, body_carry)
             parts.append(merge_over(body, run.deal.axes))
+        if mass is not None:
+            mass = jax.tree.map(jnp.add, mass, weigh(q, view, new_tokens, total_lse(*parts), entering))
         attended = decoder.own_heads(merge(*parts), model.config, projected.q.shape[2])
         h = decoder.finish(weights, h, attended, model.config)
-        return (h, body_carry, tile_carry), {name: row_major(x) for name, x in new.items()}
+        return (h, body_carry, tile_carry, mass), {name: row_major(x) for name, x in new.items()}
 
-    loop, pending = (decoder.embed(model.params, tokens, model.config), body_carry, tile_carry), []
-    for run, state, run_constants in zip(runs, cache.runs, constants, strict=True):
-        loop, new = jax.lax.scan(
-            lambda loop, index, run=run, state=state, fixed=run_constants: step(run, state, fixed, loop, index),
-            loop,
-            jnp.arange(run.count),
-        )
+    loop = (decoder.embed(model.params, tokens, model.config), body_carry, tile_carry, _no_mass(cache, length))
+    pending = []
+    for number, run in enumerate(runs):
+        loop, new = jax.lax.scan(functools.partial(step, number), loop, jnp.arange(run.count))
         pending.append(new)
     h = loop[0]
     pending = [_after(h, new) if run.count == 1 else new for run, new in zip(runs, pending, strict=True)]
     if last:
         h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
     out = decoder.unembed(model.params, h, model.config)
-    return (out[:, 0] if last else out), tuple(pending)
+    return (out[:, 0] if last else out), (*pending, *(() if loop[3] is None else (loop[3],)))
+
+
+def _below(runs, cache: Cache, constants, number: int, index) -> tuple:
+    """(run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present one."""
+    counts = [*(run.count for run in runs[:number]), index]
+    return tuple(zip(runs, cache.runs, constants, counts, strict=False))
+
+
+def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
+    """`stored` and `oldest` of `NewTokens`: what the body holds, and from where on each query of a draft sees it."""
+    if not cache.kept:
+        return {}
+    if within == "chunk" or positions.shape[1] == 1:
+        return {"stored": cache.kept["positions"]}
+    if "mass" in cache.kept:
+        raise UserError(
+            "keep=h2o drops tokens by what every earlier query attended to, so a draft cannot be verified at once; "
+            "with keep=streaming it can"
+        )
+    run, sinks = plan(cache.layout)[0], cache.layout.method.sinks
+    clock = run.wiring.clocks[0]
+    units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
+    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}
+
+
+def _no_mass(cache: Cache, length: int) -> Received | None:
+    """Zero mass of a call with `length` new tokens, or None where tokens are not chosen by it."""
+    if "mass" not in cache.kept:
+        return None
+    side_by_side = cache.layout.method.sinks + cache.kept["recent"].shape[1] + length
+    return Received(jnp.zeros((cache.batch, side_by_side)), jnp.zeros(cache.kept["positions"].shape))
 
 
 def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
@@ -201,7 +235,7 @@ def prefill(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Exact prefill of an empty cache: the prompt attends to itself exactly, then is encoded; logits of each row's
     last token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's
-    carry."""
+    carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen."""
     _check_capacity(cache, counts)
     known = not isinstance(cache.lengths, jax.core.Tracer) and cache.lengths.is_fully_addressable
     if known and int(cache.lengths.max()) > 0:
@@ -218,18 +252,24 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     chunk = min(CHUNK, tokens.shape[1])
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
     h = decoder.embed(model.params, tokens, model.config)
-    carry = _slab(runs, tokens.shape, layout.dtype)
+    chosen, kept = chosen_tokens(model, cache, constants, h, counts, chunk)
+    carry = _slab(runs, tokens.shape if chosen is None else chosen.token.shape, layout.dtype)
     states = []
     for run, state, run_constants in zip(runs, cache.runs, constants, strict=True):
-        h, carry, state = _prefill_run(model, run, state, run_constants, h, carry, counts, chunk, layout.method.sinks)
+        h, carry, state = _prefill_run(
+            model, run, state, run_constants, h, carry, counts, chunk, layout.method.sinks, chosen
+        )
         states.append(state)
     h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-    done = cache.replace(runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow)
+    done = cache.replace(runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow, kept=kept)
     return decoder.unembed(model.params, h, model.config)[:, 0], done
 
 
-def _prefill_run(model, run: RunPlan, state: Run, constants, h, carry, counts, chunk: int, sinks: int):
-    """One run of layers over the whole prompt: attention, then encoding, layer by layer."""
+def _prefill_run(
+    model, run: RunPlan, state: Run, constants, h, carry, counts, chunk: int, sinks: int, chosen: Chosen | None
+):
+    """One run of layers over the whole prompt: attention, then encoding, layer by layer; where there is a choice, of
+    the `chosen` tokens as if they were the whole prompt."""
     empty = jnp.zeros_like(counts)
     held = empty - sinks
     targets = tuple(due(clock, held + counts, f) for clock, f in zip(run.wiring.clocks, state.flushed, strict=True))
@@ -238,9 +278,12 @@ def _prefill_run(model, run: RunPlan, state: Run, constants, h, carry, counts, c
         h, carry, body = loop
         weights = decoder.layer(model.params, run.first + index)
         fixed = caches.pick(constants, index)
-        new, h = _exact_layer(model, run, weights, fixed, h, counts, chunk)
-        if run.slots:
+        new, h, _ = exact_layer(model, run, weights, fixed, h, counts, chunk)
+        if run.slots and chosen is None:
             body, new, carry = flush_layer(run, body, index, new, held, targets, fixed, carry)
+        elif run.slots and chosen is not None and chosen.token.shape[1]:
+            picked = {name: jnp.take_along_axis(x, chosen.token[:, :, None], 1) for name, x in new.items()}
+            body, _, carry = flush_layer(run, body, index, picked, empty, (chosen.units,), fixed, carry)
         fresh = state.replace(
             body={},
             sinks={name: jnp.zeros_like(a[:1]) for name, a in state.sinks.items()},
@@ -251,40 +294,3 @@ def _prefill_run(model, run: RunPlan, state: Run, constants, h, carry, counts, c
 
     (h, carry, body), (kept, window) = jax.lax.scan(step, (h, carry, state.body), jnp.arange(run.count))
     return h, carry, Run(body=body, sinks=kept, window=window, flushed=targets if run.slots else state.flushed)
-
-
-def _exact_layer(model: Model, run: RunPlan, weights, constants, h: Float[Array, "B T E"], counts, chunk: int):
-    """One layer of exact causal attention, `chunk` tokens at a time: (sources [B,T,W], next hidden states [B,T,E])."""
-    config = model.config
-    batch, length = h.shape[:2]
-    starts = jnp.arange(0, length, chunk)
-
-    def project(start):
-        positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
-        return positions, decoder.project(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), positions, config)
-
-    def keys(start):
-        positions, projected = project(start)
-        sources = run.wiring.capture(weights, constants, projected, positions)
-        k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
-        return sources, rotate(k, positions, config), v
-
-    def join(x):
-        return jnp.moveaxis(x, 0, 1).reshape(batch, length, *x.shape[3:])
-
-    new, k, v = jax.tree.map(join, jax.lax.map(keys, starts))
-
-    def attended(start):
-        positions, projected = project(start)
-
-        def read(j, carry):
-            span = j * chunk + jnp.arange(chunk)
-            at = jnp.broadcast_to(span[None], (batch, chunk))
-            mask = visible(positions, at, at < counts[:, None], run.sliding)
-            return *(jax.lax.dynamic_slice_in_dim(x, j * chunk, chunk, 1) for x in (k, v)), mask, carry
-
-        first = jnp.int32(0) if run.sliding is None else jnp.maximum(start - run.sliding + 1, 0) // chunk
-        out, _ = blockwise_attention(projected.q, k.shape[2], read, first, start // chunk + 1)
-        return decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out.out, config)
-
-    return new, join(jax.lax.map(attended, starts))

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvqjax.cache.state import Cache, RunPlan, plan
 from kvqjax.codecs import bits_per_value
-from kvqjax.methods.roofline import layer_flops
+from kvqjax.methods.roofline import flops_by_layer
 
 __all__ = ["Entry", "Ledger", "ledger"]
 
@@ -37,7 +37,8 @@ class Ledger:
     token over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window,
     padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the
     compute dtype; `layer_flops` the operations that every layer spends on rematerialising one cached token's keys and
-    values at every decode step."""
+    values at every decode step, and `carry` the bytes that flow between layers during one, beside the
+    cache."""
 
     entries: tuple[Entry, ...]
     batch: int
@@ -46,6 +47,7 @@ class Ledger:
     bits_method: float
     bits_exact: int
     layer_flops: tuple[int, ...]
+    carry: int
 
     @property
     def bytes(self) -> int:
@@ -78,6 +80,7 @@ class Ledger:
         rows = [dataclasses.asdict(entry) for entry in self.entries]
         summary = {"bytes": self.bytes, "bytes_exact": self.exact_bytes, "bits_method": self.bits_method}
         summary |= {"flops_per_cached_token": self.flops, "flops_by_layer": self.layer_flops}
+        summary |= {"bytes_carry": self.carry}
         summary |= {"bits_stored": self.bits_stored, "roles": self.by_role(), "batch": self.batch}
         return summary | {"capacity": self.capacity, "tiled": sum(e.tiled for e in self.entries), "entries": rows}
 
@@ -104,7 +107,7 @@ def _run_entries(run: RunPlan, state, capacity: int, sinks: int):
     clocks = {source: clock for clock in run.wiring.clocks for source in clock.sources}
     for source, fields in state.body.items():
         clock = clocks[source]
-        most = min((capacity - sinks - clock.window) // clock.unit * clock.unit, run.slots)
+        most = run.kept or min((capacity - sinks - clock.window) // clock.unit * clock.unit, run.slots)
         for name, stored in fields.items():
             field = run.wiring.codecs[source].fields[name]
             yield _entry(run, source, name, field.role, stored, most / run.slots)
@@ -121,6 +124,12 @@ def _method_bits(runs: tuple[RunPlan, ...], values: int) -> float:
     return total / values
 
 
+def _carry_bytes(runs: tuple[RunPlan, ...], batch: int, dtype: str) -> int:
+    """What a decode step holds of what flows between layers."""
+    widths = {name: width for run in runs for name, width in run.wiring.carry.items()}
+    return batch * max(run.carried for run in runs) * sum(widths.values()) * np.dtype(dtype).itemsize
+
+
 def ledger(cache: Cache) -> Ledger:
     """Account for every array of a cache (live or abstract)."""
     layout, runs = cache.layout, plan(cache.layout)
@@ -130,6 +139,7 @@ def ledger(cache: Cache) -> Ledger:
         for entry in _run_entries(run, state, layout.capacity, layout.method.sinks)
     ]
     entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow]))
+    entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in cache.kept.items()]
     values = 2 * layout.config.num_layers * layout.config.kv_width
     return Ledger(
         entries=tuple(entries),
@@ -138,5 +148,6 @@ def ledger(cache: Cache) -> Ledger:
         values=values,
         bits_method=_method_bits(runs, values),
         bits_exact=8 * jax.numpy.dtype(layout.dtype).itemsize,
-        layer_flops=tuple(layer_flops(spec, layout.config) for spec in layout.method.layers(layout.config)),
+        layer_flops=flops_by_layer(layout.method, layout.config),
+        carry=_carry_bytes(runs, cache.lengths.shape[0], layout.dtype),
     )

@@ -1,6 +1,7 @@
 """One layer's attention over a compressed cache, segment by segment: exact tokens (sinks, window, new) and encoded
 body."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -9,25 +10,31 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax.attention import Partial, blockwise_attention, segment_attention
 from kvqjax.cache.append import gather_tile, pick, ring_tokens
+from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
 from kvqjax.layout import read
+from kvqjax.methods.wiring import SharedValues
 from kvqjax.pallas_kernels.dispatch import packed_attention
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 
-__all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible"]
+__all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible", "weigh"]
 
 
 class NewTokens(NamedTuple):
     """What every layer knows of the T new tokens: absolute positions, how many of each row are valid, and how many body
-    tokens (tokens after the sinks) each row held before; negative while the sinks fill."""
+    tokens (tokens after the sinks) each row held before; negative while the sinks fill. Where tokens are evicted,
+    `stored` are the body's positions (-1: none) and `oldest` the first one each query may see, if not all of them."""
 
     positions: Int[Array, "B T"]
     counts: Int[Array, " B"]
     held: Int[Array, " B"]
+    stored: Int[Array, "B N"] | None = None
+    oldest: Int[Array, "B T"] | None = None
 
 
 class LayerView(NamedTuple):
-    """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W]."""
+    """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
+    `below` are (run, state, constants, layers) of the runs up to this layer."""
 
     run: RunPlan
     state: Run
@@ -36,6 +43,7 @@ class LayerView(NamedTuple):
     constants: dict
     new: dict
     sinks: int
+    below: tuple[tuple[RunPlan, Run, dict, Int[Array, ""] | int], ...] = ()
 
 
 def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
@@ -43,6 +51,14 @@ def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
     query, key = queries[:, :, None], keys[:, None, :]
     seen = (key <= query) & valid[:, None, :]
     return seen if sliding is None else seen & (key > query - sliding)
+
+
+def _seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B T S"]:
+    """Which of the tokens at `positions` each query sees."""
+    mask = visible(tokens.positions, positions, valid, view.run.sliding)
+    if tokens.oldest is None:
+        return mask
+    return mask & ((positions[:, None] >= tokens.oldest[:, :, None]) | (positions < view.sinks)[:, None])
 
 
 def _side_by_side(view: LayerView, tokens: NewTokens):
@@ -96,7 +112,7 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     layer for those."""
     run = view.run
     sources, positions, valid = _side_by_side(view, tokens)
-    mask = visible(tokens.positions, positions, valid, run.sliding)
+    mask = _seen(view, tokens, positions, valid)
 
     def part(sources, mask):
         k, v = run.wiring.expand(view.weights, view.constants, sources, positions)
@@ -128,40 +144,96 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens, spec: PackedSpec) -> P
     return packed_attention(q, body, view.layer, start, stop, spec)
 
 
-def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
-    """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
-    per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
+def _payload(run: RunPlan, state: Run, layer, at) -> dict:
+    """One block of every row of one layer, unpacked."""
+    return {
+        source: {name: read(f, state.body[source][name], layer, at, run.block) for name, f in codec.fields.items()}
+        for source, codec in run.wiring.codecs.items()
+    }
+
+
+def _passed(run: RunPlan, state: Run, constants, at, layer, carry: dict) -> dict:
+    """The carry of one block after one more layer."""
+    return run.wiring.decode(pick(constants, layer), _payload(run, state, layer, at), carry)[1]
+
+
+def _rebuilt(view: LayerView, at) -> dict:
+    """The carry of one block where none is held: zeros, and with `copy="none"` what the layers below make of them."""
+    batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
+    carry = {name: jnp.zeros((batch, view.run.block, width), dtype) for name, width in view.run.wiring.carry.items()}
+    for run, state, constants, count in view.below if view.run.wiring.copy == "none" else ():
+        carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at), carry)
+    return carry
+
+
+def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None = None):
+    """(read, first, last) as `blockwise_attention` wants them, for the encoded tokens of every row; with `shared`,
+    values as stored, to be decoded after the sum."""
     run, sinks = view.run, view.sinks
-    if run.wiring.packed is not None and not run.wraps:
-        return _attend_packed(q, view, tokens, run.wiring.packed), carry
-    ends, shared = body_tokens(run, view.state), run.wiring.shared
-    late = shared is not None and tokens.positions.shape[1] <= shared.most
+    ends = body_tokens(run, view.state)
+    stored = tokens.stored
+    if stored is not None:
+        stored = jnp.pad(stored, ((0, 0), (0, run.slots - stored.shape[1])), constant_values=-1)
 
     def block(j, carry):
         at = j * run.block % run.slots_here
-        payload = {
-            source: {
-                name: read(f, view.state.body[source][name], view.layer, at, run.block)
-                for name, f in codec.fields.items()
-            }
-            for source, codec in run.wiring.codecs.items()
-        }
+        payload = _payload(run, view.state, view.layer, at)
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, run.block, 1) for n, c in carry.items()}
+        part = part or _rebuilt(view, at)
         decoded, part = run.wiring.decode(view.constants, payload, part)
         decoded = {name: x.astype(view.new[name].dtype) for name, x in decoded.items()}
         carry = {n: jax.lax.dynamic_update_slice_in_dim(c, part[n].astype(c.dtype), at, 1) for n, c in carry.items()}
-        tokens_here = run.deal.tokens(j * run.block + jnp.arange(run.block))
-        index = jnp.broadcast_to(tokens_here[None], (ends.shape[0], run.block))
-        k, v = run.wiring.expand(view.weights, view.constants, decoded, index + sinks)
-        if late:  # the decoded values then have no user and are never computed
+        if stored is None:
+            tokens_here = run.deal.tokens(j * run.block + jnp.arange(run.block))
+            index = jnp.broadcast_to(tokens_here[None], (ends.shape[0], run.block))
+            positions, valid = index + sinks, index < ends[:, None]
+        else:
+            positions = jax.lax.dynamic_slice_in_dim(stored, at, run.block, 1)
+            valid = positions >= 0
+        k, v = run.wiring.expand(view.weights, view.constants, decoded, positions)
+        if shared is not None:  # the decoded values then have no user and are never computed
             v = shared.read(view.constants, payload)[:, :, None].astype(v.dtype)
-        mask = visible(tokens.positions, index + sinks, index < ends[:, None], run.sliding)
-        return k, v, mask, carry
+        return k, v, _seen(view, tokens, positions, valid), carry
 
+    if stored is not None:
+        filled = jnp.where(stored >= 0, jnp.arange(1, run.slots + 1)[None], 0).max()
+        return block, jnp.int32(0), -(-filled // run.block)
     last = -(-run.deal.share(ends.max()) // run.block)
     first = jnp.int32(0)
     if run.sliding is not None:  # blocks that no query reaches any more are skipped
         oldest = jnp.maximum((tokens.positions[:, 0] - run.sliding + 1 - sinks).min(), 0)
         first = jnp.minimum(run.deal.share(oldest) // run.block, last)
-    found, carry = blockwise_attention(q, kv_heads, block, first, last, carry, shared.width if late else None)
-    return Partial(shared.finish(view.constants, found.out), found.lse) if late else found, carry
+    return block, first, last
+
+
+def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
+    """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
+    per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
+    run = view.run
+    if run.wiring.packed is not None and not run.wraps and tokens.stored is None:
+        return _attend_packed(q, view, tokens, run.wiring.packed), carry
+    shared = run.wiring.shared
+    if shared is None or q.shape[1] > shared.most:
+        return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens), carry)
+    found, carry = blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, shared), carry, shared.width)
+    return Partial(shared.finish(view.constants, found.out), found.lse), carry
+
+
+def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
+    """What the valid queries gave each token, once `lse` is known: a second pass over the scores. `carry` is what
+    `attend_body` was given."""
+    valid = (jnp.arange(q.shape[1])[None] < tokens.counts[:, None])[:, :, None]
+    sources, positions, real = _side_by_side(view, tokens)
+    k, _ = view.run.wiring.expand(view.weights, view.constants, sources, positions)
+    exact = received(q, k, _seen(view, tokens, positions, real) & valid, lse)
+    read_block, first, last = _body_blocks(view, tokens)
+
+    def step(j, loop):
+        body, carry = loop
+        k, _, mask, carry = read_block(j, carry)
+        part = received(q, k, mask & valid, lse)
+        return jax.lax.dynamic_update_slice_in_dim(body, part, j * view.run.block, 1), carry
+
+    body = jnp.zeros((q.shape[0], view.run.slots))
+    body, _ = jax.lax.fori_loop(first, last, step, (body, carry))
+    return Received(exact, body[:, : tokens.stored.shape[1]])

@@ -157,6 +157,8 @@ def cache_layout(rules: Rules | None, layout: CacheLayout, batch: int) -> CacheL
     they split, or they cannot share out the rows."""
     if rules is None:
         return layout
+    if layout.method.keep is not None:
+        raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
     if batch % rules.size(rules.batch):
         raise UserError(f"{batch} rows cannot be split over {rules.size(rules.batch)} devices")
     if not shares_heads(layout, rules.size(rules.kv_heads)):

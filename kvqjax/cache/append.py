@@ -6,15 +6,17 @@ through `encode_tile`, so equal sources give equal words. Rows are looped over, 
 flush becomes a select that encodes at every step."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvqjax.cache.eviction import Moves, enter
 from kvqjax.cache.state import Cache, Run, RunPlan, chains, due, plan
 from kvqjax.layout import PLANE, row_major, write
 
-__all__ = ["commit", "encode_tile", "flush_layer", "gather_tile", "remember", "ring_tokens"]
+__all__ = ["commit", "encode_tile", "flush_layer", "gather_tile", "remember", "ring_tokens", "window_tokens"]
 
 Sources = dict  # source name -> array
 
@@ -30,6 +32,11 @@ def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
     return first + (jnp.arange(ring)[None] - first) % ring
 
 
+def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
+    """The body token each window slot stands for once a row has held `end` of them."""
+    return ring_tokens(ring, jnp.maximum(end - ring, 0))
+
+
 def gather_tile(window, new, at, row, token, size: int, held):
     """Tokens `token .. token + size - 1` of one row: [size, W] from the ring where they are older than body token
     `held`, else from `new` whose first token is `held`. `at` indexes the arrays' leading axes before the row."""
@@ -39,10 +46,10 @@ def gather_tile(window, new, at, row, token, size: int, held):
     return jnp.where((tokens < held)[:, None], ring, fresh)
 
 
-def encode_tile(run: RunPlan, body, at, clock, token, tile: Sources, constants, carry):
-    """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body token `token`."""
+def encode_tile(run: RunPlan, body, at, clock, slot, tile: Sources, constants, carry):
+    """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body slot `slot`."""
     payload, recon, carry = run.wiring.encode(constants, tile, carry)
-    here, slot = run.deal.place(token % run.slots)
+    here, slot = run.deal.place(slot)
     for source in clock.sources:
         fields = run.wiring.codecs[source].fields
         stored = {
@@ -83,7 +90,7 @@ def remember(run: RunPlan, state: Run, new: Sources, lengths, counts, sinks: int
     """Put new tokens, [L, B, T, W] per source, into sinks and window. `run.flushed` must already be up to date."""
     held = lengths - sinks  # body tokens before the call; negative while the sinks fill
     end = held + counts
-    slots = ring_tokens(run.ring, jnp.maximum(end - run.ring, 0))
+    slots = window_tokens(run.ring, end)
     sink_tokens = jnp.broadcast_to(jnp.arange(sinks)[None] - sinks, (lengths.shape[0], sinks))
 
     def wanted(tokens):
@@ -136,7 +143,7 @@ def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry)
         tile = {s: gather_tile(new[s], new[s], (), row, token, size, held[row]) for s in clock.sources}
         start = jnp.clip(token - held[row], 0, length - size)
         part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
-        body, recon, part = encode_tile(run, body, (layer, row), clock, token, tile, constants, part)
+        body, recon, part = encode_tile(run, body, (layer, row), clock, token % run.slots, tile, constants, part)
         carry = {
             n: jax.lax.dynamic_update_slice(c, part[n][None].astype(c.dtype), (row, start, 0)) for n, c in carry.items()
         }
@@ -155,17 +162,18 @@ def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry)
     return jax.lax.fori_loop(0, held.shape[0], row_step, (body, new, carry))
 
 
-def _flush_chain(runs, states, news, held, targets, constants, dtype):
+def _flush_chain(runs, states, news, held, targets, constants, dtype, moves: Moves | None):
     """Encode what is due in a chain of runs: row by row, tile by tile, all layers in order. `states` are (body, window)
-    pairs; a source encoded before its partner leaves the window is replaced there by its reconstruction."""
+    pairs; a source encoded before its partner leaves the window is replaced there by its reconstruction. Where
+    tokens are evicted, `moves` says which units go where."""
     replace, length = len(runs[0].wiring.clocks) > 1, next(iter(news[0].values())).shape[2]
 
-    def layer_step(number, index, row, token, size, layer, state):
+    def layer_step(number, index, row, token, slot, size, layer, state):
         run, (body, window, new), carry = runs[number], state[0][number], state[1]
         clock = run.wiring.clocks[index]  # layers of a chain may name their sources differently
         tile = {s: gather_tile(window[s], new[s], (layer,), row, token, size, held[row]) for s in clock.sources}
         body, recon, carry = encode_tile(
-            run, body, (layer, row), clock, token, tile, pick(constants[number], layer), carry
+            run, body, (layer, row), clock, slot % run.slots, tile, pick(constants[number], layer), carry
         )
         if replace:
             window, new = _put_back(run, window, new, recon, layer, row, token, size, held[row])
@@ -173,14 +181,21 @@ def _flush_chain(runs, states, news, held, targets, constants, dtype):
         entries[number] = (body, window, new)
         return tuple(entries), carry
 
-    def tile_step(index, row, token, size, entries):
+    def tile_step(index, row, token, size, entries, slot=None):
         state = (entries, empty_carry(runs, size, dtype))
         for number, run in enumerate(runs):
-            step = functools.partial(layer_step, number, index, row, token, size)
+            slot = token if slot is None else slot
+            step = functools.partial(layer_step, number, index, row, token, slot, size)
             state = jax.lax.fori_loop(0, run.count, step, state)
         return state[0]
 
+    def moved(moves: Moves, row, i, entries):
+        unit = runs[0].wiring.clocks[0].unit
+        return tile_step(0, row, moves.unit[row, i] * unit, unit, entries, moves.slot[row, i])
+
     def row_step(row, entries):
+        if moves is not None:
+            return jax.lax.fori_loop(0, moves.count[row], functools.partial(moved, moves, row), entries)
         for index, clock in enumerate(runs[0].wiring.clocks):
             start, stop = states[0].flushed[index][row], targets[index][row]
             # What was due before was encoded then: a unit of one token falls due with each new token, no more.
@@ -213,18 +228,18 @@ def admitted(cache: Cache, counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], 
     return fits, cache.overflow | (fits < counts)
 
 
-def commit(
-    cache: Cache, pending: tuple[Sources, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()
-) -> Cache:
+def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()) -> Cache:
     """Append the first `counts[b]` tokens of row b of `pending` and encode what is due, all layers in order.
 
-    `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them. Tokens beyond the capacity
-    are dropped and raise the row's overflow flag."""
+    `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them, and after them the attention
+    mass of the call where tokens are kept by it. Tokens beyond the capacity are dropped and raise the row's overflow
+    flag."""
     layout, runs = cache.layout, plan(cache.layout)
     constants = constants or tuple({} for _ in runs)
     counts, overflow = admitted(cache, counts)
     held = cache.lengths - layout.method.sinks
-    states, sources = list(cache.runs), list(pending)
+    states, sources = list(cache.runs), list(pending[: len(runs)])
+    moves, kept = _moves(cache, pending, held, counts)
     for chain in chains(layout):
         members = [runs[i] for i in chain]
         clocks = members[0].wiring.clocks
@@ -239,6 +254,7 @@ def commit(
                 targets,
                 [constants[i] for i in chain],
                 layout.dtype,
+                moves,
             )
             for i, (body, window, new) in zip(chain, flush, strict=True):
                 states[i], sources[i] = states[i].replace(body=body, window=window, flushed=targets), new
@@ -246,4 +262,17 @@ def commit(
         remember(run, state, new, cache.lengths, counts, layout.method.sinks)
         for run, state, new in zip(runs, states, sources, strict=True)
     )
-    return cache.replace(runs=done, lengths=cache.lengths + counts, overflow=overflow)
+    return cache.replace(runs=done, lengths=cache.lengths + counts, overflow=overflow, kept=kept)
+
+
+def _moves(cache: Cache, pending: tuple, held, counts) -> tuple[Moves | None, dict]:
+    """Which units go where, and the bookkeeping after it, where tokens are evicted."""
+    keep, run = cache.layout.method.keep, plan(cache.layout)[0]
+    if keep is None or not cache.kept:
+        return None, cache.kept
+    clock, flushed = run.wiring.clocks[0], cache.runs[0].flushed[0]
+    most = (next(iter(pending[0].values())).shape[2] + clock.unit - 1) // clock.unit
+    call = pending[-1] if len(pending) > len(cache.runs) else None
+    end, sinks = held + counts, cache.layout.method.sinks
+    window, target = window_tokens(run.ring, end), due(clock, end, flushed)
+    return enter(keep.rule, cache.kept, call, held, window, flushed, target, most, clock.unit, sinks)

@@ -16,10 +16,12 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from kvqjax.cache.deal import Deal
+from kvqjax.cache.eviction import allocate_kept
 from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
-from kvqjax.layout import Stored, allocate, block_tokens
+from kvqjax.layout import PLANE, Stored, allocate, block_tokens
+from kvqjax.methods.keep import Keep
 from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Clock, Wiring
 
@@ -46,7 +48,8 @@ class CacheLayout:
 class RunPlan(NamedTuple):
     """A run of equal layers: `first` .. `first + count - 1`. The body has `slots` tokens in blocks of `block`, a ring
     of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window is a ring of `ring`
-    tokens. `slots` counts all devices' when the blocks are dealt (`deal`); `slots_here` one device's."""
+    tokens. `slots` counts all devices' when the blocks are dealt (`deal`); `slots_here` one device's.
+    With eviction the body never holds more than `kept` tokens (0: no eviction)."""
 
     first: int
     count: int
@@ -57,10 +60,16 @@ class RunPlan(NamedTuple):
     ring: int
     wraps: bool
     deal: Deal = Deal()
+    kept: int = 0
 
     @property
     def slots_here(self) -> int:
         return self.slots // self.deal.parts
+
+    @property
+    def carried(self) -> int:
+        """Body tokens of which a reader holds what flows between layers, per row (see `Wiring.copy`)."""
+        return {"layer": self.slots, "none": self.block, "all": 0}[self.wiring.copy]
 
 
 class Run(struct.PyTreeNode):
@@ -75,12 +84,14 @@ class Run(struct.PyTreeNode):
 
 class Cache(struct.PyTreeNode):
     """A compressed KV cache. `overflow[b]` turns True, and stays so, when a jitted call was asked to hold more tokens
-    than `layout.capacity` in row b; what did not fit is not stored."""
+    than `layout.capacity` in row b; what did not fit is not stored. `kept` says which tokens the body holds where some
+    are evicted (kvqjax.cache.eviction), and is empty otherwise."""
 
     runs: tuple[Run, ...]
     lengths: Leaf  # Int[B]
     overflow: Leaf  # Bool[B]
     layout: CacheLayout = struct.field(pytree_node=False)
+    kept: dict[str, Leaf] = struct.field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -122,7 +133,17 @@ def _check_clocks(wiring: Wiring, name: str) -> None:
                 )
 
 
-def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | None) -> RunPlan:
+def _by_groups(wiring: Wiring, layout: CacheLayout, keep: Keep) -> Wiring:
+    """The wiring with a clock that eviction can work with: one for all sources, of whole planes at least."""
+    if len(wiring.clocks) > 1:
+        raise UserError(f"{layout.method}: keys and values leave the window apart, so their tokens cannot be evicted")
+    clock = wiring.clocks[0]._replace(unit=max(PLANE, wiring.clocks[0].unit))
+    if keep.budget < clock.unit:
+        raise UserError(f"{layout.method}: tokens leave the body {clock.unit} at a time; keep that many at least")
+    return wiring._replace(clocks=(clock,))
+
+
+def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | None, block: int) -> RunPlan:
     try:
         wiring = _resolve(spec.build(layout.config), layout.dtype)
         if wiring.packed is not None:
@@ -130,28 +151,47 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | 
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     _check_clocks(wiring, str(layout.method))
+    keep = layout.method.keep
+    if keep is not None:
+        wiring = _by_groups(wiring, layout, keep)
     fields = [field for codec in wiring.codecs.values() for field in codec.fields.values()]
-    block = max(block_tokens(fields), *(clock.unit for clock in wiring.clocks))
+    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.clocks)))
     room = layout.capacity - layout.method.sinks
     ring = max(clock.window + clock.unit for clock in wiring.clocks)
     # Nothing is ever encoded when the window alone can hold the capacity.
     most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.clocks)
+    ring = max(1, min(ring, room))
+    if keep is not None:
+        unit = wiring.clocks[0].unit
+        kept = max(0, min(keep.budget // unit * unit, most))
+        return RunPlan(first, count, wiring, sliding, block, -(-kept // block) * block, ring, False, kept=kept)
     whole = blocks = max(0, -(-most // block))
     if sliding is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
         blocks = min(whole, -(-(sliding + ring) // block) + 1)
-    return RunPlan(first, count, wiring, sliding, block, blocks * block, max(1, min(ring, room)), blocks < whole)
+    return RunPlan(first, count, wiring, sliding, block, blocks * block, ring, blocks < whole)
+
+
+def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
+    """The runs in layer order, their blocks multiples of `block`."""
+    kinds = zip(layout.method.layers(layout.config), layout.config.windows, strict=True)
+    runs, first = [], 0
+    for (spec, sliding), group in itertools.groupby(kinds):
+        count = len(list(group))
+        runs.append(_plan_run(layout, first, count, spec, sliding, block))
+        first += count
+    return runs
 
 
 @functools.lru_cache(maxsize=64)
 def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
     """The runs of a layout, in layer order. Cached, so that wirings are built once."""
-    kinds = zip(layout.method.layers(layout.config), layout.config.windows, strict=True)
-    runs, first = [], 0
-    for (spec, sliding), group in itertools.groupby(kinds):
-        count = len(list(group))
-        runs.append(_plan_run(layout, first, count, spec, sliding))
-        first += count
+    runs = _plan_runs(layout, 1)
+    if any(run.wiring.copy == "none" for run in runs):  # a block is then read from all layers below at once
+        runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))
+    clocks = {run.wiring.clocks[0][1:] for run in runs}
+    if layout.method.keep is not None and len(clocks) > 1:
+        raise UserError(f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}")
     return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
 
 
@@ -201,7 +241,11 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     if layout.capacity < 1 or batch < 1:
         raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
     runs = tuple(_allocate_run(run, batch, layout) for run in plan(layout))
-    return Cache(runs, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool), layout)
+    first, keep = plan(layout)[0], layout.method.keep
+    kept = {}
+    if keep is not None and first.kept:
+        kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.clocks[0].unit, first.ring)
+    return Cache(runs, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool), layout, kept)
 
 
 def body_tokens(run: RunPlan, state: Run) -> Int[Array, " B"]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvqjax.cache.eviction import crop_kept, forget
 from kvqjax.cache.state import Cache, Run, RunPlan, plan
 from kvqjax.errors import UserError
 
@@ -40,9 +41,9 @@ def _by_rows(function: Callable, cache: Cache, *others: Cache) -> Cache:
 
     runs = tuple(one(*states) for states in zip(cache.runs, *(other.runs for other in others), strict=True))
     lengths = flat(cache.lengths, *(other.lengths for other in others))
-    return cache.replace(
-        runs=runs, lengths=lengths, overflow=flat(cache.overflow, *(other.overflow for other in others))
-    )
+    overflow = flat(cache.overflow, *(other.overflow for other in others))
+    kept = jax.tree.map(flat, cache.kept, *(other.kept for other in others))
+    return cache.replace(runs=runs, lengths=lengths, overflow=overflow, kept=kept)
 
 
 def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
@@ -73,7 +74,8 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     """Empty the marked rows: length 0, nothing encoded, overflow forgotten. Their old words stay until overwritten."""
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
-    return cache.replace(runs=runs, lengths=empty(cache.lengths), overflow=cache.overflow & ~rows)
+    done = cache.replace(runs=runs, lengths=empty(cache.lengths), overflow=cache.overflow & ~rows)
+    return done.replace(kept=forget(cache.kept, rows))
 
 
 def _floor(wanted: Int[Array, " B"], clocks: list[tuple[RunPlan, int, Array]]) -> Int[Array, " B"]:
@@ -102,6 +104,8 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     empty then: the newest tokens stay encoded, and nothing is encoded twice. In a layer with two clocks (KIVI as
     published) a token whose key was encoded while its value was exact keeps the reconstructed key. Layers whose body
     is a ring (sliding windows) have overwritten older tokens: a crop into their encoded part leaves the sinks only.
+    Where tokens are evicted by policy (`keep`), those below the cut that the body still holds stay, and those that it
+    gave up before do not come back: the row then holds less than a fresh encode of the same tokens.
     """
     sinks, runs = cache.layout.method.sinks, plan(cache.layout)
     clocks = [
@@ -121,4 +125,4 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
         )
         for run, state in zip(runs, cache.runs, strict=True)
     )
-    return cache.replace(runs=states, lengths=kept + sinks)
+    return cache.replace(runs=states, lengths=kept + sinks, kept=crop_kept(cache.kept, kept + sinks))

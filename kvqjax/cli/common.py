@@ -1,5 +1,6 @@
 """What the commands share: options, loading, tables, progress."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,9 @@ __all__ = [
 ]
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a Hugging Face folder, or a hub id")]
-Caches = Annotated[list[str], typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64; repeatable")]
+Caches = Annotated[
+    list[str], typer.Option("--cache", "-c", help="a policy: kivi:bits=2;0-1=exact, or FILE.json; repeatable")
+]
 Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration of a --cache; repeatable")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bf16, f16 or f32")]
 Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
@@ -62,17 +65,18 @@ def open_model(
 
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
-    """Pair every method with a model that holds its constants. An artifact serves the --cache of the same name; what a
-    method derives from the weights alone (xquant) is computed here when there is none."""
+    """Pair every method with a model that holds its constants. An artifact serves the --cache of the same policy, which
+    tokens are kept left aside; what a method derives from the weights alone (xquant) is computed here when there is
+    none."""
     from kvqjax.calibrate.xquant import prepared
 
-    artifacts = {str(a.method): a for a in map(load_artifact, folders)}
-    unused = set(artifacts) - {str(method) for method in methods}
+    whole = lambda method: dataclasses.replace(method, keep=None)  # noqa: E731
+    artifacts = {whole(a.method): a for a in map(load_artifact, folders)}
+    unused = set(artifacts) - {whole(method) for method in methods}
     if unused:
-        raise UserError(f"--artifact for {', '.join(sorted(unused))}, which no --cache names")
-    pairs = [
-        (model.with_artifact(artifacts[str(m)]) if str(m) in artifacts else prepared(model, m), m) for m in methods
-    ]
+        raise UserError(f"--artifact for {', '.join(sorted(map(str, unused)))}, which no --cache names")
+    found = [(artifacts.get(whole(method)), method) for method in methods]
+    pairs = [(prepared(model, m) if got is None else model.with_artifact(got), m) for got, m in found]
     if model.rules is None:
         return pairs
     place = model.rules.everywhere

@@ -3,9 +3,10 @@
 from kvqjax.methods.aqua import aqua
 from kvqjax.methods.commvq import commvq
 from kvqjax.methods.higgs import higgs
+from kvqjax.methods.keep import Keep
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant import kvquant
-from kvqjax.methods.registry import METHODS, parse, policy
+from kvqjax.methods.registry import METHODS, parse, policy, to_dict
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.methods.xquant import xquant
@@ -14,6 +15,7 @@ from kvqjax.methods.xquant_cl import xquant_cl
 __all__ = [
     "METHODS",
     "Clock",
+    "Keep",
     "KeysAndValues",
     "Method",
     "Wiring",
@@ -28,6 +30,7 @@ __all__ = [
     "method_factory",
     "parse",
     "policy",
+    "to_dict",
     "uniform",
     "xquant",
     "xquant_cl",

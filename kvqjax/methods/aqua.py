@@ -22,14 +22,14 @@ from kvqjax.codecs.higgs import Higgs
 from kvqjax.config import ModelConfig
 from kvqjax.layout import Field
 from kvqjax.methods.predictors import predict, shapes
-from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 
 __all__ = ["AquaLayer", "aqua", "encode_source", "predictor_inputs", "reconstruct"]
 
 UNIT = 128
 BACKBONES = ("higgs", "token", "channel")
-COPIES = ("layer", "all")
+COPIES = ("none", "layer", "all")
 KEPT = {"k": "key", "v": "value"}  # source -> AquaLayer's field
 
 
@@ -37,7 +37,12 @@ KEPT = {"k": "key", "v": "value"}  # source -> AquaLayer's field
 class AquaLayer:
     """One layer. `key_inputs` and `value_inputs` name what each predictor sees: "k", "v", "kv", or "none" for no
     predictor. For keys they are the previous layer's keys and values; for values, this layer's keys and the previous
-    values. `copy="all"` also stores the reconstructions, so that reading costs no predictor and saves no memory."""
+    values.
+
+    `copy` trades memory for compute at every decode step, L layers and S body tokens. "layer": one layer's keys and
+    values, 2 S K D numbers, live during the call; L predictions per token. "none": one block's; every layer is computed
+    anew from the first one, L (L + 1) / 2 predictions. "all": every layer's reconstruction is stored beside its codes
+    and no prediction is needed, which saves no memory against the exact cache."""
 
     key: CodecSpec
     value: CodecSpec
@@ -55,10 +60,15 @@ class AquaLayer:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
         if self.copy not in COPIES:
-            raise ValueError(
-                f"copy={self.copy!r}; known: layer (one layer's keys and values, during a call), all (every layer's, "
-                "kept); less is not possible, because a layer's predictors need the layer below"
-            )
+            raise ValueError(f"copy={self.copy!r}; known: {', '.join(COPIES)}")
+
+    def admit(self, other: LayerSpec) -> LayerSpec:
+        """A layer of keys and values by other codecs, exact ones among them, as a member of the chain: no predictor,
+        this layer's window, unit and `rope`; the layer above predicts from what it reconstructs."""
+        if not isinstance(other, KeysAndValues):
+            return other
+        alone = {"key_inputs": "none", "value_inputs": "none", "predictor": "linear", "rank": 0}
+        return dataclasses.replace(self, key=other.key, value=other.value, **alone)
 
     def inputs(self, source: str) -> str:
         """What the predictor of "k" or "v" sees."""
@@ -161,7 +171,7 @@ def _aqua_wiring(layer: AquaLayer, config: ModelConfig, codecs: dict[str, Codec]
         return recon, recon
 
     needs = {source: shape for source in ("k", "v") if (shape := layer.needs(source, width))}
-    return base._replace(encode=encode, decode=decode, carry={"k": width, "v": width}, needs=needs)
+    return base._replace(encode=encode, decode=decode, carry={"k": width, "v": width}, needs=needs, copy=layer.copy)
 
 
 def _backbone(name: str, bits: int, dim: int, group: int | None, seed: int | None) -> CodecSpec:
@@ -210,8 +220,9 @@ def aqua(
     the first layer at `first_bits` by HIGGS without a predictor, 16 meaning exact (AQUA-KV, sections 3 and 4.1).
 
     `predictor` is "linear", "int4", "low_rank" (of `rank`) or "mlp"; `key_inputs`, `value_inputs` and `rope` give the
-    paper's ablations. Layers in `exact` ("3+7") stay exact, and the layer above predicts from their exact keys and
-    values. `buffer` tokens are encoded at a time, whatever is beyond the newest `window`. `copy`: see AquaLayer.
+    paper's ablations. Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above
+    predicts from their exact keys and values. `buffer` tokens are encoded at a time, whatever is beyond the newest
+    `window`. `copy`: see AquaLayer.
     `centre="mean"` takes a calibrated mean off the first layer's keys (the predictors' biases do so above it).
     """
     shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
@@ -219,9 +230,9 @@ def aqua(
     alone = {"key_inputs": "none", "value_inputs": "none"}
     start = _backbone("higgs", first_bits, 2, group if backbone == "higgs" else None, seed)
     first = AquaLayer(key=centred(start, centre), value=start, **alone, **shared)
-    plain = AquaLayer(key=Exact(), value=Exact(), **alone, **shared)
     inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
     low_rank = {"rank": rank} if predictor == "low_rank" else {}
     layer = AquaLayer(key=key, value=value, predictor=predictor, **low_rank, **inputs, **shared)
+    plain = layer.admit(KeysAndValues(key=Exact(), value=Exact()))
     overrides = ((0, first), *((number, plain) for number in _numbers(exact)))
     return Method(name="aqua", layer=layer, sinks=sinks, overrides=overrides)

@@ -52,7 +52,7 @@ def predictor_bytes(method: Method, config: ModelConfig) -> int:
 
 def predictor_operations(layer: AquaLayer, config: ModelConfig) -> int:
     """Operations (two per multiply-accumulate) of one layer's predictors for one cached token: times the context
-    length, what one generated token costs when no copy is kept; 0 with `copy="all"`."""
+    length, what one generated token costs when one layer's copy is held; 0 with `copy="all"`."""
     sources = ("k", "v") if layer.copy != "all" else ()
     needs = (item for source in sources for item in layer.needs(source, config.kv_width).items())
     return sum(2 * MULTIPLIED.get(name, 0) * math.prod(shape) for name, shape in needs)

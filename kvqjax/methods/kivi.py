@@ -10,9 +10,10 @@ PLANE = 32  # tokens that leave the window together where the codec does not ask
 
 
 @method_factory
-def exact(*, sinks: int = 0) -> Method:
-    """Keys and values as computed: the reference that every other method is measured against."""
-    return Method(name="exact", layer=KeysAndValues(key=Exact(), value=Exact(), unit=PLANE), sinks=sinks)
+def exact(*, window: int = 0, sinks: int = 0) -> Method:
+    """Keys and values as computed: the reference that every other method is measured against. `window` and `sinks` are
+    where other methods have them and change no result."""
+    return Method(name="exact", layer=KeysAndValues(key=Exact(), value=Exact(), window=window, unit=PLANE), sinks=sinks)
 
 
 def _kivi_layer(key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none") -> KeysAndValues:

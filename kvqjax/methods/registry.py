@@ -1,15 +1,19 @@
-"""Every method by name, and the spec strings that name them: `kivi:bits=2,window=64;0-1=exact;-1=kivi:bits=4`."""
+"""Every method by name, and the policies that combine them, as text, dict or JSON (kvqjax.methods.grammar)."""
 
 import dataclasses
 import difflib
 import inspect
+import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from kvqjax.errors import UserError
 from kvqjax.methods.aqua import aqua
 from kvqjax.methods.commvq import commvq
+from kvqjax.methods.grammar import layer_numbers, read_json, read_text, write_layers
 from kvqjax.methods.higgs import higgs
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant import kvquant
@@ -17,9 +21,9 @@ from kvqjax.methods.spec import Method
 from kvqjax.methods.xquant import xquant
 from kvqjax.methods.xquant_cl import xquant_cl
 
-__all__ = ["METHODS", "parse", "policy"]
+__all__ = ["METHODS", "parse", "policy", "to_dict"]
 
-MOST_LAYERS = 10_000  # a range is written out layer by layer before any model is known
+Source = str | os.PathLike | Mapping[str, Any]
 
 METHODS: dict[str, Callable[..., Method]] = {
     "exact": exact,
@@ -41,8 +45,11 @@ def _unknown(kind: str, name: str, known) -> UserError:
     return UserError(f"unknown {kind} {name!r}{hint} Known: {', '.join(known)}")
 
 
-def _convert(text: str, annotation, where: str):
-    """Read an option's text as its annotated type."""
+def _convert(value: Any, annotation, where: str) -> Any:
+    """An option's value, text or plain JSON, as its annotated type."""
+    if not isinstance(value, str | int | float | bool | None) or (isinstance(value, str) and set(value) & set(",;")):
+        raise UserError(f"{where}: {value!r} is not one number or word")
+    text = str(value).lower() if isinstance(value, bool | None) else str(value)
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if type(None) in options and text.lower() == "none":
         return None
@@ -58,61 +65,67 @@ def _convert(text: str, annotation, where: str):
     raise UserError(f"{where}: {text!r} is not {'true or false' if kind is bool else f'of type {kind.__name__}'}")
 
 
-def _parse_one(text: str) -> Method:
-    name, _, rest = text.strip().partition(":")
+def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Method name and typed options of one level of a tree, its layers left out."""
+    name = tree.get("method", "")
     if name not in METHODS:
-        raise _unknown("method", name, METHODS)
+        raise _unknown("method", str(name), METHODS)
     parameters = inspect.signature(METHODS[name]).parameters
     options = {}
-    for item in filter(None, (part.strip() for part in rest.split(","))):
-        key, equals, value = item.partition("=")
-        if key not in parameters:
-            raise _unknown(f"option of {name}", key, parameters)
-        if not equals or key in options:
-            raise UserError(
-                f"{name}: {item!r} is not one option=value" if not equals else f"{name}: {key} stands twice"
-            )
-        options[key] = _convert(value, parameters[key].annotation, f"{name}: {key}")
+    for key, value in tree.items():
+        if key not in ("method", "layers"):
+            if key not in parameters:
+                raise _unknown(f"option of {name}", str(key), [*parameters, "layers"])
+            options[key] = _convert(value, parameters[key].annotation, f"{name}: {key}")
+    return name, options
+
+
+def _tree(source: Source) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
+        return read_json(Path(source.strip() if isinstance(source, str) else source))
+    return read_text(source)
+
+
+def parse(source: Source) -> Method:
+    """The method that a policy describes: a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form
+    (`{"method": "kivi", "bits": 2, "layers": {"0-1": "exact"}}`), or the path of a .json file that holds one.
+    Raises UserError with the nearest known name when one is misspelt."""
+    tree = _tree(source)
+    name, options = _options(tree)
+    layers = tree.get("layers", {})
+    if not isinstance(layers, Mapping):
+        raise UserError(f'{name}: layers={layers!r}; wanted an object such as {{"0-1": "exact"}}')
     try:
-        return METHODS[name](**options)
+        return policy(METHODS[name](**options), layers)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
 
 
-def _layer_numbers(text: str) -> range:
-    """`3`, `-1` or `0-2`."""
-    first, dash, last = text.strip().partition("-") if not text.strip().startswith("-") else (text, "", "")
-    try:
-        numbers = range(int(first), int(last if dash else first) + 1)
-    except ValueError:
-        raise UserError(f"{text!r} is not a layer number or a range such as 0-2") from None
-    if not -MOST_LAYERS < numbers.start <= numbers.stop < MOST_LAYERS:
-        raise UserError(f"{text!r} is no range of layers below {MOST_LAYERS}")
-    return numbers
+def to_dict(method: Method) -> dict[str, Any]:
+    """The JSON form of a method's policy, which `parse` reads back."""
+    tree = read_text(str(method))
+    name, options = _options(tree)
+    layers = {numbers: to_dict(parse(spec)) for numbers, spec in tree.get("layers", {}).items()}
+    return {"method": name, **options} | ({"layers": layers} if layers else {})
 
 
-def parse(text: str) -> Method:
-    """Read a spec string: a method with options, then `;layers=method` exceptions. Raises UserError with the nearest
-    known name when one is misspelt."""
-    head, *exceptions = text.split(";")
-    overrides = {}
-    for item in exceptions:
-        layers, equals, spec = item.partition("=")
-        if not equals:
-            raise UserError(f"{item!r} is not layers=method")
-        overrides[layers.strip()] = _parse_one(spec)
-    return policy(_parse_one(head), overrides)
-
-
-def policy(default: Method, overrides: dict[str, Method]) -> Method:
-    """`default` for every layer but those named ("3", "-1", "0-2"), which follow their own method. Sinks are the
-    default's."""
+def policy(default: Method, overrides: Mapping[str | int, Method | Source]) -> Method:
+    """`default` for every layer but those named ("3", "-1", "0-2"), which follow their own method (or what `parse`
+    reads as one); of layers named twice the later entry holds. Sinks and `keep` are the default's. Where `default`'s
+    layers feed each other (aqua, xquant_cl), the others take their place in the chain: see `admit` of its layer."""
     if not overrides:
         return default
-    pairs = dict(default.overrides)
-    for layers, method in overrides.items():
-        if method.overrides:
-            raise UserError(f"{method} has layers of its own and cannot stand for layers {layers} of {default}")
-        pairs |= dict.fromkeys(_layer_numbers(layers), method.layer)
-    name = ";".join([default.name, *(f"{layers}={method.name}" for layers, method in overrides.items())])
-    return dataclasses.replace(default, name=name, overrides=tuple(pairs.items()))
+    pairs, names = dict(default.overrides), [default.name]
+    admit = getattr(default.layer, "admit", lambda spec: spec)
+    for layers, given in overrides.items():
+        method, numbers = given if isinstance(given, Method) else parse(given), layer_numbers(layers)
+        if method.overrides or method.keep:
+            what = "layers" if method.overrides else "a keep"
+            raise UserError(f"{method} has {what} of its own and cannot stand for layers {layers} of {default}")
+        pairs |= dict.fromkeys(numbers, admit(method.layer))
+        names.append(f"{write_layers(numbers)}={method.name}")
+    return dataclasses.replace(default, name=";".join(names), overrides=tuple(pairs.items()))

@@ -20,7 +20,15 @@ from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.methods.xquant import LayerInput
 from kvqjax.methods.xquant_cl import CrossLayer
 
-__all__ = ["StepCost", "flops_per_token", "layer_cost", "layer_flops", "longest_memory_bound", "step_cost"]
+__all__ = [
+    "StepCost",
+    "flops_by_layer",
+    "flops_per_token",
+    "layer_cost",
+    "layer_flops",
+    "longest_memory_bound",
+    "step_cost",
+]
 
 Number = int | float
 
@@ -49,7 +57,14 @@ def layer_flops(spec: LayerSpec, config: ModelConfig) -> int:
 
 def flops_per_token(method: Method, config: ModelConfig) -> int:
     """Operations per generated token and cached token, all layers: times the context length, the price of one step."""
-    return sum(layer_flops(spec, config) for spec in method.layers(config))
+    return sum(flops_by_layer(method, config))
+
+
+def flops_by_layer(method: Method, config: ModelConfig) -> tuple[int, ...]:
+    """`layer_flops` of every layer; AQUA-KV without a copy computes a layer once more for every layer above it."""
+    layers = enumerate(method.layers(config))
+    anew = lambda spec, i: config.num_layers - i if isinstance(spec, AquaLayer) and spec.copy == "none" else 1  # noqa: E731
+    return tuple(anew(spec, i) * layer_flops(spec, config) for i, spec in layers)
 
 
 def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
@@ -69,7 +84,8 @@ def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
 def step_cost(method: Method, config: ModelConfig) -> StepCost:
     """All layers of one decode step."""
     costs = [layer_cost(spec, config) for spec in method.layers(config)]
-    return StepCost(*(sum(part) for part in zip(*costs, strict=True)))
+    _, cached, weights = (sum(part) for part in zip(*costs, strict=True))
+    return StepCost(flops_per_token(method, config), cached, weights)
 
 
 def longest_memory_bound(cost: StepCost, ridge: Number) -> float:

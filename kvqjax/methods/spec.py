@@ -13,6 +13,7 @@ from kvqjax.codecs import CodecSpec, Uniform
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.layout import split_bits
+from kvqjax.methods.keep import Keep, read_keep
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -63,12 +64,14 @@ def _packed(spec: KeysAndValues, config: ModelConfig) -> PackedSpec | None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
     """How every layer caches. `sinks` tokens at the start of a row stay exact; `overrides` lists (layer, spec) pairs
-    that differ from `layer`, a negative number counting from the last layer."""
+    that differ from `layer`, a negative number counting from the last layer; `keep` bounds the body's tokens. Methods
+    are equal when they cache alike, however they are named."""
 
-    name: str
+    name: str = dataclasses.field(compare=False)
     layer: LayerSpec
     sinks: int = 0
     overrides: tuple[tuple[int, LayerSpec], ...] = ()
+    keep: Keep | None = None
 
     def __post_init__(self):
         if not 0 <= self.sinks < 2**31:
@@ -92,15 +95,19 @@ def _text(value: Any) -> str:
 
 
 def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
-    """Name the method that `function` returns after the call that made it, options at their defaults left out."""
-    signature = inspect.signature(function)
+    """Name the method that `function` returns after the call that made it, options at their defaults left out; and give
+    every method the option `keep` ("h2o:512", "streaming:512"), which is the cache's matter and not the method's."""
+    own = inspect.signature(function)
+    keep_option = inspect.Parameter("keep", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
+    parameters = own.replace(parameters=[*own.parameters.values(), keep_option]).parameters
 
     @functools.wraps(function)
-    def make(**options: Any) -> Method:
-        given = {k: v for k, v in options.items() if v != signature.parameters[k].default} if options else {}
+    def make(*, keep: str | Keep | None = None, **options: Any) -> Method:
         method = function(**options)
-        text = ",".join(f"{k}={_text(given[k])}" for k in signature.parameters if k in given)
+        given = {k: v for k, v in (options | {"keep": keep}).items() if v != parameters[k].default}
+        text = ",".join(f"{k}={_text(given[k])}" for k in parameters if k in given)
         name = function.__name__ + (f":{text}" if text else "")
-        return dataclasses.replace(method, name=name)
+        return dataclasses.replace(method, name=name, keep=None if keep is None else read_keep(keep))
 
+    make.__dict__["__signature__"] = own.replace(parameters=list(parameters.values()))
     return make

@@ -52,8 +52,10 @@ class SharedValues(NamedTuple):
 class Wiring(NamedTuple):
     """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers; `needs` the
     shapes of calibrated constants, {group: {name: shape without the layer axis}}, beyond those that the codecs need
-    under their source's name. `packed` is set where a body can be attended to without decoding it (KIVI's codecs, keys
-    after RoPE); `shared` where attention may sum the stored values before decoding them."""
+    under their source's name. `copy` says how a reader has the carry: "layer", one layer's for all body tokens flows
+    from layer to layer; "none", it is computed anew for every block from the first layer on; "all", it is not needed,
+    because every layer stores what it reconstructs. `packed` is set where a body can be attended to without decoding
+    it (KIVI's codecs, keys after RoPE); `shared` where attention may sum the stored values before decoding them."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
@@ -66,6 +68,7 @@ class Wiring(NamedTuple):
     needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
     packed: PackedSpec | None = None
     shared: SharedValues | None = None
+    copy: str = "layer"
 
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Every calibrated constant of a layer: {group: {name: shape}}, a codec's under its source's name."""

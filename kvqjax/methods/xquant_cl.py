@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.config import ModelConfig
 from kvqjax.layout import Field
-from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
 from kvqjax.methods.xquant import LayerInput, attended, prefers_latents, quantiser, times
 
@@ -143,6 +143,13 @@ class CrossLayer:
         for name, known in (("axis", ("token", "channel")), ("accumulator", ACCUMULATORS), ("space", SPACES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
+
+    def admit(self, other: LayerSpec) -> LayerSpec:
+        """A layer of keys and values among these, in their window and unit: the accumulator passes it by, so the layer
+        above stores its difference from the layer below."""
+        if not isinstance(other, KeysAndValues):
+            return other
+        return dataclasses.replace(other, window=self.window, unit=self.group, clocks=())
 
     def uses_latents(self, config: ModelConfig) -> bool:
         return not self.start and (prefers_latents(config) if self.latent is None else self.latent)

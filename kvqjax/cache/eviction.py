@@ -1,0 +1,159 @@
+"""Token eviction beside every method (kvqjax.methods.keep): the body holds whole groups of one clock unit, `budget`
+tokens in all; every stored token carries its position, and -1 marks a slot that holds none.
+
+A group that must make room is masked and its slots are used again: the one whose newest token is the oldest
+(streaming), or the one with the least attention mass, the arriving group being a candidate too (H2O). Mass is what the
+queries of all heads and layers gave a token, float32, from a second pass over the scores once their log-sum-exp is
+known.
+
+    cache.kept = {"positions": [B, N]}                                                      streaming
+                 {"positions": [B, N], "mass": [B, N/u], "recent": [B, C]}                  h2o; C window slots
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+__all__ = ["Chosen", "Moves", "Received", "allocate_kept", "choose", "crop_kept", "enter", "forget", "received"]
+
+Kept = dict  # name -> array, see the module
+
+
+class Received(NamedTuple):
+    """Attention mass of one call: of sinks, window slots and new tokens side by side, and of the body's slots."""
+
+    exact: Float[Array, "B M"]
+    body: Float[Array, "B N"]
+
+
+class Moves(NamedTuple):
+    """Where units that leave the window go: `count[b]` of them, number `unit[b, i]` to body slot `slot[b, i]`."""
+
+    unit: Int[Array, "B U"]
+    slot: Int[Array, "B U"]
+    count: Int[Array, " B"]
+
+
+class Chosen(NamedTuple):
+    """Tokens of a fresh prompt that enter the body, in order: `token[b, i]` for i below `units[b]` clock units."""
+
+    token: Int[Array, "B R"]
+    units: Int[Array, " B"]
+
+
+def allocate_kept(rule: str, batch: int, slots: int, unit: int, ring: int) -> Kept:
+    """The bookkeeping of empty rows: N = `slots`, u = `unit`, C = `ring`."""
+    kept = {"positions": jnp.full((batch, slots), -1, jnp.int32)}
+    if rule == "h2o":
+        kept |= {"mass": jnp.zeros((batch, slots // unit)), "recent": jnp.zeros((batch, ring))}
+    return kept
+
+
+def received(
+    q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], mask: Bool[Array, "B T S"], lse: Float[Array, "B T H"]
+) -> Float[Array, "B S"]:
+    """Attention probability that all queries and heads together give each key; `lse` is that of all segments."""
+    batch, length, _, dim = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, length, kv_heads, -1, dim) * jnp.asarray(dim**-0.5, q.dtype)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores - lse.reshape(batch, length, kv_heads, -1).transpose(0, 2, 3, 1)[..., None]
+    return jnp.where(mask[:, None, None], jnp.exp(scores), 0.0).sum((1, 2, 3))
+
+
+def _take(x: Array, index: Array) -> Array:
+    return jnp.take_along_axis(x, index, axis=1)
+
+
+def _by_group(x: Array, groups: int) -> Array:
+    """[B, N] as [B, groups, N / groups]."""
+    return x.reshape(x.shape[0], groups, -1)
+
+
+def choose(
+    rule: str, kept: Kept, mass: Float[Array, "B T"], leaving: Int[Array, " B"], window: Int[Array, "B C"],
+    unit: int, sinks: int,
+) -> tuple[Chosen, Kept]:  # fmt: skip
+    """Which of the first `leaving[b]` tokens after the sinks of a fresh prompt enter the body: the newest, or those of
+    most `mass`. Token by token, and written in order. `window` are the body tokens that its slots then stand for."""
+    length, slots = mass.shape[1], kept["positions"].shape[1]
+    room = min(slots, length // unit * unit)
+    tokens = jnp.broadcast_to(jnp.arange(length)[None], mass.shape)
+    score = mass if rule == "h2o" else tokens.astype(jnp.float32)  # exact below 2**24 tokens
+    score = jnp.where((tokens >= sinks) & (tokens < sinks + leaving[:, None]), score, -jnp.inf)
+    best, token = jax.lax.top_k(score, room)
+    token = jnp.sort(jnp.where(jnp.isneginf(best), length, token), axis=1)
+    real = token < length
+    token = jnp.where(real, token, 0)
+    pad = ((0, 0), (0, slots - room))
+    kept = kept | {"positions": jnp.pad(jnp.where(real, token, -1), pad, constant_values=-1)}
+    if rule == "h2o":
+        grouped = _by_group(jnp.pad(jnp.where(real, _take(mass, token), 0.0), pad), slots // unit)
+        recent = _take(mass, jnp.clip(window + sinks, 0, length - 1))
+        kept = kept | {"mass": grouped.sum(-1), "recent": recent}
+    return Chosen(token, real.sum(1) // unit), kept
+
+
+def _mass_of(kept: Kept, call: Received, tokens: Int[Array, "B M"], held: Int[Array, " B"], sinks: int) -> Array:
+    """Mass of body tokens in the window or among the new ones: what they had, and what this call gave them, [B, M]."""
+    ring = kept["recent"].shape[1]
+    old, slot = tokens < held[:, None], tokens % ring
+    place = jnp.where(old, sinks + slot, sinks + ring + tokens - held[:, None])
+    now = _take(call.exact, jnp.clip(place, 0, call.exact.shape[1] - 1))
+    return now + jnp.where(old, _take(kept["recent"], slot), 0.0)
+
+
+def enter(
+    rule: str, kept: Kept, call: Received | None, held: Int[Array, " B"], window: Int[Array, "B C"],
+    flushed: Int[Array, " B"], target: Int[Array, " B"], most: int, unit: int, sinks: int,
+) -> tuple[Moves, Kept]:  # fmt: skip
+    """Give the units flushed[b] .. target[b] - 1 that leave the window, `most` at most, their place in the body, one
+    after the other. `call` is the mass of the call that brought new tokens to `held` ones; None: no attention saw them.
+    `window` are the body tokens that its slots stand for afterwards."""
+    batch, slots = kept["positions"].shape
+    groups, arriving = slots // unit, jnp.zeros((batch, most))
+    if rule == "h2o":
+        call = call or Received(jnp.zeros((batch, 1)), jnp.zeros((batch, slots)))
+        tokens = (flushed * unit)[:, None] + jnp.arange(most * unit)[None]
+        arriving = _by_group(_mass_of(kept, call, tokens, held, sinks), most).sum(-1)
+        recent = _mass_of(kept, call, window, held, sinks)
+        mass = kept["mass"] + _by_group(call.body, groups).sum(-1)
+        kept = kept | {"mass": mass, "recent": recent}
+
+    def step(i, loop):
+        moves, positions, mass = loop
+        newest = positions.max(-1)  # [B, groups], -1 where the group is free
+        rank = jnp.where(newest < 0, -jnp.inf, mass if rule == "h2o" else newest.astype(jnp.float32))
+        victim, number = rank.argmin(1), flushed + i
+        stays = (number < target) & ((rule != "h2o") | (arriving[:, i] >= rank.min(1)))
+        rows, at = jnp.arange(batch), jnp.where(stays, victim, groups)  # out of range: nothing is put anywhere
+        line = jnp.where(stays, moves.count, most)
+        moves = Moves(
+            moves.unit.at[rows, line].set(number, mode="drop"),
+            moves.slot.at[rows, line].set(victim * unit, mode="drop"),
+            moves.count + stays.astype(jnp.int32),
+        )
+        place = sinks + number[:, None] * unit + jnp.arange(unit)[None]
+        mass = mass.at[rows, at].set(arriving[:, i], mode="drop")
+        return moves, positions.at[rows, at].set(place, mode="drop"), mass
+
+    blank = jnp.zeros((batch, most), jnp.int32)
+    start = Moves(blank, blank, jnp.zeros((batch,), jnp.int32))
+    mass = kept.get("mass", jnp.zeros((batch, groups)))
+    moves, positions, mass = jax.lax.fori_loop(0, most, step, (start, _by_group(kept["positions"], groups), mass))
+    kept = kept | {"positions": positions.reshape(batch, slots)}
+    return moves, kept | ({"mass": mass} if rule == "h2o" else {})
+
+
+def crop_kept(kept: Kept, lengths: Int[Array, " B"]) -> Kept:
+    """Mask what lies beyond the new lengths. Tokens that were evicted do not come back, and mass stays as measured."""
+    if not kept:
+        return kept
+    return kept | {"positions": jnp.where(kept["positions"] < lengths[:, None], kept["positions"], -1)}
+
+
+def forget(kept: Kept, rows: Bool[Array, " B"]) -> Kept:
+    """Empty the marked rows."""
+    return {name: jnp.where(rows[:, None], -1 if name == "positions" else 0, x) for name, x in kept.items()}

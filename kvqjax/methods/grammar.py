@@ -1,0 +1,78 @@
+"""The two written forms of a policy and the tree between them; names and values are checked by the registry.
+
+text   kivi:key_bits=4,window=64;0-1=exact
+JSON   {"method": "kivi", "key_bits": 4, "window": 64, "layers": {"0-1": "exact"}}
+tree   the JSON form; a layer's entry may be a text of its own
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kvqjax.errors import UserError
+
+__all__ = ["layer_numbers", "read_json", "read_text", "write_layers"]
+
+MOST_LAYERS = 10_000  # a range is written out layer by layer before any model is known
+
+
+def _read_one(text: str) -> dict[str, Any]:
+    name, _, rest = text.strip().partition(":")
+    tree: dict[str, Any] = {"method": name}
+    for item in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UserError(f"{name}: {item!r} is not one option=value")
+        if key in tree:
+            raise UserError(f"{name}: {key} stands twice")
+        tree[key] = value
+    return tree
+
+
+def read_text(text: str) -> dict[str, Any]:
+    """Tree of a spec string: a method with options, then `;layers=method` exceptions."""
+    head, *exceptions = text.split(";")
+    tree, layers = _read_one(head), {}
+    for item in exceptions:
+        numbers, equals, spec = item.partition("=")
+        if not equals:
+            raise UserError(f"{item!r} is not layers=method")
+        if numbers.strip() in layers:
+            raise UserError(f"layers {numbers.strip()} stand twice")
+        layers[numbers.strip()] = _read_one(spec)
+    return tree | ({"layers": layers} if layers else {})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Tree of a JSON file. Raises UserError with the place of a syntax error."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f'{path}: wanted an object such as {{"method": "kivi", "bits": 2}}')
+    return tree
+
+
+def layer_numbers(text: str | int) -> range:
+    """`3`, `-1`, `0-2` or `-4--2`, both ends included."""
+    found = re.fullmatch(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", str(text))
+    if found is None:
+        raise UserError(f"{text!r} is not a layer number or a range such as 0-2")
+    first = int(found[1])
+    last = first if found[2] is None else int(found[2])
+    if last < first or first < 0 <= last:
+        raise UserError(f"{text!r} is an empty range of layers")
+    if not -MOST_LAYERS < first <= last < MOST_LAYERS:
+        raise UserError(f"{text!r} is no range of layers below {MOST_LAYERS}")
+    return range(first, last + 1)
+
+
+def write_layers(numbers: range) -> str:
+    """The text that `layer_numbers` reads."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"

@@ -1,0 +1,89 @@
+"""A whole prompt attending to itself exactly, one layer at a time: what an exact prefill is made of."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvqjax import decoder
+from kvqjax.attention import blockwise_attention
+from kvqjax.cache import pick
+from kvqjax.cache.append import window_tokens
+from kvqjax.cache.eviction import Chosen, choose, received
+from kvqjax.cache.state import Cache, RunPlan, due, plan
+from kvqjax.model import Model
+from kvqjax.rope import rotate
+from kvqjax.segments import visible
+
+__all__ = ["chosen_tokens", "exact_layer"]
+
+
+def chosen_tokens(model: Model, cache: Cache, constants, h, counts, chunk: int) -> tuple[Chosen | None, dict]:
+    """The prompt tokens that enter the body, and the bookkeeping of it, where tokens are evicted."""
+    keep, runs, sinks = cache.layout.method.keep, plan(cache.layout), cache.layout.method.sinks
+    if keep is None or not cache.kept:
+        return None, cache.kept
+
+    def step(run, fixed, loop, index):
+        h, mass = loop
+        weights = decoder.layer(model.params, run.first + index)
+        _, h, more = exact_layer(model, run, weights, pick(fixed, index), h, counts, chunk, weighing=True)
+        return (h, mass + more), None
+
+    mass = jnp.zeros(h.shape[:2])
+    if keep.rule == "h2o":
+        for run, fixed in zip(runs, constants, strict=True):
+            h, mass = jax.lax.scan(functools.partial(step, run, fixed), (h, mass), jnp.arange(run.count))[0]
+    clock = runs[0].wiring.clocks[0]
+    leaving = due(clock, counts - sinks, jnp.zeros_like(counts)) * clock.unit
+    window = window_tokens(runs[0].ring, counts - sinks)
+    return choose(keep.rule, cache.kept, mass, leaving, window, clock.unit, sinks)
+
+
+def exact_layer(
+    model: Model, run: RunPlan, weights, constants, h: Float[Array, "B T E"], counts, chunk: int, weighing: bool = False
+):
+    """One layer of exact causal attention, `chunk` tokens at a time: (sources [B,T,W], next hidden states [B,T,E], and
+    with `weighing` the attention mass of every token, [B,T], else 0)."""
+    config, (batch, length) = model.config, h.shape[:2]
+    starts = jnp.arange(0, length, chunk)
+
+    def project(start):
+        positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
+        return positions, decoder.project(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), positions, config)
+
+    def keys(start):
+        positions, projected = project(start)
+        sources = run.wiring.capture(weights, constants, projected, positions)
+        k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
+        return sources, rotate(k, positions, config), v
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(batch, length, *x.shape[3:])
+
+    new, k, v = jax.tree.map(join, jax.lax.map(keys, starts))
+
+    def attended(mass, start):
+        positions, projected = project(start)
+
+        def read(j, carry):
+            span = j * chunk + jnp.arange(chunk)
+            at = jnp.broadcast_to(span[None], (batch, chunk))
+            mask = visible(positions, at, at < counts[:, None], run.sliding)
+            return *(jax.lax.dynamic_slice_in_dim(x, j * chunk, chunk, 1) for x in (k, v)), mask, carry
+
+        def add(j, mass):
+            keys, _, mask, _ = read(j, None)
+            part = received(projected.q, keys, mask & (positions < counts[:, None])[:, :, None], out.lse)
+            part = part + jax.lax.dynamic_slice_in_dim(mass, j * chunk, chunk, 1)
+            return jax.lax.dynamic_update_slice_in_dim(mass, part, j * chunk, 1)
+
+        first = jnp.int32(0) if run.sliding is None else jnp.maximum(start - run.sliding + 1, 0) // chunk
+        last = start // chunk + 1
+        out, _ = blockwise_attention(projected.q, k.shape[2], read, first, last)
+        mass = jax.lax.fori_loop(first, last, add, mass) if weighing else mass
+        return mass, decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out.out, config)
+
+    mass, done = jax.lax.scan(attended, jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0), starts)
+    return new, join(done), mass

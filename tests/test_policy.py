@@ -1,0 +1,117 @@
+"""Policies: text, dict and JSON file name one method; every typo gives one line with the nearest name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.cache import CacheLayout, plan
+from kvqjax.methods.aqua import AquaLayer
+
+POLICIES = (
+    "exact",
+    "kivi:key_bits=4,window=64,sinks=4;0-1=exact",
+    "kivi:bits=2,rope=pre;0=exact;-1=kivi:bits=8,group=64;-4--2=uniform",
+    "kvquant:bits=4,outliers=0.02,q_norm=true;3=exact",
+    "xquant:bits=3,latent=false",
+    "aqua:exact=3+7,keep=h2o:512;1=kivi:bits=4",
+    "higgs:keep=streaming:1024",
+)
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_text_dict_and_file_are_one_policy(text, tmp_path):
+    method = kvq.parse(text)
+    assert str(method) == text
+    tree = kvq.to_dict(method)
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(tree))
+    for source in (tree, file, str(file), json.loads(file.read_text()), str(method)):
+        again = kvq.parse(source)
+        assert again == method
+        assert str(again) == text
+        assert kvq.to_dict(again) == tree
+
+
+def test_the_dict_has_json_types():
+    assert kvq.to_dict(kvq.parse("kvquant:q_norm=true,outliers=0.02,keep=h2o:64;0-1=exact")) == {
+        "method": "kvquant",
+        "q_norm": True,
+        "outliers": 0.02,
+        "keep": "h2o:64",
+        "layers": {"0-1": {"method": "exact"}},
+    }
+
+
+def test_layers_of_a_dict_may_be_text_and_policies_may_be_sources():
+    wanted = kvq.parse("kivi:key_bits=4,value_bits=2;0-1=exact")
+    assert kvq.parse({"method": "kivi", "key_bits": 4, "value_bits": 2, "layers": {"0-1": "exact"}}) == wanted
+    assert kvq.policy(kvq.kivi(key_bits=4), {"0-1": {"method": "exact"}}) == wanted
+    assert kvq.policy(kvq.kivi(key_bits=4), {0: kvq.exact(), 1: "exact"}) == wanted
+
+
+def test_equal_caches_are_equal_however_they_are_named():
+    assert kvq.parse("kivi:bits=2") == kvq.kivi() == kvq.kivi(key_bits=2, value_bits=2)
+    assert kvq.parse("kivi:bits=2,keep=h2o:64") != kvq.kivi()
+
+
+@pytest.mark.parametrize("name", kvq.METHODS)
+def test_sinks_and_window_for_any_method(name):
+    method = kvq.parse(f"{name}:sinks=3,window=32")
+    model = tiny(num_layers=4)
+    for run in plan(CacheLayout(config=model.config, method=method, capacity=512, dtype="float32")):
+        assert method.sinks == 3
+        assert run.wiring.clocks[0].window == 32
+
+
+WRONG = (
+    ("kivi:windo=3", "did you mean 'window'"),
+    ("kivi;0=exakt", "did you mean 'exact'"),
+    ({"method": "kivy"}, "did you mean 'kivi'"),
+    ({"method": "kivi", "layer": {"0": "exact"}}, "did you mean 'layers'"),
+    ({"metod": "kivi"}, "unknown method ''"),
+    ({"method": "kivi", "bits": 2.5}, "'2.5' is not of type int"),
+    ({"method": "kivi", "bits": True}, "'true' is not of type int"),
+    ({"method": "kivi", "bits": [2]}, r"\[2\] is not one number or word"),
+    ({"method": "kivi", "layers": "0=exact"}, "wanted an object"),
+    ({"method": "kivi", "layers": {"0": {"method": "uniform", "bitts": 4}}}, "did you mean 'bits'"),
+    ("kivi;0=exact;0=uniform", "layers 0 stand twice"),
+    ("kivi;3-1=exact", "'3-1' is an empty range"),
+    ("kivi;a=exact", "'a' is not a layer number"),
+    ("kivi:bits=2,bits=3", "bits stands twice"),
+    ("kivi:keep=h20:64", "keep=h20:64; wanted a rule"),
+    ("kivi:keep=h2o", "keep=h2o; wanted a rule"),
+    ("kivi;1=exact:keep=h2o:64", "a keep of its own"),
+    ("kivi;1=aqua", "layers of its own"),
+    ("nowhere.json", "No such file"),
+)
+
+
+@pytest.mark.parametrize(("source", "words"), WRONG, ids=str)
+def test_typos_give_one_line(source, words):
+    with pytest.raises(kvq.UserError, match=words) as caught:
+        kvq.parse(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_file_says_where(tmp_path):
+    file = tmp_path / "policy.json"
+    file.write_text('{"method": "kivi",\n "bits" 2}')
+    with pytest.raises(kvq.UserError, match=r"policy\.json: line 2, column 9"):
+        kvq.parse(Path(file))
+    file.write_text("[]")
+    with pytest.raises(kvq.UserError, match="wanted an object"):
+        kvq.parse(file)
+
+
+def test_other_layers_take_their_place_in_a_chain():
+    """AQUA-KV: exact layers feed the layer above and have no predictor; the same as its own option."""
+    config = tiny(num_layers=4).config
+    assert kvq.parse("aqua;2=exact").layers(config) == kvq.parse("aqua:exact=2").layers(config)
+    kivi = kvq.parse("aqua:buffer=64;2=kivi:bits=4").layers(config)[2]
+    assert isinstance(kivi, AquaLayer)
+    assert (kivi.kind("k"), kivi.kind("v"), kivi.unit, kivi.key.bits) == ("none", "none", 64, 4)
+    loop = plan(CacheLayout(config=config, method=kvq.parse("xquant_cl:base=1;2=exact"), capacity=512, dtype="float32"))
+    assert {run.wiring.clocks[0][1:] for run in loop} == {(0, 128)}
