@@ -52,8 +52,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+    except (OSError, ValueError, RecursionError) as error:  # a path that is none, values nested without end
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(tree, dict):
         raise UserError(f'{path}: wanted an object such as {{"method": "kivi", "bits": 2}}')
     return tree
