@@ -134,7 +134,7 @@ class Rules:
         """Specs of a cache."""
         rows = PartitionSpec(self.batch)
         runs = tuple(self.run(s, p) for s, p in zip(cache.runs, plan(cache.layout), strict=True))
-        return cache.replace(runs=runs, lengths=rows, overflow=rows)
+        return cache.replace(runs=runs, lengths=rows, overflow=rows, kept=dict.fromkeys(cache.kept, rows))
 
     def local_config(self, config: ModelConfig) -> ModelConfig:
         """What one device computes: the KV heads it caches and the query heads that attend to them."""
@@ -157,7 +157,7 @@ def cache_layout(rules: Rules | None, layout: CacheLayout, batch: int) -> CacheL
     they split, or they cannot share out the rows."""
     if rules is None:
         return layout
-    if layout.method.keep is not None:
+    if layout.method.keep is not None and rules.mesh.size > 1:
         raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
     if batch % rules.size(rules.batch):
         raise UserError(f"{batch} rows cannot be split over {rules.size(rules.batch)} devices")
