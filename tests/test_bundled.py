@@ -147,7 +147,7 @@ def test_problems_fit_their_length_and_hold_their_answer(make, length):
 
 
 def test_too_short_a_pass_key_problem_is_refused():
-    with pytest.raises(UserError, match="length=40; a pass-key problem needs at least 66 tokens"):
+    with pytest.raises(UserError, match="length=40; this problem needs at least 66 tokens"):
         passkey_prompt(np.random.default_rng(0), 40, len)
 
 
