@@ -95,8 +95,7 @@ def test_the_harness_runs_a_task_through_the_command_line(tmp_path, capsys, monk
     words = ["--task", "own", "--include", str(tmp_path), "--limit", str(LENGTH), "--chunk", "16", "--batch", "4"]
     code, out, err = run(capsys, monkeypatch, "eval", "harness", "-c", "exact", *words, "--json")
     assert code == 0, err
-    report = json.loads(out[out.index("{\n") :])
-    (row,) = report["rows"]
+    (row,) = json.loads(out[out.index("[\n") :])
     assert (row["task"], row["metric"], row["score"], row["samples"]) == ("own", "acc", 1.0, 2)
     assert row["mode"] == "in-the-loop-chunk16"
-    assert report["about"]["fingerprint"] == kvq.load("demo").fingerprint
+    assert row["about"]["fingerprint"] == kvq.load("demo").fingerprint

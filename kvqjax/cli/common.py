@@ -110,9 +110,10 @@ def _caption(about: dict[str, Any]) -> str:
 
 def show(rows: list[dict[str, Any]], as_json: bool, title: str = "", about: dict[str, Any] | None = None) -> None:
     """Print rows of equal keys as a table, or as a JSON list. With a report's stamp `about` the table carries it as its
-    caption, and the JSON is the whole report, {"about": ..., "rows": [...]}."""
+    caption, and every row of the list as its last entry, "about"."""
     if as_json:
-        typer.echo(json.dumps({"about": about, "rows": rows} if about else rows, indent=1))
+        stamped = {"about": about} if about else {}
+        typer.echo(json.dumps([row | stamped for row in rows], indent=1))
         return
     table = Table(title=title or None, caption=_caption(about) if about else None)
     for name in rows[0] if rows else ():
