@@ -17,6 +17,7 @@ import numpy as np
 
 import kvqjax
 from kvqjax.eval.perplexity import score_chunk
+from kvqjax.eval.replay import replay
 from kvqjax.eval.synthetic import repeated_spans
 from kvqjax.ledger import ledger
 
@@ -60,21 +61,6 @@ def text_windows(ids: np.ndarray, count: int, seed: int, length: int = WINDOW) -
     return pieces[np.take(order, range(seed * count, (seed + 1) * count), mode="wrap")]
 
 
-@functools.partial(jax.jit, static_argnames="method")
-def _logits(model, batch, method):
-    """[B, W, V] of a batch of windows whose tokens passed through the cache CHUNK at a time."""
-    rows, length = batch.shape
-    counts = jnp.full((rows,), CHUNK, jnp.int32)
-
-    def step(cache, tokens):
-        logits, cache = kvqjax.forward(model, tokens, counts, cache)
-        return cache, logits
-
-    pieces = jnp.moveaxis(batch.reshape(rows, length // CHUNK, CHUNK), 1, 0)
-    parts = jax.lax.scan(step, kvqjax.init_cache(model, method, rows, length), pieces)[1]
-    return jnp.moveaxis(parts, 0, 1).reshape(rows, length, -1)
-
-
 @functools.partial(jax.jit, static_argnames="unscored")
 def _sums(logits, reference, batch, unscored):
     scored = jnp.arange(batch.shape[1]) >= unscored
@@ -85,7 +71,7 @@ def _sums(logits, reference, batch, unscored):
 def exact_logits(model, rows: np.ndarray) -> list[np.ndarray]:
     """What the exact cache gives for every batch of windows, [BATCH, WINDOW, V]."""
     batches = (jnp.asarray(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH))
-    return [np.asarray(_logits(model, batch, kvqjax.exact())) for batch in batches]
+    return [np.asarray(replay(model, batch, kvqjax.exact(), CHUNK)) for batch in batches]
 
 
 def score(model, method, rows: np.ndarray, reference: list[np.ndarray], unscored: int = 0) -> list[list[float]]:
@@ -94,7 +80,7 @@ def score(model, method, rows: np.ndarray, reference: list[np.ndarray], unscored
     out = []
     for start, exact in zip(range(0, len(rows), BATCH), reference, strict=True):
         batch = jnp.asarray(rows[start : start + BATCH])
-        sums = _sums(_logits(model, batch, method), jnp.asarray(exact), batch, unscored)
+        sums = _sums(replay(model, batch, method, CHUNK), jnp.asarray(exact), batch, unscored)
         out.append([float(part) for part in sums])
     return out
 

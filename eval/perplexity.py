@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.errors import UserError
+from kvqjax.eval.scores import negative_log_likelihood, token_scores
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.through import through
 from kvqjax.eval.windows import style, windows
@@ -45,15 +46,10 @@ def score_chunk(
     valid: Bool[Array, "B T"],
 ) -> Sums:
     """Score T predictions of each row; `valid` marks those that count."""
-    log_p, log_r = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
-    weight = valid.astype(jnp.float32)
-
-    def nll(x):
-        return -(jnp.take_along_axis(x, targets[..., None], -1)[..., 0] * weight).sum()
-
-    kld = (jnp.exp(log_r) * (log_r - log_p)).sum(-1)
-    agree = (logits.argmax(-1) == reference.argmax(-1)).astype(jnp.float32)
-    return Sums(nll(log_p), nll(log_r), (kld * weight).sum(), (agree * weight).sum(), weight.sum())
+    scores, weight = token_scores(logits, reference, targets), valid.astype(jnp.float32)
+    total = lambda x: (x.astype(jnp.float32) * weight).sum()  # noqa: E731
+    exact_nll = negative_log_likelihood(reference, targets)
+    return Sums(total(scores.nll), total(exact_nll), total(scores.kld), total(scores.agree), weight.sum())
 
 
 @functools.partial(jax.jit, static_argnames=("method", "chunk", "exact_prefix", "scored_from"))

@@ -5,30 +5,20 @@ For small vocabularies: logits of every position are held. `kvqjax.eval.perplexi
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvqjax import decoder
 from kvqjax.errors import UserError
+from kvqjax.eval.scores import Scores, token_scores
 from kvqjax.eval.through import through
 from kvqjax.forward import init_cache
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["Scores", "exact_logits", "replay", "score"]
-
-
-class Scores(NamedTuple):
-    """Of each prediction but the last: negative log-likelihood (nats), KL(exact || cache), whether the target, and
-    whether the exact cache's first choice, was put first."""
-
-    nll: Float[Array, "B P"]
-    kld: Float[Array, "B P"]
-    right: Bool[Array, "B P"]
-    agree: Bool[Array, "B P"]
+__all__ = ["exact_logits", "replay", "score"]
 
 
 @functools.partial(jax.jit, static_argnames=("method", "chunk"))
@@ -56,9 +46,4 @@ def exact_logits(model: Model, tokens: Int[Array, "B T"]) -> Float[Array, "B T V
 @jax.jit
 def score(logits: Float[Array, "B T V"], reference: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Scores:
     """Scores of the predictions of tokens 1 to T-1."""
-    log_p, log_r = jax.nn.log_softmax(logits[:, :-1]), jax.nn.log_softmax(reference[:, :-1])
-    targets = tokens[:, 1:]
-    nll = -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
-    best = log_p.argmax(-1).astype(targets.dtype)
-    agree = best == log_r.argmax(-1).astype(targets.dtype)
-    return Scores(nll, (jnp.exp(log_r) * (log_r - log_p)).sum(-1), best == targets, agree)
+    return token_scores(logits[:, :-1], reference[:, :-1], tokens[:, 1:])

@@ -12,7 +12,8 @@ import numpy as np
 import kvqjax
 from benchmarks.calibrated import calibrated, pair_rows, span_rows
 from kvqjax.eval.corpora import read_text
-from kvqjax.eval.replay import Scores, exact_logits, replay, score
+from kvqjax.eval.replay import exact_logits, replay, score
+from kvqjax.eval.scores import Scores
 from kvqjax.eval.stamp import ledger_of, stamp
 from kvqjax.eval.synthetic import key_value_recall, passkey_prompt
 from kvqjax.model import Model
