@@ -71,6 +71,11 @@ def _linear(x, weights: Layer, name: str):
     return y if bias is None else y + bias[None, None]
 
 
+def _all_channels(x: Float[Array, "B T w"], config: ModelConfig) -> Float[Array, "B T W"]:
+    """Keys or values of all KV heads that are cached here, where the projection is split finer than the cache."""
+    return x if x.shape[-1] == config.kv_width else jax.lax.all_gather(x, config.split, axis=2, tiled=True)
+
+
 def heads(x: Float[Array, "B T W"], count: int) -> Float[Array, "B T N D"]:
     """Split the last axis into `count` heads."""
     return x.reshape(*x.shape[:2], count, -1)
@@ -81,7 +86,7 @@ def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T
     x = norm(h, weights["attn_norm"], config.norm_eps)
     q = _linear(x, weights, "q")
     q = heads(q, q.shape[-1] // config.head_dim)
-    k, v = (heads(_linear(x, weights, name), config.num_kv_heads) for name in ("k", "v"))
+    k, v = (heads(_all_channels(_linear(x, weights, name), config), config.num_kv_heads) for name in ("k", "v"))
     if config.qk_norm:
         q, k = norm(q, weights["q_norm"], config.norm_eps), norm(k, weights["k_norm"], config.norm_eps)
     return Projected(rotate(q, positions, config), k, v, x, h)

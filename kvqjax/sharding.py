@@ -10,7 +10,8 @@ One `shard_map` runs the whole step; a device holds its part of everything and r
   `width`. Devices along the rest of `width` (more devices than KV heads) share the tokens of their KV heads: the body
   is dealt over them too, their queries are gathered before attention, and each keeps its own heads' output.
 - A method that mixes heads needs all channels of a token on one device: `kv_heads` is empty, so all of `width` shares
-  tokens. Its key and value projections are whole on every device.
+  tokens. Its key and value projections are split over `width` all the same, and what they give is gathered; whole on
+  every device they are for a method that rematerialises keys and values (XQuant).
 - Sinks, window and new tokens are on every device of a row and KV head, which all encode what is due; the owner of a
   block stores it.
 """
@@ -64,12 +65,14 @@ class MeshSize:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Logical axes to mesh axes. `kv_heads` is a leading part of `width`; the rest of `width` ends `sequence`."""
+    """Logical axes to mesh axes. `kv_heads` is a leading part of `width`; the rest of `width` ends `sequence`.
+    `projections` splits the columns of the key and value projections: as `kv_heads`, or as `width`."""
 
     mesh: Mesh | AbstractMesh
     batch: Axes = ("data",)
     sequence: Axes = ("seq", "group")
     kv_heads: Axes = ("kv",)
+    projections: Axes = ("kv",)
     width: Axes = ("kv", "group")
     vocabulary: Axes = ("kv", "group")
 
@@ -86,9 +89,9 @@ class Rules:
         if layer in ("o", "down"):
             return PartitionSpec(None, self.width, None)
         if layer in ("k", "v"):
-            return PartitionSpec(None, None, self.kv_heads)
+            return PartitionSpec(None, None, self.projections)
         if layer in ("q_bias", "k_bias", "v_bias"):
-            return PartitionSpec(None, self.width if layer == "q_bias" else self.kv_heads)
+            return PartitionSpec(None, self.width if layer == "q_bias" else self.projections)
         return PartitionSpec()
 
     def placement(self, name: str) -> NamedSharding:
@@ -221,7 +224,9 @@ def rules_for(config: ModelConfig, method: Method, size: MeshSize, devices=None)
         rules = dataclasses.replace(rules, vocabulary=())
     layout = CacheLayout(config=config, method=method, capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
-        rules = dataclasses.replace(rules, kv_heads=(), sequence=("seq", "kv", "group"))
+        stored = all({"k", "v"} <= run.wiring.sources.keys() for run in plan(layout))
+        columns = rules.width if stored and config.kv_width % model == 0 else ()
+        rules = dataclasses.replace(rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group"))
     return rules
 
 

@@ -74,11 +74,11 @@ def both(spec: str, sizes: dict):
     ]
 
 
-def bound(logits) -> float:
+def bound(logits, length: int = max(LENGTHS)) -> float:
     """Equal words are read (the sources are equal); what differs is the order of sums. Reordering a sum of n terms
     moves it by at most n eps of the sum of sizes; the terms of all sums a logit passes through are added."""
     config = tiny().config
-    terms = config.num_layers * (max(LENGTHS) + 2 * config.width + config.mlp_width + config.query_width) + config.width
+    terms = config.num_layers * (length + 2 * config.width + config.mlp_width + config.query_width) + config.width
     return float(np.finfo(np.float32).eps * terms * np.abs(logits).max())
 
 
@@ -92,12 +92,30 @@ def test_every_method_on_rows_sequence_and_model(spec):
     np.testing.assert_array_equal(alone.argmax(-1)[clear], spread.argmax(-1)[clear])
 
 
+SHORT = jnp.asarray(np.random.default_rng(1).integers(0, 50, (2, 12)), jnp.int32)
+step = jax.jit(kvq.forward)
+
+
+@pytest.mark.parametrize("spec", ["kvquant:bits=4,sinks=2", "xquant:bits=4,group=32"])
+def test_few_tokens(spec):
+    """Keys and values of the step itself and of the step before, of which a long body would drown an error."""
+    model, method = model_of(spec)
+    counts, logits = jnp.full((2,), SHORT.shape[1], jnp.int32), []
+    for m in (model, kvq.shard(model, method, **ALL)):
+        first, cache = step(m, SHORT, counts, kvq.init_cache(m, method, 2, 512))
+        logits.append(np.stack([first, step(m, SHORT[::-1], counts, cache)[0]]))
+    assert np.abs(logits[0] - logits[1]).max() < bound(logits[0], 2 * SHORT.shape[1])
+
+
 @pytest.mark.parametrize("spec", CELLS)
 def test_what_is_split_over_heads(spec):
     model, method = model_of(spec)
     rules = rules_for(model.config, method, MeshSize(**ALL))
     assert bool(rules.kv_heads) == CELLS[spec][1]
-    cache = kvq.init_cache(kvq.shard(model, method, **ALL), method, 2, CAPACITY)
+    model = kvq.shard(model, method, **ALL)
+    columns = model.params["layers"]["k"].addressable_data(0).shape[-1]
+    assert columns == model.config.kv_width // (1 if spec.startswith("xquant") else 2)
+    cache = kvq.init_cache(model, method, 2, CAPACITY)
     here = sum(x.addressable_data(0).nbytes for state in cache.runs for x in jax.tree.leaves(state.body))
     whole = sum(x.nbytes for state in cache.runs for x in jax.tree.leaves(state.body))
     assert here * 8 == whole  # rows, sequence and heads (or tokens again) each halve it
