@@ -29,7 +29,7 @@ from kvqjax.eval.corpora import read_text
 from kvqjax.eval.synthetic import key_value_recall
 
 CACHES = ("exact", "kvquant:bits=4", "kvquant", "kvquant:bits=2", "kivi:bits=2")  # kvquant's default is 3 bits, 1 %
-TASKS = (("recall", "kv", 512), ("demo", "passkey", 512))
+TASKS = (("recall", "kv", 512), ("recall", "kv", 1024), ("demo", "passkey", 512), ("demo", "passkey", 1024))
 WINDOW = 512
 
 
