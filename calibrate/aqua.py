@@ -18,7 +18,6 @@ from jaxtyping import Int
 
 from kvqjax import decoder
 from kvqjax.artifacts import Artifact
-from kvqjax.attention import segment_attention
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
@@ -27,31 +26,30 @@ from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.methods.aqua import AquaLayer
 from kvqjax.model import Model
-from kvqjax.rope import rotate
+from kvqjax.prompt import exact_layer
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "released"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
+CHUNK = 256  # tokens of a sequence that attend at once: the fastest on CPUs, and no [T, T] scores exist
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rope"))
-def _layer_pass(params, index, h, config: ModelConfig, rope: str):
-    """One clean layer on one sequence [1, T, E]: what the cache is given of keys and values, [T, W], and the next h."""
-    weights = decoder.layer(params, index)
-    positions = jnp.arange(h.shape[1])[None]
-    projected = decoder.project(weights, h, positions, config)
-    rotated = rotate(projected.k, positions, config)
-    mask = decoder.causal_mask(h.shape[1], decoder.window_table(config)[index])[None]
-    attended = segment_attention(projected.q, rotated, projected.v, mask).out
-    k = projected.k if rope == "pre" else rotated
-    flat = [x[0].reshape(h.shape[1], -1).astype(jnp.float32) for x in (k, projected.v)]
-    return *flat, decoder.finish(weights, h, attended, config)
+@functools.partial(jax.jit, static_argnames=("layout", "number", "last"))
+def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: bool):
+    """One clean layer, of run `number`, on one sequence [1, T, E]: what the cache is given of keys and values, [T, W],
+    and the next h; no layer is above the last one, so its h is None."""
+    length, run, weights = h.shape[1], plan(layout)[number], decoder.layer(model.params, index)
+    padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
+    new, above, _ = exact_layer(model, run, weights, {}, padded, jnp.full((1,), length, jnp.int32), CHUNK)
+    k, v = (new[name][0, :length].astype(jnp.float32) for name in ("k", "v"))
+    return k, v, None if last else above[:, :length]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
     model: Model
     layers: tuple[AquaLayer, ...]
+    layout: CacheLayout
     tokens: np.ndarray
     recipe: Recipe
     span: slice  # the tokens of every sequence that are fitted and reconstructed
@@ -71,7 +69,8 @@ def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -
     if length < 1:
         least = start + spare + first.unit
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, {least} tokens or more]")
-    return _Task(model, layers, tokens, recipe, slice(start, start + length))
+    layout = CacheLayout(config=model.config, method=method, capacity=1, dtype=str(model.params["embed"].dtype))
+    return _Task(model, layers, layout, tokens, recipe, slice(start, start + length))
 
 
 def _fresh_state(task: _Task) -> dict:
@@ -80,26 +79,33 @@ def _fresh_state(task: _Task) -> dict:
     for i in range(count):
         h[i] = decoder.embed(task.model.params, jnp.asarray(task.tokens[i : i + 1], jnp.int32))[0]
     length = task.span.stop - task.span.start
-    pair = {name: np.zeros((count, length, config.kv_width), np.float32) for name in ("k", "v")}
+    pair, none = (
+        {name: np.zeros((rows, length, config.kv_width), np.float32) for name in ("k", "v")} for rows in (count, 0)
+    )
     empty = []
     for layer in task.layers:
         needs = {source: layer.needs(source, config.kv_width) for source in ("k", "v")}
         blank = lambda n, shape: np.zeros(shape, np.uint32 if n == "codes" else np.float32)  # noqa: E731
         empty.append({s: {n: blank(n, shape) for n, shape in needs[s].items()} for s in needs})
     measures = np.zeros((config.num_layers, 2, len(MEASURES)))
-    return {"done": np.int64(0), "h": h, "recon": pair, "exact": pair, "constants": empty, "measures": measures}
+    return {"done": np.int64(0), "h": h, "recon": pair, "constants": empty, "measures": measures} | {
+        "exact": pair if task.recipe.clean else none  # what a clean fit sees of the layer below
+    }
 
 
 def _advance_layer(task: _Task, state: dict) -> dict:
     """The state with one more layer fitted."""
     index = int(state["done"])
-    layer = task.layers[index]
+    layer, last = task.layers[index], index == task.model.config.num_layers - 1
+    number = next(n for n, run in enumerate(plan(task.layout)) if index < run.first + run.count)
     h = np.empty_like(state["h"])
     exact = {name: np.empty_like(x) for name, x in state["recon"].items()}
     for i in range(len(h)):
         hidden = jnp.asarray(state["h"][i : i + 1], task.dtype)
-        k, v, out = _layer_pass(task.model.params, jnp.int32(index), hidden, task.model.config, layer.rope)
-        exact["k"][i], exact["v"][i], h[i] = k[task.span], v[task.span], out[0]
+        k, v, above = _layer_pass(task.model, task.layout, number, jnp.int32(index), hidden, last)
+        exact["k"][i], exact["v"][i] = k[task.span], v[task.span]
+        if above is not None:
+            h[i] = above[0]
     constants, recon, report = fit_layer(
         layer, exact, state["recon"], task.recipe, task.dtype, exact_below=state["exact"], seed=index
     )
@@ -108,7 +114,8 @@ def _advance_layer(task: _Task, state: dict) -> dict:
         found = [report[source].get(name) for name in MEASURES]
         measures[index, row] = [np.nan if x is None else x for x in found]
     learnt = [*state["constants"][:index], constants, *state["constants"][index + 1 :]]
-    return {"h": h, "recon": recon, "exact": exact, "constants": learnt, "measures": measures}
+    kept = exact if task.recipe.clean else state["exact"]
+    return {"h": h, "recon": recon, "exact": kept, "constants": learnt, "measures": measures}
 
 
 def _stack(config: ModelConfig, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
