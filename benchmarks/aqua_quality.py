@@ -54,6 +54,13 @@ GROUPS = [
     ["aqua:bits=2,backbone=token", "aqua:bits=2,backbone=token,key_inputs=none,value_inputs=none"],
     ["aqua:bits=2,backbone=channel", "aqua:bits=2,backbone=channel,key_inputs=none,value_inputs=none"],
     ["aqua:bits=3", "higgs:bits=3,sinks=4;0=higgs:bits=4"],
+    # The paper's Table 3: at most 256 tokens in the body, chosen by H2O.
+    [
+        "exact:sinks=4,keep=h2o:256",
+        "aqua:bits=2,keep=h2o:256",
+        "higgs:bits=2,sinks=4,keep=h2o:256;0=higgs:bits=4",
+        "kivi:bits=2,group=128,window=0,sinks=4,keep=h2o:256",
+    ],
 ]
 
 
