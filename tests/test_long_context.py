@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from tiny import tiny
 
 import kvqjax as kvq
@@ -46,7 +45,6 @@ def fill(model, cache, start, keys, values):
     return kvq.append(model, cache, pending, jnp.full((1,), CHUNK, jnp.int32))
 
 
-@pytest.mark.slow
 def test_planted_facts_are_found_among_a_million_tokens():
     model = transparent()
     cache = kvq.init_cache(model, kvq.kivi(bits=2, value_group=16, scales="float32"), 1, TOKENS + 32)
