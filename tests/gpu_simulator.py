@@ -1,0 +1,164 @@
+"""Runs the body of a Mosaic GPU kernel on a CPU: the same Python function, eagerly, on arrays in place of references.
+
+What it checks beside the numbers: a copy into shared memory lands when its barrier is waited for, not before (until then
+the destination holds NaN); a barrier is waited for by as many copies as it was made for; products read what was committed
+after it was written; a buffer is not refilled before reading it was committed. What it does not know: layouts of
+registers, swizzles, threads and their races. JAX's own interpreter for these kernels has no products with operands in
+registers (0.10.2).
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+POISON = 0xFF  # every byte; a NaN in all floating-point types
+
+
+class Ref:
+    """A view of a buffer; `owner` keeps what happened to the whole."""
+
+    def __init__(self, array, owner=None):
+        self.array = array
+        self.owner = owner or SimpleNamespace(shared=False, written=False, read=False)
+
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
+
+    @property
+    def at(self):
+        return _At(self)
+
+    def __getitem__(self, index):
+        self.owner.read = True
+        return jnp.asarray(self.at[index].array)
+
+    def __setitem__(self, index, value):
+        assert isinstance(value, jax.Array)
+        target = self.at[index].array
+        assert value.shape == target.shape, (value.shape, target.shape)
+        assert value.dtype == target.dtype, (value.dtype, target.dtype)
+        self.owner.written = True
+        target[...] = np.asarray(value)
+
+
+class _At:
+    def __init__(self, ref):
+        self.ref = ref
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        array = self.ref.array[tuple(_plain(i, n) for i, n in zip(index, self.ref.shape, strict=False))]
+        return Ref(array.reshape(()) if not isinstance(array, np.ndarray) else array, self.ref.owner)
+
+
+def _plain(index, size: int):
+    """An index for numpy; what lies outside is refused."""
+    if index is Ellipsis or isinstance(index, slice):
+        return index
+    if hasattr(index, "size") and hasattr(index, "start"):
+        start = int(index.start)
+        assert 0 <= start <= size - index.size, (start, index.size, size)
+        return slice(start, start + index.size)
+    assert 0 <= int(index) < size, (index, size)
+    return int(index)
+
+
+class Barrier:
+    def __init__(self, arrivals: int):
+        self.arrivals, self.pending = arrivals, []
+
+    def wait(self):
+        assert len(self.pending) == self.arrivals, f"{len(self.pending)} copies, {self.arrivals} expected"
+        for source, target in self.pending:
+            target[...] = source
+        self.pending.clear()
+
+
+class Machine:
+    """What stands for `plgpu`, `pl` and `lax` in the kernel's module while one program runs."""
+
+    def __init__(self):
+        self.place, self.shared = {}, []
+
+    def allocate(self, kind):
+        if isinstance(kind, plgpu.Barrier):
+            return Barrier(kind.num_arrivals)
+        ref = Ref(np.zeros(kind.shape, kind.dtype))
+        ref.array.view(np.uint8)[...] = POISON
+        ref.owner.shared = True
+        self.shared.append(ref.owner)
+        return ref
+
+    def copy(self, source, target, barrier):
+        assert source.shape == target.shape, (source.shape, target.shape)
+        assert source.dtype == target.dtype
+        assert target.array.nbytes % 128 == 0, "smaller copies are not supported"
+        assert not target.owner.read, "refilled before the reads were committed"
+        barrier.pending.append((source.array, target.array))
+        target.array.view(np.uint8)[...] = POISON
+
+    def commit(self):
+        for owner in self.shared:
+            owner.read = owner.written = False
+
+    def product(self, acc, left, right):
+        for operand in (left, right):
+            assert operand.dtype in (jnp.bfloat16, jnp.float16)
+            assert not (isinstance(operand, Ref) and operand.owner.written), "written, not committed"
+        left = left.array if isinstance(left, Ref) else np.asarray(left)
+        assert left.shape[0] % 64 == 0 and left.shape[1] % 64 == 0
+        acc.array[...] += left.astype(np.float32) @ right.array.astype(np.float32)
+
+    def scoped(self, function, kind):
+        return function(Ref(np.zeros(kind.shape, kind.dtype)))
+
+    def kernel(self, body, *, out_type, scratch_types, grid, grid_names, compiler_params):
+        del compiler_params
+
+        def call(*operands):
+            outs = [Ref(np.full(x.shape, np.nan, x.dtype)) for x in out_type]
+            operands = [Ref(np.asarray(x)) for x in operands]
+            for point in itertools.product(*map(range, grid)):
+                self.place, self.shared = dict(zip(grid_names, point, strict=True)), []
+                memory = [self.allocate(kind) for kind in scratch_types]
+                body(*operands, *outs, *memory)
+                assert not any(x.pending for x in memory if isinstance(x, Barrier)), "copies nobody waits for"
+            return [jnp.asarray(x.array) for x in outs]
+
+        return call
+
+
+class _Stand:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module, **names):
+        self.__dict__.update(names, _module=module)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+def install(monkeypatch, host, *bodies):
+    """Let calls of the module `host` run the kernels whose bodies are in `bodies`, until monkeypatch is undone."""
+    machine = Machine()
+    monkeypatch.setattr(host, "plgpu", _Stand(plgpu, kernel=machine.kernel))
+    stand = {
+        "load": lambda ref, index, **_: ref[index],
+        "layout_cast": lambda x, _: x,
+        "transpose_ref": lambda ref, order: Ref(ref.array.transpose(order), ref.owner),
+        "copy_gmem_to_smem": machine.copy,
+        "barrier_wait": lambda barrier: barrier.wait(),
+        "commit_smem": machine.commit,
+        "wgmma": machine.product,
+        "wgmma_wait": lambda _: None,
+    }
+    for module in bodies:
+        monkeypatch.setattr(module, "plgpu", _Stand(plgpu, **stand))
+        monkeypatch.setattr(module, "pl", _Stand(pl, run_scoped=machine.scoped))
+        monkeypatch.setattr(module, "lax", _Stand(lax, axis_index=lambda name: machine.place[name]))
