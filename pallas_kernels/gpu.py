@@ -119,6 +119,6 @@ def _call(plan: Plan, batch: int):
         grid=lead,
         grid_names=("row", "head", "split"),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )

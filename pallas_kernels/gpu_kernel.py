@@ -12,15 +12,18 @@ the same rounded factors, so it cancels.
 Shapes in comments: R query rows (a multiple of 8), D channels, P planes of a block, N key groups of a block.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 
 __all__ = ["HALF", "NEVER", "Refs", "kernel", "scratch"]
 
@@ -72,9 +75,9 @@ def scratch(plan) -> list:
         plgpu.SMEM((2, 2 * groups, dim), jnp.uint16),
         tiled((2 * HALF, dim), jnp.uint32),
         plgpu.SMEM((2, 2, planes, HALF), jnp.uint16),
-        tiled((rows, dim), jnp.bfloat16),
-        tiled((groups, 2 * rows, dim), jnp.bfloat16),
-        tiled((planes, rows, 2 * HALF), jnp.bfloat16),
+        tiled((1, rows, dim), jnp.bfloat16),
+        tiled((1, groups, 2 * rows, dim), jnp.bfloat16),
+        tiled((1, planes, rows, 2 * HALF), jnp.bfloat16),
         plgpu.Barrier(num_arrivals=3),
         plgpu.Barrier(num_arrivals=3),
     ]
@@ -88,20 +91,20 @@ def kernel(*refs, plan):
     share = lax.div(last - first + plan.splits - 1, plan.splits)
     begin = first + split * share
     end = jnp.minimum(begin + share, last)
-    place = (refs.ends[2, row], row, head)
+    where = (refs.ends[2, row], row, head)
 
     @pl.when(begin < end)
     def _():
-        _fetch_keys(refs, plan, place, begin)
-        _fetch_values(refs, plan, place, begin)
+        _fetch_keys(refs, plan, where, begin)
+        _fetch_values(refs, plan, where, begin)
 
     queries = plgpu.load(refs.queries, (row, head), layout=plgpu.Layout.WGMMA, optimized=False)
-    _put_transposed(refs.raw, queries.astype(jnp.bfloat16))
+    _put_transposed(refs.raw.at[0], queries.astype(jnp.bfloat16))
     limits = [plgpu.load(refs.bounds, (row, i), layout=COLUMNS, optimized=False) for i in range(2)]
     limits = [lax.broadcast_in_dim(x, (2 * HALF, plan.rows), [1]) for x in limits]
 
     def step(tile, state):
-        return _fold(refs, plan, place, tile, end, queries, limits, state)
+        return _fold(refs, plan, where, tile, end, queries, limits, state)
 
     peak, total, low, acc = lax.fori_loop(begin, end, step, _start(plan))
     total, low = total.sum(0), low.sum(0)
@@ -128,9 +131,9 @@ def _put_transposed(ref, x):
     plgpu.transpose_ref(ref, (1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-def _fetch_keys(refs: Refs, plan, place, tile):
+def _fetch_keys(refs: Refs, plan, where, tile):
     """Start copying the key words, scales and minima of a tile."""
-    layer, row, head = place
+    layer, row, head = where
     token, lanes = plan.first_token(tile), pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     words = pl.ds(lax.div(token, plan.per_word), 2 * HALF)
     plgpu.copy_gmem_to_smem(refs.key_codes.at[layer, row, words, lanes], refs.key_words, refs.keys_here)
@@ -139,9 +142,9 @@ def _fetch_keys(refs: Refs, plan, place, tile):
         plgpu.copy_gmem_to_smem(source.at[layer, row, groups, lanes], refs.key_factors.at[i], refs.keys_here)
 
 
-def _fetch_values(refs: Refs, plan, place, tile):
+def _fetch_values(refs: Refs, plan, where, tile):
     """Likewise for values."""
-    layer, row, head = place
+    layer, row, head = where
     token, lanes = plan.first_token(tile), pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     words = pl.ds(lax.div(token, plan.per_word), 2 * HALF)
     plgpu.copy_gmem_to_smem(refs.value_codes.at[layer, row, words, lanes], refs.value_words, refs.values_here)
@@ -155,15 +158,19 @@ def _numbers(bits16):
     return lax.bitcast_convert_type(bits16, jnp.bfloat16).astype(jnp.float32)
 
 
-def _fold(refs: Refs, plan, place, tile, end, queries, limits, state):
+def _fold(refs: Refs, plan, where, tile, end, queries, limits, state):
     """Fold one tile into the running softmax."""
     peak, total, low, acc = state
+    # Always 0, which the compiler does not know: it would compute the addresses of all operands of all products before
+    # the loop, and keep them in more registers than there are.
+    nought = lax.shift_right_logical(tile, 31)
+    refs = refs._replace(**{name: getattr(refs, name).at[nought] for name in ("raw", "scaled", "weights")})
     plgpu.barrier_wait(refs.keys_here)
-    words = plgpu.load(refs.key_words, (), layout=plgpu.Layout.WGMMA)
     added = _scale_queries(refs, plan, queries)
+    halves = _halves(plgpu.load(refs.key_words, (), layout=plgpu.Layout.WGMMA))
     plgpu.commit_smem()
-    pl.when(tile + 1 < end)(lambda: _fetch_keys(refs, plan, place, tile + 1))
-    scores = _scores(refs, plan, words, added, tile, limits)
+    pl.when(tile + 1 < end)(lambda: _fetch_keys(refs, plan, where, tile + 1))
+    scores = _scores(refs, plan, halves, added, tile, limits)
     highest = scores[0]
     for other in scores[1:]:
         highest = jnp.maximum(highest, other)
@@ -172,20 +179,55 @@ def _fold(refs: Refs, plan, place, tile, end, queries, limits, state):
     plgpu.barrier_wait(refs.values_here)
     more, lower = _write_weights(refs, plan, scores, raised)
     words = plgpu.load(plgpu.transpose_ref(refs.value_words, (1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED)
-    words = plgpu.layout_cast(words, plgpu.Layout.WGMMA)
+    halves = _halves(plgpu.layout_cast(words, plgpu.Layout.WGMMA))
     plgpu.commit_smem()
-    pl.when(tile + 1 < end)(lambda: _fetch_values(refs, plan, place, tile + 1))
-    update = _weighted(refs, plan, words)
+    pl.when(tile + 1 < end)(lambda: _fetch_values(refs, plan, where, tile + 1))
+    update = _weighted(refs, plan, halves)
     total, low = (old * _along(decay, old) + new for old, new in ((total, more), (low, lower)))
     return raised, total, low, acc * _along(decay, acc) + update
 
 
-def _codes(words, plane: int, bits: int):
-    """128 + the codes of one plane, bfloat16."""
-    place = 16 - plane * bits  # to the seven mantissa bits of a bfloat16, the upper half of a float32
-    moved = words << jnp.uint32(place) if place >= 0 else words >> jnp.uint32(-place)
-    held = (moved & jnp.uint32(((1 << bits) - 1) << 16)) | jnp.uint32(0x43000000)
-    return lax.bitcast_convert_type(held, jnp.float32).astype(jnp.bfloat16)
+def _halves(words):
+    """The lower and upper 16 bits of every word: a register then holds those of two neighbours."""
+    return words.astype(jnp.uint16), (words >> jnp.uint32(16)).astype(jnp.uint16)
+
+
+def place(plane: int, bits: int) -> tuple[int, int, int]:
+    """Where a plane's codes are: which half of the word, by how much to shift it, and the power of two they come out
+    times. A bfloat16 has seven bits of mantissa, so several narrow codes of one word share a shift."""
+    half, bit = divmod(plane * bits, 16)
+    shift = bit - bit % (7 // bits * bits)
+    return half, shift, 1 << (bit - shift)
+
+
+def _codes(halves, plane: int, bits: int):
+    """MAGIC + the codes of one plane times `lift`, bfloat16."""
+    half, shift, lift = place(plane, bits)
+    return _magic(halves[half], shift, ((1 << bits) - 1) * lift)
+
+
+def magic_bits(pair, shift: int, mask: int):
+    """Two 16-bit halves in 32 bits to two bfloat16 numbers; what the shift moves from one into the other is masked."""
+    return ((pair >> shift) & (mask * 0x10001)) | 0x43004300
+
+
+def _magic(half, shift: int, mask: int):
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(half.shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+    )
+    def apply(_, half):
+        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+        constant = functools.partial(mgpu.c, ty=i32)
+        registers = np.empty_like(half.registers)
+        for index, register in np.ndenumerate(half.registers):
+            x = mgpu.utils.bitcast(register, i32)
+            x = arith.shrui(x, constant(shift)) if shift else x
+            x = arith.ori(arith.andi(x, constant(mask * 0x10001)), constant(0x43004300))
+            registers[index] = mgpu.utils.bitcast(x, pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=half.layout, _is_signed=None)
+
+    return apply(half)
 
 
 def _upper(shape):
@@ -201,7 +243,7 @@ def _own(product, rows: int):
 
 
 def _scale_queries(refs: Refs, plan, queries):
-    """Write the queries times each group's scales; return what its minima add to every score, N times [64, R]."""
+    """Write the queries times each group's scales; return what belongs to every score, N pairs of [64, R]."""
     rows = plan.rows
     for group in range(plan.groups):
         for half in range(2):
@@ -213,7 +255,7 @@ def _scale_queries(refs: Refs, plan, queries):
 
 
 def _added(refs: Refs, plan, group: int):
-    """q . m of either block's group, less MAGIC times the sum of the scaled query: [64, R]."""
+    """For either block's group: minus MAGIC times the sum of the scaled query, and q . m; both [64, R]."""
     shape = (2 * HALF, plan.spec.head_dim)
     lows = []
     for half in range(2):
@@ -221,33 +263,35 @@ def _added(refs: Refs, plan, group: int):
         lows.append(lax.broadcast_in_dim(lax.bitcast_convert_type(low, jnp.bfloat16), shape, [1]))
     low = jnp.where(_upper(shape), *lows)
     minus = plgpu.layout_cast(jnp.full(shape, -MAGIC, jnp.bfloat16), plgpu.Layout.WGMMA)
-    zero = _product(low, [refs.raw], plan.rows)
-    return zero + _own(_product(minus, [refs.scaled.at[group]], 2 * plan.rows), plan.rows)
+    zero = _product(low, refs.raw, plan.rows)
+    return _own(_product(minus, refs.scaled.at[group], 2 * plan.rows), plan.rows), zero
 
 
 def _product(left, right, columns: int):
     """left @ right.T, `right` lying in shared memory; float32."""
 
     def run(acc):
-        plgpu.wgmma(acc, left, plgpu.transpose_ref(right[0], (1, 0)))
+        plgpu.wgmma(acc, left, plgpu.transpose_ref(right, (1, 0)))
         return acc[...]
 
     return pl.run_scoped(run, plgpu.ACC((left.shape[0], columns), jnp.float32))
 
 
-def _scores(refs: Refs, plan, words, added, tile, limits):
+def _scores(refs: Refs, plan, halves, added, tile, limits):
     """Scores in powers of two, P times [64, R]; NEVER where a query must not look."""
     factor = plan.spec.head_dim**-0.5 * math.log2(math.e)
     token = plan.first_token(tile)
     each = plan.spec.key_group // HALF
     scores = []
     for plane in range(plan.planes):
-        codes = _codes(words, plane, plan.spec.key_bits)
-        product = _own(_product(codes, [refs.scaled.at[plane // each]], 2 * plan.rows), plan.rows)
+        codes = _codes(halves, plane, plan.spec.key_bits)
+        product = _own(_product(codes, refs.scaled.at[plane // each], 2 * plan.rows), plan.rows)
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, product.shape, 0), plgpu.Layout.WGMMA)
-        place = row + token + jnp.where(row < HALF, HALF * plane, plan.block - HALF + HALF * plane)
-        seen = (place >= limits[0]) & (place < limits[1]) & (place >= tile * plan.tile)
-        scores.append(jnp.where(seen, (product + added[plane // each]) * factor, NEVER))
+        slot = row + token + jnp.where(row < HALF, HALF * plane, plan.block - HALF + HALF * plane)
+        seen = (slot >= limits[0]) & (slot < limits[1]) & (slot >= tile * plan.tile)
+        offset, zero = added[plane // each]
+        lift = place(plane, plan.spec.key_bits)[2]
+        scores.append(jnp.where(seen, ((product + offset) * (1 / lift) + zero) * factor, NEVER))
     return scores
 
 
@@ -279,19 +323,20 @@ def _write_weights(refs: Refs, plan, scores, peak):
             )
             for i in range(2)
         )
-        rounded = (weight * scale).astype(jnp.bfloat16)
+        lift = place(plane, plan.spec.value_bits)[2]
+        rounded = (weight * scale * (1 / lift)).astype(jnp.bfloat16)
         _put_transposed(refs.weights.at[plane], rounded)
         total, low = total + weight, low + weight * zero - MAGIC * rounded.astype(jnp.float32)
     plgpu.commit_smem()
     return total, low
 
 
-def _weighted(refs: Refs, plan, words):
-    """The sum of the tile's codes under its weights, [D, R]; `words` are transposed, [D, 64]."""
+def _weighted(refs: Refs, plan, halves):
+    """The sum of the tile's codes under its weights, [D, R]; `halves` are transposed, [D, 64]."""
 
     def run(acc):
         for plane in range(plan.planes):
-            codes = _codes(words, plane, plan.spec.value_bits)
+            codes = _codes(halves, plane, plan.spec.value_bits)
             plgpu.wgmma(acc, codes, plgpu.transpose_ref(refs.weights.at[plane], (1, 0)))
             plgpu.wgmma_wait(0)
         return acc[...]
