@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
-from kvqjax.pallas_kernels.gpu_kernel import HALF, NEVER, kernel, scratch
+from kvqjax.pallas_kernels.gpu_kernel import HALF, NEVER, PART, kernel, scratch
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 __all__ = ["Plan", "packed_attention"]
@@ -42,6 +42,11 @@ class Plan:
     @property
     def tile(self) -> int:
         return 2 * self.block
+
+    @property
+    def parts(self) -> int:
+        """Steps in which a tile is worked off."""
+        return self.planes // PART
 
     @property
     def groups(self) -> int:

@@ -25,9 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-__all__ = ["HALF", "NEVER", "Refs", "kernel", "scratch"]
+__all__ = ["HALF", "NEVER", "PART", "Refs", "kernel", "scratch"]
 
 HALF = 32  # rows of words in a block: half the rows of one product
+PART = 8  # planes whose scores are held at a time
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
 MAGIC = 128  # bfloat16 128 counts in ones: its seven mantissa bits hold a code
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a product
@@ -56,7 +57,7 @@ class Refs(NamedTuple):
     value_factors: Any  # [2, 2, P, 32] u16: scales and minima; block, plane, token
     raw: Any  # [R, D] bf16: the queries
     scaled: Any  # [N, 2R, D] bf16: the queries times the scales of a group, both blocks side by side
-    weights: Any  # [P, R, 64] bf16
+    weights: Any  # [PART, R, 64] bf16
     keys_here: Any
     values_here: Any
 
@@ -71,13 +72,13 @@ def scratch(plan) -> list:
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     return [
-        tiled((2 * HALF, dim), jnp.uint32),
-        plgpu.SMEM((2, 2 * groups, dim), jnp.uint16),
-        tiled((2 * HALF, dim), jnp.uint32),
-        plgpu.SMEM((2, 2, planes, HALF), jnp.uint16),
+        tiled((1, 2 * HALF, dim), jnp.uint32),
+        plgpu.SMEM((1, 2, 2 * groups, dim), jnp.uint16),
+        tiled((1, 2 * HALF, dim), jnp.uint32),
+        plgpu.SMEM((1, 2, 2, planes, HALF), jnp.uint16),
         tiled((1, rows, dim), jnp.bfloat16),
         tiled((1, groups, 2 * rows, dim), jnp.bfloat16),
-        tiled((1, planes, rows, 2 * HALF), jnp.bfloat16),
+        tiled((1, PART, rows, 2 * HALF), jnp.bfloat16),
         plgpu.Barrier(num_arrivals=3),
         plgpu.Barrier(num_arrivals=3),
     ]
@@ -103,10 +104,10 @@ def kernel(*refs, plan):
     limits = [plgpu.load(refs.bounds, (row, i), layout=COLUMNS, optimized=False) for i in range(2)]
     limits = [lax.broadcast_in_dim(x, (2 * HALF, plan.rows), [1]) for x in limits]
 
-    def step(tile, state):
-        return _fold(refs, plan, where, tile, end, queries, limits, state)
+    def step(number, state):
+        return _fold(refs, plan, where, number, end, queries, limits, state)
 
-    peak, total, low, acc = lax.fori_loop(begin, end, step, _start(plan))
+    peak, total, low, acc = lax.fori_loop(begin * plan.parts, end * plan.parts, step, _start(plan))
     total, low = total.sum(0), low.sum(0)
     seen = peak > NEVER / 2
     out = (acc + _along(low, acc)) / _along(jnp.where(seen, total, jnp.ones_like(total)), acc)
@@ -136,10 +137,10 @@ def _fetch_keys(refs: Refs, plan, where, tile):
     layer, row, head = where
     token, lanes = plan.first_token(tile), pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     words = pl.ds(lax.div(token, plan.per_word), 2 * HALF)
-    plgpu.copy_gmem_to_smem(refs.key_codes.at[layer, row, words, lanes], refs.key_words, refs.keys_here)
+    plgpu.copy_gmem_to_smem(refs.key_codes.at[layer, row, words, lanes], refs.key_words.at[0], refs.keys_here)
     groups = pl.ds(lax.div(token, plan.spec.key_group), 2 * plan.groups)
     for i, source in enumerate((refs.key_scale, refs.key_low)):
-        plgpu.copy_gmem_to_smem(source.at[layer, row, groups, lanes], refs.key_factors.at[i], refs.keys_here)
+        plgpu.copy_gmem_to_smem(source.at[layer, row, groups, lanes], refs.key_factors.at[0, i], refs.keys_here)
 
 
 def _fetch_values(refs: Refs, plan, where, tile):
@@ -147,10 +148,10 @@ def _fetch_values(refs: Refs, plan, where, tile):
     layer, row, head = where
     token, lanes = plan.first_token(tile), pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     words = pl.ds(lax.div(token, plan.per_word), 2 * HALF)
-    plgpu.copy_gmem_to_smem(refs.value_codes.at[layer, row, words, lanes], refs.value_words, refs.values_here)
+    plgpu.copy_gmem_to_smem(refs.value_codes.at[layer, row, words, lanes], refs.value_words.at[0], refs.values_here)
     blocks = pl.ds(lax.div(token, plan.block), 2)
     for i, source in enumerate((refs.value_scale, refs.value_low)):
-        plgpu.copy_gmem_to_smem(source.at[layer, row, head, blocks], refs.value_factors.at[i], refs.values_here)
+        plgpu.copy_gmem_to_smem(source.at[layer, row, head, blocks], refs.value_factors.at[0, i], refs.values_here)
 
 
 def _numbers(bits16):
@@ -158,38 +159,52 @@ def _numbers(bits16):
     return lax.bitcast_convert_type(bits16, jnp.bfloat16).astype(jnp.float32)
 
 
-def _fold(refs: Refs, plan, where, tile, end, queries, limits, state):
-    """Fold one tile into the running softmax."""
+def _hidden(refs: Refs, natural):
+    """The references with their leading 1 taken away by an index that is always 0, which the compiler does not know: it
+    would compute the addresses of all operands before the loop, and keep words that are loaded again, in more registers
+    than there are."""
+    nought = lax.shift_right_logical(natural, 31)
+    names = ("raw", "scaled", "weights", "key_words", "key_factors", "value_words", "value_factors")
+    return refs._replace(**{name: getattr(refs, name).at[nought] for name in names})
+
+
+def _fold(refs: Refs, plan, where, step, end, queries, limits, state):
+    """Fold PART planes of a tile into the running softmax: more scores at a time do not fit into the registers."""
+    tile, part = lax.div(step, plan.parts), lax.rem(step, plan.parts)
+    whole, refs = refs, _hidden(refs, step)
+
+    @pl.when(part == 0)
+    def _():
+        plgpu.barrier_wait(refs.keys_here)
+        _scale_queries(refs, plan, queries)
+        plgpu.barrier_wait(refs.values_here)
+
     peak, total, low, acc = state
-    # Always 0, which the compiler does not know: it would compute the addresses of all operands of all products before
-    # the loop, and keep them in more registers than there are.
-    nought = lax.shift_right_logical(tile, 31)
-    refs = refs._replace(**{name: getattr(refs, name).at[nought] for name in ("raw", "scaled", "weights")})
-    plgpu.barrier_wait(refs.keys_here)
-    added = _scale_queries(refs, plan, queries)
-    halves = _halves(plgpu.load(refs.key_words, (), layout=plgpu.Layout.WGMMA))
+    more_to_come = (part == plan.parts - 1) & (tile + 1 < end)
+    scores = _scores(refs, plan, part, tile, limits)
     plgpu.commit_smem()
-    pl.when(tile + 1 < end)(lambda: _fetch_keys(refs, plan, where, tile + 1))
-    scores = _scores(refs, plan, halves, added, tile, limits)
-    highest = scores[0]
-    for other in scores[1:]:
-        highest = jnp.maximum(highest, other)
-    raised = jnp.maximum(peak, highest.max(0))
+    pl.when(more_to_come)(lambda: _fetch_keys(whole, plan, where, tile + 1))
+    raised = jnp.maximum(peak, functools.reduce(jnp.maximum, scores).max(0))
     decay = jnp.exp2(peak - raised)
-    plgpu.barrier_wait(refs.values_here)
-    more, lower = _write_weights(refs, plan, scores, raised)
-    words = plgpu.load(plgpu.transpose_ref(refs.value_words, (1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED)
-    halves = _halves(plgpu.layout_cast(words, plgpu.Layout.WGMMA))
+    more, lower = _write_weights(refs, plan, part, scores, raised)
+    halves = _value_halves(refs, plan, part)
     plgpu.commit_smem()
-    pl.when(tile + 1 < end)(lambda: _fetch_values(refs, plan, where, tile + 1))
-    update = _weighted(refs, plan, halves)
+    pl.when(more_to_come)(lambda: _fetch_values(whole, plan, where, tile + 1))
     total, low = (old * _along(decay, old) + new for old, new in ((total, more), (low, lower)))
-    return raised, total, low, acc * _along(decay, acc) + update
+    return raised, total, low, acc * _along(decay, acc) + _weighted(refs, plan, halves)
 
 
-def _halves(words):
-    """The lower and upper 16 bits of every word: a register then holds those of two neighbours."""
-    return words.astype(jnp.uint16), (words >> jnp.uint32(16)).astype(jnp.uint16)
+def _value_halves(refs: Refs, plan, part):
+    """As `_halves` of the value words, channels on the rows."""
+    words = plgpu.load(plgpu.transpose_ref(refs.value_words, (1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+    return [plgpu.layout_cast(half, plgpu.Layout.WGMMA) for half in _halves(words, plan, part)]
+
+
+def _halves(words, plan, part):
+    """The 16-bit halves of every word that hold a part; a register then holds those of two neighbours."""
+    if plan.parts == 1:
+        return [(words >> jnp.uint32(shift)).astype(jnp.uint16) for shift in (0, 16)]
+    return [(words >> (16 * part).astype(jnp.uint32)).astype(jnp.uint16)]
 
 
 def place(plane: int, bits: int) -> tuple[int, int, int]:
@@ -201,9 +216,9 @@ def place(plane: int, bits: int) -> tuple[int, int, int]:
 
 
 def _codes(halves, plane: int, bits: int):
-    """MAGIC + the codes of one plane times `lift`, bfloat16."""
+    """MAGIC + the codes of one plane of a part times `lift`, bfloat16; and `lift`."""
     half, shift, lift = place(plane, bits)
-    return _magic(halves[half], shift, ((1 << bits) - 1) * lift)
+    return _magic(halves[half], shift, ((1 << bits) - 1) * lift), lift
 
 
 def magic_bits(pair, shift: int, mask: int):
@@ -243,7 +258,7 @@ def _own(product, rows: int):
 
 
 def _scale_queries(refs: Refs, plan, queries):
-    """Write the queries times each group's scales; return what belongs to every score, N pairs of [64, R]."""
+    """Write the queries times each group's scales."""
     rows = plan.rows
     for group in range(plan.groups):
         for half in range(2):
@@ -251,10 +266,9 @@ def _scale_queries(refs: Refs, plan, queries):
             scaled = queries * lax.broadcast_in_dim(_numbers(scale), queries.shape, [0])
             _put_transposed(refs.scaled.at[group, pl.ds(half * rows, rows)], scaled.astype(jnp.bfloat16))
     plgpu.commit_smem()
-    return [_added(refs, plan, group) for group in range(plan.groups)]
 
 
-def _added(refs: Refs, plan, group: int):
+def _added(refs: Refs, plan, group):
     """For either block's group: minus MAGIC times the sum of the scaled query, and q . m; both [64, R]."""
     shape = (2 * HALF, plan.spec.head_dim)
     lows = []
@@ -277,33 +291,33 @@ def _product(left, right, columns: int):
     return pl.run_scoped(run, plgpu.ACC((left.shape[0], columns), jnp.float32))
 
 
-def _scores(refs: Refs, plan, halves, added, tile, limits):
-    """Scores in powers of two, P times [64, R]; NEVER where a query must not look."""
+def _scores(refs: Refs, plan, part, tile, limits):
+    """Scores in powers of two, PART times [64, R]; NEVER where a query must not look."""
     factor = plan.spec.head_dim**-0.5 * math.log2(math.e)
-    token = plan.first_token(tile)
-    each = plan.spec.key_group // HALF
+    token, each = plan.first_token(tile), plan.spec.key_group // HALF
+    halves = _halves(plgpu.load(refs.key_words, (), layout=plgpu.Layout.WGMMA), plan, part)
     scores = []
-    for plane in range(plan.planes):
-        codes = _codes(halves, plane, plan.spec.key_bits)
-        product = _own(_product(codes, refs.scaled.at[plane // each], 2 * plan.rows), plan.rows)
+    for plane in range(PART):
+        group = part * (PART // each) + plane // each
+        if plane % each == 0:
+            offset, zero = _added(refs, plan, group)
+        codes, lift = _codes(halves, plane, plan.spec.key_bits)
+        product = _own(_product(codes, refs.scaled.at[group], 2 * plan.rows), plan.rows)
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, product.shape, 0), plgpu.Layout.WGMMA)
-        slot = row + token + jnp.where(row < HALF, HALF * plane, plan.block - HALF + HALF * plane)
+        slot = jnp.where(row < HALF, row, row + (plan.block - HALF)) + (token + HALF * (part * PART + plane))
         seen = (slot >= limits[0]) & (slot < limits[1]) & (slot >= tile * plan.tile)
-        offset, zero = added[plane // each]
-        lift = place(plane, plan.spec.key_bits)[2]
         scores.append(jnp.where(seen, ((product + offset) * (1 / lift) + zero) * factor, NEVER))
     return scores
 
 
-def _plane(factors, plane: int):
-    """Of [2, P, 32], what belongs to the rows of one plane's product: [64]."""
+def _plane(factors):
+    """Of [2, 32], a number for each row of one plane's product: [64]."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((2 * HALF,), factors.dtype, layout=ROWS)
     )
     def load(_, ref):
-        part = mgpu.memref_slice(ref, (slice(None), plane))
-        both = mgpu.FragmentedArray.load_untiled(part, layout=TWO_BLOCKS.to_mgpu(), is_signed=False, optimized=False)
+        both = mgpu.FragmentedArray.load_untiled(ref, layout=TWO_BLOCKS.to_mgpu(), is_signed=False, optimized=False)
         layout = ROWS.to_mgpu()
         registers = both.registers.reshape(layout.registers_shape((2 * HALF,)))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=False)
@@ -311,18 +325,14 @@ def _plane(factors, plane: int):
     return load(factors)
 
 
-def _write_weights(refs: Refs, plan, scores, peak):
+def _write_weights(refs: Refs, plan, part, scores, peak):
     """Write the weights times the values' scales; return the weights' sum over planes, and that of weight times minimum,
     both [64, R]."""
     total = low = jnp.zeros_like(scores[0])
     for plane, score in enumerate(scores):
         weight = jnp.exp2(score - _along(peak, score))
-        scale, zero = (
-            lax.broadcast_in_dim(
-                _numbers(_plane(refs.value_factors.at[i], plane)), weight.shape, [0]
-            )
-            for i in range(2)
-        )
+        both = (_plane(refs.value_factors.at[i, :, part * PART + plane]) for i in range(2))
+        scale, zero = (lax.broadcast_in_dim(_numbers(x), weight.shape, [0]) for x in both)
         lift = place(plane, plan.spec.value_bits)[2]
         rounded = (weight * scale * (1 / lift)).astype(jnp.bfloat16)
         _put_transposed(refs.weights.at[plane], rounded)
@@ -332,11 +342,11 @@ def _write_weights(refs: Refs, plan, scores, peak):
 
 
 def _weighted(refs: Refs, plan, halves):
-    """The sum of the tile's codes under its weights, [D, R]; `halves` are transposed, [D, 64]."""
+    """The sum of the part's codes under its weights, [D, R]; `halves` are transposed, [D, 64]."""
 
     def run(acc):
-        for plane in range(plan.planes):
-            codes = _codes(halves, plane, plan.spec.value_bits)
+        for plane in range(PART):
+            codes, _ = _codes(halves, plane, plan.spec.value_bits)
             plgpu.wgmma(acc, codes, plgpu.transpose_ref(refs.weights.at[plane], (1, 0)))
             plgpu.wgmma_wait(0)
         return acc[...]

@@ -43,6 +43,7 @@ class Ref:
         target = self.at[index].array
         assert value.shape == target.shape, (value.shape, target.shape)
         assert value.dtype == target.dtype, (value.dtype, target.dtype)
+        assert not self.owner.read, "overwritten before the reads were committed"
         self.owner.written = True
         target[...] = np.asarray(value)
 
@@ -113,6 +114,7 @@ class Machine:
             assert not (isinstance(operand, Ref) and operand.owner.written), "written, not committed"
         left = left.array if isinstance(left, Ref) else np.asarray(left)
         assert left.shape[0] % 64 == 0 and left.shape[1] % 64 == 0
+        right.owner.read = True
         acc.array[...] += left.astype(np.float32) @ right.array.astype(np.float32)
 
     def scoped(self, function, kind):
