@@ -1,25 +1,32 @@
-"""Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of `reference`)."""
+"""Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of `reference`).
+
+For KIVI bodies of 2 or 4 bits, keys and values alike, groups of whole 128 tokens and one value scale per token and head.
+The mathematics is that of `tpu`: key scales fold into the query, their minima are one product per group, value scales
+and minima fold into the weights; products in bfloat16 with float32 sums. `gpu_kernel` has the body.
+"""
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
-from kvqjax.pallas_kernels.gpu_kernel import HALF, NEVER, PART, kernel, scratch
+from kvqjax.pallas_kernels import gpu_call
+from kvqjax.pallas_kernels.gpu_kernel import PART, kernel, scratch
+from kvqjax.pallas_kernels.gpu_unpack import HALF
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
-__all__ = ["Plan", "packed_attention"]
+__all__ = ["Plan", "packed_attention", "tile_tokens"]
 
-PROGRAMS = 3 * 132  # what fills an H100 or H200: three programs on each multiprocessor
+
+def tile_tokens(bits: int) -> int:
+    """Tokens of a tile: two blocks of words. A body must have as many."""
+    return 2 * HALF * (32 // bits)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one call: rows of queries of a KV head (padded to 8) and programs that share a row's tokens."""
+    """Static choices of one call: rows of queries of a KV head (a multiple of 8), programs that share a row's tokens."""
 
     spec: PackedSpec
     slots: int
@@ -27,21 +34,13 @@ class Plan:
     splits: int
 
     @property
-    def per_word(self) -> int:
-        """Tokens of a word: the planes of a block."""
-        return 32 // self.spec.key_bits
+    def kv_heads(self) -> int:
+        return self.spec.kv_heads
 
     @property
     def planes(self) -> int:
-        return self.per_word
-
-    @property
-    def block(self) -> int:
-        return self.planes * HALF
-
-    @property
-    def tile(self) -> int:
-        return 2 * self.block
+        """Planes of a block: the codes of a word."""
+        return 32 // self.spec.key_bits
 
     @property
     def parts(self) -> int:
@@ -49,13 +48,34 @@ class Plan:
         return self.planes // PART
 
     @property
+    def block(self) -> int:
+        return self.tile // 2
+
+    @property
+    def tile(self) -> int:
+        return tile_tokens(self.spec.key_bits)
+
+    @property
     def groups(self) -> int:
         """Key groups of a block."""
         return self.block // self.spec.key_group
 
     def first_token(self, tile):
-        """First token that is read for a tile: the last one is moved back into the array."""
+        """First token that is read for a tile: the last tile is moved back into the body."""
         return jnp.minimum(tile * self.tile, self.slots - self.tile)
+
+
+def _check(plan: Plan) -> None:
+    spec = plan.spec
+    if spec.key_bits != spec.value_bits or spec.key_bits not in (2, 4) or spec.scales != "bfloat16":
+        raise ValueError(
+            f"keys of {spec.key_bits} and values of {spec.value_bits} bits with {spec.scales} scales; "
+            "this kernel has 2 or 4 for both, bfloat16"
+        )
+    if spec.head_dim != 128 or spec.value_group != 128 or spec.key_group != 128:
+        raise ValueError(f"head_dim, key_group and value_group of {spec}; this kernel has 128 for each")
+    if plan.slots < plan.tile:
+        raise ValueError(f"a body of {plan.slots} slots; this kernel reads {plan.tile} at a time")
 
 
 def packed_attention(
@@ -68,62 +88,19 @@ def packed_attention(
     *,
     splits: int | None = None,
 ) -> Partial:
-    """As `reference.packed_attention`, with the queries rounded to bfloat16."""
+    """As `reference.packed_attention`, with the queries rounded to bfloat16. `splits` programs share a row's tokens; by
+    default as many as fill the chip. ValueError for bodies this kernel does not read."""
     check(q, body, spec)
-    batch, length, heads, dim = q.shape
-    used = length * heads // spec.kv_heads
-    slots = body.value_scale.shape[-1]
-    plan = Plan(spec, slots, -(-used // 8) * 8, 1)
-    plan = dataclasses.replace(plan, splits=splits or max(1, min(-(-slots // plan.tile), PROGRAMS // (batch * spec.kv_heads))))
-    ends = jnp.stack([start.min(1) // plan.tile, -(-stop.max(1) // plan.tile), jnp.full((batch,), layer)])
-    bounds = jnp.repeat(jnp.stack([start, stop], 1), heads // spec.kv_heads, axis=2)
-    bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, plan.rows - used)))
-    out, lse = _call(plan, batch)(ends.astype(jnp.int32), bounds.astype(jnp.int32), _columns(q, plan), *_arrays(body, plan))
-    return _collect(out, lse, q.shape)
+    batch, slots = q.shape[0], body.value_scale.shape[-1]
+    queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
+    chosen = splits or gpu_call.default_splits(slots // tile_tokens(spec.key_bits), batch * spec.kv_heads)
+    plan = Plan(spec, slots, queries.shape[-1], chosen)
+    _check(plan)
+    operands = (queries, *body.key_codes, body.key_scale, body.key_low)
+    operands += (*body.value_codes, *(_by_plane(x, plan) for x in (body.value_scale, body.value_low)))
+    return gpu_call.attend(plan, kernel, scratch(plan), operands, q.shape, layer, start, stop)
 
 
-def _arrays(body: PackedBody, plan: Plan):
-    def planes(x):
-        return x.reshape(*x.shape[:3], -1, plan.planes, HALF)
-
-    values = (*body.value_codes, planes(body.value_scale), planes(body.value_low))
-    return (*body.key_codes, body.key_scale, body.key_low, *values)
-
-
-def _columns(q, plan: Plan) -> Float[Array, "B K D R"]:
-    batch, length, heads, dim = q.shape
-    q = q.astype(jnp.bfloat16).astype(jnp.float32).reshape(batch, length, plan.spec.kv_heads, -1, dim)
-    q = q.transpose(0, 2, 4, 1, 3).reshape(batch, plan.spec.kv_heads, dim, -1)
-    return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, plan.rows - q.shape[-1])))
-
-
-def _collect(out, lse, shape) -> Partial:
-    batch, length, heads, dim = shape
-    peak = lse.max(2, keepdims=True)
-    weights = jnp.exp(lse - peak)
-    total = weights.sum(2)
-    lse = jnp.where(peak[:, :, 0] > NEVER / 2, jnp.log(total) + peak[:, :, 0], -jnp.inf)  # [B, K, R]
-    out = (out * (weights / total[:, :, None])[:, :, :, None]).sum(2)  # [B, K, D, R]
-    kv = out.shape[1]
-    used = length * heads // kv
-    out = out[..., :used].reshape(batch, kv, dim, length, -1).transpose(0, 3, 1, 4, 2).reshape(shape)
-    lse = lse[..., :used].reshape(batch, kv, length, -1).transpose(0, 2, 1, 3).reshape(batch, length, heads)
-    return Partial(out, lse)
-
-
-def _call(plan: Plan, batch: int):
-    spec = plan.spec
-    lead = (batch, spec.kv_heads, plan.splits)
-    return plgpu.kernel(
-        functools.partial(kernel, plan=plan),
-        out_type=[
-            jax.ShapeDtypeStruct((*lead, spec.head_dim, plan.rows), jnp.float32),
-            jax.ShapeDtypeStruct((*lead, plan.rows), jnp.float32),
-        ],
-        scratch_types=scratch(plan),
-        grid=lead,
-        grid_names=("row", "head", "split"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-    )
+def _by_plane(x, plan: Plan):
+    """[L, B, K, S] as [L, B, K, blocks, planes, 32]; no data moves."""
+    return x.reshape(*x.shape[:3], -1, plan.planes, HALF)
