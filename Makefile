@@ -1,6 +1,7 @@
 # make demo   set up .venv with the package alone and run the demonstration
 # make test   set up .venv with the test tools and run every check
-# make aot    what needs TPU's compiler (no TPU): memory and kernels compiled ahead of time; skipped without libtpu
+# make aot    what needs a chip's compiler (no chip): memory and kernels compiled ahead of time, for TPUs and, in an
+#             environment of its own, for Hopper; skipped without libtpu, without the CUDA plugin or ptxas
 # make results  docs/results.md: what is missing of its records is measured first (DATA=text.txt for the demo model)
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
 # make notebooks  set up .venv with Jupyter's kernel and run the notebooks in examples/
@@ -13,6 +14,7 @@ PIP := $(BIN)/python -m pip -qq
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c "$(USABLE)" 2>/dev/null && echo $$p && break; done)
+SITE := import sysconfig; print(sysconfig.get_path('purelib'))
 TORCH := torch==2.13.0
 ifeq ($(shell uname -s),Linux)
 TORCH := $(TORCH)+cpu
@@ -47,8 +49,9 @@ docs: $(VENV)/.package $(VENV)/.docs
 notebooks: $(VENV)/.package $(VENV)/.examples
 	MPLBACKEND=agg $(BIN)/jupyter-execute --timeout=300 examples/*.ipynb
 
-aot: $(VENV)/.package $(VENV)/.tools $(VENV)/.libtpu
+aot: $(VENV)/.package $(VENV)/.tools $(VENV)/.libtpu $(VENV)-gpu/.plugin
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot
+	PYTHONSAFEPATH=1 $(VENV)-gpu/bin/python -m pytest -ra -m slow tests/aot/test_gpu.py
 
 # From the root, so that benchmarks is found; -P keeps the source tree from shadowing the installed package.
 results: $(VENV)/.package
@@ -93,5 +96,14 @@ $(VENV)/.libtpu: | $(VENV)/.tools
 	$(PIP) install "jax[tpu]==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" 2>/dev/null || echo "libtpu is not to be had here: its tests will be skipped"
 	touch $@
 
+# The packages of $(VENV) and the CUDA plugin: apart, because with it JAX looks for a GPU at every import.
+$(VENV)-gpu/.plugin: | $(VENV)/.tools
+	$(BIN)/python -m venv --clear $(VENV)-gpu
+	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-gpu/bin/python -c "$(SITE)")/base.pth"
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); $(VENV)-gpu/bin/python -m pip -qq install --no-deps \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version 2>/dev/null \
+		|| echo "the CUDA plugin is not to be had here: its tests will be skipped"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-newest .venv-wheel .jax_cache build dist site kvqjax.egg-info
+	rm -rf $(VENV) $(VENV)-gpu .venv-newest .venv-wheel .jax_cache build dist site kvqjax.egg-info

@@ -1,7 +1,7 @@
 """Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of `reference`).
 
-For KIVI bodies of 2 or 4 bits, keys and values alike, groups of whole 128 tokens and one value scale per token and head.
-The mathematics is that of `tpu`: key scales fold into the query, their minima are one product per group, value scales
+For KIVI bodies of 2 or 4 bits, keys and values alike, key groups of 128 tokens, one value scale per token and head. The
+mathematics is that of `tpu`: key scales fold into the query, their minima are one product per group, value scales
 and minima fold into the weights; products in bfloat16 with float32 sums. `gpu_kernel` has the body.
 """
 
@@ -18,6 +18,8 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 __all__ = ["Plan", "packed_attention", "tile_tokens"]
 
+RESIDENT = 2  # programs that a multiprocessor's registers hold (benchmarks/records/gpu_registers.json)
+
 
 def tile_tokens(bits: int) -> int:
     """Tokens of a tile: two blocks of words. A body must have as many."""
@@ -26,7 +28,7 @@ def tile_tokens(bits: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one call: rows of queries of a KV head (a multiple of 8), programs that share a row's tokens."""
+    """Static choices of one call: query rows of a KV head (a multiple of 8), and programs that share a row's tokens."""
 
     spec: PackedSpec
     slots: int
@@ -93,7 +95,7 @@ def packed_attention(
     check(q, body, spec)
     batch, slots = q.shape[0], body.value_scale.shape[-1]
     queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
-    chosen = splits or gpu_call.default_splits(slots // tile_tokens(spec.key_bits), batch * spec.kv_heads)
+    chosen = splits or gpu_call.default_splits(slots // tile_tokens(spec.key_bits), batch * spec.kv_heads, RESIDENT)
     plan = Plan(spec, slots, queries.shape[-1], chosen)
     _check(plan)
     operands = (queries, *body.key_codes, body.key_scale, body.key_low)

@@ -1,7 +1,7 @@
 """Around a Hopper decode-attention kernel: how queries and bounds are laid out for it, and how its splits are merged.
 
-The grid is (row, KV head, split). Each program writes a normalised output, transposed, and a log-sum-exp for the R query
-rows of its head, and the splits of the token axis are merged by the log-sum-exps outside.
+The grid is (row, KV head, split). Each program writes a normalised output, transposed, and a log-sum-exp for the R
+query rows of its head, and the splits of the token axis are merged by the log-sum-exps outside.
 """
 
 import functools
@@ -16,12 +16,12 @@ from kvqjax.pallas_kernels.gpu_parts import NEVER
 
 __all__ = ["attend", "columns", "default_splits"]
 
-PROGRAMS = 2 * 132  # two on every multiprocessor of an H100 or H200
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
-def default_splits(tiles: int, programs: int) -> int:
-    """Programs for every row and head, of which there are `programs`: enough to fill the chip once."""
-    return max(1, min(tiles, -(-PROGRAMS // programs)))
+def default_splits(tiles: int, pairs: int, resident: int) -> int:
+    """Programs for each of the `pairs` of row and head: enough to put `resident` on every multiprocessor."""
+    return max(1, min(tiles, -(-MULTIPROCESSORS * resident // pairs)))
 
 
 def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"]:

@@ -1,7 +1,7 @@
 """Decode attention on exact bfloat16 keys and values, split over tokens: what packed kernels are measured against.
 
-The same skeleton as `gpu_kernel` without unpacking: keys are the left operand of the scores as they lie in shared memory,
-values, transposed, that of the output. benchmarks/decode_attention.py calls it; the cache does not.
+The same skeleton as `gpu_kernel` without unpacking: keys are the left operand of the scores as they lie in shared
+memory, values, transposed, that of the output. benchmarks/decode_attention.py calls it; the cache does not.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from kvqjax.pallas_kernels.gpu_parts import State, along, product, put_transpose
 __all__ = ["exact_attention"]
 
 TILE = 128  # tokens
+RESIDENT = 3  # programs that a multiprocessor's shared memory holds
 
 
 class Refs(NamedTuple):
@@ -69,7 +70,7 @@ def exact_attention(
     if slots < TILE or dim % 64:
         raise ValueError(f"{slots} slots of {dim} channels; want at least {TILE}, and a multiple of 64")
     queries = gpu_call.columns(q, kv_heads)
-    chosen = splits or gpu_call.default_splits(slots // TILE, batch * kv_heads)
+    chosen = splits or gpu_call.default_splits(slots // TILE, batch * kv_heads, RESIDENT)
     plan = _Plan(kv_heads, dim, slots, queries.shape[-1], chosen)
     operands = (queries, keys, values)
     return gpu_call.attend(plan, _kernel, _scratch(plan), operands, q.shape, layer, start, stop)

@@ -1,8 +1,8 @@
 """The body of the Hopper decode-attention kernel: one warpgroup reads a stretch of one row's tokens for one KV head.
 
 A tile is two blocks of words, and each product takes one plane of it, 32 tokens of either block, to 64 rows
-(`gpu_unpack`). The two blocks' key groups differ: the scaled queries of both stand side by side in the right operand, and
-each half of the rows keeps its own half of the columns.
+(`gpu_unpack`). The two blocks' key groups differ: the scaled queries of both stand side by side in the right operand,
+and each half of the rows keeps its own half of the columns.
 
 Words are read into registers at once, so that the next tile is on its way while a tile is worked off.
 
@@ -206,8 +206,8 @@ def _scores(refs: Refs, plan, part, tile, limits):
 
 
 def _write_weights(refs: Refs, plan, part, scores, peak):
-    """Write the weights times the values' scales; return the weights' sum over planes, and that of what all channels get:
-    weight times minimum, less what MAGIC adds. Both [64, R]."""
+    """Write the weights times the values' scales; return the sum over planes of the weights, and of what all channels
+    get: weight times minimum, less what MAGIC adds. Both [64, R]."""
     total = low = jnp.zeros_like(scores[0])
     for plane, score in enumerate(scores):
         weight = jnp.exp2(score - along(peak, score))

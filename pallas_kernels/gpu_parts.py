@@ -82,7 +82,7 @@ def product(left, right, columns: int):
 
 
 def finish(state: State, out, lse):
-    """Write the normalised output, transposed, [D, R], and the log-sum-exp [R]; zeros and NEVER where nothing was seen."""
+    """Write the normalised output, transposed, [D, R], and the log-sum-exp [R]; 0 and NEVER where nothing was seen."""
     total, low, acc = state.total.sum(0), state.low.sum(0), state.acc
     seen = state.peak > NEVER / 2
     safe = jnp.where(seen, total, jnp.ones_like(total))

@@ -1,10 +1,10 @@
 """Packed words to bfloat16 codes in the registers of a Hopper warpgroup.
 
 A tile is 64 rows of words: two blocks of the plane layout (`kvqjax.layout`). Plane i of it, 32 tokens of either block,
-is the left operand of one product. Codes become 128 + c by or-ing c into the mantissa of bfloat16 128, two at a time and
-without a conversion: first the 16-bit halves of two words that a thread holds are put side by side, then every plane
-costs a mask and an or (one instruction) and some planes a shift. A bfloat16 has seven bits of mantissa, so two bits may
-stay where they are in three places; they come out times 1, 4 or 16.
+is the left operand of one product. Codes become 128 + c by or-ing c into the mantissa of bfloat16 128, two at a time,
+without a conversion: the 16-bit halves of two words that a thread holds are put side by side, and then every plane
+costs a mask and an or (one instruction), and some planes a shift. A bfloat16 has seven bits of mantissa, so two bits
+may stay where they are in three places; they come out times 1, 4 or 16.
 """
 
 import functools
@@ -24,9 +24,7 @@ __all__ = ["HALF", "MAGIC", "codes", "halves", "interleaved", "lift", "magic_bit
 HALF = 32  # rows of words in a block: half the rows of one product
 MAGIC = 128  # as a bfloat16 it counts in ones
 # [2, 32] spread over the threads as ROWS spreads [64]
-TWO_BLOCKS = plgpu.Layout.TILED(
-    plgpu.Tiling(((2, HALF), (16,), (8,), (1,))), (-5, -4), (-2, plgpu.Replicated(4)), -1
-)
+TWO_BLOCKS = plgpu.Layout.TILED(plgpu.Tiling(((2, HALF), (16,), (8,), (1,))), (-5, -4), (-2, plgpu.Replicated(4)), -1)
 
 
 def halves(words, parts: int, part):

@@ -1,10 +1,10 @@
 """Runs the body of a Mosaic GPU kernel on a CPU: the same Python function, eagerly, on arrays in place of references.
 
-What it checks beside the numbers: a copy into shared memory lands when its barrier is waited for, not before (until then
-the destination holds NaN); a barrier is waited for by as many copies as it was made for; products read what was committed
-after it was written; a buffer is not refilled before reading it was committed. What it does not know: layouts of
-registers, swizzles, threads and their races. JAX's own interpreter for these kernels has no products with operands in
-registers (0.10.2).
+What it checks beside the numbers: a copy into shared memory lands when its barrier is waited for, not before (until
+then the destination holds NaN); a barrier is waited for by as many copies as it was made for; products read only what
+was committed after it was written; what was read is not written again before a commit. What it does not know: layouts
+of registers, swizzles, threads and their races. JAX's own interpreter for these kernels (0.10.2) has no products with
+operands in registers.
 """
 
 import itertools
@@ -113,7 +113,7 @@ class Machine:
             assert operand.dtype in (jnp.bfloat16, jnp.float16)
             assert not (isinstance(operand, Ref) and operand.owner.written), "written, not committed"
         left = left.array if isinstance(left, Ref) else np.asarray(left)
-        assert left.shape[0] % 64 == 0 and left.shape[1] % 64 == 0
+        assert [size % 64 for size in left.shape] == [0, 0]
         right.owner.read = True
         acc.array[...] += left.astype(np.float32) @ right.array.astype(np.float32)
 

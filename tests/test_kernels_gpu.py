@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_simulator import install
-from kernel_cases import Case, make_body, make_query, near, oracle
+from kernel_cases import Case, agree, make_body, make_query, near, oracle
 
-from kvqjax.pallas_kernels import gpu, gpu_call, gpu_exact, gpu_kernel, gpu_parts, gpu_unpack
+from kvqjax.pallas_kernels import dispatch, gpu, gpu_call, gpu_exact, gpu_kernel, gpu_parts, gpu_unpack, support
 
 # A last tile that is moved back into the body; two steps for a tile, rows of two tokens that fill two tiles of columns.
 FOUR = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=1, head_dim=128, group=4, slots=768)
@@ -76,11 +76,10 @@ def test_registers_hold_what_the_numbers_say(bits):
 
 def test_lowers_for_cuda():
     """Without a GPU, a plugin or ptxas: layouts, swizzles and the instructions' shapes are checked here."""
-    for case in (FOUR, TWO):
-        q, body, _, _, start, stop = inputs(case)
-        call = jax.jit(lambda *args, spec=case.spec: gpu.packed_attention(*args, spec))
-        text = call.trace(q, body, jnp.int32(1), start, stop).lower(lowering_platforms=("cuda",)).as_text()
-        assert "mosaic_gpu" in text
+    q, body, _, _, start, stop = inputs(TWO)
+    call = jax.jit(lambda *args: gpu.packed_attention(*args, TWO.spec))
+    text = call.trace(q, body, jnp.int32(1), start, stop).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
 
 
 def test_refuses_what_it_does_not_read():
@@ -93,3 +92,18 @@ def test_refuses_what_it_does_not_read():
     q, body, _, _, start, stop = inputs(case)
     with pytest.raises(ValueError, match="2 or 4 for both"):
         gpu.packed_attention(q, body, 1, start, stop, case.spec)
+
+
+def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
+    """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the reference."""
+    case = Case(**{**vars(FOUR), "target": "sm90"})
+    assert support.lookup("kivi 4 bits", "sm90") == "compiled"
+    assert dispatch.path(case.spec, 4, case.slots) == "reference"
+    monkeypatch.setitem(support.ROWS["kivi 4 bits"], "sm90", "correct")
+    assert dispatch.path(case.spec, 4, case.slots) == "gpu"
+    assert dispatch.path(case.spec, 4, gpu.tile_tokens(4) - 256) == "reference"
+    q, body, key, value, start, stop = inputs(case)
+    call = jax.jit(lambda *args: dispatch.packed_attention(*args, case.spec))
+    arguments = q, body, jnp.int32(1), start, stop
+    agree(call(*arguments), oracle(q, key, value, start, stop), key, value, q)
+    assert "mosaic_gpu" in call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,50 @@
+"""GPU kernels compiled ahead of time for sm_90: no spills, no hidden copy of the cache, registers as recorded.
+
+Skipped where the CUDA plugin or ptxas is missing. `make aot` runs it in an environment of its own, since with the
+plugin JAX looks for a GPU at every import.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+PLUGIN = "jax_plugins.xla_cuda13"
+# Programs of 128 threads that a multiprocessor's 65536 registers must hold
+RESIDENT = {"k4v4-g128": 2, "k2v2-g128": 2, "exact": 3}
+
+
+def _has_plugin() -> bool:
+    return importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec(PLUGIN) is not None
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not _has_plugin(), reason="no CUDA plugin: pip install jax-cuda13-plugin jax-cuda13-pjrt"),
+    pytest.mark.skipif(
+        shutil.which("ptxas") is None, reason="ptxas is not on the path: it is part of the CUDA toolkit"
+    ),
+]
+
+
+def test_compiles_for_hopper_without_spills_or_copies():
+    record = json.loads((FOLDER / "records" / "gpu_registers.json").read_text())
+    assert set(record) == set(RESIDENT)
+    command = [sys.executable, str(FOLDER / "gpu_registers.py"), "--cases", ",".join(record)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {row.pop("case"): row for row in map(json.loads, output.splitlines())}
+    assert set(found) == set(record)
+    for name, row in found.items():
+        assert row["target"] == "sm_90a", name
+        assert row["wgmma"] > 0, name
+        assert row["spill_bytes"] == 0, name
+        registers = -(-row["registers"] // 8) * 8  # allocated in steps of 8
+        assert registers * 128 * RESIDENT[name] <= 65536, name
+        # The results of all splits before they are merged; one field of a body's layer is 8 MB and more.
+        assert row["temp_bytes"] < 2e6, name
+        assert row["argument_bytes"] == record[name]["argument_bytes"], name
