@@ -179,3 +179,18 @@ def test_constant_and_zero_keys_give_a_finite_codebook():
 def test_too_few_tokens_are_refused():
     with pytest.raises(ValueError, match="20 tokens; EM needs at least one batch of 32"):
         fit_keys(jax.random.key(0), jnp.zeros((20, 32)), CommVQKeys(head_dim=32, rounds=1))
+
+
+def test_e_step_grows_linearly_and_expands_no_centres():
+    """Per token: four products with L vectors and a few operations on each of L^2 distances, where products with the
+    centres themselves would be 2 L^2 numbers for every channel."""
+    levels, width = 64, 128
+
+    def cost(tokens: int) -> float:
+        shapes = [(tokens, width), (levels, width), (), (tokens,)]
+        step = jax.jit(e_step).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+        return step.compile().cost_analysis()["flops"]
+
+    few, more, many = (cost(tokens) for tokens in (32, 64, 128))
+    assert many - more == pytest.approx(2 * (more - few), rel=0.02)
+    assert (many - more) / 64 < 4 * 2 * levels * width + 20 * levels**2 < 0.2 * (2 * levels**2 * width)
