@@ -34,7 +34,7 @@ demo: $(VENV)/.package
 
 # Every check runs on the installed package, never on the source tree: import-linter, pyrefly and jaxtyping's hook do
 # not follow the folders mapped under kvqjax. lint-imports puts the working directory on the path, hence the cd.
-test: $(VENV)/.package $(VENV)/.tools $(VENV)/.torch
+test: $(VENV)/.package $(VENV)/.with-test $(VENV)/.torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd tests && $(abspath $(BIN))/lint-imports --no-cache --config ../pyproject.toml
@@ -42,14 +42,14 @@ test: $(VENV)/.package $(VENV)/.tools $(VENV)/.torch
 		"$$($(BIN)/python -Pc 'import importlib.util as u; print(u.find_spec("kvqjax").submodule_search_locations[0])')"
 	PYTHONSAFEPATH=1 $(BIN)/python -m pytest -n 2 -ra $(PYTEST_ARGS)
 
-docs: $(VENV)/.package $(VENV)/.docs
+docs: $(VENV)/.package $(VENV)/.with-docs
 	PYTHONSAFEPATH=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # Each notebook runs from its first cell to its last; an error in one ends with its traceback.
-notebooks: $(VENV)/.package $(VENV)/.examples
+notebooks: $(VENV)/.package $(VENV)/.with-examples
 	MPLBACKEND=agg $(BIN)/jupyter-execute --timeout=300 examples/*.ipynb
 
-aot: $(VENV)/.package $(VENV)/.tools $(VENV)/.libtpu $(VENV)-gpu/.plugin
+aot: $(VENV)/.package $(VENV)/.with-test $(VENV)/.libtpu $(VENV)-gpu/.plugin
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot
 	PYTHONSAFEPATH=1 $(VENV)-gpu/bin/python -m pytest -ra -m slow tests/aot/test_gpu.py
 
@@ -71,18 +71,10 @@ $(VENV)/.package: $(VENV)/.base $(SOURCES)
 	rm -rf build kvqjax.egg-info
 	touch $@
 
-$(VENV)/.tools: pyproject.toml | $(VENV)/.package
-	$(PIP) install --no-build-isolation '.[test]'
-	rm -rf build kvqjax.egg-info
-	touch $@
-
-$(VENV)/.docs: pyproject.toml | $(VENV)/.package
-	$(PIP) install --no-build-isolation '.[docs]'
-	rm -rf build kvqjax.egg-info
-	touch $@
-
-$(VENV)/.examples: pyproject.toml | $(VENV)/.package
-	$(PIP) install --no-build-isolation '.[examples]'
+# The package with one of its extras: test, docs, examples.
+EXTRAS := $(VENV)/.with-test $(VENV)/.with-docs $(VENV)/.with-examples
+$(EXTRAS): $(VENV)/.with-%: pyproject.toml | $(VENV)/.package
+	$(PIP) install --no-build-isolation '.[$*]'
 	rm -rf build kvqjax.egg-info
 	touch $@
 
@@ -92,7 +84,7 @@ $(VENV)/.torch: | $(VENV)/.base
 		|| echo "$(TORCH) is not to be had here: the tests against transformers' torch models will be skipped"
 	touch $@
 
-$(VENV)/.libtpu: | $(VENV)/.tools
+$(VENV)/.libtpu: | $(VENV)/.with-test
 	$(PIP) install "jax[tpu]==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" 2>/dev/null || echo "libtpu is not to be had here: its tests will be skipped"
 	touch $@
 

@@ -1,0 +1,87 @@
+"""Does a cache's error grow with time, or does the model grow more sensitive? KL divergence against the decoding step.
+
+    python benchmarks/drift.py [--model recall] [--rows 2] [--record FILE]
+
+The long decode of benchmarks/gate.py (2048 steps of one token, problems of 255 tokens after each other), in spans of
+256 steps: the exact cache's own loss, and KL(exact || cache) for caches and for one that cannot drift: keys and values
+exact but for Gaussian noise of one size, relative to the token's root mean square, wherever the token stands.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvqjax
+from benchmarks.calibrated import calibrated, span_rows
+from benchmarks.gate import STEPS, open_shape
+from kvqjax.codecs import Exact
+from kvqjax.eval.replay import exact_logits, replay, score
+from kvqjax.methods import KeysAndValues, Method
+
+SPAN = 256
+NOISE = (0.03, 0.1)
+CACHES = ("xquant:bits=6", "kvquant:bits=3,outliers=0.0", "kivi:bits=3,group=128,window=0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Noisy:
+    """Vectors stored exactly, after noise of `size` times each token's root mean square was added."""
+
+    size: float
+
+    def build(self, width: int):
+        plain = Exact().build(width)
+
+        def encode(constants, x):
+            seed = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32).sum(dtype=jnp.int32)
+            noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), seed), x.shape, x.dtype)
+            spread = jnp.sqrt((x * x).mean(-1, keepdims=True))
+            return plain.encode(constants, x + self.size * spread * noise)
+
+        return plain._replace(encode=encode)
+
+
+def noisy(size: float) -> Method:
+    codec = Noisy(size)
+    return Method(name=f"noise of {size:g}", layer=KeysAndValues(key=codec, value=codec, rope="pre"))
+
+
+def by_span(scores: np.ndarray) -> list[float]:
+    """Means over rows and SPAN steps."""
+    return [float(part.mean()) for part in np.split(np.asarray(scores, np.float64), scores.shape[1] // SPAN, axis=1)]
+
+
+def measure(name: str, rows: int) -> dict[str, list[float]]:
+    model, tokens = open_shape(name), jnp.asarray(span_rows(open_shape(name), rows, STEPS + 1, seed=2, span=255))
+    exact, learn = exact_logits(model, tokens), span_rows(model, 8, 388, seed=1)
+    found = {"loss of the exact cache": by_span(score(exact, exact, tokens).nll)}
+    for method in (*map(noisy, NOISE), *map(kvqjax.parse, CACHES)):
+        ready = model if method.name.startswith("noise") else calibrated(model, method, learn)[0]
+        found[method.name] = by_span(score(replay(ready, tokens, method, 1), exact, tokens).kld)
+        print(method.name, [f"{x:.3g}" for x in found[method.name]], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="recall")
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--record", type=Path)
+    options = parser.parse_args()
+    found = measure(options.model, options.rows)
+    ends = [f"to {SPAN * (i + 1)}" for i in range(STEPS // SPAN)]
+    print(f"| | {' | '.join(ends)} | last / first half |\n" + "|---" * (len(ends) + 2) + "|")
+    for name, values in found.items():
+        ratio = np.mean(values[len(values) // 2 :]) / np.mean(values[: len(values) // 2])
+        print(f"| {name} | {' | '.join(f'{x:.3g}' for x in values)} | {ratio:.2f} |")
+    if options.record:
+        options.record.write_text(json.dumps({"model": options.model, "rows": options.rows, "spans": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
