@@ -58,7 +58,8 @@ def plan(shapes) -> list[dict]:
     rows = []
     for shape in shapes:
         grid = GRID if shape == "qwen2" else FEW
-        caches = [*OTHERS, *(text.format(b=b) for text in grid for b in (3, 2, 4))]
+        others = [text for text in OTHERS if shape != "mistral" or "cl" not in text]  # differences need full attention
+        caches = [*others, *(text.format(b=b) for text in grid for b in (3, 2, 4))]
         rows += [{"shape": shape, "cache": c, "stress": s, "mode": "copy"} for c in caches for s in STRESS]
         if shape in ("qwen2", "recall"):
             rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "long decode"} for c in LONG]
