@@ -89,7 +89,7 @@ $(VENV)/.libtpu: | $(VENV)/.with-test
 	touch $@
 
 # The packages of $(VENV) and the CUDA plugin: apart, because with it JAX looks for a GPU at every import.
-$(VENV)-gpu/.plugin: | $(VENV)/.tools
+$(VENV)-gpu/.plugin: | $(VENV)/.with-test
 	$(BIN)/python -m venv --clear $(VENV)-gpu
 	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-gpu/bin/python -c "$(SITE)")/base.pth"
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); $(VENV)-gpu/bin/python -m pip -qq install --no-deps \
