@@ -9,8 +9,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import time
 import warnings
 from pathlib import Path
 
@@ -18,20 +16,10 @@ import jax
 
 import kvqjax as kvq
 from kvqjax.model import locate
+from kvqjax.timing import median_seconds
 
 PROMPT = "It was late in the evening when the traveller came at last to the house at the end of the road. " * 4
 CACHES = ("exact", "kivi:bits=4,window=64", "kivi:bits=2,window=64")
-
-
-def timed(function, repeats: int) -> float:
-    """Median seconds of a call, after one to warm up."""
-    function()
-    out = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        out.append(time.perf_counter() - start)
-    return statistics.median(out)
 
 
 def torch_generate(folder: str, ids: list[int], new: int):
@@ -58,11 +46,11 @@ def main() -> None:
     rows = {}
     for text in CACHES:
         call = {"max_new_tokens": options.new, "capacity": 1024, "eos_ids": (), "stride": options.new}
-        seconds = timed(
+        seconds = median_seconds(
             lambda text=text, call=call: kvq.generate(model, [ids], kvq.parse(text), **call), options.repeats
         )
         rows[text] = options.new / seconds
-    rows["transformers torch"] = options.new / timed(
+    rows["transformers torch"] = options.new / median_seconds(
         torch_generate(str(locate("demo")), ids, options.new), options.repeats
     )
     backend = f"jax {jax.__version__} on {jax.devices()[0].platform}"

@@ -191,17 +191,17 @@ def _scores(refs: Refs, plan, part, tile, limits):
     factor, each = plan.spec.head_dim**-0.5 * math.log2(math.e), plan.spec.key_group // HALF
     halves = gpu_unpack.halves(plgpu.load(refs.key_words, (), layout=plgpu.Layout.WGMMA), plan.parts, part)
     scores = []
-    for plane in range(PART):
-        group = part * (PART // each) + plane // each
-        if plane % each == 0:
-            offset, zero = _constants(refs, plan, group)
-        codes = gpu_unpack.codes(halves, plane, plan.spec.key_bits)
-        score = _own(product(codes, refs.scaled.at[group], 2 * plan.rows), plan.rows) + offset
-        score = (score * (1 / gpu_unpack.lift(plane, plan.spec.key_bits)) + zero) * factor
-        row = _row(score.shape)
-        first = plan.first_token(tile) + HALF * (part * PART + plane)
-        slot = jnp.where(row < HALF, row, row + (plan.block - HALF)) + first
-        scores.append(jnp.where(gpu_parts.visible(slot, limits, tile * plan.tile), score, NEVER))
+    for begin in range(0, PART, each):
+        group = part * (PART // each) + begin // each
+        offset, zero = _constants(refs, plan, group)
+        for plane in range(begin, begin + each):
+            codes = gpu_unpack.codes(halves, plane, plan.spec.key_bits)
+            score = _own(product(codes, refs.scaled.at[group], 2 * plan.rows), plan.rows) + offset
+            score = (score * (1 / gpu_unpack.lift(plane, plan.spec.key_bits)) + zero) * factor
+            row = _row(score.shape)
+            first = plan.first_token(tile) + HALF * (part * PART + plane)
+            slot = jnp.where(row < HALF, row, row + (plan.block - HALF)) + first
+            scores.append(jnp.where(gpu_parts.visible(slot, limits, tile * plan.tile), score, NEVER))
     return scores
 
 

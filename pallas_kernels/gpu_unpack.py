@@ -24,7 +24,9 @@ __all__ = ["HALF", "MAGIC", "codes", "halves", "interleaved", "lift", "magic_bit
 HALF = 32  # rows of words in a block: half the rows of one product
 MAGIC = 128  # as a bfloat16 it counts in ones
 # [2, 32] spread over the threads as ROWS spreads [64]
-TWO_BLOCKS = plgpu.Layout.TILED(plgpu.Tiling(((2, HALF), (16,), (8,), (1,))), (-5, -4), (-2, plgpu.Replicated(4)), -1)
+TWO_BLOCKS = mgpu.TiledLayout(
+    plgpu.Tiling(((2, HALF), (16,), (8,), (1,))), warp_dims=(-5, -4), lane_dims=(-2, plgpu.Replicated(4)), vector_dim=-1
+)
 
 
 def halves(words, parts: int, part):
@@ -89,7 +91,7 @@ def interleaved(factors):
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((2 * HALF,), factors.dtype, layout=ROWS)
     )
     def load(_, ref):
-        two = mgpu.FragmentedArray.load_untiled(ref, layout=TWO_BLOCKS.to_mgpu(), is_signed=False, optimized=False)
+        two = mgpu.FragmentedArray.load_untiled(ref, layout=TWO_BLOCKS, is_signed=False, optimized=False)
         rows = ROWS.to_mgpu()
         registers = two.registers.reshape(rows.registers_shape((2 * HALF,)))
         return mgpu.FragmentedArray(_registers=registers, _layout=rows, _is_signed=False)

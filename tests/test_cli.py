@@ -140,6 +140,7 @@ def test_bench_sets_every_cache_against_the_exact_one(call):
     assert (exact["cache"], exact["speed_against_exact"]) == ("exact", 1)
     assert kivi["bytes"] < exact["bytes"]
     assert kivi["ms_per_step"] > 0
+    assert exact["about"]["platform"] == "cpu"
 
 
 def test_a_policy_file_names_a_cache_as_its_text_does(call, tmp_path):

@@ -74,12 +74,23 @@ def test_registers_hold_what_the_numbers_say(bits):
         assert half == 0
 
 
-def test_lowers_for_cuda():
-    """Without a GPU, a plugin or ptxas: layouts, swizzles and the instructions' shapes are checked here."""
-    q, body, _, _, start, stop = inputs(TWO)
-    call = jax.jit(lambda *args: gpu.packed_attention(*args, TWO.spec))
-    text = call.trace(q, body, jnp.int32(1), start, stop).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
+def threads(layout, array):
+    """What every warp and lane holds of an array in a tiled layout: [4, lanes that differ, registers]."""
+    for tile in layout.tiling.tiles:
+        lead, body = array.shape[: -len(tile)], array.shape[-len(tile) :]
+        split = array.reshape(*lead, *(n for size, t in zip(body, tile, strict=True) for n in (size // t, t)))
+        axes = range(len(lead), split.ndim)
+        array = split.transpose(*range(len(lead)), *axes[::2], *axes[1::2])
+    apart = [axis for axis in (*layout.warp_dims, *layout.lane_dims) if isinstance(axis, int)]
+    return np.moveaxis(array, apart, range(len(apart))).reshape(4, 8, -1)
+
+
+def test_two_blocks_lie_in_the_registers_of_rows():
+    """`interleaved` only renames registers: thread by thread both layouts hold the same tokens in the same order."""
+    token = np.arange(64)
+    rows, two = gpu_parts.ROWS.to_mgpu(), gpu_unpack.TWO_BLOCKS
+    assert (rows.lane_dims[1:], rows.vector_dim) == (two.lane_dims[1:], two.vector_dim)
+    np.testing.assert_array_equal(threads(two, token.reshape(2, 32)), threads(rows, token))
 
 
 def test_refuses_what_it_does_not_read():
@@ -95,13 +106,15 @@ def test_refuses_what_it_does_not_read():
 
 
 def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
-    """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the reference."""
-    case = Case(**{**vars(FOUR), "target": "sm90"})
-    assert support.lookup("kivi 4 bits", "sm90") == "compiled"
-    assert dispatch.path(case.spec, 4, case.slots) == "reference"
-    monkeypatch.setitem(support.ROWS["kivi 4 bits"], "sm90", "correct")
-    assert dispatch.path(case.spec, 4, case.slots) == "gpu"
-    assert dispatch.path(case.spec, 4, gpu.tile_tokens(4) - 256) == "reference"
+    """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the reference. Lowering
+    for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the shapes of products."""
+    case = Case(**{**vars(TWO), "target": "sm90", "length": 1})
+    assert support.lookup("kivi 2 bits", "sm90") == "compiled"
+    assert dispatch.path(case.spec, 8, case.slots) == "reference"
+    monkeypatch.setitem(support.ROWS["kivi 2 bits"], "sm90", "correct")
+    assert dispatch.path(case.spec, 8, case.slots) == "gpu"
+    assert dispatch.path(case.spec, 16, case.slots) == "reference"
+    assert dispatch.path(case.spec, 8, gpu.tile_tokens(2) - 512) == "reference"
     q, body, key, value, start, stop = inputs(case)
     call = jax.jit(lambda *args: dispatch.packed_attention(*args, case.spec))
     arguments = q, body, jnp.int32(1), start, stop

@@ -1,8 +1,6 @@
 """`kvqjax bench`: a decode step at a given context, every cache against the exact one, all in one run."""
 
 import functools
-import statistics
-import time
 from typing import Annotated
 
 import jax
@@ -26,6 +24,7 @@ from kvqjax.errors import UserError
 from kvqjax.forward import commit, forward, init_cache
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
+from kvqjax.timing import machine, median_seconds
 
 __all__ = ["bench", "step_milliseconds"]
 
@@ -67,13 +66,13 @@ def step_milliseconds(
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     for number in range(-(-context // CHUNK)):
         cache = _fill(model, cache, jax.random.key(number))
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
+
+    def run():
+        nonlocal cache
         out, cache = _steps(model, cache, steps=steps)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / steps)
-    return size, 1e3 * statistics.median(times[1:])  # the first one compiles
+        return out
+
+    return size, 1e3 * median_seconds(run, repeats) / steps
 
 
 def bench(
@@ -99,4 +98,6 @@ def bench(
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         rows.append(row | {"ms_per_step": spent, "speed_against_exact": first / spent})
-    show(rows, as_json, f"decode on {jax.devices()[0].device_kind}, {model}, {loaded.params['embed'].dtype}")
+    here = machine()
+    title = f"decode on {here['device']}, {model}, {loaded.params['embed'].dtype}"
+    show(rows, as_json, title, about=here if as_json else None)

@@ -1,0 +1,195 @@
+"""Attention of a decode step over a long context: packed keys and values against bfloat16, all in one run.
+
+    python benchmarks/decode_attention.py [--out benchmarks/records/decode_attention.json]
+    python benchmarks/decode_attention.py --contexts 2048 --batches 1 --groups 4 --kv-heads 2 --copy-mib 64   # on a CPU
+
+Runs on any backend. Packed rows are this library's kernels on TPUs and on GPUs of the Hopper generation, elsewhere, and
+at widths without a kernel, the blockwise reference. bfloat16 is `jax.nn.dot_product_attention`, by cuDNN on GPUs, and
+on Hopper also our own kernel split over tokens. Times are medians after a warm-up, each over several calls in one
+program. Every result is compared with float32 in the same run; a wrong or missing one of ours fails the run. `copy` is
+the share of the bandwidth of a plain copy, measured in this run too, at which a row's stored bytes are read.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax.attention import blockwise_attention
+from kvqjax.layout import split_bits
+from kvqjax.pallas_kernels import reference
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, target_of
+from kvqjax.timing import copy_rate, machine, median_seconds
+
+HEAD_DIM = GROUP = 128
+WRONG = 0.03  # relative error of the output; bfloat16 probabilities and queries make it a few thousandths
+
+
+class Way(NamedTuple):
+    """One way to attend: its name, `call(q, *arrays)`, its arrays, and the float32 oracle on the same arrays."""
+
+    name: str
+    call: Callable
+    arrays: tuple[Any, ...]
+    oracle: Callable
+
+
+def _target() -> str:
+    return target_of(jnp.zeros(()))
+
+
+def _body(key, bits: int, batch: int, slots: int, kv_heads: int) -> PackedBody:
+    """A body of one layer: random codes, scales and minima such that keys and values have about unit variance."""
+    keys, width = iter(jax.random.split(key, 8)), kv_heads * HEAD_DIM
+
+    def words():
+        shapes = [(1, batch, slots * part // 32, width) for part in split_bits(bits)]
+        return tuple(jax.random.bits(next(keys), shape, jnp.uint32) for shape in shapes)
+
+    def numbers(shape, low: float, high: float):
+        x = jax.random.uniform(next(keys), shape, minval=low, maxval=high) * (3.4 / (2**bits - 1))
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+    centre = -(2**bits - 1) / 2
+    shapes = (1, batch, slots // GROUP, width), (1, batch, kv_heads, slots)
+    (ks, kl), (vs, vl) = ((numbers(s, 0.5, 1.5), numbers(s, 1.1 * centre, 0.9 * centre)) for s in shapes)
+    return PackedBody(words(), ks, kl, words(), vs, vl)
+
+
+def _packed(key, bits: int, batch: int, slots: int, kv_heads: int) -> Way:
+    """Packed keys and values by the kernel of this device, where there is one."""
+    groups = {"key_group": GROUP, "value_group": GROUP, "kv_heads": kv_heads, "head_dim": HEAD_DIM}
+    spec = PackedSpec(key_bits=bits, value_bits=bits, block=1024, target=_target(), **groups)
+    bounds = jnp.zeros((batch, 1), jnp.int32), jnp.full((batch, 1), slots, jnp.int32)
+
+    def oracle(q, body):
+        return reference.packed_attention(q, body, 0, *bounds, spec)
+
+    call, kind = oracle, "reference"
+    if spec.target == "sm90" and bits in (2, 4):
+        from kvqjax.pallas_kernels import gpu as module
+
+        kind = "Mosaic GPU kernel"
+    elif spec.target[0] == "v":
+        from kvqjax.pallas_kernels import tpu as module
+
+        kind = "Pallas TPU kernel"
+    if kind != "reference":
+        call = lambda q, body: module.packed_attention(q, body, 0, *bounds, spec)  # noqa: E731
+    return Way(f"{bits} bits, {kind}", call, (_body(key, bits, batch, slots, kv_heads),), oracle)
+
+
+def _exact(key, batch: int, slots: int, kv_heads: int) -> list[Way]:
+    """bfloat16 keys and values, by the best there is for this device and by our own kernel."""
+    shape = (batch, slots, kv_heads, HEAD_DIM)
+    arrays = tuple(jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(key))
+
+    def oracle(q, k, v):
+        def read(j, _):
+            k_block, v_block = (jax.lax.dynamic_slice_in_dim(x, j * GROUP, GROUP, 1) for x in (k, v))
+            mask = jnp.ones((batch, 1, GROUP), bool)
+            return k_block.astype(jnp.float32), v_block.astype(jnp.float32), mask, None
+
+        return blockwise_attention(q.astype(jnp.float32), kv_heads, read, jnp.int32(0), jnp.int32(slots // GROUP))[0]
+
+    library = "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+    def theirs(q, k, v):
+        with jax.numpy_dtype_promotion("standard"):  # it mixes types itself
+            return jax.nn.dot_product_attention(q, k, v, implementation=library)
+
+    ways = [Way(f"bfloat16, {library}", theirs, arrays, oracle)]
+    if _target() == "sm90":
+        from kvqjax.pallas_kernels.gpu_exact import exact_attention
+
+        bounds = jnp.zeros((batch, 1), jnp.int32), jnp.full((batch, 1), slots, jnp.int32)
+
+        def ours(q, k, v):
+            return exact_attention(q, *(x.reshape(1, batch, slots, -1) for x in (k, v)), 0, *bounds)
+
+        ways.append(Way("bfloat16, our kernel", ours, arrays, oracle))
+    return ways
+
+
+def _output(part):
+    """The output [B, T, H, D] of attention that may come with its log-sum-exp."""
+    return (part.out if hasattr(part, "out") else part).astype(jnp.float32)
+
+
+def _timed(way: Way, q, inner: int, repeats: int) -> tuple[float, float]:
+    """Seconds of one call, and the relative error of its output. The calls of a program feed each other, so that none
+    of them can be left out; a query hardly changes."""
+
+    @jax.jit
+    def chain(q, *arrays):
+        step = lambda _, x: q + (1e-3 * _output(way.call(x, *arrays))).astype(q.dtype)  # noqa: E731
+        return jax.lax.fori_loop(0, inner, step, q)
+
+    got = _output(jax.jit(way.call)(q, *way.arrays))
+    want = _output(jax.jit(way.oracle)(q, *way.arrays))
+    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    return median_seconds(lambda: chain(q, *way.arrays), repeats) / inner, error
+
+
+def _rows(options, context: int, batch: int, group: int, rate: float):
+    """All ways at one size, each against the faster of the bfloat16 ones."""
+    query, exact, *packed = jax.random.split(jax.random.key(0), 2 + len(options.bits))
+    q = jax.random.normal(query, (batch, 1, options.kv_heads * group, HEAD_DIM), jnp.bfloat16)
+    size = {"context": context, "batch": batch, "kv_heads": options.kv_heads, "group": group}
+    shape, rows = (batch, context, options.kv_heads), []
+    makers = [lambda: _exact(exact, *shape)]
+    makers += [lambda k=k, b=b: [_packed(k, b, *shape)] for k, b in zip(packed, options.bits, strict=True)]
+    for way in itertools.chain.from_iterable(make() for make in makers):
+        try:
+            seconds, error = _timed(way, q, options.inner, options.repeats)
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as problem:
+            rows.append(size | {"way": way.name, "failed": str(problem).splitlines()[0]})
+            continue
+        nbytes = sum(x.nbytes for x in jax.tree.leaves(way.arrays))
+        speed = {"microseconds": 1e6 * seconds, "copy": nbytes / seconds / rate}
+        rows.append(size | {"way": way.name, **speed, "error": error})
+    exact = [row["microseconds"] for row in rows if row["way"].startswith("bfloat16") and "failed" not in row]
+    for row in rows:
+        if exact and "failed" not in row:
+            row["speed_against_bfloat16"] = min(exact) / row["microseconds"]
+    return rows
+
+
+def _arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    lists = {"contexts": "8192,32768,131072,524288", "batches": "1,8", "groups": "4,8", "bits": "2,3,4"}
+    for name, default in lists.items():
+        parser.add_argument(f"--{name}", default=default, type=lambda text: [int(x) for x in text.split(",")])
+    for name, number in {"kv-heads": 8, "repeats": 10, "inner": 16, "copy-mib": 1024}.items():
+        parser.add_argument(f"--{name}", default=number, type=int)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options, wrong = _arguments(), []
+    rate = copy_rate(options.copy_mib * 2**20)
+    rows = []
+    for context, batch, group in itertools.product(options.contexts, options.batches, options.groups):
+        for row in _rows(options, context, batch, group, rate):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if not row.get("error", 1) < WRONG and row["way"] != "bfloat16, cudnn":
+                wrong.append(row["way"])
+    report = {"machine": machine(), "copy_bytes_per_second": rate, "rows": rows}
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report["machine"] | {"copy_bytes_per_second": rate}))
+    if wrong:
+        sys.exit(f"failed or wrong: {', '.join(sorted(set(wrong)))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Timing of jitted calls on whatever backend there is, and what a figure must say about its machine."""
+
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["copy_rate", "machine", "median_seconds"]
+
+
+def median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Median wall-clock seconds until what `call()` returns is ready, after one call that compiles and warms up."""
+    spent = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent[1:])
+
+
+def copy_rate(size: int, repeats: int = 10, inner: int = 8) -> float:
+    """Bytes per second that the first device reads and writes when it copies `size` bytes, `inner` times in one call:
+    the ceiling for anything bound by memory."""
+
+    @jax.jit
+    def copies(x):
+        # A changed bit each time: what is only copied is not copied at all.
+        return jax.lax.fori_loop(0, inner, lambda _, x: x ^ jnp.uint32(1), x)
+
+    x = jnp.zeros((max(1, size // 4),), jnp.uint32)
+    return 2 * x.nbytes * inner / median_seconds(lambda: copies(x), repeats)
+
+
+def machine() -> dict[str, Any]:
+    """Device, processor, versions and date."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
