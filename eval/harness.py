@@ -89,7 +89,7 @@ class CacheLM(TemplateLM):
         """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does, once."""
         if add_special_tokens is None:
             add_special_tokens = not (self.tokenizer.bos_token and string.startswith(self.tokenizer.bos_token))
-        return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
+        return self.model.encode(string, add_special_tokens)
 
     def _loglikelihood_tokens(self, requests: Sequence, disable_tqdm: bool = False, **_: Any) -> list:
         """(log-probability, whether greedy decoding gives it) of each continuation; requests are (texts, context ids,

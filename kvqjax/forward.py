@@ -152,8 +152,8 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
         return (h, body_carry, tile_carry, mass), {name: row_major(x) for name, x in new.items()}
 
     loop = (decoder.embed(model.params, tokens, model.config), body_carry, tile_carry, _no_mass(cache, length))
-    # Zero, which XLA cannot know: the loop over a single layer is unrolled, and a constant number would let it copy that
-    # layer's weights out of the stack before a decode loop.
+    # Zero, which XLA cannot know: the loop over a single layer is unrolled, and a constant number would let it copy
+    # that layer's weights out of the stack before a decode loop.
     zero, pending = jnp.minimum(cache.lengths[0], 0), []
     for number, run in enumerate(runs):
         loop, new = jax.lax.scan(functools.partial(step, number), loop, zero + jnp.arange(run.count))

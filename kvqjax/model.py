@@ -74,9 +74,9 @@ class Model(struct.PyTreeNode):
         matrix = self.params["layers"]["q"]
         return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises UserError for an id the model lacks: the tokenizer is another model's."""
-        ids = list(self.tokenizer(text)["input_ids"])
+        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if ids and max(ids) >= (size := self.config.vocab_size):
             raise UserError(f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size}; is it another's?")
         return ids
@@ -131,6 +131,8 @@ def shard(whole: Model, method: Method, *, data: int = 1, seq: int = 1, model: i
     """The model placed on a mesh of data * seq * model devices for caches of `method`: see kvqjax/sharding.py. Large
     models are better loaded in place: `load(name, sharding=rules_for(...))`."""
     rules = rules_for(whole.config, method, MeshSize(data=data, seq=seq, model=model))
+    if whole.weights in _WEIGHTS:
+        raise UserError(f"weights {whole.weights!r} cannot be split over a mesh")
     params = jax.tree.map(
         lambda spec, x: jax.device_put(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
     )

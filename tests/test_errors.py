@@ -199,6 +199,7 @@ CASES = {
     "impossible width": cache_of("kivi:bits=7"),
     "negative window": cache_of("kivi:window=-1"),
     "method that does not fit the model": cache_of("uniform:group=48"),
+    "more layers than models have": cache_of("kivi_star:protected=1000000000"),
     "layer that does not exist": cache_of("exact;9=exact"),
     "empty prompt": generating([""]),
     "token outside the vocabulary": generating([[64]]),

@@ -1,7 +1,7 @@
 """KIVI (arXiv 2402.02750), the exact cache, and the naive per-token baseline: all wirings of keys and values."""
 
 from kvqjax.codecs import Exact, Uniform, centred
-from kvqjax.methods.spec import KeysAndValues, Method, method_factory
+from kvqjax.methods.spec import KeysAndValues, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock
 
 __all__ = ["exact", "kivi", "kivi_star", "uniform"]
@@ -63,7 +63,8 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
     """KIVI* as XQuant's paper compares with (arXiv 2508.10395, section 4): keys before RoPE, groups of 128 tokens and
     channels, the first `protected` layers at 4 bits."""
     layer, first = (_kivi_layer(b, b, 128, 128, window, "pre", "together", "bfloat16") for b in (bits, max(bits, 4)))
-    return Method(name="kivi_star", layer=layer, sinks=sinks, overrides=tuple((i, first) for i in range(protected)))
+    overrides = tuple((i, first) for i in first_layers(protected))
+    return Method(name="kivi_star", layer=layer, sinks=sinks, overrides=overrides)
 
 
 @method_factory

@@ -17,7 +17,9 @@ from kvqjax.methods.keep import Keep, read_keep
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.pallas_kernels.packed import PackedSpec
 
-__all__ = ["KeysAndValues", "LayerSpec", "Method", "method_factory"]
+__all__ = ["KeysAndValues", "LayerSpec", "Method", "first_layers", "method_factory"]
+
+MOST_LAYERS = 4096  # an option's slip must not fill the memory with overrides
 
 
 @runtime_checkable
@@ -88,6 +90,13 @@ class Method:
                 raise UserError(f"{self.name}: layer {index} does not exist in a model of {config.num_layers} layers")
             specs[index] = spec
         return tuple(specs)
+
+
+def first_layers(count: int) -> range:
+    """Numbers of the first `count` layers, which an option protects. Raises ValueError for no count of layers."""
+    if not 0 <= count <= MOST_LAYERS:
+        raise ValueError(f"{count} first layers; wanted a count from 0 to {MOST_LAYERS}")
+    return range(count)
 
 
 def _text(value: Any) -> str:

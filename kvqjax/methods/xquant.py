@@ -21,7 +21,7 @@ from kvqjax.codecs import Codec, Exact, Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Layer, heads, norm
-from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.spec import Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
 from kvqjax.rope import rotate
 
@@ -159,4 +159,5 @@ def xquant(
         bits=bits, value_bits=value_bits, outliers=outliers, group=group, window=window, latent=latent, scales=scales
     )
     first = dataclasses.replace(layer, bits=high_bits, value_bits=None)
-    return Method(name="xquant", layer=layer, sinks=sinks, overrides=tuple((i, first) for i in range(protected)))
+    overrides = tuple((i, first) for i in first_layers(protected))
+    return Method(name="xquant", layer=layer, sinks=sinks, overrides=overrides)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.config import ModelConfig
 from kvqjax.layout import Field
-from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, method_factory
+from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
 from kvqjax.methods.xquant import LayerInput, attended, prefers_latents, quantiser, times
 
@@ -201,8 +201,8 @@ def xquant_cl(
     shared = {"group": group, "window": window, "latent": latent, "scales": scales}
     width = lambda i: high_bits if i < protected else bits  # noqa: E731
     loop = {"axis": axis, "accumulator": store, "space": space, **shared}
-    plain = [(i, LayerInput(bits=width(i), **shared)) for i in range(base)]
+    plain = [(i, LayerInput(bits=width(i), **shared)) for i in first_layers(base)]
     start = [(base, CrossLayer(start=True, bits=width(base), **loop))]
-    more = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in range(base + 1, protected)]
+    more = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in first_layers(protected)[base + 1 :]]
     layer = CrossLayer(start=False, bits=bits, **loop)
     return Method(name="xquant_cl", layer=layer, sinks=sinks, overrides=tuple(plain + start + more))
