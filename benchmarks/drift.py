@@ -23,6 +23,7 @@ from kvqjax.codecs import Exact
 from kvqjax.eval.replay import exact_logits, replay, score
 from kvqjax.methods import KeysAndValues, Method
 
+RECORD = Path(__file__).parent / "records" / "drift_recall.json"
 SPAN = 256
 NOISE = (0.03, 0.1)
 CACHES = ("xquant:bits=6", "kvquant:bits=3,outliers=0.0", "kivi:bits=3,group=128,window=0")

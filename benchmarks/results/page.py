@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drift import RECORD as DRIFT
 from benchmarks.gate import RECORD as GATE
 from benchmarks.gate import SHAPES, plan
 from benchmarks.gate_bounds import Verdict, verdicts, without_x
@@ -141,6 +142,25 @@ def gate_section(rows: list[dict]) -> str:
     return "\n".join(["## The gate", about, _verdict_table(verdicts(rows)), more, _verdict_table(without_x(rows))])
 
 
+def drift_section(found: dict | None) -> str:
+    """KL divergence of a long decode beside that of noise which cannot drift."""
+    if not found:
+        return ""
+    spans = found["spans"]
+    ends = [f"to {256 * (i + 1)}" for i in range(len(next(iter(spans.values()))))]
+    rows = []
+    for name, values in spans.items():
+        half = len(values) // 2
+        growth = sum(values[half:]) / sum(values[:half])
+        rows.append([name, *(f"{x:.2g}" for x in values), f"{growth:.2f}"])
+    about = (
+        f"`{found['model']}`, one token at a time (`python benchmarks/drift.py`): mean over spans of 256 steps of\n"
+        "the exact cache's loss and of KL(exact || cache). The noise has one size wherever a token stands: its growth is\n"
+        "that of the model's sensitivity with the tokens it chooses among. Growth beyond it would be the cache's own.\n"
+    )
+    return "\n".join(["## Does a cache drift?", about, table(["", *ends, "last / first half"], rows)])
+
+
 def means_section(rows: list[dict]) -> str:
     """Qwen2 shape with and without the keys' mean."""
     pick = {(r["cache"], r["stress"]): r for r in rows if r["shape"] == "qwen2" and r["mode"] == "copy"}
@@ -162,6 +182,6 @@ def page_text() -> str:
     parts.append(COMPARED)
     parts += [paper_section(paper) for paper in PAPERS]
     rows = _read(GATE) or []
-    parts += [gate_section(rows), means_section(rows)]
+    parts += [gate_section(rows), drift_section(_read(DRIFT)), means_section(rows)]
     parts.append("## Distance to the limit\n" + distortion_table(_read(DISTORTION) or []))
     return "\n".join([*parts, METHODS_PAGES])
