@@ -51,7 +51,7 @@ notebooks: $(VENV)/.package $(VENV)/.with-examples
 
 aot: $(VENV)/.package $(VENV)/.with-test $(VENV)/.libtpu $(VENV)-gpu/.plugin
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot
-	PYTHONSAFEPATH=1 $(VENV)-gpu/bin/python -m pytest -ra -m slow tests/aot/test_gpu.py
+	PYTHONSAFEPATH=1 $(VENV)-gpu/bin/python -m pytest -ra -m slow -k "gpu or h100" tests/aot
 
 # From the root, so that benchmarks is found; -P keeps the source tree from shadowing the installed package.
 results: $(VENV)/.package

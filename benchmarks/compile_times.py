@@ -17,8 +17,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from kvqjax.aot import chip_devices, decode_arguments
+from kvqjax.aot import decode_arguments
 from kvqjax.catalogue import config_of
+from kvqjax.chips import chip_devices
 from kvqjax.forward import prefill
 from kvqjax.generate import decode_steps
 from kvqjax.methods import parse

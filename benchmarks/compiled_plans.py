@@ -12,8 +12,9 @@ import json
 from importlib import metadata
 from pathlib import Path
 
-from kvqjax.aot import compile_decode, slice_of
+from kvqjax.aot import compile_decode
 from kvqjax.catalogue import config_of
+from kvqjax.chips import slice_of
 from kvqjax.methods import parse
 from kvqjax.planner import DEVICES, GIB, plan_memory
 from kvqjax.sharding import MeshSize

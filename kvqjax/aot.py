@@ -1,30 +1,27 @@
-"""Programs compiled ahead of time for chips that are not there, to hold the planner to its promises.
+"""Programs compiled ahead of time for chips that are not there (kvqjax/chips.py), to hold the planner to its promises.
 
-TPU chips need libtpu (`pip install libtpu`), no TPU. What is compiled is the decode loop of `generate`: weights,
-constants and cache as arguments, the cache donated."""
+What is compiled is the decode loop of `generate`: weights, constants and cache as arguments, the cache donated."""
 
 import functools
-import math
-import os
 import time
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvqjax.cache import CacheLayout, allocate_cache, plan
+from kvqjax.chips import chip_devices, target_name
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.generate import LoopState, decode_steps
 from kvqjax.methods import Method
 from kvqjax.model import Model
-from kvqjax.planner import ALONE, DEVICES, parameter_shapes
+from kvqjax.planner import ALONE, parameter_shapes
 from kvqjax.sampling import make_sampling
 from kvqjax.sharding import MeshSize, Rules, cache_layout, rules_for
 
-__all__ = ["Compiled", "abstract_model", "chip_devices", "compile_decode", "decode_arguments", "slice_of"]
+__all__ = ["Compiled", "abstract_model", "compile_decode", "decode_arguments"]
 
 NEW_TOKENS = 64
 
@@ -37,33 +34,6 @@ class Compiled(NamedTuple):
     temporaries: int
     cache_copied: int
     seconds: float
-
-
-def slice_of(name: str, devices: int = 1) -> str:
-    """The slice of at least four chips that has so many devices: "v5e:4x4" for 16. A tpu7x chip is two devices."""
-    prefix, axes = DEVICES[name].torus
-    if not prefix:
-        raise UserError(f"--compile works for TPU chips ({', '.join(n for n, d in DEVICES.items() if d.torus[0])})")
-    chips = max(4, -(-devices // 2) if name == "tpu7x" else devices)
-    shape = [1] * (axes - 2) + [2, 2]
-    while math.prod(shape) < chips:
-        shape = sorted([2 * shape[0], *shape[1:]])
-    return f"{prefix}:{'x'.join(map(str, shape if axes == 2 or shape[0] > 1 else shape[::-1]))}"
-
-
-def chip_devices(name: str, count: int = 1) -> list:
-    """Devices of a slice of chips that are not there, at least `count`. Raises UserError where they cannot be
-    described."""
-    topology = slice_of(name, count)
-    # libtpu reads these when it is loaded: no queries to a cloud's metadata server, no lock against other processes.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"no compiler for {name} here (pip install libtpu): {reason}") from error
 
 
 def abstract_model(config: ModelConfig, method: Method, dtype: str = "bfloat16") -> Model:
@@ -87,8 +57,7 @@ def _placed(tree, mesh, specs):
 
 def decode_arguments(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str = "cpu"):
     """What `decode_steps` takes, as shapes on the mesh of `rules`."""
-    target = "v7x" if chip == "tpu7x" else chip
-    layout = CacheLayout(config=config, method=method, capacity=context, dtype="bfloat16", target=target)
+    layout = CacheLayout(config=config, method=method, capacity=context, dtype="bfloat16", target=target_name(chip))
     layout = cache_layout(rules, layout, batch)
     model = abstract_model(config, method)
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))

@@ -76,7 +76,7 @@ def test_bad_model_folders(call, tmp_path, change, words):
         (["plan", "-m", "recall", "-c", "exact;9=exact"], "layer 9"),
         (["plan", "-m", "llama-3.1-7b", "-c", "exact"], "did you mean 'llama-3.1-70b'"),
         (["plan", "-m", "recall", "-c", "exact", "--compile"], "--compile needs a --device"),
-        (["plan", "-m", "recall", "-c", "exact", "--compile", "--device", "h100"], "--compile works for TPU chips"),
+        (["plan", "-m", "recall", "-c", "exact", "--compile", "--device", "h100"], "no compiler for h100 here"),
         (["inspect", "/nowhere"], "/nowhere"),
         (["calibrate", "-m", "recall", "-c", "kivi:bits=2", "--out", "never-made"], "no calibration"),
     ],

@@ -103,7 +103,8 @@ def plan(
     """Bytes of caches, bf16 weights and a decode step's workspace per device; what fits, and time bounds there.
 
     MODEL is a bundled or known name (llama-3.1-8b), a folder, or a config.json. Tokens per second are bounds: every
-    byte read once and every operation at the peak. --compile sets the compiler's bytes beside the plan's (TPU chips).
+    byte read once and every operation at the peak. --compile sets the compiler's bytes beside the plan's: for TPUs it
+    needs libtpu, for GPUs JAX's CUDA plugin, and neither chip.
     """
     if device is not None and device not in DEVICES:
         raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")

@@ -1,25 +1,19 @@
-"""No cache array and no weights are copied: Llama-3.1-8B's geometry in bfloat16, compiled ahead of time for a TPU."""
-
-import importlib.util
+"""No cache array is copied: Llama-3.1-8B's geometry in bfloat16, compiled ahead of time for TPUs and for a GPU."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import kvqjax as kvq
-from kvqjax.aot import chip_devices, decode_arguments
+from kvqjax.aot import decode_arguments
 from kvqjax.catalogue import config_of
+from kvqjax.chips import chip_devices
 from kvqjax.generate import decode_steps
 from kvqjax.ledger import ledger
 from kvqjax.planner import ALONE, GIB
 from kvqjax.sharding import rules_for
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install libtpu"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 def case(chip: str, spec: str, batch: int, capacity: int):
@@ -41,19 +35,21 @@ def check(compiled, cache, limit: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chip", "spec", "batch", "capacity"),
+    ("chip", "spec", "batch", "capacity", "limit"),
     [
-        ("v5p", "kivi:bits=2", 4, 65536),
-        ("v5p", "exact", 4, 32768),
-        ("v5p", "kivi:bits=2;0=exact", 4, 65536),  # a run of one layer: its weights stay in the stack
-        ("v6e", "kivi:bits=4,group=128", 2, 65536),  # through the kernel
+        ("v5p", "kivi:bits=2", 4, 65536, 0.25),
+        ("v5p", "exact", 4, 32768, 0.25),
+        ("v5p", "kivi:bits=2;0=exact", 4, 65536, 0.25),  # a run of one layer: its weights stay in the stack
+        ("v6e", "kivi:bits=4,group=128", 2, 65536, 0.25),  # through the kernel
+        ("h100", "kivi:bits=2", 1, 131072, 0.45),  # XLA for GPUs takes one layer's matrices out of the stack, 0.4 GiB
+        ("h100", "exact", 1, 65536, 0.45),
     ],
 )
-def test_decode_loop(chip, spec, batch, capacity):
-    """0.09 GiB were seen for KIVI, in a cache of 6.1 GiB: a block of scores, logits, and one window."""
+def test_decode_loop(chip, spec, batch, capacity, limit):
+    """0.09 GiB were seen for KIVI on a v5p, in a cache of 6.1 GiB: a block of scores, logits, and one window."""
     _, (model, state, *rest) = case(chip, spec, batch, capacity)
     compiled = decode_steps.lower(model, state, *rest).compile()
-    check(compiled, state.cache, 0.25)
+    check(compiled, state.cache, limit)
     assert ("packed_attention_k" in compiled.as_text()) == (chip == "v6e")
 
 
