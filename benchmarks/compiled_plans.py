@@ -1,10 +1,11 @@
-"""What the planner promises, compiled ahead of time for real TPU slices: bytes per device of `generate`'s decode loop.
+"""What the planner promises, compiled ahead of time for real chips: bytes per device of `generate`'s decode loop.
 
     python benchmarks/compiled_plans.py [--cases NAME,...] [--write]
 
-Needs libtpu, no TPU. A case states what one device may hold; `fits` compares the compiler's arguments and temporaries
-with it, and a program that the compiler itself refuses for want of memory is recorded by its message. Devices with 80
-GB of memory are stood for by a v5p: its compiler, their limit. `--write` renews benchmarks/records/compiled_plans.json.
+Needs libtpu for the TPU cases and JAX's CUDA plugin for the H100's (an environment of its own, as `make aot` makes it),
+but no chip. A case states what one device may hold; `fits` compares the compiler's arguments and temporaries
+with it, and a program that the compiler itself refuses for want of memory is recorded by its message. `--write` renews
+benchmarks/records/compiled_plans.json for what was compiled.
 """
 
 import argparse
@@ -25,8 +26,8 @@ NUQ2 = "kvquant:bits=2,outliers=0,sinks=0"
 CASES = {
     "8b-128k-commvq1-24gb": ("llama-3.1-8b", "commvq:bits=1", 131072, 1, "v6e", "", 24e9),
     "8b-128k-kivi2-24gb": ("llama-3.1-8b", "kivi:bits=2", 131072, 1, "v6e", "", 24e9),
-    "7b-1m-nuq2-80gb": ("llama-7b", NUQ2, 2**20, 1, "v5p", "", 80 * GIB),
-    "7b-10m-nuq2-8x80gb": ("llama-7b", NUQ2, 10**7, 1, "v5p", "model=8", 80 * GIB),
+    "7b-1m-nuq2-80gb": ("llama-7b", NUQ2, 2**20, 1, "h100", "", None),
+    "7b-10m-nuq2-8x80gb": ("llama-7b", NUQ2, 10**7, 1, "h100", "model=8", None),
     "70b-128k-kivi2-v5e16": ("llama-3.1-70b", "kivi:bits=2", 131072, 8, "v5e", "model=16", None),
     "70b-128k-kivi2-v6e8": ("llama-3.1-70b", "kivi:bits=2", 131072, 8, "v6e", "model=8", None),
     "70b-128k-exact-v5e16": ("llama-3.1-70b", "exact", 131072, 8, "v5e", "model=16", None),
