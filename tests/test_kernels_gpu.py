@@ -12,11 +12,10 @@ from kernel_cases import Case, agree, make_body, make_query, near, oracle
 
 from kvqjax.pallas_kernels import dispatch, gpu, gpu_call, gpu_exact, gpu_kernel, gpu_parts, gpu_unpack, support
 
-# A last tile that is moved back into the body; two steps for a tile, rows of two tokens that fill two tiles of columns.
-FOUR = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=1, head_dim=128, group=4, slots=768)
-TWO = Case(
-    key_bits=2, value_bits=2, key_group=128, value_group=128, kv_heads=1, head_dim=128, group=8, length=2, slots=1024
-)
+# A last tile that is moved back into the body, and two query tokens; a tile in two steps, and columns of padding.
+GROUPS = {"key_group": 128, "value_group": 128, "kv_heads": 1, "head_dim": 128, "group": 4}
+FOUR = Case(key_bits=4, value_bits=4, length=2, slots=768, **GROUPS)
+TWO = Case(key_bits=2, value_bits=2, slots=1024, **GROUPS)
 
 
 def magic(half, shift: int, mask: int):
@@ -108,7 +107,7 @@ def test_refuses_what_it_does_not_read():
 def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
     """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the reference. Lowering
     for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the shapes of products."""
-    case = Case(**{**vars(TWO), "target": "sm90", "length": 1})
+    case = Case(**{**vars(TWO), "target": "sm90"})
     assert support.lookup("kivi 2 bits", "sm90") == "compiled"
     assert dispatch.path(case.spec, 8, case.slots) == "reference"
     monkeypatch.setitem(support.ROWS["kivi 2 bits"], "sm90", "correct")
