@@ -99,7 +99,7 @@ def _kernel(*refs, plan: _Plan):
         _fetch(refs.keys, refs.key, refs.keys_here, plan, where, begin)
         _fetch(refs.values, refs.value, refs.values_here, plan, where, begin)
 
-    queries = plgpu.load(refs.queries, (row, head), layout=plgpu.Layout.WGMMA, optimized=False)
+    queries = gpu_parts.load(refs.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
     put_transposed(refs.raw.at[0], queries)
     plgpu.commit_smem()
     limits = gpu_parts.load_limits(refs.bounds, row, (TILE, plan.rows))

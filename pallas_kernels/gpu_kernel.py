@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvqjax.pallas_kernels import gpu_parts, gpu_unpack
-from kvqjax.pallas_kernels.gpu_parts import COLUMNS, NEVER, ROWS, State, along, product, put_transposed, tiled
+from kvqjax.pallas_kernels.gpu_parts import COLUMNS, NEVER, ROWS, State, along, load, product, put_transposed, tiled
 from kvqjax.pallas_kernels.gpu_unpack import HALF, MAGIC
 
 __all__ = ["PART", "kernel", "scratch"]
@@ -78,7 +78,7 @@ def kernel(*refs, plan):
         _fetch_keys(refs, plan, where, begin)
         _fetch_values(refs, plan, where, begin)
 
-    queries = plgpu.load(refs.queries, (row, head), layout=plgpu.Layout.WGMMA, optimized=False)
+    queries = load(refs.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
     put_transposed(refs.raw.at[0], queries.astype(jnp.bfloat16))
     limits = gpu_parts.load_limits(refs.bounds, row, (2 * HALF, plan.rows))
 
@@ -157,7 +157,7 @@ def _scale_queries(refs: Refs, plan, queries):
     """Write the queries times each group's scales."""
     for group in range(plan.groups):
         for half in range(2):
-            scale = plgpu.load(refs.key_factors, (0, half * plan.groups + group), layout=ROWS, optimized=False)
+            scale = load(refs.key_factors.at[0, half * plan.groups + group], ROWS, optimized=False)
             scaled = queries * lax.broadcast_in_dim(_numbers(scale), queries.shape, [0])
             target = refs.scaled.at[group, pl.ds(half * plan.rows, plan.rows)]
             put_transposed(target, scaled.astype(jnp.bfloat16))
@@ -179,7 +179,7 @@ def _constants(refs: Refs, plan, group):
     shape = (2 * HALF, plan.spec.head_dim)
     lows = []
     for half in range(2):
-        low = plgpu.load(refs.key_factors, (1, half * plan.groups + group), layout=COLUMNS, optimized=False)
+        low = load(refs.key_factors.at[1, half * plan.groups + group], COLUMNS, optimized=False)
         lows.append(lax.broadcast_in_dim(lax.bitcast_convert_type(low, jnp.bfloat16), shape, [1]))
     minus = plgpu.layout_cast(jnp.full(shape, -MAGIC, jnp.bfloat16), plgpu.Layout.WGMMA)
     offset = _own(product(minus, refs.scaled.at[group], 2 * plan.rows), plan.rows)
@@ -189,7 +189,7 @@ def _constants(refs: Refs, plan, group):
 def _scores(refs: Refs, plan, part, tile, limits):
     """Scores in powers of two, PART times [64, R]; NEVER where a query must not look."""
     factor, each = plan.spec.head_dim**-0.5 * math.log2(math.e), plan.spec.key_group // HALF
-    halves = gpu_unpack.halves(plgpu.load(refs.key_words, (), layout=plgpu.Layout.WGMMA), plan.parts, part)
+    halves = gpu_unpack.halves(load(refs.key_words, plgpu.Layout.WGMMA), plan.parts, part)
     scores = []
     for begin in range(0, PART, each):
         group = part * (PART // each) + begin // each
@@ -221,7 +221,7 @@ def _write_weights(refs: Refs, plan, part, scores, peak):
 
 def _value_halves(refs: Refs, plan, part):
     """16-bit halves of the value words, channels on the rows: [D, 64]."""
-    words = plgpu.load(plgpu.transpose_ref(refs.value_words, (1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+    words = load(plgpu.transpose_ref(refs.value_words, (1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
     return [plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in gpu_unpack.halves(words, plan.parts, part)]
 
 

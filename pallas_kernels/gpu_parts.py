@@ -4,6 +4,7 @@ Products run with operands swapped: 64 tokens (scores) or channels (sums of valu
 instruction, and the R query rows of a KV head, padded to a multiple of 8, are its columns. Nothing is padded to 64.
 """
 
+import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["COLUMNS", "NEVER", "ROWS", "State", "along", "begin_state", "finish", "load_limits"]
+__all__ = ["COLUMNS", "NEVER", "ROWS", "State", "along", "begin_state", "finish", "load", "load_limits"]
 __all__ += ["product", "put_transposed", "share", "tiled", "visible"]
 
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
@@ -43,9 +44,23 @@ def share(ends, row, split, splits: int):
     return begin, jnp.minimum(begin + each, last)
 
 
+def load(ref, layout, *, optimized: bool = True):
+    """`plgpu.load` of all of a reference: an index was demanded before JAX 0.12, and is refused since."""
+    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def _store(ref, x):
+    """ref[...] = x in device memory, where JAX 0.12 wants to be told that less than whole cache lines may be written."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def load_limits(bounds, row, shape: tuple[int, int]):
     """First and last + 1 visible token of every column, over all rows of a product."""
-    limits = [plgpu.load(bounds, (row, i), layout=COLUMNS, optimized=False) for i in range(2)]
+    limits = [load(bounds.at[row, i], COLUMNS, optimized=False) for i in range(2)]
     return [lax.broadcast_in_dim(x, shape, [1]) for x in limits]
 
 
@@ -86,5 +101,5 @@ def finish(state: State, out, lse):
     total, low, acc = state.total.sum(0), state.low.sum(0), state.acc
     seen = state.peak > NEVER / 2
     safe = jnp.where(seen, total, jnp.ones_like(total))
-    out[...] = jnp.where(along(seen, acc), (acc + along(low, acc)) / along(safe, acc), jnp.zeros_like(acc))
-    lse[...] = jnp.where(seen, jnp.log(safe) + state.peak * math.log(2), jnp.full_like(total, NEVER))
+    _store(out, jnp.where(along(seen, acc), (acc + along(low, acc)) / along(safe, acc), jnp.zeros_like(acc)))
+    _store(lse, jnp.where(seen, jnp.log(safe) + state.peak * math.log(2), jnp.full_like(total, NEVER)))

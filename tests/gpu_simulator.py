@@ -151,7 +151,8 @@ def install(monkeypatch, host, *bodies):
     machine = Machine()
     monkeypatch.setattr(host, "plgpu", _Stand(plgpu, kernel=machine.kernel))
     stand = {
-        "load": lambda ref, index, **_: ref[index],
+        "load": lambda ref, **_: ref[...],
+        "store": lambda ref, x, **_: ref.__setitem__(..., x),
         "layout_cast": lambda x, _: x,
         "transpose_ref": lambda ref, order: Ref(ref.array.transpose(order), ref.owner),
         "copy_gmem_to_smem": machine.copy,
