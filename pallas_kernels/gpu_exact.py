@@ -133,7 +133,7 @@ def _fold(refs: Refs, plan: _Plan, where, tile, end, limits, state: State) -> St
     put_transposed(near.weights, weight.astype(jnp.bfloat16))
     plgpu.commit_smem()
     plgpu.barrier_wait(refs.values_here)
-    sums = product(plgpu.transpose_ref(near.value, (1, 0)), near.weights, plan.rows)
+    sums = product(near.value.transpose((1, 0)), near.weights, plan.rows)
     plgpu.commit_smem()  # the values are read
     pl.when(tile + 1 < end)(lambda: _fetch(refs.values, refs.value, refs.values_here, plan, where, tile + 1))
     total, low, acc = (x * along(decay, x) for x in state[1:])

@@ -221,7 +221,7 @@ def _write_weights(refs: Refs, plan, part, scores, peak):
 
 def _value_halves(refs: Refs, plan, part):
     """16-bit halves of the value words, channels on the rows: [D, 64]."""
-    words = load(plgpu.transpose_ref(refs.value_words, (1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
+    words = load(refs.value_words.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
     return [plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in gpu_unpack.halves(words, plan.parts, part)]
 
 
@@ -231,7 +231,7 @@ def _weighted(refs: Refs, plan, halves):
     def run(acc):
         for plane in range(PART):
             codes = gpu_unpack.codes(halves, plane, plan.spec.value_bits)
-            plgpu.wgmma(acc, codes, plgpu.transpose_ref(refs.weights.at[plane], (1, 0)))
+            plgpu.wgmma(acc, codes, refs.weights.at[plane].transpose((1, 0)))
             plgpu.wgmma_wait(0)
         return acc[...]
 

@@ -51,7 +51,7 @@ def load(ref, layout, *, optimized: bool = True):
 
 
 def _store(ref, x):
-    """ref[...] = x in device memory, where JAX 0.12 wants to be told that less than whole cache lines may be written."""
+    """ref[...] = x in device memory; JAX 0.12 wants to be told that it may write less than whole cache lines."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:
@@ -83,14 +83,14 @@ def along(vector, like):
 
 def put_transposed(ref, x):
     """ref[...] = x.T for a matrix in WGMMA's layout."""
-    plgpu.transpose_ref(ref, (1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def product(left, right, columns: int):
     """left @ right.T in float32; `right` [columns, K] lies in shared memory, `left` there or in registers."""
 
     def run(acc):
-        plgpu.wgmma(acc, left, plgpu.transpose_ref(right, (1, 0)))
+        plgpu.wgmma(acc, left, right.transpose((1, 0)))
         return acc[...]
 
     return pl.run_scoped(run, plgpu.ACC((left.shape[0], columns), jnp.float32))

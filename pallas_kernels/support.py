@@ -3,9 +3,9 @@
 fast:      the kernel is within its budget of bundles (benchmarks/records).
 correct:   the kernel compiles for the chip without spills and copies, equals the reference in interpret mode, and its
            bundles are recorded; it is over its budget or has none.
-compiled:  the kernel compiles for the chip without spills and copies (benchmarks/records) and its body equals the
-           reference in a simulation of this repository's own; it has run neither on the chip nor in JAX's interpreter.
-           No program uses it unasked: call `gpu.packed_attention` by name.
+compiled:  the kernel compiles for the chip without spills and copies (benchmarks/records), and equals the reference
+           in an interpreter only with stand-ins for what it does in registers; it has not run on the chip. No program
+           uses it unasked: call `gpu.packed_attention` by name.
 reference: blockwise jnp, compiled by XLA.
 """
 

@@ -1,0 +1,84 @@
+"""The GPU kernels in JAX's own interpreter for Mosaic GPU (JAX >= 0.12; its interface is private), against the oracle.
+
+The exact kernel runs as it is, with races looked for. For the packed one three things stand in: the interpreter has
+neither products with the left operand in registers nor code on registers, so the first is computed here, and `_magic`
+and `interleaved` are replaced by what tests/test_kernels_gpu.py shows them to equal.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import Case, make_body, make_query, near, oracle
+from test_kernels_gpu import magic
+
+from kvqjax.pallas_kernels import gpu, gpu_exact, gpu_unpack
+
+callbacks = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+pytestmark = [
+    pytest.mark.smoke,
+    pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX's GPU interpreter knows these kernels from 0.12 on"),
+]
+
+CASE = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=1, head_dim=128, group=4, slots=512)
+
+
+def interpreted(call, **options):
+    """What `call()` returns when its GPU kernels are interpreted as on an H200."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+
+    chip = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+    with jax.sharding.use_abstract_mesh(mesh), force_gpu_interpret_mode(InterpretGPUParams(**options)):
+        return jax.tree.map(np.asarray, call())
+
+
+def inputs():
+    body, key, value = make_body(CASE)
+    q, start, stop = make_query(CASE)
+    return q.astype(jnp.bfloat16).astype(jnp.float32), body, key, value, start, stop
+
+
+def test_exact_kernel_runs_without_races():
+    q, _, key, value, start, stop = inputs()
+    key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
+    stop = jnp.minimum(stop, 317)
+    stacked = [jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value)]
+    attend = lambda: gpu_exact.exact_attention(q.astype(jnp.bfloat16), *stacked, 1, start, stop, splits=2)  # noqa: E731
+    got = interpreted(attend, detect_races=True)
+    key, value = (x.astype(jnp.float32) for x in (key, value))
+    near(got, oracle(q, key, value, start, stop), key, value, q)
+
+
+def product(theirs):
+    """`theirs`, and products whose left operand is a value."""
+
+    def run(**call):
+        left = np.asarray(call["a_allocation_key_as_array"])
+        if left.dtype != jnp.bfloat16:
+            return theirs(**call)
+        memory, thread = callbacks._get_shared_memory(), call["thread"]
+        log = callbacks.memory.GPULoggingInfo(call["mesh_location"], thread, call["source_info"])
+
+        def view(name):
+            key = callbacks.HostAllocationKey.from_array(call[f"{name}_allocation_key_as_array"])
+            return key, memory.access(
+                key, jax.tree.map(int, callbacks._remove_noop_transforms(call[f"{name}_transforms"]))
+            )
+
+        right = memory.get_buffer_content(*view("b"), thread, logging_info=log)[0]
+        acc = memory.get_buffer_content(*view("acc"), thread, logging_info=log)[0]
+        total = acc + left.astype(np.float32) @ np.asarray(right).astype(np.float32)
+        memory.store_buffer_content(*view("acc"), total, thread, logging_info=log)
+        return call["token"]
+
+    return run
+
+
+def test_packed_kernel_equals_the_oracle(monkeypatch):
+    monkeypatch.setattr(callbacks, "wgmma", product(callbacks.wgmma))
+    monkeypatch.setattr(gpu_unpack, "interleaved", lambda factors: factors[...].reshape(64))
+    monkeypatch.setattr(gpu_unpack, "_magic", magic)
+    q, body, key, value, start, stop = inputs()
+    got = interpreted(lambda: gpu.packed_attention(q, body, 1, start, stop, CASE.spec, splits=1))
+    near(got, oracle(q, key, value, start, stop), key, value, q)
