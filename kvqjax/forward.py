@@ -13,7 +13,7 @@ from kvqjax import cache as caches
 from kvqjax import decoder
 from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.append import admitted, flush_layer, remember
-from kvqjax.cache.eviction import Chosen, Received
+from kvqjax.cache.eviction import Chosen, no_mass
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
@@ -151,19 +151,28 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
         h = decoder.finish(weights, h, attended, model.config)
         return (h, body_carry, tile_carry, mass), {name: row_major(x) for name, x in new.items()}
 
-    loop = (decoder.embed(model.params, tokens, model.config), body_carry, tile_carry, _no_mass(cache, length))
+    loop = (
+        decoder.embed(model.params, tokens, model.config),
+        body_carry,
+        tile_carry,
+        no_mass(cache.kept, sinks, length),
+    )
     # Zero, which XLA cannot know: the loop over a single layer is unrolled, and a constant number would let it copy
     # that layer's weights out of the stack before a decode loop.
     zero, pending = jnp.minimum(cache.lengths[0], 0), []
     for number, run in enumerate(runs):
         loop, new = jax.lax.scan(functools.partial(step, number), loop, zero + jnp.arange(run.count))
         pending.append(new)
-    h = loop[0]
+    h, mass = loop[0], loop[3]
     pending = [_after(h, new) if run.count == 1 else new for run, new in zip(runs, pending, strict=True)]
-    if last:
-        h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-    out = decoder.unembed(model.params, h, model.config)
-    return (out[:, 0] if last else out), (*pending, *(() if loop[3] is None else (loop[3],)))
+    out = _last_logits(model, h, counts) if last else decoder.unembed(model.params, h, model.config)
+    return out, (*pending, *(() if mass is None else (mass,)))
+
+
+def _last_logits(model: Model, h: Float[Array, "B T E"], counts: Int[Array, " B"]) -> Float[Array, "B V"]:
+    """Logits of each row's last valid token."""
+    h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+    return decoder.unembed(model.params, h, model.config)[:, 0]
 
 
 def _below(runs, cache: Cache, constants, number: int, index) -> tuple:
@@ -187,14 +196,6 @@ def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
     clock = run.wiring.clocks[0]
     units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
     return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}
-
-
-def _no_mass(cache: Cache, length: int) -> Received | None:
-    """Zero mass of a call with `length` new tokens, or None where tokens are not chosen by it."""
-    if "mass" not in cache.kept:
-        return None
-    side_by_side = cache.layout.method.sinks + cache.kept["recent"].shape[1] + length
-    return Received(jnp.zeros((cache.batch, side_by_side)), jnp.zeros(cache.kept["positions"].shape))
 
 
 def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
@@ -262,9 +263,8 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
             model, run, state, run_constants, h, carry, counts, chunk, layout.method.sinks, chosen
         )
         states.append(state)
-    h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
     done = cache.replace(runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow, kept=kept)
-    return decoder.unembed(model.params, h, model.config)[:, 0], done
+    return _last_logits(model, h, counts), done
 
 
 def _prefill_run(

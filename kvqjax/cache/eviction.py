@@ -16,7 +16,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["Chosen", "Moves", "Received", "allocate_kept", "choose", "crop_kept", "enter", "forget", "received"]
+__all__ = [
+    "Chosen",
+    "Moves",
+    "Received",
+    "allocate_kept",
+    "choose",
+    "crop_kept",
+    "enter",
+    "forget",
+    "no_mass",
+    "received",
+]
 
 Kept = dict  # name -> array, see the module
 
@@ -41,6 +52,14 @@ class Chosen(NamedTuple):
 
     token: Int[Array, "B R"]
     units: Int[Array, " B"]
+
+
+def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:
+    """Zero mass of a call with `length` new tokens, or None where tokens are not chosen by it."""
+    if "mass" not in kept:
+        return None
+    batch, ring = kept["recent"].shape
+    return Received(jnp.zeros((batch, sinks + ring + length)), jnp.zeros(kept["positions"].shape))
 
 
 def allocate_kept(rule: str, batch: int, slots: int, unit: int, ring: int) -> Kept:

@@ -59,10 +59,11 @@ def kivi(
 
 
 @method_factory
-def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int = 0) -> Method:
+def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int = 0, centre: str = "none") -> Method:
     """KIVI* as XQuant's paper compares with (arXiv 2508.10395, section 4): keys before RoPE, groups of 128 tokens and
-    channels, the first `protected` layers at 4 bits."""
-    layer, first = (_kivi_layer(b, b, 128, 128, window, "pre", "together", "bfloat16") for b in (bits, max(bits, 4)))
+    channels, the first `protected` layers at 4 bits. `centre` as in `kivi`."""
+    options = (128, 128, window, "pre", "together", "bfloat16", centre)
+    layer, first = (_kivi_layer(b, b, *options) for b in (bits, max(bits, 4)))
     overrides = tuple((i, first) for i in first_layers(protected))
     return Method(name="kivi_star", layer=layer, sinks=sinks, overrides=overrides)
 
