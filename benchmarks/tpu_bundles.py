@@ -2,9 +2,10 @@
 
     python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4-g128,k2-g128] [--write]
 
-Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 2048 and 4096 tokens; the difference
-is the marginal cost per 512 tokens of K and V of one KV head (head_dim 128, 8 query rows), the rest the fixed cost of a
-grid step. The work done once per tile for all KV heads is counted in full, as if every head did it. `--write` renews
+Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens (2048 is the
+default). Bundles of the loop over lane groups count once per turn, those outside it once per tile, branches in full.
+`marginal` is what 512 tokens of K and V of one KV head add, `fixed` what remains per tile and KV head; head_dim is 128
+and there are 8 query rows per KV head unless a case's name says otherwise (d, r). `--write` renews
 benchmarks/records/tpu_bundles.json for what was compiled.
 """
 
@@ -17,8 +18,8 @@ from pathlib import Path
 
 RECORD = Path(__file__).parent / "records" / "tpu_bundles.json"
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
-TILES = (2048, 4096)
-# bits of keys, bits of values, key group, value group
+TILES = (1024, 2048)
+# bits of keys, bits of values, key group, value group, and where they differ from the usual head_dim and query rows
 CASES = {
     "k2v2-g128": (2, 2, 128, 128),
     "k3v3-g128": (3, 3, 128, 128),
@@ -27,8 +28,15 @@ CASES = {
     "k2v2-g32": (2, 2, 32, 32),
     "k4v4-g32": (4, 4, 32, 32),
     "k4v2-g128": (4, 2, 128, 128),
+    "k3v2-g128": (3, 2, 128, 128),
+    "k2v2-g128-d64": (2, 2, 128, 64, 64),
+    "k4v4-g128-d64": (4, 4, 128, 64, 64),
+    "k4v4-g128-d96": (4, 4, 128, 96, 96),
+    "k4v4-g128-d256": (4, 4, 128, 256, 256),
+    "k4v4-g128-r1": (4, 4, 128, 128, 128, 1),
+    "k4v4-g128-r16": (4, 4, 128, 128, 128, 16),
 }
-SLOTS, LAYERS, BATCH, KV_HEADS, HEAD_DIM, QUERY_ROWS = 16384, 4, 2, 8, 128, 8
+SLOTS, LAYERS, BATCH, KV_HEADS, USUAL = 16384, 4, 2, 8, (128, 8)
 
 
 def prepare(folder: str) -> None:
@@ -46,9 +54,9 @@ def _arguments(case, chip: str):
     from kvqjax.layout import split_bits
     from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 
-    key_bits, value_bits, key_group, value_group = case
+    key_bits, value_bits, key_group, value_group, head_dim, query_rows = (*case, *USUAL[len(case) - 4 :])
     device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
-    sharding, width = jax.sharding.SingleDeviceSharding(device), KV_HEADS * HEAD_DIM
+    sharding, width = jax.sharding.SingleDeviceSharding(device), KV_HEADS * head_dim
 
     def shaped(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -65,29 +73,32 @@ def _arguments(case, chip: str):
         key_group=key_group,
         value_group=value_group,
         kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         block=1024,
         target=chip,
     )
-    q = shaped(jnp.bfloat16, BATCH, 1, KV_HEADS * QUERY_ROWS, HEAD_DIM)
+    q = shaped(jnp.bfloat16, BATCH, 1, KV_HEADS * query_rows, head_dim)
     bounds = shaped(jnp.int32, BATCH, 1)
     return (q, body, shaped(jnp.int32), bounds, bounds), spec
 
 
-def count(folder: Path) -> dict:
-    """Bundles and vector spills of the kernel last dumped; the dump is emptied."""
-    schedule = next(folder.glob("*packed_attention*schedule-analysis_final_bundles.txt")).read_text()
+def count(folder: Path, turns: int) -> dict:
+    """Bundles of a tile, its inner loop being run `turns` times, and vector spills of the kernel last dumped; the dump
+    is emptied."""
+    listing = next(folder.glob("*packed_attention*-final_bundles.txt")).read_text()
     slots = next(folder.glob("*packed_attention*final_hlo-static-per-bundle-utilization.txt")).read_text()
     rows = [line.split() for line in slots.split("UTILIZATION:")[1].splitlines()]
     for file in folder.iterdir():
         if file.is_file():
             file.unlink()
-    bundles = int(re.search(r"non empty scheduled bundles: *(\d+)", schedule)[1])
+    # One ">" for every loop a bundle lies in; the outermost is the grid.
+    depths = [marks.count(">") for marks in re.findall(r"(?m)^ *(?:0x[0-9a-f]+|0) *[A-Z]* *: *([> ]*)\{", listing)]
+    bundles = depths.count(1) + turns * depths.count(2)
     return {"bundles": bundles, "spills": sum(int(row[8]) for row in rows if len(row) == 10)}
 
 
 def compile_case(chip: str, case, tile: int, folder: Path) -> dict:
-    """Compile one kernel; its bundles, spills and temporary bytes."""
+    """Compile one kernel; its bundles per tile, spills and temporary bytes."""
     import jax
 
     from kvqjax.pallas_kernels import tpu
@@ -95,15 +106,17 @@ def compile_case(chip: str, case, tile: int, folder: Path) -> dict:
     arguments, spec = _arguments(case, chip)
     call = jax.jit(lambda *args: tpu.packed_attention(*args, spec, tile=tile))
     compiled = call.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    return {**count(folder), "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    found = count(folder, tpu.lane_groups(spec) - 1)
+    return {**found, "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
 def measure(chip: str, name: str, folder: Path) -> dict:
-    """Marginal bundles per 512 tokens, fixed bundles per grid step, spills and temporaries at the default tile."""
+    """Marginal bundles per 512 tokens and KV head, fixed bundles per tile and KV head, spills and temporaries."""
     small, large = (compile_case(chip, CASES[name], tile, folder) for tile in TILES)
-    marginal = (large["bundles"] - small["bundles"]) * 512 / (TILES[1] - TILES[0])
-    fixed = small["bundles"] - marginal * TILES[0] / 512
-    return {"marginal": marginal, "fixed": fixed, "spills": small["spills"], "temp_bytes": small["temp_bytes"]}
+    marginal = (large["bundles"] - small["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
+    fixed = large["bundles"] / KV_HEADS - marginal * TILES[1] / 512
+    numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1)}
+    return {**numbers, "spills": large["spills"], "temp_bytes": large["temp_bytes"]}
 
 
 def main() -> None:

@@ -1,7 +1,10 @@
-"""The body of the TPU decode-attention kernel: one tile of tokens of one lane group (see `tpu` for the mathematics).
+"""The body of the TPU decode-attention kernel: one tile of tokens, all lane groups (see `tpu` for the mathematics).
+
+The scores of a lane group are computed while the values of the one before are summed up, block by block: one needs the
+matrix unit most, the other the vector unit, and neither waits for the other's results.
 
 Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S tokens of the tile, N
-key groups of the tile, C rows of value scales.
+key groups of the tile, C rows of value scales. Scores are base-2 logarithms.
 """
 
 from typing import Any, NamedTuple
@@ -10,50 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.layout import from_bits, split_bits
-from kvqjax.pallas_kernels.tpu_unpack import block_size, offset, unpack_block
+from kvqjax.layout import split_bits
+from kvqjax.pallas_kernels.tpu_tile import LANES, LOG2E, NEVER, Refs, dot, load_row, named, prepare, quotient
+from kvqjax.pallas_kernels.tpu_unpack import chunks
 
-__all__ = ["COLUMN", "NEVER", "kernel"]
-
-COLUMN = 128  # tokens of one product
-NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
-
-
-class Refs(NamedTuple):
-    queries: Any  # [1, P, M, W] bf16, block-diagonal over the heads of a lane group
-    bounds: Any  # [1, M, 2] i32: first and last + 1 visible token of a row
-    order: Any  # [1, block] i32: token of every lane
-    onehot: Any  # [block, block] bf16: brings scales into lane order; unused where that is token order
-    key_codes: tuple  # [1, 1, rows, W] u32 for each plane set
-    key_scale: Any  # [1, 1, N, W]
-    key_low: Any
-    value_codes: tuple
-    value_scale: Any  # [1, 1, C, S]
-    value_low: Any
-    out: Any  # [1, 1, P, M, W] f32, the accumulator as well
-    lse: Any  # [1, 1, P, M, 1] f32
-    peak: Any  # [P, M, 1] f32
-    total: Any  # [P, M, 1] f32
-    scales: Any  # [C, S] f32: value scales in lane order
-    lows: Any  # [C, S] f32: value minima, less what `_narrow_shift` takes
-    factors: Any  # [N, W] f32: key scales times D^-1/2
-    zeros: Any  # [N, W] f32: key minima times D^-1/2, less what `_narrow_shift` takes
-    scores: Any  # [M, S] f32
-
-
-def _named(refs, plan) -> Refs:
-    keys, values = len(split_bits(plan.spec.key_bits)), len(split_bits(plan.spec.value_bits))
-    head, key, rest = refs[:4], refs[4 : 4 + keys], refs[4 + keys :]
-    return Refs._make((*head, key, *rest[:2], rest[2 : 2 + values], *rest[2 + values :]))
+__all__ = ["kernel"]
 
 
 def kernel(_, ends, *refs, plan, per_split: int):
-    """Grid (row, split, tile, lane group). `ends` holds the first tile of every row and the one after its last."""
-    refs = _named(refs, plan)
-    row, split, step, lane_group = (pl.program_id(axis) for axis in range(4))
+    """Grid (row, split, tile). `ends` holds the first tile of every row and the one after its last."""
+    refs = named(refs, plan)
+    row, split, step = (pl.program_id(axis) for axis in range(3))
     tile = split * per_split + step
 
-    @pl.when((step == 0) & (lane_group == 0))
+    @pl.when(step == 0)
     def _():
         refs.peak[...] = jnp.full(refs.peak.shape, NEVER)
         refs.total[...] = jnp.zeros(refs.total.shape)
@@ -61,151 +34,175 @@ def kernel(_, ends, *refs, plan, per_split: int):
 
     @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
     def _():
-        pl.when(lane_group == 0)(lambda: _order_scales(refs, plan, tile))
-        _accumulate(refs, plan, tile, lane_group)
+        prepare(refs, plan, tile)
+        _attend(refs, plan)
 
     @pl.when(step == per_split - 1)
     def _():
-        peak, total = refs.peak[lane_group], refs.total[lane_group]
-        seen = peak > NEVER / 2
-        refs.out[0, 0, lane_group] = jnp.where(seen, refs.out[0, 0, lane_group] / total, 0.0)
-        refs.lse[0, 0, lane_group] = jnp.where(seen, jnp.log(total) + peak, NEVER)
+        seen = refs.peak[...] > NEVER / 2
+        refs.out[0, 0] = jnp.where(seen, refs.out[0, 0] / refs.total[...], 0.0)
+        refs.lse[0, 0] = jnp.where(seen, jnp.log(refs.total[...]) + refs.peak[...] / LOG2E, NEVER)
 
 
-def _order_scales(refs: Refs, plan, tile):
-    """Bring this tile's value scales and minima into lane order, once for all lane groups."""
-    count = refs.scales.shape[0]
-    stored = jnp.concatenate([refs.value_scale[0, 0], refs.value_low[0, 0]])  # [2C, S]
-    both = from_bits(stored, plan.spec.scales)
-    if plan.slots % plan.tile:  # what lies beyond the array must not reach a product: 0 * NaN
-        token = tile * plan.tile + jax.lax.broadcasted_iota(jnp.int32, both.shape, 1)
-        both = jnp.where(token < plan.slots, both, jnp.zeros_like(both))
-    if plan.ways > 1:
-        pieces = [both[:, first : first + plan.block] for first in range(0, plan.tile, plan.block)]
-        product = _dot(jnp.concatenate(pieces), refs.onehot[...], 0)
-        both = jnp.concatenate([product[i * 2 * count : (i + 1) * 2 * count] for i in range(len(pieces))], axis=1)
-    both = both.astype(jnp.float32)
-    refs.scales[...] = both[:count]
-    refs.lows[...] = both[count:] - _narrow_shift(plan.spec.value_bits, plan) * both[:count]
+class Place(NamedTuple):
+    """A lane group, its lanes, and the first of its columns of 128 lanes."""
+
+    group: Any
+    lanes: Any
+    column: Any
 
 
-def _narrow_shift(bits: int, plan) -> int:
-    """The offset of signed codes, at most half their range, is folded into the minima. That of the codes or-ed into
-    128 is so large that it must be subtracted with the same rounded factors it was multiplied by."""
-    return min(offset(bits, plan.ways), 0)
+def _place(group, plan) -> Place:
+    lanes = pl.ds(pl.multiple_of(group * plan.lanes, LANES), plan.lanes)
+    return Place(group, lanes, group * (plan.lanes // LANES))
 
 
-def _wide_shift(bits: int, plan) -> int:
-    return max(offset(bits, plan.ways), 0)
+def _attend(refs: Refs, plan):
+    """Fold the tile into the running softmax of every lane group."""
+    blocks = list(range(plan.tile // plan.block))
+    nothing = jnp.full((plan.rows, LANES), NEVER)
+    first, last = _place(jnp.int32(0), plan), _place(jnp.int32(plan.lane_groups - 1), plan)
+
+    def step(group, peak):
+        """Scores of a lane group, values of the one before, whose maxima are `peak`."""
+        before, place = _place(group - 1, plan), _place(group, plan)
+        sums, top = _no_sums(plan), nothing
+        for unit in _units(blocks, plan):
+            for index in unit:
+                sums = _sum_block(refs, plan, before, index, peak, sums)
+            for index in unit:
+                top = _score_block(refs, plan, place, index, top)
+        _fold(refs, plan, before, peak, sums)
+        return _raised(refs, place, top)
+
+    top = nothing
+    for index in blocks:
+        top = _score_block(refs, plan, first, index, top)
+    peak = jax.lax.fori_loop(1, plan.lane_groups, step, _raised(refs, first, top))
+    sums = _no_sums(plan)
+    for index in blocks:
+        sums = _sum_block(refs, plan, last, index, peak, sums)
+    _fold(refs, plan, last, peak, sums)
 
 
-def _accumulate(refs: Refs, plan, tile, lane_group):
-    """Fold the tile into the running softmax of this lane group."""
-    spread = plan.spec.head_dim**-0.5
-    key = refs.key_scale[0, 0], refs.key_low[0, 0]
-    scale, low = (from_bits(x, plan.spec.scales).astype(jnp.float32) for x in key)
-    refs.factors[...] = spread * scale
-    refs.zeros[...] = spread * (low - _narrow_shift(plan.spec.key_bits, plan) * scale)
-    before = refs.peak[lane_group]
-    peak = jnp.maximum(before, _write_scores(refs, plan, tile, lane_group))
-    total, update = _weighted(refs, plan, peak, lane_group)
-    # A row that has seen nothing yet adds rubbish here; its decay is 0 once it sees a token.
-    decay = jnp.exp(before - peak)
-    refs.peak[lane_group] = peak
-    refs.total[lane_group] = refs.total[lane_group] * decay + total
-    refs.out[0, 0, lane_group] = refs.out[0, 0, lane_group] * decay + update
+def _units(blocks: list[int], plan) -> list[list[int]]:
+    """Blocks of 512 tokens at a time, so that every matrix unit gets products of keys and of values."""
+    size = max(1, 512 // plan.block)
+    return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
 
-def _dot(a, b, axis: int):
-    """a @ b (axis 0) or a @ b.T (axis 1), float32 sums."""
-    return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+def _columns(words, bits: int, place: Place, index: int, plan):
+    """Codes of block `index` of the tile, [column, W] at a time."""
+    stored = []
+    for ref, part in zip(words, split_bits(bits), strict=True):
+        rows = plan.block * part // 32
+        stored.append(ref[0, 0, index * rows : (index + 1) * rows, place.lanes])
+    waiting = []
+    for chunk in chunks(stored, bits, plan.base, plan.ways):
+        waiting.append(chunk if plan.mixed else chunk.astype(jnp.bfloat16))
+        if len(waiting) * chunk.shape[0] == plan.column:
+            yield jnp.concatenate(waiting) if len(waiting) > 1 else waiting[0]
+            waiting = []
 
 
-def _quotient(x, divisor: int):
-    """x // divisor of natural numbers; // itself asks for the sign, whose lowering asks for a TPU at hand."""
-    return jax.lax.div(x, jnp.full_like(x, divisor))
+def _scaled_queries(refs: Refs, plan, place: Place, index: int):
+    """For each key group of a block: the queries scaled [M, W] bf16, and what the group's minima add [M, 1] f32."""
+    each = plan.block // plan.spec.key_group
+    q = refs.queries[0, place.group].astype(jnp.float32)
+    for group in range(index * each, (index + 1) * each):
+        rows = (load_row(ref, group, plan.key_rows, place.column, plan.lanes) for ref in (refs.factors, refs.zeros))
+        factor, zero = (_filled(row, plan) for row in rows)
+        yield (q * factor).astype(jnp.bfloat16), (q * zero).sum(-1, keepdims=True)
 
 
-def _codes(words, bits: int, index: int, plan):
-    """Block `index` of the tile as [block, W] bf16."""
-    size = block_size(bits)
-    whole = []
-    for first in range(index * plan.block, (index + 1) * plan.block, size):
-        parts = [
-            ref[0, 0, first * part // 32 : (first + size) * part // 32]
-            for ref, part in zip(words, split_bits(bits), strict=True)
-        ]
-        whole.append(unpack_block(parts, bits, plan.ways))
-    return jnp.concatenate(whole)
-
-
-def _fold_scale(refs: Refs, plan, q, group: int):
-    """The query `q` [M, W] scaled for one key group, and what the group's minima add to its scores [M, 1]; float32."""
-    scaled = q * refs.factors[group : group + 1]
-    zero = q * refs.zeros[group : group + 1]
-    shift = _wide_shift(plan.spec.key_bits, plan)
-    if shift:
-        zero = zero - shift * scaled.astype(jnp.bfloat16).astype(jnp.float32)
-    return scaled, zero.sum(-1, keepdims=True)
-
-
-def _runs(plan):
-    """Stretches of a block's columns that meet the same key groups: (first lane, last lane + 1, groups)."""
-    met = [tuple(sorted({int(t) // plan.spec.key_group for t in column})) for column in plan.order.reshape(-1, COLUMN)]
-    starts = [i for i in range(len(met)) if i == 0 or met[i] != met[i - 1]]
-    return [(i * COLUMN, j * COLUMN, met[i]) for i, j in zip(starts, [*starts[1:], len(met)], strict=True)]
-
-
-def _write_scores(refs: Refs, plan, tile, lane_group):
-    """Write [M, S] scores in lane order, NEVER where a row must not look; return each row's maximum [M, 1]."""
-    first, last = refs.bounds[0, :, 0:1], refs.bounds[0, :, 1:2]
-    q = refs.queries[0, lane_group].astype(jnp.float32)
-    peak, each = jnp.full((plan.rows, COLUMN), NEVER), plan.block // plan.spec.key_group
-    for index in range(plan.tile // plan.block):
-        folded = [_fold_scale(refs, plan, q, index * each + group) for group in range(each)]
-        codes = _codes(refs.key_codes, plan.spec.key_bits, index, plan)
-        for begin, end, groups in _runs(plan):
-            stacked = jnp.concatenate([folded[group][0] for group in groups]).astype(jnp.bfloat16)
-            token = refs.order[:, begin:end]
-            owner = _quotient(token, plan.spec.key_group)
-            scores = _select(_dot(stacked, codes[begin:end], 1), [folded[group][1] for group in groups], owner, groups)
-            token = token + (tile * plan.tile + index * plan.block)
-            scores = jnp.where((token >= first) & (token < last), scores, NEVER)
-            refs.scores[:, index * plan.block + begin : index * plan.block + end] = scores
-            for column in range(0, end - begin, COLUMN):
-                peak = jnp.maximum(peak, scores[:, column : column + COLUMN])
-    return peak.max(-1, keepdims=True)
+def _score_block(refs: Refs, plan, place: Place, index: int, top):
+    """Write a block's scores [M, block] in lane order; raise the maxima `top` [M, 128] to them."""
+    spec = plan.spec
+    scaled, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
+    for i, codes in enumerate(_columns(refs.key_codes, spec.key_bits, place, index, plan)):
+        column = slice(i * plan.column, (i + 1) * plan.column)
+        met = sorted({int(token) // spec.key_group for token in plan.order[column]})
+        stacked = dot(jnp.concatenate([scaled[group] for group in met]), codes, 1)
+        owner = quotient(refs.order[:, column], spec.key_group)
+        tokens = slice(index * plan.block + column.start, index * plan.block + column.stop)
+        scores = jnp.minimum(_select(stacked, [zeros[group] for group in met], owner, met), refs.limits[:, tokens])
+        refs.scores[:, tokens] = scores
+        for lane in range(0, plan.column, LANES):
+            top = jnp.maximum(top, scores[:, lane : lane + LANES])
+    return top
 
 
 def _select(stacked, added, owner, names):
-    """From products stacked by group, [n*M, 128], take for every lane those of its own group, plus what is added."""
+    """From products stacked by group, [n*M, S], take for every lane those of its own group, plus what is added."""
     rows = stacked.shape[0] // len(names)
-    chosen = stacked[:rows] + added[0]
+    chosen, zero = stacked[:rows], added[0]
     for i in range(1, len(names)):
-        chosen = jnp.where(owner == names[i], stacked[i * rows : (i + 1) * rows] + added[i], chosen)
+        own = owner == names[i]
+        chosen = jnp.where(own, stacked[i * rows : (i + 1) * rows], chosen)
+        zero = jnp.where(own, added[i], zero)
+    return chosen + zero
+
+
+def _raised(refs: Refs, place: Place, top):
+    """The running maximum of a lane group after this step, [M, 1]."""
+    return jnp.maximum(refs.peak[place.group], top.max(-1, keepdims=True))
+
+
+def _no_sums(plan):
+    """Sums of weights [M, 128], of weights times minima for each value slice, and of values [slices*M, W]."""
+    zeros = jnp.zeros((plan.rows, LANES))
+    return zeros, [zeros] * plan.value_slices, jnp.zeros((plan.value_slices * plan.rows, plan.lanes))
+
+
+def _own_rows(ref, plan, place: Place, part: int, begin: int):
+    """Value scales or minima of slice `part` of every head of the lane group, on the rows of its queries: [M, S]."""
+    spec, heads = plan.spec, []
+    first = jax.lax.div(place.group * plan.lanes, jnp.int32(spec.value_group))
+    for head in range(plan.shared):
+        within = (head * spec.head_dim + part * spec.value_slice) // spec.value_group
+        heads.append(load_row(ref, first + within, plan.value_rows, begin // LANES, plan.column))
+    row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    chosen = _filled(heads[0], plan)
+    for head in range(1, plan.shared):
+        chosen = jnp.where(row >= head * plan.rows_per_head, _filled(heads[head], plan), chosen)
     return chosen
 
 
-def _weighted(refs: Refs, plan, peak, lane_group):
-    """Sum of the tile's weights [M, 1] and of its values under them [M, W]."""
-    spec, count = plan.spec, plan.value_rows
-    first = _quotient(lane_group * plan.lanes, spec.value_group)
-    scales, lows = refs.scales.at[pl.ds(first, count)], refs.lows.at[pl.ds(first, count)]
-    total, product = jnp.zeros((plan.rows, plan.block)), jnp.zeros((count * plan.rows, plan.lanes))
-    added = [total] * count
-    for base in range(0, plan.tile, plan.block):
-        weights = jnp.exp(refs.scores[:, base : base + plan.block] - peak)
-        total = total + weights
-        factors = []
-        for i in range(count):
-            factor = weights * scales[i : i + 1, base : base + plan.block]
-            low = weights * lows[i : i + 1, base : base + plan.block]
-            if shift := _wide_shift(spec.value_bits, plan):
-                low = low - shift * factor.astype(jnp.bfloat16).astype(jnp.float32)
-            factors.append(factor)
-            added[i] = added[i] + low
-        codes = _codes(refs.value_codes, spec.value_bits, base // plan.block, plan)
-        product = product + _dot(jnp.concatenate(factors).astype(jnp.bfloat16), codes, 0)
-    owner = _quotient(jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1), spec.value_group)
-    update = _select(product, [low.sum(-1, keepdims=True) for low in added], owner, list(range(count)))
-    return total.sum(-1, keepdims=True), update
+def _filled(rows, plan):
+    """[8, S] as often as it takes to fill the query rows [M, S]."""
+    return jnp.concatenate([rows] * (plan.rows // 8))
+
+
+def _lane_sums(x):
+    """[M, S] to [M, 128]: columns of lanes added up."""
+    return sum(x[:, lane : lane + LANES] for lane in range(LANES, x.shape[1], LANES)) + x[:, :LANES]
+
+
+def _sum_block(refs: Refs, plan, place: Place, index: int, peak, sums):
+    """Add a block's weights, minima and values to `sums`."""
+    total, lows, product = sums
+    parts = range(plan.value_slices)
+    for i, codes in enumerate(_columns(refs.value_codes, plan.spec.value_bits, place, index, plan)):
+        begin = index * plan.block + i * plan.column
+        tokens = slice(begin, begin + plan.column)
+        weights = jnp.exp2(refs.scores[:, tokens] - peak)
+        total = total + _lane_sums(weights)
+        scaled = [weights * _own_rows(refs.scales, plan, place, part, begin) for part in parts]
+        minima = [weights * _own_rows(refs.lows, plan, place, part, begin) for part in parts]
+        lows = [low + _lane_sums(x) for low, x in zip(lows, minima, strict=True)]
+        product = product + dot(jnp.concatenate(scaled).astype(jnp.bfloat16), codes, 0)
+    return total, lows, product
+
+
+def _fold(refs: Refs, plan, place: Place, peak, sums):
+    """Add a step's sums to the running ones of its lane group, rescaled to the maximum `peak`."""
+    total, lows, product = sums
+    group = place.group
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
+    part = jax.lax.rem(quotient(lane, plan.spec.value_slice), jnp.full_like(lane, plan.value_slices))
+    update = _select(product, [low.sum(-1, keepdims=True) for low in lows], part, list(range(plan.value_slices)))
+    # A row that has seen nothing yet adds rubbish here; its decay is 0 once it sees a token.
+    decay = jnp.exp2(refs.peak[group] - peak)
+    refs.peak[group] = peak
+    refs.total[group] = refs.total[group] * decay + total.sum(-1, keepdims=True)
+    refs.out[0, 0, group] = refs.out[0, 0, group] * decay + update
