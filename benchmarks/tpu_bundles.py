@@ -2,8 +2,8 @@
 
     python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4-g128,k2-g128] [--write]
 
-Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens (2048 is the
-default). Bundles of the loop over lane groups count once per turn, those outside it once per tile, branches in full.
+Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of
+the loop over lane groups count once per turn, those outside it once per tile, branches in full.
 `marginal` is what 512 tokens of K and V of one KV head add, `fixed` what remains per tile and KV head; head_dim is 128
 and there are 8 query rows per KV head unless a case's name says otherwise (d, r). `--write` renews
 benchmarks/records/tpu_bundles.json for what was compiled.
@@ -111,12 +111,18 @@ def compile_case(chip: str, case, tile: int, folder: Path) -> dict:
 
 
 def measure(chip: str, name: str, folder: Path) -> dict:
-    """Marginal bundles per 512 tokens and KV head, fixed bundles per tile and KV head, spills and temporaries."""
+    """Marginal bundles per 512 tokens and KV head, fixed ones per tile and KV head; spills and temporaries at the
+    default tile."""
+    from kvqjax.pallas_kernels import tpu
+
     small, large = (compile_case(chip, CASES[name], tile, folder) for tile in TILES)
     marginal = (large["bundles"] - small["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
     fixed = large["bundles"] / KV_HEADS - marginal * TILES[1] / 512
-    numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1)}
-    return {**numbers, "spills": large["spills"], "temp_bytes": large["temp_bytes"]}
+    (q, *_), spec = _arguments(CASES[name], chip)
+    tile = tpu.default_tile(spec, q.shape[2] // KV_HEADS)
+    used = small if tile == TILES[0] else large
+    numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "tile": tile}
+    return {**numbers, "spills": used["spills"], "temp_bytes": used["temp_bytes"]}
 
 
 def main() -> None:

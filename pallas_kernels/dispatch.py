@@ -17,7 +17,7 @@ from kvqjax.pallas_kernels.support import ROWS, lookup
 
 __all__ = ["packed_attention", "path"]
 
-MOST_ROWS = 8  # query rows of a KV head the kernels were compiled for
+MOST_ROWS = {"tpu": 16, "gpu": 8}  # query rows of a KV head the kernels were compiled for; 16 spill a register or none
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
@@ -25,13 +25,16 @@ def path(spec: PackedSpec, rows: int, slots: int) -> str:
     """ "tpu", "gpu" or "reference": what computes a call with `rows` = T*G query rows of a KV head on a body of `slots`
     tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once its results were seen
     to be right (`support`)."""
-    known = (spec.head_dim, spec.key_group, spec.value_group) == (128, 128, 128) and spec.key_bits == spec.value_bits
-    method = f"kivi {spec.key_bits} bits"
-    if not known or rows > MOST_ROWS or method not in ROWS or lookup(method, spec.target) not in ("fast", "correct"):
+    kernel = "gpu" if spec.target.startswith("sm") else "tpu"
+    method = f"kivi {spec.key_bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
+    known = (spec.key_group, spec.value_group, spec.scales) == (128, spec.head_dim, "bfloat16")
+    if not known or spec.key_bits != spec.value_bits or rows > MOST_ROWS[kernel] or method not in ROWS:
         return "reference"
-    if not spec.target.startswith("sm"):
-        return "tpu"
-    return "gpu" if slots >= 2 * 1024 // spec.key_bits else "reference"  # the GPU kernel's tile
+    if lookup(method, spec.target) not in ("fast", "correct"):
+        return "reference"
+    if kernel == "tpu":
+        return kernel if slots % 256 == 0 else "reference"  # what the widest product takes
+    return kernel if slots >= 2 * 1024 // spec.key_bits else "reference"  # the GPU kernel's tile
 
 
 def packed_attention(

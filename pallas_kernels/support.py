@@ -1,8 +1,8 @@
 """Which decode attention each method gets on each chip, as data. `python -m kvqjax.pallas_kernels.support` prints it.
 
-fast:      the kernel is within its budget of bundles (benchmarks/records).
+fast:      as correct, and within its budget of bundles, marginal and fixed (`BUDGETS`).
 correct:   the kernel compiles for the chip without spills and copies, equals the reference in interpret mode, and its
-           bundles are recorded; it is over its budget or has none.
+           bundles are recorded (benchmarks/records); it is over its budget or has none.
 compiled:  the kernel compiles for the chip without spills and copies (benchmarks/records), and equals the reference
            in an interpreter only with stand-ins for what it does in registers; it has not run on the chip. No program
            uses it unasked: call `gpu.packed_attention` by name.
@@ -11,20 +11,31 @@ reference: blockwise jnp, compiled by XLA.
 
 from kvqjax.pallas_kernels.packed import TARGETS
 
-__all__ = ["ROWS", "lookup", "main"]
+__all__ = ["BUDGETS", "FIXED_BUDGET", "ROWS", "lookup", "main"]
+
+# Bundles for 512 tokens of K and V of a KV head, head_dim 128, 8 query rows; and what a tile may cost besides.
+BUDGETS = {
+    "kivi 2 bits": {"v5e": 135, "v6e": 85, "v7x": 78},
+    "kivi 4 bits": {"v5e": 125, "v6e": 88, "v7x": 60},
+    "kivi 8 bits": {"v5e": 130, "v6e": 90, "v7x": 85},
+}
+FIXED_BUDGET = 220
 
 
-# Compiled so far: head_dim 128, groups of 128 tokens and of 128 channels. v5e and v5p still spill a few registers.
-def _row(*correct: str, compiled: tuple[str, ...] = ()) -> dict[str, str]:
-    levels = dict.fromkeys(correct, "correct") | dict.fromkeys(compiled, "compiled")
+def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = ()) -> dict[str, str]:
+    levels = dict.fromkeys(correct, "correct") | dict.fromkeys(fast, "fast") | dict.fromkeys(compiled, "compiled")
     return {target: levels.get(target, "reference") for target in TARGETS}
 
 
+# Groups of 128 tokens and of as many channels as a head has; head_dim 128 unless said otherwise. On TPUs groups of
+# 32, 3 bits on all but v6e, keys and values of different bits, head_dim 96 and 8 bits on v5e and v5p compile but spill registers.
 ROWS = {
-    "kivi 2 bits": _row("v7x", compiled=("sm90",)),
-    "kivi 3 bits": _row(),
-    "kivi 4 bits": _row("v6e", "v7x", compiled=("sm90",)),
-    "kivi 8 bits": _row("v6e"),
+    "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
+    "kivi 3 bits": _row("v6e"),
+    "kivi 4 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
+    "kivi 8 bits": _row(fast=("v6e", "v7x")),
+    "kivi 4 bits, head_dim 64": _row("v6e", "v7x"),
+    "kivi 4 bits, head_dim 256": _row("v6e", "v7x"),
     "kivi, keys and values of different bits": _row(),
     "uniform": _row(),
     "kivi_star": _row(),

@@ -29,7 +29,7 @@ from kvqjax.pallas_kernels.tpu_kernel import kernel
 from kvqjax.pallas_kernels.tpu_tile import LANES, NEVER
 from kvqjax.pallas_kernels.tpu_unpack import fitting_ways, token_order
 
-__all__ = ["Plan", "lane_groups", "packed_attention"]
+__all__ = ["Plan", "default_tile", "lane_groups", "packed_attention"]
 
 VMEM_BYTES = 64 * 2**20  # of a v7x core and of a v5p
 
@@ -88,6 +88,11 @@ class Plan:
         return token_order(self.base, self.ways, self.block)
 
     @property
+    def period(self) -> int:
+        """Tokens after which the order repeats itself."""
+        return math.lcm(1024 // self.base, self.column)
+
+    @property
     def key_rows(self) -> int:
         """Key groups of a tile."""
         return self.tile // self.spec.key_group
@@ -117,19 +122,28 @@ def lane_groups(spec: PackedSpec) -> int:
     return spec.width // lanes if spec.width % lanes == 0 else 1
 
 
-def _fitting(tile: int, spec: PackedSpec) -> int:
-    """`tile`, or as much of it as leaves room for two tiles of words in half of a small chip's vector memory."""
+def _rows(spec: PackedSpec, per_head: int) -> int:
+    """Query rows of a lane group, a multiple of 8, with `per_head` = T*G rows of a KV head."""
+    return -(-spec.width // lane_groups(spec) // spec.head_dim * per_head // 8) * 8
+
+
+def default_tile(spec: PackedSpec, per_head: int) -> int:
+    """Tokens per tile: 2048 where that needs no spills by benchmarks/records, else 1024. Half of a small chip's vector
+    memory holds the words of two tiles."""
+    one_register = _rows(spec, per_head) * spec.width // lane_groups(spec) <= 8 * LANES  # the queries of a lane group
+    simple = spec.key_bits == spec.value_bits and spec.key_bits in (2, 4, 8) and spec.key_group >= LANES
+    tile = 2048 if one_register and simple else 1024
     while 2 * tile * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
         tile //= 2
     return tile
 
 
-def _plan(q, body: PackedBody, spec: PackedSpec, ways: int | None, tile: int, splits: int) -> Plan:
+def _plan(q, body: PackedBody, spec: PackedSpec, ways: int | None, tile: int | None, splits: int) -> Plan:
     slots, lanes = body.value_scale.shape[-1], spec.width // lane_groups(spec)
     per_head = q.shape[1] * q.shape[2] // spec.kv_heads
-    rows = -(-lanes // spec.head_dim * per_head // 8) * 8
-    tile = min(_fitting(tile, spec), slots)
-    return Plan(spec, slots, rows, per_head, tile, ways or _ways(spec), lanes, min(splits, -(-slots // tile)))
+    tile = min(tile or default_tile(spec, per_head), slots)
+    rows, splits = _rows(spec, per_head), min(splits, -(-slots // tile))
+    return Plan(spec, slots, rows, per_head, tile, ways or _ways(spec), lanes, splits)
 
 
 def packed_attention(
@@ -141,16 +155,18 @@ def packed_attention(
     spec: PackedSpec,
     *,
     ways: int | None = None,
-    tile: int = 2048,
+    tile: int | None = None,
     splits: int = 1,
     interpret: object = False,
 ) -> Partial:
-    """As `reference.packed_attention`, with the queries rounded to bfloat16. `tile` is a multiple of the layout's block
+    """As `reference.packed_attention`, with the queries rounded to bfloat16. `tile` is a multiple of the plan's block
     and of eight key groups; `splits` programs share a row's tokens where the batch alone does not fill the chip."""
     check(q, body, spec)
     if spec.scales != "bfloat16":
         raise ValueError(f"scales={spec.scales!r}; the TPU kernel takes bfloat16 scales")
     plan = _plan(q, body, spec, ways, tile, splits)
+    if plan.tile % plan.block:
+        raise ValueError(f"tiles of {plan.tile} tokens; want a multiple of {plan.block}")
     rows, bounds = _lane_queries(q, plan), _row_bounds(start, stop, plan, q.shape[2] // spec.kv_heads)
     ends = jnp.stack([start.min(1) // plan.tile, -(-stop.max(1) // plan.tile)]).astype(jnp.int32)
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
@@ -164,8 +180,8 @@ def _arrays(body: PackedBody):
 
 def _constants(plan: Plan):
     """Token of every lane of a block [1, block], and the one-hot matrix that brings scales into that order."""
-    onehot = np.zeros((plan.block, plan.block), np.float32)
-    onehot[plan.order, np.arange(plan.block)] = 1
+    onehot = np.zeros((plan.period, plan.period), np.float32)
+    onehot[plan.order[: plan.period], np.arange(plan.period)] = 1
     return jnp.asarray(plan.order[None], jnp.int32), jnp.asarray(onehot, jnp.bfloat16)
 
 

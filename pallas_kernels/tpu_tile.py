@@ -25,7 +25,7 @@ class Refs(NamedTuple):
     queries: Any  # [1, P, M, W] bf16, block-diagonal over the heads of a lane group
     bounds: Any  # [1, M, 2] i32: first and last + 1 visible token of a row
     order: Any  # [1, block] i32: token of every lane
-    onehot: Any  # [block, block] bf16: brings scales into lane order
+    onehot: Any  # [period, period] bf16: brings scales into lane order
     key_codes: tuple  # [1, 1, rows, P*W] u32 for each plane set
     key_scale: Any  # [1, 1, N, P*W]
     key_low: Any
@@ -83,12 +83,12 @@ def _order_scales(refs: Refs, plan, tile):
     if plan.slots % plan.tile:  # what lies beyond the array must not reach a product: 0 * NaN
         token = tile * plan.tile + jax.lax.broadcasted_iota(jnp.int32, both.shape, 1)
         both = jnp.where(token < plan.slots, both, jnp.zeros_like(both))
-    pieces = [both[:, first : first + plan.block] for first in range(0, plan.tile, plan.block)]
+    pieces = [both[:, first : first + plan.period] for first in range(0, plan.tile, plan.period)]
     product = dot(jnp.concatenate(pieces), refs.onehot[...], 0)
     for i in range(len(pieces)):
         scale, low = (product[(2 * i + n) * count : (2 * i + n + 1) * count] for n in range(2))
-        _write_columns(refs.scales, scale, i * plan.block // LANES)
-        _write_columns(refs.lows, low - offset(plan.spec.value_bits, plan.ways) * scale, i * plan.block // LANES)
+        _write_columns(refs.scales, scale, i * plan.period // LANES)
+        _write_columns(refs.lows, low - offset(plan.spec.value_bits, plan.ways) * scale, i * plan.period // LANES)
 
 
 def _write_columns(ref, x, first: int):

@@ -4,6 +4,11 @@ Bound: queries times scales, and probabilities times scales, are rounded to bflo
 average); everything else is exact or float32.
 """
 
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +21,14 @@ from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.pallas_kernels.tpu_unpack import token_order
 
 FOUR = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=2, head_dim=128, group=4, slots=512)
-TWO = Case(key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=4, head_dim=64, group=2)
+TWO = Case(key_bits=2, value_bits=2, key_group=64, value_group=32, kv_heads=2, head_dim=64, group=2, slots=512)
 EIGHT = Case(
     key_bits=8, value_bits=8, key_group=64, value_group=64, kv_heads=2, head_dim=64, group=1, length=3, slots=256
 )
-MIXED = Case(key_bits=3, value_bits=2, key_group=64, value_group=48, kv_heads=4, head_dim=96, group=2)
+MIXED = Case(key_bits=3, value_bits=2, key_group=128, value_group=48, kv_heads=4, head_dim=96, group=1)
+SPLIT = {"ways": 2, "tile": 256, "splits": 2}
 RUNS = [
-    (FOUR, {"ways": 2, "tile": 256, "splits": 2}),
+    (FOUR, SPLIT),
     (FOUR, {"ways": 8, "tile": 512}),
     (TWO, {"ways": 8, "tile": 512}),
     (EIGHT, {"ways": 4, "tile": 128}),
@@ -30,12 +36,17 @@ RUNS = [
 ]
 
 
+@functools.cache
+def compiled(case: Case, **options):
+    return jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options))
+
+
 def attend(case: Case, **options):
     body, key, value = make_body(case)
     q, start, stop = make_query(case)
     q = q.astype(jnp.bfloat16).astype(jnp.float32)
-    kernel = jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options))
-    return kernel(q, body, jnp.int32(1), start, stop), oracle(q, key, value, start, stop), key, value, q
+    got = compiled(case, **options)(q, body, jnp.int32(1), start, stop)
+    return got, oracle(q, key, value, start, stop), key, value, q
 
 
 @pytest.mark.parametrize(("case", "options"), RUNS, ids=str)
@@ -58,7 +69,8 @@ def test_rows_that_see_nothing_merge_as_nothing():
     body, _, _ = make_body(FOUR)
     q, start, stop = make_query(FOUR)
     stop = stop.at[1].set(0)
-    part = tpu.packed_attention(q, body, 1, start, stop, FOUR.spec, tile=256, interpret=True)
+    q = q.astype(jnp.bfloat16).astype(jnp.float32)
+    part = compiled(FOUR, interpret=True, **SPLIT)(q, body, jnp.int32(1), start, stop)
     np.testing.assert_array_equal(part.out[1], 0)
     np.testing.assert_array_equal(part.lse[1], -jnp.inf)
     assert np.isfinite(part.lse[0]).all()
@@ -73,6 +85,8 @@ def test_dispatch_guards_by_platform():
         dispatch.packed_attention(q, body, 1, start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q
     )
     assert dispatch.path(case.spec, 4, case.slots) == "tpu"
+    assert dispatch.path(case.spec, 17, case.slots) == "reference"
+    assert dispatch.path(dataclasses.replace(case.spec, scales="float32"), 4, case.slots) == "reference"
     assert dispatch.path(FOUR.spec, 4, case.slots) == "reference"
 
 
@@ -81,3 +95,18 @@ def test_table_covers_every_target(capsys):
     assert all(set(row) == set(TARGETS) for row in support.ROWS.values())
     assert support.lookup("kivi 4 bits", "sm75") == "reference"
     assert "| kivi 2 bits |" in capsys.readouterr().out
+
+
+def test_fast_means_within_budget():
+    """The table's levels follow from the recorded bundles."""
+    record = json.loads((Path(__file__).parents[1] / "benchmarks" / "records" / "tpu_bundles.json").read_text())
+    for method, row in support.ROWS.items():
+        for target in ("v5e", "v5p", "v6e", "v7x"):
+            if row[target] not in ("fast", "correct"):
+                continue
+            bits = method.split()[1]
+            found = record[target][f"k{bits}v{bits}-g128" + ("-d" + method.split()[-1] if "head_dim" in method else "")]
+            assert found["spills"] == 0, (method, target)
+            budget = support.BUDGETS.get(method, {}).get(target, 0)
+            within = found["marginal"] <= budget and found["fixed"] <= support.FIXED_BUDGET
+            assert within == (row[target] == "fast"), (method, target)

@@ -13,6 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 ALLOWANCE = 1.10
+CASES = ("k2v2-g128", "k3v3-g128", "k4v4-g128", "k8v8-g128")  # of those recorded; the rest would take ten minutes
 CACHE_BYTES = 4e6  # less than one field of the bodies compiled here; small arguments may be copied
 
 pytestmark = [
@@ -26,6 +27,7 @@ pytestmark = [
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "v7x"])
 def test_bundles_stay_as_recorded(chip):
     record = json.loads((FOLDER / "records" / "tpu_bundles.json").read_text())[chip]
+    record = {name: known for name, known in record.items() if name in CASES}
     command = [sys.executable, str(FOLDER / "tpu_bundles.py"), "--chips", chip, "--cases", ",".join(record)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) == len(record)
