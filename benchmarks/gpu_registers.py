@@ -17,17 +17,6 @@ from pathlib import Path
 RECORD = Path(__file__).parent / "records" / "gpu_registers.json"
 CASES = {"k4v4-g128": 4, "k2v2-g128": 2, "exact": 16}  # bits; fewer than 8 query rows are padded to 8
 SLOTS, LAYERS, BATCH, KV_HEADS, HEAD_DIM, QUERY_ROWS, GROUP = 16384, 4, 2, 8, 128, 8, 128
-# The H100 as XLA describes it.
-CHIP = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 def prepare(folder: str) -> None:
@@ -40,14 +29,12 @@ def _call(bits: int):
     """The function of one case, and the shapes of its arguments on one device of the chip."""
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
 
+    from kvqjax.chips import chip_devices
     from kvqjax.pallas_kernels import gpu, gpu_exact
     from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 
-    options = {"topology_name": "cuda", "topology": "1x1x1", "target_config": CHIP}
-    device = topologies.get_topology_desc(platform="cuda", **options).devices[0]
-    sharding, width = jax.sharding.SingleDeviceSharding(device), KV_HEADS * HEAD_DIM
+    sharding, width = jax.sharding.SingleDeviceSharding(chip_devices("h100")[0]), KV_HEADS * HEAD_DIM
 
     def shaped(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
