@@ -23,9 +23,9 @@ from kvqjax.pallas_kernels.tpu_unpack import token_order
 FOUR = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=2, head_dim=128, group=4, slots=512)
 TWO = Case(key_bits=2, value_bits=2, key_group=64, value_group=32, kv_heads=2, head_dim=64, group=2, slots=512)
 EIGHT = Case(
-    key_bits=8, value_bits=8, key_group=64, value_group=64, kv_heads=2, head_dim=64, group=1, length=3, slots=256
+    key_bits=8, value_bits=8, key_group=64, value_group=48, kv_heads=4, head_dim=96, group=1, length=2, slots=256
 )
-MIXED = Case(key_bits=3, value_bits=2, key_group=128, value_group=48, kv_heads=4, head_dim=96, group=1)
+MIXED = Case(key_bits=3, value_bits=2, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=2)
 SPLIT = {"ways": 2, "tile": 256, "splits": 2}
 RUNS = [
     (FOUR, SPLIT),
