@@ -241,9 +241,8 @@ def _call(plan: Plan, batch: int, body: PackedBody, interpret):
     queries = pl.BlockSpec((1, plan.lane_groups, plan.rows, plan.lanes), lambda b, *_: (b, 0, 0, 0))
     bounds = pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0))
     shape, token_rows = (plan.lane_groups, plan.rows), (plan.rows, plan.tile)
-    scale_rows = (plan.tile // LANES * plan.value_rows, LANES)
-    factors = (plan.spec.width // LANES * plan.key_rows, LANES)
-    scratch = [(*shape, 1)] * 2 + [token_rows] + [scale_rows] * 2 + [factors] * 2 + [token_rows]
+    scales, factors = plan.tile * plan.value_rows // LANES, plan.spec.width * plan.key_rows // LANES
+    scratch = [(*shape, 1)] * 2 + [token_rows] + [(scales, LANES)] * 2 + [(factors, LANES)] * 2 + [token_rows]
     return pl.pallas_call(
         functools.partial(kernel, plan=plan, per_split=per_split),
         grid_spec=pltpu.PrefetchScalarGridSpec(
