@@ -28,8 +28,8 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 
 
 # Groups of 128 tokens and of as many channels as a head has; head_dim 128 unless said otherwise. On TPUs groups of 32,
-# 3 bits on all but v6e, head_dim 96, and 8 bits on v5e and v5p compile but spill. Keys of 4 and values of 2 bits don't on
-# v6e and v7x; that is not dispatched yet.
+# 3 bits on all but v6e, head_dim 96, and 8 bits on v5e and v5p compile but spill. Keys of 4 and values of 2 bits do not
+# on v6e and v7x, but are not dispatched yet.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row("v6e"),
