@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 RECORD = Path(__file__).parent / "records" / "tpu_bundles.json"
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+CHIPS = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}  # a kernel's target -> the chip's name
 TILES = (1024, 2048)
 # bits of keys, bits of values, key group, value group, and where they differ from the usual head_dim and query rows
 CASES = {
@@ -49,14 +49,13 @@ def _arguments(case, chip: str):
     """Shapes of one call on one device of the chip, and its spec."""
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
 
+    from kvqjax.chips import chip_devices
     from kvqjax.layout import split_bits
     from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 
     key_bits, value_bits, key_group, value_group, head_dim, query_rows = (*case, *USUAL[len(case) - 4 :])
-    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
-    sharding, width = jax.sharding.SingleDeviceSharding(device), KV_HEADS * head_dim
+    sharding, width = jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0]), KV_HEADS * head_dim
 
     def shaped(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -127,7 +126,7 @@ def measure(chip: str, name: str, folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chips", default=",".join(TOPOLOGIES))
+    parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
