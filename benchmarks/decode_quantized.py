@@ -12,7 +12,6 @@ layer's attention at 32 times 1024 tokens: KIVI at 2 bits through its blockwise 
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 import warnings
@@ -28,6 +27,7 @@ from kvqjax.cli.bench import step_milliseconds
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import init_params
 from kvqjax.model import locate
+from kvqjax.timing import machine
 
 OURS = ("exact", "kivi:bits=4", "kivi:bits=2")
 THEIRS = (("quanto", 4), ("quanto", 2), ("hqq", 4), ("hqq", 2))
@@ -95,10 +95,9 @@ def main() -> None:
         cells = (f"{row[key]:.2f}" if key in row else "" for key in ("ours_faster", "speed_against_exact"))
         table.add_row(row["cache"], f"{row['ms_per_step']:.2f}", *cells)
     Console(width=120).print(table)
-    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, jax {jax.__version__}"
     if options.out:
         options.out.write_text(
-            json.dumps({"machine": machine, "context": options.context, "rows": rows}, indent=1) + "\n"
+            json.dumps({"machine": machine(), "context": options.context, "rows": rows}, indent=1) + "\n"
         )
 
 

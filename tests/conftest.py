@@ -1,8 +1,8 @@
 """Strict settings for every test, set before JAX is used. Never import kvqjax here: jaxtyping's hook must see it first.
 
 Compiled programs are kept in .jax_cache (safe to delete), so that a second run of the suite compiles nothing anew.
-Nearly all of the suite's time is compiling, so XLA is told to generate code quickly (measured: a fifth of the time for
-a decoding step). Set XLA_FLAGS to run it otherwise; tests/test_cache_memory.py compiles as users do in any case.
+Nearly all of the suite's time is compiling, so XLA is told to generate code quickly. Set XLA_FLAGS to run it
+otherwise; tests/test_cache_memory.py compiles as users do in any case.
 """
 
 import os
