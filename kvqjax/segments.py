@@ -192,7 +192,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
             valid = positions >= 0
         k, v = run.wiring.expand(view.weights, view.constants, decoded, positions)
         if shared is not None:  # the decoded values then have no user and are never computed
-            v = shared.read(view.constants, payload)[:, :, None].astype(v.dtype)
+            v = shared.read(view.weights, view.constants, payload, decoded)[:, :, None].astype(v.dtype)
         return k, v, _seen(view, tokens, positions, valid), carry
 
     if stored is not None:
@@ -216,7 +216,7 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
     if shared is None or q.shape[1] > shared.most:
         return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens), carry)
     found, carry = blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, shared), carry, shared.width)
-    return Partial(shared.finish(view.constants, found.out), found.lse), carry
+    return Partial(shared.finish(view.weights, view.constants, found.out), found.lse), carry
 
 
 def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:

@@ -16,7 +16,7 @@ from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.config import ModelConfig
 from kvqjax.methods.spec import Method, method_factory
-from kvqjax.methods.wiring import Clock, SharedValues, Wiring, keys_and_values
+from kvqjax.methods.wiring import Clock, SharedValues, Wiring, keys_and_values, shared_until, through_heads
 
 __all__ = ["CommVQLayer", "commvq"]
 
@@ -54,19 +54,14 @@ class CommVQLayer:
 
 def _summed_bits(count: int, config: ModelConfig) -> SharedValues:
     """The reordered value product (section 4.3, equation 22): N = `count` bits per token."""
-    saved = config.num_heads * (count - config.head_dim)
 
-    def read(constants, payload):
+    def read(weights, constants, payload, sources):
         return payload["v"]["bits"].astype(jnp.float32) * jnp.swapaxes(payload["v"]["gain"], -1, -2).astype(jnp.float32)
 
-    def finish(constants, mass):
-        heads = mass.reshape(*mass.shape[:2], config.num_kv_heads, -1, count)
-        book = constants["v"]["codebook"].astype(jnp.float32).reshape(count, config.num_kv_heads, config.head_dim)
-        out = jnp.einsum("btkgn,nkd->btkgd", heads, book, precision="highest")
-        return out.reshape(*mass.shape[:3], config.head_dim)
+    def finish(weights, constants, means):
+        return through_heads(means, constants["v"]["codebook"].astype(jnp.float32), config, precision="highest")
 
-    most = (count * config.kv_width - 1) // saved if saved else 2**31
-    return SharedValues(width=count, most=most, read=read, finish=finish)
+    return SharedValues(count, shared_until(count, count * config.kv_width, config), read, finish)
 
 
 @method_factory

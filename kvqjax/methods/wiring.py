@@ -18,12 +18,15 @@ what flows from layer to layer for the same tokens (AQUA-KV's reconstructed K an
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from kvqjax.codecs.base import Codec
 from kvqjax.config import ModelConfig
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.rope import rotate
 
-__all__ = ["Clock", "SharedValues", "Wiring", "keys_and_values"]
+__all__ = ["Clock", "SharedValues", "Wiring", "keys_and_values", "shared_until", "through_heads"]
 
 
 class Clock(NamedTuple):
@@ -39,14 +42,32 @@ class SharedValues(NamedTuple):
     """Body values as vectors of `width` numbers that all heads share, mapped to head dimensions after the sum over
     tokens instead of before it (attention is linear in the values):
 
-        read(constants, payload) -> [B, n, N]            finish(constants, [B, T, H, N]) -> [B, T, H, D]
+        read(weights, constants, payload, sources) -> [B, n, N]       of one block, stored and decoded
+        finish(weights, constants, [B, T, H, N]) -> [B, T, H, D]      of means: weights that add up to 1
 
-    `most` new tokens at a time make that the cheaper order."""
+    Up to `most` new tokens at a time make that the cheaper order."""
 
     width: int
     most: int
     read: Callable
     finish: Callable
+
+
+def shared_until(width: int, decoding: int, config: ModelConfig) -> int:
+    """The most new tokens T at which summing first is cheaper, in multiply-accumulates per cached token: T H N, N =
+    `width`, against `decoding` and then T H D."""
+    saved = config.num_heads * (width - config.head_dim)
+    return (decoding - 1) // saved if saved > 0 else 2**31
+
+
+def through_heads(
+    means: Float[Array, "B T H N"], matrix: Float[Array, "N KD"], config: ModelConfig, precision: str | None = None
+) -> Float[Array, "B T H D"]:
+    """Every query head's vector times the columns of its KV head, in the matrix's dtype with float32 sums."""
+    grouped = means.astype(matrix.dtype).reshape(*means.shape[:2], config.num_kv_heads, -1, means.shape[-1])
+    columns = matrix.reshape(-1, config.num_kv_heads, config.head_dim)
+    out = jnp.einsum("btkgn,nkd->btkgd", grouped, columns, precision=precision, preferred_element_type=jnp.float32)
+    return out.reshape(*means.shape[:3], config.head_dim)
 
 
 class Wiring(NamedTuple):

@@ -8,6 +8,9 @@ X [l, E] is the layer input after the attention norm. Bias, QK-norm and RoPE, in
 rematerialisation, so quantised vectors never depend on the position. X and X U_v are quantised per token, X U_k per
 channel (section 3.3.1). Every head reads the same X.
 
+Attention is linear in the values, so few new tokens sum what is stored and rematerialise the sum instead of every
+token: sum_t p_t (x_t W_v + b_v) = (sum_t p_t x_t) W_v + b_v (wiring.SharedValues).
+
 Constants of one layer for GQA: {"k": {"down": U_k [E,R], "up": F_k [R,KD]}, "v": likewise}, KD = kv_width and the rank
 R = min(E, KD); made from the weights alone by kvqjax.calibrate.xquant. MHA needs none.
 """
@@ -22,10 +25,20 @@ from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Layer, heads, norm
 from kvqjax.methods.spec import Method, first_layers, method_factory
-from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.methods.wiring import Clock, SharedValues, Wiring, shared_until, through_heads
 from kvqjax.rope import rotate
 
-__all__ = ["LayerInput", "attended", "latents", "layer_input", "prefers_latents", "quantiser", "times", "xquant"]
+__all__ = [
+    "LayerInput",
+    "attended",
+    "latents",
+    "layer_input",
+    "prefers_latents",
+    "quantiser",
+    "summed_first",
+    "times",
+    "xquant",
+]
 
 
 def prefers_latents(config: ModelConfig) -> bool:
@@ -55,7 +68,22 @@ def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float
     return jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype))
 
 
-def _independent(sources: dict[str, int], codecs: dict[str, Codec], clock: Clock, capture, expand) -> Wiring:
+def summed_first(width: int, config: ModelConfig, read, up) -> SharedValues:
+    """Values summed as `read` (see SharedValues) gives them, vectors of `width`, and then multiplied by the matrix
+    `up(weights, constants)` [width, KD]; a mean of values has their bias once."""
+
+    def finish(weights, constants, means):
+        out = through_heads(means, up(weights, constants).astype(weights["v"].dtype), config)
+        if not config.qkv_bias:
+            return out
+        bias = weights["v_bias"].astype(jnp.float32).reshape(config.num_kv_heads, 1, config.head_dim)
+        group = config.num_heads // config.num_kv_heads
+        return out + jnp.repeat(bias, group, 0).reshape(1, 1, *out.shape[2:])
+
+    return SharedValues(width, shared_until(width, width * config.kv_width, config), read, finish)
+
+
+def _independent(sources: dict[str, int], codecs: dict[str, Codec], clock: Clock, capture, expand, shared) -> Wiring:
     """A wiring whose sources are encoded one by one, and whose layers do not depend on each other."""
 
     def encode(constants, tile, carry):
@@ -65,7 +93,7 @@ def _independent(sources: dict[str, int], codecs: dict[str, Codec], clock: Clock
     def decode(constants, payload, carry):
         return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
 
-    return Wiring(sources, codecs, (clock,), capture, encode, decode, expand)
+    return Wiring(sources, codecs, (clock,), capture, encode, decode, expand, shared=shared)
 
 
 def layer_input(config: ModelConfig, codec: Codec, clock: Clock) -> Wiring:
@@ -78,7 +106,11 @@ def layer_input(config: ModelConfig, codec: Codec, clock: Clock) -> Wiring:
         k, v = (times(sources["x"], weights[name], weights[name].dtype) for name in ("k", "v"))
         return attended(k, v, weights, positions, config)
 
-    return _independent({"x": config.width}, {"x": codec}, clock, capture, expand)
+    def read(weights, constants, payload, sources):
+        return sources["x"]
+
+    shared = summed_first(config.width, config, read, lambda weights, constants: weights["v"])
+    return _independent({"x": config.width}, {"x": codec}, clock, capture, expand, shared)
 
 
 def latents(config: ModelConfig, codecs: dict[str, Codec], clock: Clock) -> Wiring:
@@ -94,7 +126,11 @@ def latents(config: ModelConfig, codecs: dict[str, Codec], clock: Clock) -> Wiri
         k, v = (times(sources[name], constants[name]["up"], weights[name].dtype) for name in ("k", "v"))
         return attended(k, v, weights, positions, config)
 
-    return _independent({"k": rank, "v": rank}, codecs, clock, capture, expand)
+    def read(weights, constants, payload, sources):
+        return sources["v"]
+
+    shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
+    return _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, shared)
 
 
 def quantiser(bits: int, along: str, group: int, scales: str) -> Exact | Uniform:

@@ -23,7 +23,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.layout import Field
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
-from kvqjax.methods.xquant import LayerInput, attended, prefers_latents, quantiser, times
+from kvqjax.methods.xquant import LayerInput, attended, prefers_latents, quantiser, summed_first, times
 
 __all__ = ["ACCUMULATORS", "SPACES", "CrossLayer", "cross_layer", "stored_accumulator", "xquant_cl"]
 
@@ -60,17 +60,30 @@ def _capture(config: ModelConfig, space: str):
     return capture
 
 
+def _normed(weights, sources, space: str):
+    """The layer's input after the attention norm, from Xhat."""
+    x, dtype = sources["x"], weights["k"].dtype
+    if space == "norm":
+        return x
+    # The norm with the exact token's scale: Xhat's own would contain what is stale in it.
+    x = (x.astype(jnp.float32) * sources["inverse_rms"].astype(jnp.float32)).astype(dtype)
+    return x * weights["attn_norm"][None, None]
+
+
 def _expand(config: ModelConfig, space: str):
     def expand(weights, constants, sources, positions):
-        x, dtype = sources["x"], weights["k"].dtype
-        if space == "residual":
-            # The norm with the exact token's scale: Xhat's own would contain what is stale in it.
-            x = (x.astype(jnp.float32) * sources["inverse_rms"].astype(jnp.float32)).astype(dtype)
-            x = x * weights["attn_norm"][None, None]
-        k, v = (times(x, weights[name], dtype) for name in ("k", "v"))
+        x = _normed(weights, sources, space)
+        k, v = (times(x, weights[name], weights["k"].dtype) for name in ("k", "v"))
         return attended(k, v, weights, positions, config)
 
     return expand
+
+
+def _shared(config: ModelConfig, space: str):
+    def read(weights, constants, payload, sources):
+        return _normed(weights, sources, space)
+
+    return summed_first(config.width, config, read, lambda weights, constants: weights["v"])
 
 
 def cross_layer(
@@ -121,7 +134,8 @@ def cross_layer(
 
     clock = clock._replace(sources=tuple(sources))
     capture, expand = _capture(config, space), _expand(config, space)
-    return Wiring(sources, codecs, (clock,), capture, encode, decode, expand, {"x": config.width})
+    shared, carry = _shared(config, space), {"x": config.width}
+    return Wiring(sources, codecs, (clock,), capture, encode, decode, expand, carry, shared=shared)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
