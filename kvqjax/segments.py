@@ -13,9 +13,8 @@ from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
 from kvqjax.layout import read
-from kvqjax.methods.wiring import SharedValues
+from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.pallas_kernels.dispatch import packed_attention
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 
 __all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible", "weigh"]
 
@@ -130,20 +129,6 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     return [*parts, part(sources, mask)], carry
 
 
-def _attend_packed(q, view: LayerView, tokens: NewTokens, spec: PackedSpec) -> Partial:
-    """Attention to the body straight from its packed words."""
-    keys, values = view.state.body["k"], view.state.body["v"]
-    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
-    body = PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low)
-    stop = jnp.broadcast_to(body_tokens(view.run, view.state)[:, None], tokens.positions.shape)
-    if view.run.sliding is None:
-        start = jnp.zeros_like(stop)
-    else:
-        start = view.run.deal.share(jnp.maximum(tokens.positions - view.run.sliding + 1 - view.sinks, 0))
-    stop = view.run.deal.share(stop)
-    return packed_attention(q, body, view.layer, start, stop, spec)
-
-
 def _payload(run: RunPlan, state: Run, layer, at) -> dict:
     """One block of every row of one layer, unpacked."""
     return {
@@ -206,12 +191,29 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
     return block, first, last
 
 
+def _attend_packed(q, kv_heads: int, view: LayerView, tokens: NewTokens, packed: Packed) -> Partial:
+    """Attention to the body straight from its packed words, where there is a kernel or a plain form for them."""
+    run = view.run
+    first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
+    body = packed.body(view.constants, view.state.body, first)
+    stop = jnp.broadcast_to(body_tokens(run, view.state)[:, None], tokens.positions.shape)
+    if run.sliding is None:
+        start = jnp.zeros_like(stop)
+    else:
+        start = run.deal.share(jnp.maximum(tokens.positions - run.sliding + 1 - view.sinks, 0))
+
+    def general():
+        return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens), {})[0]
+
+    return packed_attention(q, body, view.layer, start, run.deal.share(stop), packed.spec, general)
+
+
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
     per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
     run = view.run
     if run.wiring.packed is not None and not run.wraps and tokens.stored is None:
-        return _attend_packed(q, view, tokens, run.wiring.packed), carry
+        return _attend_packed(q, kv_heads, view, tokens, run.wiring.packed), carry
     shared = run.wiring.shared
     if shared is None or q.shape[1] > shared.most:
         return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens), carry)

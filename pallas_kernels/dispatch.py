@@ -1,11 +1,14 @@
 """Decode attention on packed bodies for the chip a program is compiled for: a kernel where there is one, else jnp.
 
-`spec.target` decides at trace time, so a program for a TPU or GPU can be compiled on a machine without one. The
-platform only guards: a program traced for one and lowered for something else gets the reference.
+Each form of a body has one plain computation that equals its kernels: `reference` for uniform codes of keys after RoPE,
+the caller's general way of reading a body for all others. `spec.target` decides at trace time, so a program for a TPU
+or GPU can be compiled on a machine without one. The platform only guards: a program traced for one and lowered for
+something else gets the plain computation.
 """
 
 import functools
 import importlib
+from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -22,16 +25,26 @@ MOST_ROWS = {"tpu": 16, "gpu": 8}
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
+def row_of(spec: PackedSpec) -> str:
+    """The row of `support` that a body's form belongs to; "" for forms that no kernel was written for."""
+    if spec.key_bits != spec.value_bits or spec.scales != "bfloat16":
+        return ""
+    size = f"{spec.key_bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
+    if spec.datatype == "nuq":
+        known = spec.rope is not None and (spec.key_group, spec.value_group) == (0, spec.width)
+        size = "kvquant " + size + (", outliers" if spec.key_slots or spec.value_slots else "")
+    else:
+        known = (spec.key_group, spec.value_group) == (128, spec.head_dim)
+        size = ("kivi " if spec.rope is None else "kivi_star ") + size
+    return size if known else ""
+
+
 def path(spec: PackedSpec, rows: int, slots: int) -> str:
     """ "tpu", "gpu" or "reference": what computes a call with `rows` = T*G query rows of a KV head on a body of `slots`
     tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once its results were seen
     to be right (`support`)."""
-    kernel = "gpu" if spec.target.startswith("sm") else "tpu"
-    method = f"kivi {spec.key_bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
-    known = (spec.key_group, spec.value_group, spec.scales) == (128, spec.head_dim, "bfloat16")
-    if not known or spec.key_bits != spec.value_bits or rows > MOST_ROWS[kernel] or method not in ROWS:
-        return "reference"
-    if lookup(method, spec.target) not in ("fast", "correct"):
+    kernel, row = "gpu" if spec.target.startswith("sm") else "tpu", row_of(spec)
+    if rows > MOST_ROWS[kernel] or row not in ROWS or lookup(row, spec.target) not in ("fast", "correct"):
         return "reference"
     if kernel == "tpu":
         return kernel if slots % 256 == 0 else "reference"  # what the widest product takes
@@ -45,10 +58,12 @@ def packed_attention(
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
     spec: PackedSpec,
+    general: Callable[[], Partial] | None = None,
 ) -> Partial:
-    """As `reference.packed_attention`; kernels round the queries to bfloat16."""
+    """As `reference.packed_attention`, for every form of a body; kernels round the queries to bfloat16. `general()`
+    computes the same where the form is not `plain`."""
     chosen = path(spec, q.shape[1] * q.shape[2] // spec.kv_heads, body.value_scale.shape[-1])
-    plain = functools.partial(reference.packed_attention, spec=spec)
+    plain = functools.partial(reference.packed_attention, spec=spec) if spec.plain else lambda *_: general()
     if chosen == "reference":
         return plain(q, body, layer, start, stop)
 

@@ -69,6 +69,8 @@ class Plan:
 
 def _check(plan: Plan) -> None:
     spec = plan.spec
+    if not spec.plain:
+        raise ValueError(f"{spec}: this kernel has uniform codes of keys after RoPE")
     if spec.key_bits != spec.value_bits or spec.key_bits not in (2, 4) or spec.scales != "bfloat16":
         raise ValueError(
             f"keys of {spec.key_bits} and values of {spec.value_bits} bits with {spec.scales} scales; "

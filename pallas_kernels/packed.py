@@ -1,8 +1,13 @@
 """What a decode-attention kernel on packed keys and values is given: a body's arrays and a static description.
 
-Keys are uniform codes with one scale and minimum per channel for `key_group` consecutive tokens, values with one per
-token for `value_group` consecutive channels (KIVI, arXiv 2402.02750): x_hat = code * scale + low. The arrays are laid
-out as `kvqjax.layout` writes them: all KV heads side by side on the lanes, head h in lanes h*D to (h+1)*D - 1.
+- uniform (KIVI, arXiv 2402.02750): x_hat = code * scale + low, keys with one scale and minimum per channel for
+  `key_group` consecutive tokens, values with one per token for `value_group` consecutive channels.
+- nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low, one table of 2^b signposts for keys and one for
+  values; the scale and centre (`low`) of a key channel are constants of the layer, those of a value belong to its
+  token. Outliers then take the place of what the codes say: `key_slots` and `value_slots` of them per token.
+
+Keys may be stored before RoPE (`PackedSpec.rope`); the body then says where each stretch of tokens begins. The arrays
+are laid out as `kvqjax.layout` writes them: all KV heads side by side on the lanes, head h in lanes h*D to (h+1)*D - 1.
 """
 
 import dataclasses
@@ -10,11 +15,11 @@ import math
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Shaped, UInt
+from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from kvqjax.layout import split_bits
 
-__all__ = ["TARGETS", "PackedBody", "PackedSpec", "check", "target_of"]
+__all__ = ["TARGETS", "Outliers", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "target_of"]
 
 TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm90")
 # How the chips' names begin (`device_kind`), longer ones first; any other gets the path that runs everywhere.
@@ -39,23 +44,53 @@ def target_of(array) -> str:
     return next((target for name, target in KINDS.items() if kind.startswith(name)), "cpu")
 
 
+class Rope(NamedTuple):
+    """How keys stored before RoPE are to be rotated: the angle per position of each pair of channels (i, i + D/2), and
+    what cos and sin are multiplied by."""
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+
+
+class Signposts(NamedTuple):
+    """The sorted numbers that codes index (nuq)."""
+
+    key: Float[Array, " 2**key_bits"]
+    value: Float[Array, " 2**value_bits"]
+
+
+class Outliers(NamedTuple):
+    """The n outlier slots of every token: numbers stored as scales are, and the channel of W whose dense number each
+    replaces; an unused slot has channel W."""
+
+    values: Shaped[Array, "L B n S"]
+    channels: Int[Array, "L B n S"]
+
+
 class PackedBody(NamedTuple):
     """The stored fields of one run of layers. W = K*D lanes, S slots; codes of b bits have S*b/32 rows of words, one
     array per plane set (`kvqjax.layout.split_bits`). Scales and minima are numbers of the spec's `scales`, 16-bit ones
-    as the integers that hold their bits."""
+    as the integers that hold their bits; where `key_group` is 0 those of keys are the layer's constants, [W] float32.
+    `positions` of keys before RoPE: where in the sequence the first token of every S/n slots stands; they follow each
+    other from there on, and n divides S into multiples of the spec's `unit`."""
 
     key_codes: tuple[UInt[Array, "L B _ W"], ...]
-    key_scale: Shaped[Array, "L B S/key_group W"]
-    key_low: Shaped[Array, "L B S/key_group W"]
+    key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
+    key_low: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
     value_codes: tuple[UInt[Array, "L B _ W"], ...]
     value_scale: Shaped[Array, "L B W/value_group S"]
     value_low: Shaped[Array, "L B W/value_group S"]
+    positions: Int[Array, " n"] | None = None
+    signposts: Signposts | None = None
+    key_outliers: Outliers | None = None
+    value_outliers: Outliers | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedSpec:
     """Everything static about a call. `block` tokens are read at a time: a multiple of the layout's block, not
-    necessarily a divisor of the slots. `target` names the chip the program is compiled for."""
+    necessarily a divisor of the slots. `target` names the chip the program is compiled for. `rope` is None for keys
+    after RoPE; `datatype` is "uniform" or "nuq"; `key_group` is 0 where all tokens share the keys' scales."""
 
     key_bits: int
     value_bits: int
@@ -66,10 +101,16 @@ class PackedSpec:
     scales: str = "bfloat16"
     block: int = 512
     target: str = "cpu"
+    rope: Rope | None = None
+    datatype: str = "uniform"
+    key_slots: int = 0
+    value_slots: int = 0
 
     def __post_init__(self):
         if self.target not in TARGETS:
             raise ValueError(f"target={self.target!r}; known: {', '.join(TARGETS)}")
+        if self.datatype not in ("uniform", "nuq"):
+            raise ValueError(f"datatype={self.datatype!r}; known: uniform, nuq")
         unit = self.unit
         if self.block < 1 or self.block % unit:
             raise ValueError(f"block={self.block}; blocks of this layout are multiples of {unit} tokens")
@@ -85,7 +126,12 @@ class PackedSpec:
     def unit(self) -> int:
         """Tokens after which every array starts a fresh block."""
         parts = (*split_bits(self.key_bits), *split_bits(self.value_bits))
-        return math.lcm(*(1024 // part for part in parts), self.key_group)
+        return math.lcm(*(1024 // part for part in parts), self.key_group or 1)
+
+    @property
+    def plain(self) -> bool:
+        """Uniform codes of keys after RoPE: the form that `reference` reads."""
+        return self.rope is None and self.datatype == "uniform" and not self.key_slots and not self.value_slots
 
     @property
     def value_slice(self) -> int:
@@ -93,19 +139,26 @@ class PackedSpec:
         return math.gcd(self.head_dim, self.value_group)
 
 
-def _wanted(body: PackedBody, spec: PackedSpec):
-    """(name, array, wanted trailing shape) of every array, from the slots of the value scales."""
+def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
+    """(name, array, wanted shape) of every array, from the slots of the value scales and the layers and rows `lead`."""
     slots = body.value_scale.shape[-1]
     for name, codes, bits in (("key", body.key_codes, spec.key_bits), ("value", body.value_codes, spec.value_bits)):
         parts = split_bits(bits)
         if len(codes) != len(parts):
             raise ValueError(f"{name}_codes: got {len(codes)} arrays, want {len(parts)} for {bits} bits")
         for words, part in zip(codes, parts, strict=True):
-            yield f"{name}_codes", words, (slots * part // 32, spec.width)
+            yield f"{name}_codes", words, (*lead, slots * part // 32, spec.width)
     for name in ("key_scale", "key_low"):
-        yield name, getattr(body, name), (slots // spec.key_group, spec.width)
-    yield "value_low", body.value_low, (spec.width // spec.value_group, slots)
-    yield "value_scale", body.value_scale, (spec.width // spec.value_group, slots)
+        shape = (*lead, slots // spec.key_group, spec.width) if spec.key_group else (spec.width,)
+        yield name, getattr(body, name), shape
+    yield "value_low", body.value_low, (*lead, spec.width // spec.value_group, slots)
+    yield "value_scale", body.value_scale, (*lead, spec.width // spec.value_group, slots)
+    if spec.datatype == "nuq":
+        yield "signposts.key", body.signposts.key, (2**spec.key_bits,)
+        yield "signposts.value", body.signposts.value, (2**spec.value_bits,)
+    for name, count in (("key_outliers", spec.key_slots), ("value_outliers", spec.value_slots)):
+        for array in getattr(body, name) if count else ():
+            yield name, array, (*lead, count, slots)
 
 
 def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
@@ -113,9 +166,11 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
     heads, dim = q.shape[2:]
     if dim != spec.head_dim or heads % spec.kv_heads:
         raise ValueError(f"q: got {q.shape}, want [B, T, a multiple of {spec.kv_heads}, {spec.head_dim}]")
-    if body.value_scale.shape[-1] % spec.unit:
-        raise ValueError(f"a body of {body.value_scale.shape[-1]} slots; want a multiple of {spec.unit}")
-    lead = body.value_scale.shape[:1] + q.shape[:1]
-    for name, array, shape in _wanted(body, spec):
-        if array.shape != lead + shape:
-            raise ValueError(f"{name}: got {array.shape}, want {lead + shape}")
+    slots = body.value_scale.shape[-1]
+    if slots % spec.unit:
+        raise ValueError(f"a body of {slots} slots; want a multiple of {spec.unit}")
+    if spec.rope is not None and slots % (spec.unit * len(body.positions)):
+        raise ValueError(f"positions: got {len(body.positions)} for {slots} slots; want stretches of {spec.unit}")
+    for name, array, shape in _wanted(body, spec, body.value_scale.shape[:1] + q.shape[:1]):
+        if array.shape != shape:
+            raise ValueError(f"{name}: got {array.shape}, want {shape}")

@@ -33,6 +33,8 @@ def packed_attention(
 
     Only blocks that some query sees are read. `q` carries its rotation and not yet the D^-1/2.
     """
+    if not spec.plain:
+        raise ValueError(f"{spec}: this reads uniform codes of keys after RoPE only")
     check(q, body, spec)
     slots = body.value_scale.shape[-1]
     block = min(spec.block, slots)

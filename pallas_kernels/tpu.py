@@ -162,6 +162,8 @@ def packed_attention(
     """As `reference.packed_attention`, with the queries rounded to bfloat16. `tile` is a multiple of the plan's block
     and of eight key groups; `splits` programs share a row's tokens where the batch alone does not fill the chip."""
     check(q, body, spec)
+    if not spec.plain:
+        raise ValueError(f"{spec}: this kernel has uniform codes of keys after RoPE")
     if spec.scales != "bfloat16":
         raise ValueError(f"scales={spec.scales!r}; the TPU kernel takes bfloat16 scales")
     plan = _plan(q, body, spec, ways, tile, splits)

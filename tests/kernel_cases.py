@@ -30,7 +30,7 @@ class Case:
 
     @property
     def spec(self) -> PackedSpec:
-        own = {f.name for f in dataclasses.fields(PackedSpec)} - {"block", "scales"}
+        own = {f.name for f in dataclasses.fields(PackedSpec)} & set(vars(self)) - {"block"}
         values = {name: getattr(self, name) for name in own}
         unit = max(1024 // (bits & -bits) for bits in (self.key_bits, self.value_bits))
         return PackedSpec(**values, block=self.block or unit)

@@ -147,7 +147,8 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | 
     try:
         wiring = _resolve(spec.build(layout.config), layout.dtype)
         if wiring.packed is not None:
-            wiring = wiring._replace(packed=dataclasses.replace(wiring.packed, target=layout.target))
+            spec = dataclasses.replace(wiring.packed.spec, target=layout.target)
+            wiring = wiring._replace(packed=wiring.packed._replace(spec=spec))
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     _check_clocks(wiring, str(layout.method))

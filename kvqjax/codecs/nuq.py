@@ -37,7 +37,16 @@ from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
 from kvqjax.codecs.uniform import round_toward
 from kvqjax.layout import Field
 
-__all__ = ["Nuq", "channel_range", "excess", "normalise_keys", "signposts", "stored_range", "token_range"]
+__all__ = [
+    "Nuq",
+    "channel_range",
+    "excess",
+    "normalise_keys",
+    "read_signposts",
+    "signposts",
+    "stored_range",
+    "token_range",
+]
 
 MAX_WIDTH = 32767  # channel numbers, and the width itself for an unused slot, are int16
 
@@ -107,12 +116,10 @@ def signposts(spec: Nuq, constants) -> Float[Array, " M"]:
     return jnp.asarray(fixed_signposts(spec.datatype, spec.bits))
 
 
-def _read(spec: Nuq, constants, codes) -> Float[Array, "*S"]:
-    """Normalised values of codes, through Q-Norm if the spec has it."""
+def read_signposts(spec: Nuq, constants) -> Float[Array, " M"]:
+    """What codes of this spec are read as: the signposts, through Q-Norm if the spec has it."""
     table = signposts(spec, constants)
-    if spec.q_norm:
-        table = table * constants["norm"][0] + constants["norm"][1]
-    return look_up(codes, table)
+    return table * constants["norm"][0] + constants["norm"][1] if spec.q_norm else table
 
 
 def _per_channel(spec: Nuq, width: int) -> Codec:
@@ -131,7 +138,8 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
     def decode(constants, tile):
         centre, scale = channel_range(constants)
         lead = (1,) * (tile["codes"].ndim - 1)
-        dense = _read(spec, constants, tile["codes"]) * scale.reshape(*lead, width) + centre.reshape(*lead, width)
+        u = look_up(tile["codes"], read_signposts(spec, constants))
+        dense = u * scale.reshape(*lead, width) + centre.reshape(*lead, width)
         return restore_outliers(dense, tile)
 
     needs = {"upper": (width,), "lower": (width,), **_needs(spec)}
@@ -154,7 +162,7 @@ def _per_token(spec: Nuq, width: int) -> Codec:
 
     def decode(constants, tile):
         scale, centre = (jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre"))
-        return restore_outliers(_read(spec, constants, tile["codes"]) * scale + centre, tile)
+        return restore_outliers(look_up(tile["codes"], read_signposts(spec, constants)) * scale + centre, tile)
 
     return Codec(width, 1, fields, encode, decode, _needs(spec))
 

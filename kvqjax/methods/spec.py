@@ -9,13 +9,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from kvqjax.codecs import CodecSpec, Uniform
+from kvqjax.codecs import CodecSpec
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
-from kvqjax.layout import split_bits
 from kvqjax.methods.keep import Keep, read_keep
+from kvqjax.methods.packing import packed_form
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
-from kvqjax.pallas_kernels.packed import PackedSpec
 
 __all__ = ["KeysAndValues", "LayerSpec", "Method", "first_layers", "method_factory"]
 
@@ -46,21 +45,7 @@ class KeysAndValues:
         codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
         wiring = keys_and_values(config, codecs, clocks, self.rope)
-        return wiring._replace(packed=_packed(self, config))
-
-
-def _packed(spec: KeysAndValues, config: ModelConfig) -> PackedSpec | None:
-    """What the packed kernels need to know, where they apply: uniform keys per channel after RoPE, values per token."""
-    key, value = spec.key, spec.value
-    if spec.rope != "post" or not (isinstance(key, Uniform) and isinstance(value, Uniform)):
-        return None
-    if (key.along, value.along) != ("tokens", "channels") or key.dtype != value.dtype:
-        return None
-    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    groups = {"key_group": key.group, "value_group": min(value.group, config.kv_width), "scales": key.dtype}
-    # Blocks of 512 tokens are the fastest on CPUs (measured); planes of one bit come in blocks of 1024.
-    block = max(512, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
-    return PackedSpec(key_bits=key.bits, value_bits=value.bits, block=block, **groups, **shape)
+        return wiring._replace(packed=packed_form(self.key, self.value, self.rope, config))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

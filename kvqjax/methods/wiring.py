@@ -26,7 +26,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.rope import rotate
 
-__all__ = ["Clock", "SharedValues", "Wiring", "keys_and_values", "shared_until", "through_heads"]
+__all__ = ["Clock", "Packed", "SharedValues", "Wiring", "keys_and_values", "shared_until", "through_heads"]
 
 
 class Clock(NamedTuple):
@@ -70,13 +70,24 @@ def through_heads(
     return out.reshape(*means.shape[:3], config.head_dim)
 
 
+class Packed(NamedTuple):
+    """A body that can be attended to without decoding it: what is static about it, and its arrays as kernels take them,
+
+        body(constants, stored, positions) -> PackedBody
+
+    from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]."""
+
+    spec: PackedSpec
+    body: Callable
+
+
 class Wiring(NamedTuple):
     """`codecs` says how each source's body is stored; `carry` the widths of what flows between layers; `needs` the
     shapes of calibrated constants, {group: {name: shape without the layer axis}}, beyond those that the codecs need
     under their source's name. `copy` says how a reader has the carry: "layer", one layer's for all body tokens flows
     from layer to layer; "none", it is computed anew for every block from the first layer on; "all", it is not needed,
     because every layer stores what it reconstructs. `packed` is set where a body can be attended to without decoding
-    it (KIVI's codecs, keys after RoPE); `shared` where attention may sum the stored values before decoding them."""
+    it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
@@ -87,7 +98,7 @@ class Wiring(NamedTuple):
     expand: Callable
     carry: dict[str, int] = {}  # noqa: RUF012 - never written to
     needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
-    packed: PackedSpec | None = None
+    packed: Packed | None = None
     shared: SharedValues | None = None
     copy: str = "layer"
 

@@ -1,0 +1,60 @@
+"""Which wirings of keys and values the packed kernels can read, and their stored fields in the kernels' terms."""
+
+from kvqjax.codecs import CodecSpec, Uniform
+from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
+from kvqjax.config import ModelConfig
+from kvqjax.layout import split_bits
+from kvqjax.methods.wiring import Packed
+from kvqjax.pallas_kernels.packed import Outliers, PackedBody, PackedSpec, Rope, Signposts
+from kvqjax.rope import inverse_frequencies
+
+__all__ = ["packed_form"]
+
+
+def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: ModelConfig) -> Packed | None:
+    """How packed kernels see keys per channel and values per token, both uniform (KIVI) or both with signposts
+    (KVQuant); None for what they do not read."""
+    if isinstance(key, Uniform) and isinstance(value, Uniform):
+        if (key.along, value.along) != ("tokens", "channels") or key.dtype != value.dtype:
+            return None
+        groups = {"key_group": key.group, "value_group": min(value.group, config.kv_width)}
+        return Packed(_spec(key, value, rope, config, **groups), _uniform_body)
+    if isinstance(key, Nuq) and isinstance(value, Nuq):
+        kinds = {value.dtype, key.outlier_dtype, value.outlier_dtype}
+        if (key.per, value.per) != ("channel", "token") or len(kinds) > 1:
+            return None
+        slots = {"key_slots": key.slot_count(config.kv_width), "value_slots": value.slot_count(config.kv_width)}
+        groups = {"key_group": 0, "value_group": config.kv_width}
+        return Packed(_spec(key, value, rope, config, datatype="nuq", **slots, **groups), _nuq_body(key, value))
+    return None
+
+
+def _spec(key, value, rope: str, config: ModelConfig, **more) -> PackedSpec:
+    before = None
+    if rope == "pre":
+        before = Rope(tuple(map(float, inverse_frequencies(config))), config.rope.attention_factor)
+    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "scales": value.dtype, "rope": before}
+    # Blocks of 512 tokens are the fastest on CPUs (measured); planes of one bit come in blocks of 1024.
+    block = max(512, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
+    return PackedSpec(key_bits=key.bits, value_bits=value.bits, block=block, **shape, **more)
+
+
+def _uniform_body(constants, stored, positions) -> PackedBody:
+    keys, values = stored["k"], stored["v"]
+    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
+    return PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions)
+
+
+def _nuq_body(key: Nuq, value: Nuq):
+    def outliers(fields) -> Outliers | None:
+        return Outliers(*fields["outliers"], *fields["channels"]) if "outliers" in fields else None
+
+    def body(constants, stored, positions) -> PackedBody:
+        keys, values = stored["k"], stored["v"]
+        centre, scale = channel_range(constants["k"])
+        (value_scale,), (value_low,) = values["scale"], values["centre"]
+        tables = Signposts(read_signposts(key, constants["k"]), read_signposts(value, constants.get("v", {})))
+        dense = PackedBody(keys["codes"], scale, centre, values["codes"], value_scale, value_low, positions, tables)
+        return dense._replace(key_outliers=outliers(keys), value_outliers=outliers(values))
+
+    return body
