@@ -2,11 +2,11 @@
 
 With key codes c, scale s and minimum m per channel of a group, and value codes e, scale r and minimum n per token:
 
-    q . k_t  = q . (c_t * s) + q . m                     the second term is one product per group of tokens
-    sum_t p_t v_t = sum_t (p_t r_t) e_t + sum_t p_t n_t   scale and minimum fold into the probabilities
+    q . k_t  = q . (c_t * s) + q . m                       the second term is one product per group of tokens
+    sum_t p_t v_t = sum_t p_t (e_t * r_t) + sum_t p_t n_t   the second one number per group of channels
 
-The scale of a key is multiplied onto its codes in the loop that unpacks them: on a CPU that is free, while folding it
-into the query makes the matrix products as small as a group of tokens.
+Scales are multiplied onto the codes in the loop that unpacks them: on a CPU that is free, while folding them into
+queries and probabilities makes the matrix products as small as a group.
 """
 
 import jax
@@ -108,17 +108,19 @@ def _scores(grouped, block: PackedBody, spec: PackedSpec) -> Float[Array, "B K M
 
 
 def _weighted(weights: Float[Array, "B K M S"], block: PackedBody, spec: PackedSpec) -> Float[Array, "B K M D"]:
-    """Sum of the values, one product for every slice of channels with a scale of its own."""
-    width = spec.value_slice
-    parts = spec.width // width
-    codes = _unpacked(block.value_codes, spec.value_bits, parts)
-    owner = jnp.arange(parts) * width // spec.value_group
-    scale, low = (_floats(x, spec)[:, owner] for x in (block.value_scale, block.value_low))
-    weights = jnp.repeat(weights, parts // spec.kv_heads, axis=1)
-    sums = jnp.einsum("bpms,bpsd->bpmd", weights * scale[:, :, None], codes)
-    sums = sums + (weights * low[:, :, None]).sum(-1, keepdims=True)
-    heads = sums.reshape(sums.shape[0], spec.kv_heads, -1, *sums.shape[2:])
-    return heads.swapaxes(2, 3).reshape(sums.shape[0], spec.kv_heads, sums.shape[2], spec.head_dim)
+    """Sum of the values: one product a head with the codes times their scales, and one with the minima."""
+    scale, low = (_by_head(_floats(x, spec), spec) for x in (block.value_scale, block.value_low))
+    spread = jnp.repeat(scale.swapaxes(-1, -2), spec.value_slice, axis=-1)  # [B, K, S, D]
+    codes = _unpacked(block.value_codes, spec.value_bits, spec.kv_heads) * spread
+    minima = jnp.einsum("bkms,bkns->bkmn", weights, low)
+    return jnp.einsum("bkms,bksd->bkmd", weights, codes) + jnp.repeat(minima, spec.value_slice, axis=-1)
+
+
+def _by_head(x: Float[Array, "B N S"], spec: PackedSpec) -> Float[Array, "B K n S"]:
+    """What is stored for each value group, for every slice of a head's channels."""
+    parts = spec.width // spec.value_slice
+    owner = jnp.arange(parts) * spec.value_slice // spec.value_group
+    return x[:, owner].reshape(x.shape[0], spec.kv_heads, -1, x.shape[-1])
 
 
 def _attend_block(state, grouped, block: PackedBody, seen, spec: PackedSpec):
