@@ -7,22 +7,34 @@ Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8
 key groups of the tile, C rows of value scales. Scores are base-2 logarithms.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.layout import split_bits
-from kvqjax.pallas_kernels.tpu_tile import LANES, LOG2E, NEVER, Refs, dot, load_row, named, prepare, quotient
-from kvqjax.pallas_kernels.tpu_unpack import chunks
+from kvqjax.pallas_kernels.tpu_columns import (
+    Place,
+    columns,
+    dot,
+    filled,
+    groups_met,
+    key_rows,
+    load_row,
+    owners,
+    pick,
+    place_of,
+    quotient,
+)
+from kvqjax.pallas_kernels.tpu_outliers import add_values
+from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
+from kvqjax.pallas_kernels.tpu_rope import rotated, turned
+from kvqjax.pallas_kernels.tpu_tile import NEVER, Refs, prepare
 
 __all__ = ["kernel"]
 
 
-def kernel(_, ends, *refs, plan, per_split: int):
+def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
     """Grid (row, split, tile). `ends` holds the first tile of every row and the one after its last."""
-    refs = named(refs, plan)
+    refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
     row, split, step = (pl.program_id(axis) for axis in range(3))
     tile = split * per_split + step
 
@@ -32,10 +44,19 @@ def kernel(_, ends, *refs, plan, per_split: int):
         refs.total[...] = jnp.zeros(refs.total.shape)
         refs.out[...] = jnp.zeros(refs.out.shape)
 
-    @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
+    inside = (tile >= ends[0, row]) & (tile < ends[1, row])
+
+    @pl.when(inside)
     def _():
         prepare(refs, plan, tile)
-        _attend(refs, plan)
+        if plan.spec.rope is None:
+            _attend(refs, plan)
+
+    if plan.spec.rope is not None:  # by itself: scheduled together with the preparation it needs too many registers
+
+        @pl.when(tile >= ends[0, row])
+        def _():
+            pl.when(tile < ends[1, row])(lambda: _attend_unrotated(refs, plan))
 
     @pl.when(step == per_split - 1)
     def _():
@@ -44,38 +65,18 @@ def kernel(_, ends, *refs, plan, per_split: int):
         refs.lse[0, 0] = jnp.where(seen, jnp.log(refs.total[...]) + refs.peak[...] / LOG2E, NEVER)
 
 
-class Place(NamedTuple):
-    """A lane group, its lanes, and the first of its columns of 128 lanes."""
-
-    group: Any
-    lanes: Any
-    column: Any
-
-
-def _place(group, plan) -> Place:
-    lanes = pl.ds(pl.multiple_of(group * plan.lanes, LANES), plan.lanes)
-    return Place(group, lanes, group * (plan.lanes // LANES))
-
-
 def _attend(refs: Refs, plan):
     """Fold the tile into the running softmax of every lane group."""
-    blocks = list(range(plan.tile // plan.block))
-    nothing = jnp.full((plan.rows, LANES), NEVER)
-    first, last = _place(jnp.int32(0), plan), _place(jnp.int32(plan.lane_groups - 1), plan)
+    blocks = list(range(plan.blocks))
+    first, last = place_of(jnp.int32(0), plan), place_of(jnp.int32(plan.lane_groups - 1), plan)
 
     def step(group, peak):
-        """Scores of a lane group, values of the one before, whose maxima are `peak`."""
-        before, place = _place(group - 1, plan), _place(group, plan)
-        sums, top = _no_sums(plan), nothing
-        for unit in _units(blocks, plan):
-            for index in unit:
-                sums = _sum_block(refs, plan, before, index, peak, sums)
-            for index in unit:
-                top = _score_block(refs, plan, place, index, top)
+        before, place = place_of(group - 1, plan), place_of(group, plan)
+        sums, top = _advance(refs, plan, before, place, peak)
         _fold(refs, plan, before, peak, sums)
         return _raised(refs, place, top)
 
-    top = nothing
+    top = _nothing(plan)
     for index in blocks:
         top = _score_block(refs, plan, first, index, top)
     peak = jax.lax.fori_loop(1, plan.lane_groups, step, _raised(refs, first, top))
@@ -85,62 +86,82 @@ def _attend(refs: Refs, plan):
     _fold(refs, plan, last, peak, sums)
 
 
+def _attend_unrotated(refs: Refs, plan):
+    """As `_attend`, for keys before RoPE: the first scores and the last values, too, are computed beside what no one
+    needs. By themselves the scores would be scheduled so tightly that they do not fit the registers."""
+
+    def step(group, peak):
+        before = place_of(jnp.maximum(group - 1, 0), plan)
+        place = place_of(jnp.minimum(group, plan.lane_groups - 1), plan)
+        sums, top = _advance(refs, plan, before, place, peak)
+        pl.when(group > 0)(lambda: _fold(refs, plan, before, peak, sums))
+        return _raised(refs, place, top)
+
+    jax.lax.fori_loop(0, plan.lane_groups + 1, step, jnp.full((plan.rows, 1), NEVER))
+    if plan.spec.value_slots:
+        add_values(refs, plan)
+
+
+def _advance(refs: Refs, plan, before: Place, place: Place, peak):
+    """Scores of a lane group, values of the one before, whose maxima are `peak`: its sums, and the scores' maxima."""
+    sums, top = _no_sums(plan), _nothing(plan)
+    for unit in _units(list(range(plan.blocks)), plan):
+        for index in unit:
+            sums = _sum_block(refs, plan, before, index, peak, sums)
+        for index in unit:
+            top = _score_block(refs, plan, place, index, top)
+    return sums, top
+
+
+def _nothing(plan):
+    return jnp.full((plan.rows, LANES), NEVER)
+
+
 def _units(blocks: list[int], plan) -> list[list[int]]:
     """Blocks of 512 tokens at a time, so that every matrix unit gets products of keys and of values."""
     size = max(1, 512 // plan.block)
     return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
 
-def _columns(words, bits: int, place: Place, index: int, plan):
-    """Codes of block `index` of the tile, [column, W] at a time."""
-    stored = []
-    for ref, part in zip(words, split_bits(bits), strict=True):
-        rows = plan.block * part // 32
-        stored.append(ref[0, 0, index * rows : (index + 1) * rows, place.lanes])
-    waiting = []
-    for chunk in chunks(stored, bits, plan.base, plan.ways):
-        waiting.append(chunk if plan.mixed else chunk.astype(jnp.bfloat16))
-        if len(waiting) * chunk.shape[0] == plan.column:
-            yield jnp.concatenate(waiting) if len(waiting) > 1 else waiting[0]
-            waiting = []
-
-
 def _scaled_queries(refs: Refs, plan, place: Place, index: int):
-    """For each key group of a block: the queries scaled [M, W] bf16, and what the group's minima add [M, 1] f32."""
-    each = plan.block // plan.spec.key_group
+    """For each group of a block: the queries scaled, [M, W] bf16, and what its minima add, [M, 1] f32."""
     q = refs.queries[0, place.group].astype(jnp.float32)
-    for group in range(index * each, (index + 1) * each):
-        rows = (load_row(ref, group, plan.key_rows, place.column, plan.lanes) for ref in (refs.factors, refs.zeros))
-        factor, zero = (_filled(row, plan) for row in rows)
+    for group in plan.groups(index):
+        factor, zero = key_rows(refs, plan, place.group, group)
         yield (q * factor).astype(jnp.bfloat16), (q * zero).sum(-1, keepdims=True)
+
+
+def _score_columns(refs: Refs, plan, place: Place, index: int):
+    """Scores of a block's columns before their limits, [M, column] each in lane order."""
+    queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
+    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
+    for i, codes in enumerate(found):
+        met, owner = groups_met(plan, i), owners(refs, plan, i)
+        stacked = dot(jnp.concatenate([queries[group] for group in met]), codes, 1)
+        scores = pick([stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))], owner, met)
+        yield scores + pick([zeros[group] for group in met], owner, met)
+
+
+def _score_unrotated(refs: Refs, plan, place: Place, index: int):
+    """As `_score_columns`, for keys before RoPE."""
+    queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
+    found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
+    for i, codes in enumerate(found):
+        scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
+        first = index * plan.block + i * plan.column
+        yield scores + refs.added[place.group, :, first : first + plan.column] if plan.spec.key_slots else scores
 
 
 def _score_block(refs: Refs, plan, place: Place, index: int, top):
     """Write a block's scores [M, block] in lane order; raise the maxima `top` [M, 128] to them."""
-    spec = plan.spec
-    scaled, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
-    for i, codes in enumerate(_columns(refs.key_codes, spec.key_bits, place, index, plan)):
-        column = slice(i * plan.column, (i + 1) * plan.column)
-        met = sorted({int(token) // spec.key_group for token in plan.order[column]})
-        stacked = dot(jnp.concatenate([scaled[group] for group in met]), codes, 1)
-        owner = quotient(refs.order[:, column], spec.key_group)
-        tokens = slice(index * plan.block + column.start, index * plan.block + column.stop)
-        scores = jnp.minimum(_select(stacked, [zeros[group] for group in met], owner, met), refs.limits[:, tokens])
+    score = _score_columns if plan.spec.rope is None else _score_unrotated
+    for i, found in enumerate(score(refs, plan, place, index)):
+        tokens = slice(index * plan.block + i * plan.column, index * plan.block + (i + 1) * plan.column)
+        scores = jnp.minimum(found, refs.limits[:, tokens])
         refs.scores[:, tokens] = scores
         for lane in range(0, plan.column, LANES):
             top = jnp.maximum(top, scores[:, lane : lane + LANES])
     return top
-
-
-def _select(stacked, added, owner, names):
-    """From products stacked by group, [n*M, S], take for every lane those of its own group, plus what is added."""
-    rows = stacked.shape[0] // len(names)
-    chosen, zero = stacked[:rows], added[0]
-    for i in range(1, len(names)):
-        own = owner == names[i]
-        chosen = jnp.where(own, stacked[i * rows : (i + 1) * rows], chosen)
-        zero = jnp.where(own, added[i], zero)
-    return chosen + zero
 
 
 def _raised(refs: Refs, place: Place, top):
@@ -162,15 +183,10 @@ def _own_rows(ref, plan, place: Place, part: int, begin: int):
         within = (head * spec.head_dim + part * spec.value_slice) // spec.value_group
         heads.append(load_row(ref, first + within, plan.value_rows, begin // LANES, plan.column))
     row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
-    chosen = _filled(heads[0], plan)
+    chosen = filled(heads[0], plan)
     for head in range(1, plan.shared):
-        chosen = jnp.where(row >= head * plan.rows_per_head, _filled(heads[head], plan), chosen)
+        chosen = jnp.where(row >= head * plan.rows_per_head, filled(heads[head], plan), chosen)
     return chosen
-
-
-def _filled(rows, plan):
-    """[8, S] as often as it takes to fill the query rows [M, S]."""
-    return jnp.concatenate([rows] * (plan.rows // 8))
 
 
 def _lane_sums(x):
@@ -182,10 +198,13 @@ def _sum_block(refs: Refs, plan, place: Place, index: int, peak, sums):
     """Add a block's weights, minima and values to `sums`."""
     total, lows, product = sums
     parts = range(plan.value_slices)
-    for i, codes in enumerate(_columns(refs.value_codes, plan.spec.value_bits, place, index, plan)):
+    found = columns(refs.body.value_codes, refs.value_signposts, plan.spec.value_bits, place, index, plan, plan.mixed)
+    for i, codes in enumerate(found):
         begin = index * plan.block + i * plan.column
         tokens = slice(begin, begin + plan.column)
         weights = jnp.exp2(refs.scores[:, tokens] - peak)
+        if plan.spec.value_slots:
+            refs.weights[place.group, :, tokens] = weights
         total = total + _lane_sums(weights)
         scaled = [weights * _own_rows(refs.scales, plan, place, part, begin) for part in parts]
         minima = [weights * _own_rows(refs.lows, plan, place, part, begin) for part in parts]
@@ -200,7 +219,8 @@ def _fold(refs: Refs, plan, place: Place, peak, sums):
     group = place.group
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
     part = jax.lax.rem(quotient(lane, plan.spec.value_slice), jnp.full_like(lane, plan.value_slices))
-    update = _select(product, [low.sum(-1, keepdims=True) for low in lows], part, list(range(plan.value_slices)))
+    parts, names = jnp.split(product, plan.value_slices), list(range(plan.value_slices))
+    update = pick(parts, part, names) + pick([low.sum(-1, keepdims=True) for low in lows], part, names)
     # A row that has seen nothing yet adds rubbish here; its decay is 0 once it sees a token.
     decay = jnp.exp2(refs.peak[group] - peak)
     refs.peak[group] = peak

@@ -8,30 +8,32 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import pallas as pl
 
-from kvqjax.layout import from_bits, split_bits
+from kvqjax.layout import from_bits
+from kvqjax.pallas_kernels import tpu_outliers, tpu_rope
+from kvqjax.pallas_kernels.packed import PackedBody
+from kvqjax.pallas_kernels.tpu_columns import dot
+from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_unpack import offset
 
-__all__ = ["LANES", "LOG2E", "NEVER", "Refs", "dot", "load_row", "named", "prepare", "quotient"]
+__all__ = ["NEVER", "Refs", "prepare"]
 
-LANES = 128
-LOG2E = float(np.log2(np.e))
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
 
 
 class Refs(NamedTuple):
-    queries: Any  # [1, P, M, W] bf16, block-diagonal over the heads of a lane group
+    queries: Any  # [1, P, M, W] bf16, block-diagonal over the heads of a lane group; with q~ beside it before RoPE
     bounds: Any  # [1, M, 2] i32: first and last + 1 visible token of a row
     order: Any  # [1, block] i32: token of every lane
     onehot: Any  # [period, period] bf16: brings scales into lane order
-    key_codes: tuple  # [1, 1, rows, P*W] u32 for each plane set
-    key_scale: Any  # [1, 1, N, P*W]
-    key_low: Any
-    value_codes: tuple
-    value_scale: Any  # [1, 1, C, S]
-    value_low: Any
+    table: Any  # [block, 2W] bf16 or f32: cos | sin of tokens counted from the block's first (keys before RoPE)
+    patterns: Any  # [rows, N] bf16: groups of the tokens of a slab (tpu_rope)
+    turns: Any  # [1, blocks, 2W] f32: cos | sin of the blocks' first positions
+    key_signposts: Any  # [1, 2^b] f32, or [8, 128 or 256] u32 (see tpu_signposts)
+    value_signposts: Any
+    ends: Any  # [2, 2] f32 scalars: outermost signposts of keys and of values
+    rates: Any  # [1, W] f32: turns per position of every lane
+    body: PackedBody  # what of it the tile holds: words [1, 1, rows, P*W], scales [1, 1, N, P*W] and [1, 1, C, S]
     out: Any  # [1, 1, P, M, W] f32, the accumulator as well
     lse: Any  # [1, 1, P, M, 1] f32
     peak: Any  # [P, M, 1] f32
@@ -39,16 +41,19 @@ class Refs(NamedTuple):
     limits: Any  # [M, S] f32: NEVER where a row must not look, else infinite
     scales: Any  # [S/128 * C, 128] f32: value scales in lane order
     lows: Any  # [S/128 * C, 128] f32: value minima, less the offset of the codes
-    factors: Any  # [P*W/128 * N, 128] f32: key scales times D^-1/2 log2(e)
-    zeros: Any  # [P*W/128 * N, 128] f32: key minima times D^-1/2 log2(e), less the offset of the codes
+    factors: Any  # [P*W/128 * N, 128] f32: key scales, after RoPE times D^-1/2 log2(e)
+    zeros: Any  # [P*W/128 * N, 128] f32: key minima likewise, less the offset of the codes
     scores: Any  # [M, S] f32
-
-
-def named(refs, plan) -> Refs:
-    """The kernel's references by name; plane sets are tuples."""
-    keys, values = len(split_bits(plan.spec.key_bits)), len(split_bits(plan.spec.value_bits))
-    head, key, rest = refs[:4], refs[4 : 4 + keys], refs[4 + keys :]
-    return Refs._make((*head, key, *rest[:2], rest[2 : 2 + values], *rest[2 + values :]))
+    slab_scales: Any = None  # [rows, P*W] bf16: scales of the keys of a slab (tpu_rope)
+    slab_zeros: Any = None
+    added: Any = None  # [P, M, S] f32: what outliers of keys add to the scores
+    staged: Any = None  # [3R, S] bf16
+    key_slots: Any = None  # [3R, S] f32: values, lanes and lane groups of R outlier slots in lane order (tpu_outliers)
+    waves: Any = None  # [2R, S] f32: cos | sin of the slots' lanes and tokens
+    changes: Any = None  # [2R, S] f32: what a lane group's outliers change, times cos | sin
+    value_slots: Any = None  # [3R, S] f32
+    weights: Any = None  # [P, M, S] f32: weights of all lane groups
+    shares: Any = None  # [8, R, 128] f32: what the outliers of 128 tokens change in each lane group
 
 
 def prepare(refs: Refs, plan, tile) -> None:
@@ -56,16 +61,9 @@ def prepare(refs: Refs, plan, tile) -> None:
     _write_limits(refs, plan, tile)
     _order_scales(refs, plan, tile)
     _fold_constants(refs, plan, tile)
-
-
-def dot(a, b, axis: int):
-    """a @ b (axis 0) or a @ b.T (axis 1), float32 sums."""
-    return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def quotient(x, divisor: int):
-    """x // divisor of natural numbers; // itself asks for the sign, whose lowering asks for a TPU at hand."""
-    return jax.lax.div(x, jnp.full_like(x, divisor))
+    tpu_outliers.prepare(refs, plan, tile)
+    if plan.spec.key_slots:
+        tpu_outliers.add_keys(refs, plan)
 
 
 def _write_limits(refs: Refs, plan, tile):
@@ -78,7 +76,10 @@ def _write_limits(refs: Refs, plan, tile):
 
 def _order_scales(refs: Refs, plan, tile):
     """Bring this tile's value scales and minima into lane order, once for all lane groups."""
-    count, stored = plan.value_rows, jnp.concatenate([refs.value_scale[0, 0], refs.value_low[0, 0]])  # [2C, S]
+    count, stored = (
+        plan.value_rows,
+        jnp.concatenate([refs.body.value_scale[0, 0], refs.body.value_low[0, 0]]),
+    )  # [2C, S]
     both = from_bits(stored, plan.spec.scales)
     if plan.slots % plan.tile:  # what lies beyond the array must not reach a product: 0 * NaN
         token = tile * plan.tile + jax.lax.broadcasted_iota(jnp.int32, both.shape, 1)
@@ -88,7 +89,12 @@ def _order_scales(refs: Refs, plan, tile):
     for i in range(len(pieces)):
         scale, low = (product[(2 * i + n) * count : (2 * i + n + 1) * count] for n in range(2))
         _write_columns(refs.scales, scale, i * plan.period // LANES)
-        _write_columns(refs.lows, low - offset(plan.spec.value_bits, plan.ways) * scale, i * plan.period // LANES)
+        _write_columns(refs.lows, low - _offset(plan.spec.value_bits, plan) * scale, i * plan.period // LANES)
+
+
+def _offset(bits: int, plan) -> int:
+    """What must be subtracted from an unpacked code; signposts are themselves."""
+    return 0 if plan.spec.datatype == "nuq" else offset(bits, plan.ways)
 
 
 def _write_columns(ref, x, first: int):
@@ -100,19 +106,18 @@ def _write_columns(ref, x, first: int):
 
 def _fold_constants(refs: Refs, plan, tile):
     """Key scales and minima of this tile as what queries are multiplied by, once for all lane groups."""
-    spread = LOG2E * plan.spec.head_dim**-0.5
-    key = refs.key_scale[0, 0], refs.key_low[0, 0]
-    scale, low = (from_bits(x, plan.spec.scales).astype(jnp.float32) * spread for x in key)
-    if plan.slots % plan.tile:
+    spec, body = plan.spec, refs.body
+    if spec.key_group:
+        key = (from_bits(x[0, 0], spec.scales).astype(jnp.float32) for x in (body.key_scale, body.key_low))
+    else:
+        key = (x[...] for x in (body.key_scale, body.key_low))
+    scale, low = (x * (plan.spread if spec.rope is None else 1.0) for x in key)
+    if spec.key_group and plan.slots % plan.tile:
         group = tile * scale.shape[0] + jax.lax.broadcasted_iota(jnp.int32, scale.shape, 0)
-        inside = group < plan.slots // plan.spec.key_group
+        inside = group < plan.slots // spec.key_group
         scale, low = jnp.where(inside, scale, 0.0), jnp.where(inside, low, 0.0)
+    zero = low - _offset(spec.key_bits, plan) * scale
+    if refs.patterns is not None:
+        tpu_rope.store_patterns(refs, plan, scale, zero)
     _write_columns(refs.factors, scale, 0)
-    _write_columns(refs.zeros, low - offset(plan.spec.key_bits, plan.ways) * scale, 0)
-
-
-def load_row(ref, row, rows: int, column, width: int):
-    """A row of `rows`, `width` lanes from column `column` of 128 on, written by `_write_columns`: [8, width]. 128 lanes
-    at a time, the load itself fills all rows of a register."""
-    pieces = [ref[pl.ds((column + i) * rows + row, 1), :] for i in range(width // LANES)]
-    return jnp.concatenate([jnp.broadcast_to(piece, (8, LANES)) for piece in pieces], axis=1)
+    _write_columns(refs.zeros, zero, 0)

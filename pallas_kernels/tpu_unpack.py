@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.layout import PLANE, split_bits
 
-__all__ = ["chunks", "fitting_ways", "offset", "token_order"]
+__all__ = ["chunks", "fitting_ways", "offset", "spread_sets", "token_order"]
 
 NARROW = {8: jnp.int4, 4: jnp.int8}
 
@@ -96,12 +96,18 @@ def _fields(sets, bits: int, first: int, ways: int) -> jax.Array:
     return pltpu.bitcast(word, NARROW[ways])
 
 
-def chunks(words: list[jax.Array], bits: int, base: int, ways: int):
-    """The codes of a block's words, [rows, W] uint32 of each plane set, as successive [32*ways, W] in `token_order`."""
+def spread_sets(words: list[jax.Array], bits: int, base: int):
+    """A block's words, [rows, W] uint32 of each plane set, as successive tuples of [32, W] whose planes are all `base`
+    bits apart."""
     sets = []
     for rows, part in zip(words, split_bits(bits), strict=True):
         blocks = [rows[first : first + PLANE] for first in range(0, rows.shape[0], PLANE)]
         sets.append([wide for block in blocks for wide in _spread(block, part, base)])
-    for block in zip(*sets, strict=True):
+    return zip(*sets, strict=True)
+
+
+def chunks(words: list[jax.Array], bits: int, base: int, ways: int):
+    """The codes of a block's words, [rows, W] uint32 of each plane set, as successive [32*ways, W] in `token_order`."""
+    for block in spread_sets(words, bits, base):
         for first in range(0, 32 // ways, base):
             yield _fields(block, bits, first, ways)

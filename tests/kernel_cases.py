@@ -9,7 +9,7 @@ import numpy as np
 from kvqjax.attention import Partial, segment_attention
 from kvqjax.codecs.uniform import Uniform
 from kvqjax.layout import split_bits, to_bits
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope
 
 BATCH, LAYERS = 2, 2
 
@@ -27,6 +27,10 @@ class Case:
     slots: int = 1024
     block: int = 0
     target: str = "cpu"
+    rope: Rope | None = None
+    datatype: str = "uniform"
+    key_slots: int = 0
+    value_slots: int = 0
 
     @property
     def spec(self) -> PackedSpec:
@@ -42,14 +46,14 @@ class Case:
         )
 
 
-def _vectors(rng, case: Case, offset: float):
+def vectors(rng, case: Case, offset: float):
     """Signed, with an offset per channel and a few channels of large values, as in real keys."""
     x = rng.normal(size=(BATCH, case.slots, case.kv_heads * case.head_dim))
     x[..., ::17] *= 10
     return jnp.asarray(x + offset * rng.normal(size=x.shape[-1]), jnp.float32)
 
 
-def _packed(codes: np.ndarray, bits: int) -> tuple:
+def packed_codes(codes: np.ndarray, bits: int) -> tuple:
     """The plane layout once more in numpy: token t of a block sits in row t % 32, bits part*(t // 32) and up."""
     stored, shift = [], 0
     for part in split_bits(bits):
@@ -65,7 +69,7 @@ def _stored(codec, x):
     """The arrays of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the codec decodes."""
     payload = jax.jit(jax.vmap(lambda rows: codec.encode({}, rows)))(x)
     decoded = jax.jit(lambda payload: codec.decode({}, payload))(payload)
-    codes = _packed(np.asarray(payload["codes"]), codec.fields["codes"].bits)
+    codes = packed_codes(np.asarray(payload["codes"]), codec.fields["codes"].bits)
     arrays = codes, *(to_bits(payload[name]) for name in ("scale", "low"))
     return jax.tree.map(lambda a: jnp.asarray(np.stack([np.zeros_like(a), a])), arrays), decoded
 
@@ -76,8 +80,8 @@ def make_body(case: Case, seed: int = 0):
     width = case.kv_heads * case.head_dim
     keys = Uniform(bits=case.key_bits, along="tokens", group=case.key_group).build(width)
     values = Uniform(bits=case.value_bits, along="channels", group=case.value_group).build(width)
-    k, key = _stored(keys, _vectors(rng, case, 3.0))
-    v, value = _stored(values, _vectors(rng, case, 0.5))
+    k, key = _stored(keys, vectors(rng, case, 3.0))
+    v, value = _stored(values, vectors(rng, case, 0.5))
     return PackedBody(*k, *v), *(x.reshape(BATCH, case.slots, case.kv_heads, case.head_dim) for x in (key, value))
 
 

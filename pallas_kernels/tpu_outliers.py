@@ -1,0 +1,207 @@
+"""KVQuant's outliers in the TPU decode-attention kernel: what a few channels of a token change in scores and outputs.
+
+A token's dense number at channel w is s T[c] + m (s and m of a key belong to the channel, those of a value to the
+token); an outlier o takes its place, so by linearity it adds d = o - s T[c] - m there. No code need be read for that:
+an outlier lies outside its range, so its code is the outermost one on its side of the centre m. (A value's stored
+centre is rounded; by at most that much an outlier can lie inside, where the outermost signpost is as near.)
+
+With y and y~ as in `tpu_rope`, w = D h + l the slot's channel and t a token counted from its block's first,
+
+    score_h,t += d (cos(t)_l y_l + sin(t)_l y~_l)         y_l being gathered along the lanes, one slot of 128 tokens
+    out_h,l   += sum over t with channel l of p_h,t d     a product with a one-hot matrix that all heads share
+
+Slots come with tokens on the lanes, like scales, and are brought into lane order with them. l here is the lane within a
+lane group of 128, of one head or several.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvqjax.layout import from_bits
+from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows, load_row
+from kvqjax.pallas_kernels.tpu_plan import LANES, SHARE, Plan
+from kvqjax.pallas_kernels.tpu_rope import turned
+
+__all__ = ["add_keys", "add_values", "prepare", "rates", "scratch"]
+
+# sin(2 pi x) / x in powers of x^2: 4e-6 off at most for |x| <= 1/4
+SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(5)]
+
+
+def padded(slots: int) -> int:
+    """Rows that `slots` slots take: whole registers of 16-bit numbers."""
+    return -(-slots // 16) * 16
+
+
+def scratch(plan: Plan) -> dict:
+    """Working memory, by its name in `tpu_tile.Refs`."""
+    spec, scores = plan.spec, (plan.lane_groups, plan.rows, plan.tile)
+    keys, values = padded(spec.key_slots), padded(spec.value_slots)
+    sizes = {}
+    if keys:
+        sizes |= {"added": scores, "key_slots": (3 * keys, plan.tile)}
+        sizes |= {"waves": (2 * keys, plan.tile), "changes": (2 * keys, plan.tile)}
+    if values:
+        sizes |= {"weights": scores, "value_slots": (3 * values, plan.tile), "shares": (SHARE, values, LANES)}
+    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
+    return memory | ({"staged": pltpu.VMEM((3 * max(keys, values), plan.tile), jnp.bfloat16)} if memory else {})
+
+
+def prepare(refs, plan: Plan, tile) -> None:
+    """Bring values, lanes and lane groups of the tile's slots into lane order."""
+    for given, slots in ((refs.body.key_outliers, refs.key_slots), (refs.body.value_outliers, refs.value_slots)):
+        if given is None:
+            continue
+        rows = slots.shape[0]
+        _stage(refs.staged, given, plan, tile, rows // 3)
+        for first in range(0, plan.tile, plan.period):
+            lanes = slice(first, first + plan.period)
+            slots[:, lanes] = dot(refs.staged[:rows, lanes], refs.onehot[...], 0)
+
+
+def _stage(staged, given, plan: Plan, tile, rows: int) -> None:
+    """Values, lanes and lane groups of the slots one below the other, as bfloat16: exact, as all are small."""
+    staged[...] = jnp.zeros(staged.shape, staged.dtype)
+    values, channels = from_bits(given.values[0, 0], plan.spec.scales), given.channels[0, 0].astype(jnp.int32)
+    parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
+    token = tile * plan.tile + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    for i, part in enumerate((values, *(x.astype(jnp.float32).astype(jnp.bfloat16) for x in parts))):
+        # What lies beyond the array must not reach a product: 0 * NaN.
+        inside = jnp.where(token < plan.slots, part, jnp.zeros_like(part)) if plan.slots % plan.tile else part
+        staged[i * rows : i * rows + part.shape[0]] = inside
+
+
+def rates(plan: Plan) -> np.ndarray:
+    """Turns per position on every lane of a lane group, [1, W] float32."""
+    return (np.tile(plan.spec.rope.frequencies, 2 * plan.shared)[None] / (2 * np.pi)).astype(np.float32)
+
+
+def _cosine(turns):
+    """cos(2 pi turns)."""
+    x = 0.25 - jnp.abs(turns - jnp.floor(turns + 0.5))
+    square, series = x * x, jnp.full(x.shape, SINE[-1])
+    for factor in reversed(SINE[:-1]):
+        series = series * square + factor
+    return x * series
+
+
+def _take(table, lanes):
+    """table[i, lanes[i]] along the lanes: [8, 128] of either, `lanes` in registers of 8 rows."""
+    rows = [
+        jnp.take_along_axis(table, lanes[first : first + 8], axis=1, mode="promise_in_bounds")
+        for first in range(0, lanes.shape[0], 8)
+    ]
+    return jnp.concatenate(rows)
+
+
+def _split(slots):
+    """Values, lanes and lane groups of slots [3R, n]."""
+    return jnp.split(slots, 3)
+
+
+def _difference(value, scale, centre, ends, which: int):
+    """Outliers less their dense numbers."""
+    end = jnp.where(value > centre, ends[which, 1], ends[which, 0])
+    return value - scale * end - centre
+
+
+def add_keys(refs, plan: Plan) -> None:
+    """Add what outliers of keys change to `added`."""
+    refs.added[...] = jnp.zeros(refs.added.shape)
+    rate = jnp.broadcast_to(refs.rates[...], (8, LANES))
+    rows = padded(plan.spec.key_slots)
+    for first in range(0, plan.tile, LANES):
+        lanes, within = slice(first, first + LANES), first % plan.block
+        index = _split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
+        token = jnp.broadcast_to(refs.order[:, within : within + LANES].astype(jnp.float32), index.shape)
+        turns = _take(rate, index) * token
+        refs.waves[:rows, lanes], refs.waves[rows:, lanes] = _cosine(turns), _cosine(turns - 0.25)
+    jax.lax.fori_loop(0, plan.lane_groups, lambda group, _: _add_group(refs, plan, group), None)
+
+
+def _add_group(refs, plan: Plan, group) -> None:
+    rows = padded(plan.spec.key_slots)
+    scale, centre = (x[:8] for x in key_rows(refs, plan, group, 0))
+    for first in range(0, plan.tile, LANES):
+        lanes = slice(first, first + LANES)
+        value, lane, owner = _split(refs.key_slots[:, lanes])
+        index = lane.astype(jnp.int32)
+        change = _difference(value, _take(scale, index), _take(centre, index), refs.ends, 0)
+        change = jnp.where(owner == group.astype(jnp.float32), change, 0.0)
+        refs.changes[:rows, lanes] = change * refs.waves[:rows, lanes]
+        refs.changes[rows:, lanes] = change * refs.waves[rows:, lanes]
+    for index in range(plan.blocks):
+        both = pltpu.pack_elementwise(list(turned(refs, plan, group, index)), packed_dtype=jnp.bfloat16)
+        for first in range(index * plan.block, (index + 1) * plan.block, LANES):
+            refs.added[group, :, first : first + LANES] += _gathered(refs, plan, both, first)
+
+
+def _gathered(refs, plan: Plan, both, first: int):
+    """What the slots of 128 tokens add to the scores of a lane group, [M, 128]; `both` holds y and y~ as halves."""
+    rows, lanes, total = padded(plan.spec.key_slots), slice(first, first + LANES), 0.0
+    for slot in range(plan.spec.key_slots):
+        lane, cos, sin = (
+            jnp.broadcast_to(ref[row : row + 1, lanes], (8, LANES))
+            for ref, row in ((refs.key_slots, rows + slot), (refs.changes, slot), (refs.changes, rows + slot))
+        )
+        found = _take_rows(both, lane.astype(jnp.int32))
+        y = jax.lax.bitcast_convert_type(found << jnp.uint32(16), jnp.float32)
+        z = jax.lax.bitcast_convert_type(found & jnp.uint32(0xFFFF0000), jnp.float32)
+        total = total + y * filled(cos, plan) + z * filled(sin, plan)
+    return total
+
+
+def _take_rows(table, index):
+    """table[:, index] for [M, 128] and an index [8, 128] whose rows are equal."""
+    rows = [
+        jnp.take_along_axis(table[first : first + 8], index, axis=1, mode="promise_in_bounds")
+        for first in range(0, table.shape[0], 8)
+    ]
+    return jnp.concatenate(rows)
+
+
+def add_values(refs, plan: Plan) -> None:
+    """Add what outliers of values change to the running outputs, once the weights of all lane groups are known."""
+    heads = math.gcd(plan.lane_groups, SHARE)
+    columns = plan.tile // LANES
+
+    def step(turn, _):
+        first = jax.lax.div(turn, jnp.int32(columns)) * heads
+        column = jax.lax.rem(turn, jnp.int32(columns))
+        _add_column(refs, plan, first, heads, column)
+
+    jax.lax.fori_loop(0, plan.lane_groups // heads * columns, step, None)
+
+
+def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
+    """The part of 128 tokens of the tile and of `heads` lane groups from `first` on."""
+    rows = padded(plan.spec.value_slots)
+    lanes = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
+    value, _, owner = _split(refs.value_slots[:, lanes])
+    scale, low = (
+        jnp.concatenate([load_row(ref, 0, 1, column, LANES)] * (rows // 8)) for ref in (refs.scales, refs.lows)
+    )
+    change = _difference(value, scale, low, refs.ends, 1)
+    for i in range(heads):
+        refs.shares[i] = jnp.where(owner == (first + i).astype(jnp.float32), change, 0.0)
+    weights = [refs.weights[first + i, :, lanes] for i in range(heads)]
+    total = jnp.zeros((heads * plan.rows, LANES))
+    for slot in range(plan.spec.value_slots):
+        shares = [filled(jnp.broadcast_to(refs.shares[i, slot : slot + 1], (8, LANES)), plan) for i in range(heads)]
+        scaled = jnp.concatenate([w * share for w, share in zip(weights, shares, strict=True)]).astype(jnp.bfloat16)
+        lane = jnp.broadcast_to(refs.value_slots[rows + slot : rows + slot + 1, lanes], (8, LANES))
+        total = total + dot(scaled, _onehot(lane), 1)
+    for i in range(heads):
+        refs.out[0, 0, first + i] += total[i * plan.rows : (i + 1) * plan.rows]
+
+
+def _onehot(lane):
+    """[128 lanes, 128 tokens] bfloat16: 1 where a token's slot names the lane; `lane` [8, 128] of equal rows."""
+    row = jax.lax.broadcasted_iota(jnp.int32, lane.shape, 0).astype(jnp.float32)
+    ones = [jnp.where(lane - first == row, 1.0, 0.0) for first in range(0, LANES, 8)]
+    return jnp.concatenate(ones).astype(jnp.bfloat16)

@@ -1,0 +1,173 @@
+"""Static choices of one call of the TPU decode-attention kernel, and the order in which it takes tokens."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from kvqjax.layout import split_bits
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+from kvqjax.pallas_kernels.tpu_signposts import pair_order
+from kvqjax.pallas_kernels.tpu_unpack import fitting_ways, token_order
+
+__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "default_tile", "lane_groups", "make_plan"]
+
+LANES = 128
+LOG2E = math.log2(math.e)
+SHARE = 8  # lane groups that share a one-hot matrix of outliers
+VMEM_BYTES = 64 * 2**20  # of a v7x core and of a v5p
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static choices of one call: query rows of a lane group (padded to 8), tokens per tile, fields per word (see
+    tpu_unpack), lanes that are handled together, parallel splits of the token axis."""
+
+    spec: PackedSpec
+    slots: int
+    rows: int
+    rows_per_head: int
+    tile: int
+    ways: int
+    lanes: int
+    splits: int
+
+    @property
+    def lane_groups(self) -> int:
+        return lane_groups(self.spec)
+
+    @property
+    def shared(self) -> int:
+        """Heads of a lane group."""
+        return self.lanes // self.spec.head_dim
+
+    @property
+    def base(self) -> int:
+        """Bits to which narrower plane sets are spread, so that keys and values come in one order."""
+        return max(split_bits(self.spec.key_bits)[0], split_bits(self.spec.value_bits)[0])
+
+    @property
+    def block(self) -> int:
+        """Tokens after which codes and key groups start afresh."""
+        narrowest = min(split_bits(self.spec.key_bits)[-1], split_bits(self.spec.value_bits)[-1])
+        return math.lcm(1024 // narrowest, self.spec.key_group or 1, self.column)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a tile."""
+        return self.tile // self.block
+
+    @property
+    def group(self) -> int:
+        """Tokens for which a query is scaled, and rotated, once."""
+        return self.spec.key_group or self.block
+
+    def groups(self, index: int) -> range:
+        """Numbers of the groups of block `index` of a tile."""
+        each = self.block // self.group
+        return range(index * each, (index + 1) * each)
+
+    @property
+    def column(self) -> int:
+        """Tokens of one product: what a matrix unit takes at once, half of that before RoPE, where twice as many lanes
+        meet: more does not fit the registers."""
+        widest = 256 if self.spec.target in ("v6e", "v7x") and self.spec.rope is None else LANES
+        return max(32 * self.ways, widest)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the matrix unit takes narrow codes beside bfloat16 queries as fast as bfloat16 ones."""
+        return self.spec.target == "v7x" and self.ways > 2
+
+    @property
+    def spread(self) -> float:
+        """What products of queries and keys are multiplied by to be scores as base-2 logarithms."""
+        return LOG2E * self.spec.head_dim**-0.5 * (1.0 if self.spec.rope is None else self.spec.rope.factor)
+
+    @property
+    def paired(self) -> bool:
+        """Whether signposts are gathered two at a time (see tpu_signposts): where 16-bit numbers cannot be compared."""
+        return self.spec.datatype == "nuq" and self.spec.target in ("v5e", "v5p")
+
+    @property
+    def wide(self) -> bool:
+        """Whether codes are rotated as float32: these chips' vector units have no bfloat16."""
+        return self.spec.target in ("v5e", "v5p")
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.slots // self.tile)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Token at each position of a block."""
+        return pair_order(self.base, self.block) if self.paired else token_order(self.base, self.ways, self.block)
+
+    @property
+    def period(self) -> int:
+        """Tokens after which the order repeats itself."""
+        return math.lcm(1024 // self.base, self.column)
+
+    @property
+    def key_rows(self) -> int:
+        """Scales of a channel of keys for a tile."""
+        return self.tile // self.spec.key_group if self.spec.key_group else 1
+
+    @property
+    def turns(self) -> list[int]:
+        """How often each loop of the kernel runs per tile, in their order."""
+        keys = [self.lane_groups] if self.spec.key_slots else []
+        columns = self.lane_groups // math.gcd(self.lane_groups, SHARE) * self.tile // LANES
+        steps = self.lane_groups + (-1 if self.spec.rope is None else 1)
+        return [*keys, steps, *([columns] if self.spec.value_slots else [])]
+
+    @property
+    def value_rows(self) -> int:
+        """Value scales of a token."""
+        return self.spec.width // self.spec.value_group
+
+    @property
+    def value_slices(self) -> int:
+        """Slices of a head's channels with a value scale of their own."""
+        return self.spec.head_dim // self.spec.value_slice
+
+
+def _ways(spec: PackedSpec) -> int:
+    """The cheapest unpacking by the schedules of benchmarks/records: v6e and v7x convert narrow integers fast, v5e and
+    v5p or codes into a mantissa faster."""
+    most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
+    if spec.datatype == "nuq" or (spec.target in ("v5e", "v5p") and most == 8):
+        return 2
+    return most if spec.rope is None else 4  # 8 would make products of 256 tokens
+
+
+def lane_groups(spec: PackedSpec) -> int:
+    """Groups of lanes that are handled one after the other: as few whole heads as fill 128 lanes. The matrix units of
+    v6e and v7x could take 256 at once, but the registers can't: it spills."""
+    lanes = math.lcm(spec.head_dim, LANES)
+    return spec.width // lanes if spec.width % lanes == 0 else 1
+
+
+def _rows(spec: PackedSpec, per_head: int) -> int:
+    """Query rows of a lane group, a multiple of 8, with `per_head` = T*G rows of a KV head."""
+    return -(-spec.width // lane_groups(spec) // spec.head_dim * per_head // 8) * 8
+
+
+def default_tile(spec: PackedSpec, per_head: int) -> int:
+    """Tokens per tile: 2048 where that needs no spills by benchmarks/records, else 1024. Half of a small chip's vector
+    memory holds the words of two tiles."""
+    one_register = _rows(spec, per_head) * spec.width // lane_groups(spec) <= 8 * LANES  # the queries of a lane group
+    simple = spec.key_bits == spec.value_bits and spec.key_bits in (2, 4, 8) and spec.key_group >= LANES
+    simple = simple and spec.rope is None
+    tile = 2048 if one_register and simple else 1024
+    while 2 * tile * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
+        tile //= 2
+    return tile
+
+
+def make_plan(q, body: PackedBody, spec: PackedSpec, ways: int | None, tile: int | None, splits: int) -> Plan:
+    slots, lanes = body.value_scale.shape[-1], spec.width // lane_groups(spec)
+    per_head = q.shape[1] * q.shape[2] // spec.kv_heads
+    tile = min(tile or default_tile(spec, per_head), slots)
+    rows, splits = _rows(spec, per_head), min(splits, -(-slots // tile))
+    return Plan(spec, slots, rows, per_head, tile, ways or _ways(spec), lanes, splits)

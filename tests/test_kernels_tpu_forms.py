@@ -1,0 +1,83 @@
+"""The TPU kernel on keys before RoPE (KIVI*, KVQuant), interpreted, against decoding everything, rotating it in float64
+and attending exactly. Bound: as for the plain form; tables of cos and sin are rounded to bfloat16 as well."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kernel_cases import make_query, near, oracle
+from kernel_forms import case_of, changed, first_positions, make_form, rope
+
+from kvqjax.pallas_kernels import reference, tpu, tpu_rope
+from kvqjax.pallas_kernels.tpu_rope import swapped
+
+STAR2 = case_of(2, target="v6e")
+NUQ2 = case_of(2, datatype="nuq", target="v6e")
+FAR = {"first": 300_003, "apart": 3}
+RUNS = [
+    (STAR2, {}, {"tile": 512}),
+    (case_of(4, target="v5e", slots=512, length=2), FAR, {"tile": 256, "splits": 2}),
+    (NUQ2, FAR, {"tile": 1024}),
+    (changed(NUQ2, target="v5e", slots=512), {}, {"tile": 512}),
+    (case_of(3, datatype="nuq", target="v5e", rope=rope(500_000.0, 128, 1.2)), {}, {"tile": 1024}),
+    (case_of(4, datatype="nuq", target="v5p", slots=256, group=1), FAR, {"tile": 256}),
+    (changed(NUQ2, key_slots=5, value_slots=4), FAR, {"tile": 512}),
+    (case_of(4, datatype="nuq", target="v5e", head_dim=64, slots=512, key_slots=4, value_slots=18), {}, {"tile": 256}),
+]
+
+
+@functools.cache
+def compiled(case, **options):
+    return jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options))
+
+
+def attend(case, place: dict, **options):
+    body, key, value = make_form(case, **place)
+    q, start, stop = make_query(case)
+    q = q.astype(jnp.bfloat16).astype(jnp.float32)
+    got = compiled(case, **options)(q, body, jnp.int32(1), start, stop)
+    return got, oracle(q, key, value, start, stop), key, value, q
+
+
+@pytest.mark.parametrize(("case", "place", "options"), RUNS, ids=str)
+def test_kernel_equals_the_oracle(case, place, options):
+    near(*attend(case, place, interpret=True, **options))
+
+
+def test_race_free_on_simulated_memory():
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    near(*attend(changed(NUQ2, slots=512), {}, interpret=params, tile=512))
+
+
+@pytest.mark.parametrize("wrong", [{"first": 5}, {"apart": 1}])
+def test_wrong_positions_are_noticed(wrong):
+    """The bound can fail: keys one token, or stretches of tokens, off."""
+    case = changed(NUQ2, slots=1024)
+    body, key, value = make_form(case)
+    q, start, stop = make_query(case)
+    q = q.astype(jnp.bfloat16).astype(jnp.float32)
+    moved = body._replace(positions=jnp.asarray(first_positions(case, **({"first": 4, "apart": 0} | wrong)), jnp.int32))
+    got = compiled(case, interpret=True, tile=1024)(q, moved, jnp.int32(1), start, stop)
+    with pytest.raises(AssertionError):
+        near(got, oracle(q, key, value, start, stop), key, value, q)
+
+
+def test_the_wrong_sense_of_rotation_is_noticed(monkeypatch):
+    monkeypatch.setattr(tpu_rope, "swapped", lambda q: -swapped(q))
+    case = changed(STAR2, kv_heads=1)
+    body, key, value = make_form(case)
+    q, start, stop = make_query(case)
+    got = tpu.packed_attention(q, body, jnp.int32(1), start, stop, case.spec, interpret=True)
+    with pytest.raises(AssertionError):
+        near(got, oracle(q, key, value, start, stop), key, value, q)
+
+
+def test_forms_that_no_kernel_reads_are_refused():
+    body, _, _ = make_form(STAR2)
+    q, start, stop = make_query(STAR2)
+    with pytest.raises(ValueError, match="want stretches of 512"):
+        tpu.packed_attention(q, body._replace(positions=jnp.arange(8)), 1, start, stop, STAR2.spec, interpret=True)
+    with pytest.raises(ValueError, match="uniform codes of keys after RoPE only"):
+        reference.packed_attention(q, body, 1, start, stop, STAR2.spec)
