@@ -22,6 +22,8 @@ __all__ = ["packed_attention", "path"]
 
 # Query rows of a KV head the kernels were compiled for. 16 rows spill 1 register on v6e and v7x, 12 on v5e and v5p.
 MOST_ROWS = {"tpu": 16, "gpu": 8}
+MOST_ROWS_UNROTATED = 8  # of kernels for keys before RoPE
+MOST_SLOTS = 12  # outlier slots of a token's keys, or values, likewise
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
@@ -44,7 +46,10 @@ def path(spec: PackedSpec, rows: int, slots: int) -> str:
     tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once its results were seen
     to be right (`support`)."""
     kernel, row = "gpu" if spec.target.startswith("sm") else "tpu", row_of(spec)
-    if rows > MOST_ROWS[kernel] or row not in ROWS or lookup(row, spec.target) not in ("fast", "correct"):
+    most = MOST_ROWS[kernel] if spec.rope is None else MOST_ROWS_UNROTATED
+    if rows > most or max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
+        return "reference"
+    if row not in ROWS or lookup(row, spec.target) not in ("fast", "correct"):
         return "reference"
     if kernel == "tpu":
         return kernel if slots % 256 == 0 else "reference"  # what the widest product takes

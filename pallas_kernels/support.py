@@ -13,11 +13,16 @@ from kvqjax.pallas_kernels.packed import TARGETS
 
 __all__ = ["BUDGETS", "FIXED_BUDGET", "ROWS", "lookup", "main"]
 
-# Bundles for 512 tokens of K and V of a KV head, head_dim 128, 8 query rows; and what a tile may cost besides.
+# Bundles for 512 tokens of K and V of a KV head, head_dim 128, 8 query rows; and what a tile may cost besides. For keys
+# before RoPE they are those in which the chip's memory delivers as many keys and values as bfloat16: within them no
+# exact cache can be faster.
+EXACT = {"v5e": 480, "v6e": 280, "v7x": 156}
 BUDGETS = {
     "kivi 2 bits": {"v5e": 135, "v6e": 85, "v7x": 78},
     "kivi 4 bits": {"v5e": 125, "v6e": 88, "v7x": 60},
     "kivi 8 bits": {"v5e": 130, "v6e": 90, "v7x": 85},
+    **{f"kivi_star {bits} bits": EXACT for bits in (2, 3, 4)},
+    **{f"kvquant {bits} bits{more}": EXACT for bits in (2, 3, 4) for more in ("", ", outliers")},
 }
 FIXED_BUDGET = 220
 
@@ -29,7 +34,8 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 
 # Groups of 128 tokens and of as many channels as a head has; head_dim 128 unless said otherwise. On TPUs groups of 32,
 # 3 bits on all but v6e, head_dim 96, and 8 bits on v5e and v5p compile but spill. Keys of 4 and values of 2 bits do not
-# on v6e and v7x, but are not dispatched yet.
+# on v6e and v7x, but are not dispatched yet. Before RoPE these spill: kivi_star with 4 bits on v5e and v5p, with 3 bits
+# on v5p; kvquant with 4 bits on v5e and v5p, with 3 bits on v7x. Up to 12 outlier slots for keys, and for values.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row("v6e"),
@@ -39,8 +45,13 @@ ROWS = {
     "kivi 4 bits, head_dim 256": _row("v6e", "v7x"),
     "kivi, keys and values of different bits": _row(),
     "uniform": _row(),
-    "kivi_star": _row(),
-    "kvquant": _row(),
+    "kivi_star 2 bits": _row("v5p", "v7x", fast=("v5e", "v6e")),
+    "kivi_star 3 bits": _row("v7x", fast=("v5e", "v6e")),
+    "kivi_star 4 bits": _row("v7x", fast=("v6e",)),
+    "kvquant 2 bits": _row("v5p", "v7x", fast=("v5e", "v6e")),
+    "kvquant 3 bits": _row("v5p", "v6e", fast=("v5e",)),
+    "kvquant 4 bits": _row("v6e", "v7x"),
+    "kvquant 2 bits, outliers": _row("v6e"),
     "commvq": _row(),
     "higgs": _row(),
     "aqua": _row(),

@@ -7,6 +7,8 @@ Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8
 key groups of the tile, C rows of value scales. Scores are base-2 logarithms.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -67,7 +69,6 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
 
 def _attend(refs: Refs, plan):
     """Fold the tile into the running softmax of every lane group."""
-    blocks = list(range(plan.blocks))
     first, last = place_of(jnp.int32(0), plan), place_of(jnp.int32(plan.lane_groups - 1), plan)
 
     def step(group, peak):
@@ -76,13 +77,9 @@ def _attend(refs: Refs, plan):
         _fold(refs, plan, before, peak, sums)
         return _raised(refs, place, top)
 
-    top = _nothing(plan)
-    for index in blocks:
-        top = _score_block(refs, plan, first, index, top)
+    *_, top = _score(refs, plan, first)
     peak = jax.lax.fori_loop(1, plan.lane_groups, step, _raised(refs, first, top))
-    sums = _no_sums(plan)
-    for index in blocks:
-        sums = _sum_block(refs, plan, last, index, peak, sums)
+    *_, sums = _sum(refs, plan, last, peak)
     _fold(refs, plan, last, peak, sums)
 
 
@@ -104,23 +101,13 @@ def _attend_unrotated(refs: Refs, plan):
 
 def _advance(refs: Refs, plan, before: Place, place: Place, peak):
     """Scores of a lane group, values of the one before, whose maxima are `peak`: its sums, and the scores' maxima."""
-    sums, top = _no_sums(plan), _nothing(plan)
-    for unit in _units(list(range(plan.blocks)), plan):
-        for index in unit:
-            sums = _sum_block(refs, plan, before, index, peak, sums)
-        for index in unit:
-            top = _score_block(refs, plan, place, index, top)
+    summing, scoring = _sum(refs, plan, before, peak), _score(refs, plan, place)
+    # 512 tokens in turn, so that every matrix unit gets products of keys and of values; less where registers are short.
+    count = plan.stretch // plan.column
+    for _ in range(0, plan.tile, count * plan.column):
+        *_, sums = itertools.islice(summing, count)
+        *_, top = itertools.islice(scoring, count)
     return sums, top
-
-
-def _nothing(plan):
-    return jnp.full((plan.rows, LANES), NEVER)
-
-
-def _units(blocks: list[int], plan) -> list[list[int]]:
-    """Blocks of 512 tokens at a time, so that every matrix unit gets products of keys and of values."""
-    size = max(1, 512 // plan.block)
-    return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
 
 def _scaled_queries(refs: Refs, plan, place: Place, index: int):
@@ -152,16 +139,17 @@ def _score_unrotated(refs: Refs, plan, place: Place, index: int):
         yield scores + refs.added[place.group, :, first : first + plan.column] if plan.spec.key_slots else scores
 
 
-def _score_block(refs: Refs, plan, place: Place, index: int, top):
-    """Write a block's scores [M, block] in lane order; raise the maxima `top` [M, 128] to them."""
-    score = _score_columns if plan.spec.rope is None else _score_unrotated
-    for i, found in enumerate(score(refs, plan, place, index)):
-        tokens = slice(index * plan.block + i * plan.column, index * plan.block + (i + 1) * plan.column)
-        scores = jnp.minimum(found, refs.limits[:, tokens])
-        refs.scores[:, tokens] = scores
-        for lane in range(0, plan.column, LANES):
-            top = jnp.maximum(top, scores[:, lane : lane + LANES])
-    return top
+def _score(refs: Refs, plan, place: Place):
+    """Write the tile's scores [M, S] in lane order, a column at a time; yields their maxima so far, [M, 128]."""
+    score, top = _score_columns if plan.spec.rope is None else _score_unrotated, jnp.full((plan.rows, LANES), NEVER)
+    for index in range(plan.blocks):
+        for i, found in enumerate(score(refs, plan, place, index)):
+            tokens = slice(index * plan.block + i * plan.column, index * plan.block + (i + 1) * plan.column)
+            scores = jnp.minimum(found, refs.limits[:, tokens])
+            refs.scores[:, tokens] = scores
+            for lane in range(0, plan.column, LANES):
+                top = jnp.maximum(top, scores[:, lane : lane + LANES])
+            yield top
 
 
 def _raised(refs: Refs, place: Place, top):
@@ -194,23 +182,24 @@ def _lane_sums(x):
     return sum(x[:, lane : lane + LANES] for lane in range(LANES, x.shape[1], LANES)) + x[:, :LANES]
 
 
-def _sum_block(refs: Refs, plan, place: Place, index: int, peak, sums):
-    """Add a block's weights, minima and values to `sums`."""
-    total, lows, product = sums
-    parts = range(plan.value_slices)
-    found = columns(refs.body.value_codes, refs.value_signposts, plan.spec.value_bits, place, index, plan, plan.mixed)
-    for i, codes in enumerate(found):
-        begin = index * plan.block + i * plan.column
-        tokens = slice(begin, begin + plan.column)
-        weights = jnp.exp2(refs.scores[:, tokens] - peak)
-        if plan.spec.value_slots:
-            refs.weights[place.group, :, tokens] = weights
-        total = total + _lane_sums(weights)
-        scaled = [weights * _own_rows(refs.scales, plan, place, part, begin) for part in parts]
-        minima = [weights * _own_rows(refs.lows, plan, place, part, begin) for part in parts]
-        lows = [low + _lane_sums(x) for low, x in zip(lows, minima, strict=True)]
-        product = product + dot(jnp.concatenate(scaled).astype(jnp.bfloat16), codes, 0)
-    return total, lows, product
+def _sum(refs: Refs, plan, place: Place, peak):
+    """Sum up weights, minima and values of the tile, a column at a time; yields the sums so far."""
+    total, lows, product = _no_sums(plan)
+    parts, bits = range(plan.value_slices), plan.spec.value_bits
+    for index in range(plan.blocks):
+        found = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
+        for i, codes in enumerate(found):
+            begin = index * plan.block + i * plan.column
+            tokens = slice(begin, begin + plan.column)
+            weights = jnp.exp2(refs.scores[:, tokens] - peak)
+            if plan.spec.value_slots:
+                refs.weights[place.group, :, tokens] = weights
+            total = total + _lane_sums(weights)
+            scaled = [weights * _own_rows(refs.scales, plan, place, part, begin) for part in parts]
+            minima = [weights * _own_rows(refs.lows, plan, place, part, begin) for part in parts]
+            lows = [low + _lane_sums(x) for low, x in zip(lows, minima, strict=True)]
+            product = product + dot(jnp.concatenate(scaled).astype(jnp.bfloat16), codes, 0)
+            yield total, lows, product
 
 
 def _fold(refs: Refs, plan, place: Place, peak, sums):

@@ -180,7 +180,7 @@ def add_values(refs, plan: Plan) -> None:
 
 def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
     """The part of 128 tokens of the tile and of `heads` lane groups from `first` on."""
-    rows = padded(plan.spec.value_slots)
+    rows, total = padded(plan.spec.value_slots), jnp.zeros((heads * plan.rows, LANES))
     lanes = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
     value, _, owner = _split(refs.value_slots[:, lanes])
     scale, low = (
@@ -189,15 +189,20 @@ def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
     change = _difference(value, scale, low, refs.ends, 1)
     for i in range(heads):
         refs.shares[i] = jnp.where(owner == (first + i).astype(jnp.float32), change, 0.0)
-    weights = [refs.weights[first + i, :, lanes] for i in range(heads)]
-    total = jnp.zeros((heads * plan.rows, LANES))
-    for slot in range(plan.spec.value_slots):
-        shares = [filled(jnp.broadcast_to(refs.shares[i, slot : slot + 1], (8, LANES)), plan) for i in range(heads)]
-        scaled = jnp.concatenate([w * share for w, share in zip(weights, shares, strict=True)]).astype(jnp.bfloat16)
-        lane = jnp.broadcast_to(refs.value_slots[rows + slot : rows + slot + 1, lanes], (8, LANES))
-        total = total + dot(scaled, _onehot(lane), 1)
+    weights = refs.weights.at[pl.ds(first, heads), :, lanes]
+    for slot in range(0, plan.spec.value_slots, 2):  # two at a time fill the matrix unit
+        both = range(slot, min(slot + 2, plan.spec.value_slots))
+        scaled = jnp.concatenate([_scaled(weights, refs.shares, plan, i) for i in both], axis=1)
+        named = [jnp.broadcast_to(refs.value_slots[rows + i : rows + i + 1, lanes], (8, LANES)) for i in both]
+        total = total + dot(scaled, jnp.concatenate([_onehot(lane) for lane in named], axis=1), 1)
     for i in range(heads):
         refs.out[0, 0, first + i] += total[i * plan.rows : (i + 1) * plan.rows]
+
+
+def _scaled(weights, shares, plan: Plan, slot: int):
+    """Weights of some lane groups [n, M, 128] times what a slot changes in each, [n*M, 128] bfloat16."""
+    own = (filled(jnp.broadcast_to(shares[i, slot : slot + 1], (8, LANES)), plan) for i in range(weights.shape[0]))
+    return jnp.concatenate([weights[i] * share for i, share in enumerate(own)]).astype(jnp.bfloat16)
 
 
 def _onehot(lane):

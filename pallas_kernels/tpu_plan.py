@@ -69,10 +69,16 @@ class Plan:
 
     @property
     def column(self) -> int:
-        """Tokens of one product: what a matrix unit takes at once, half of that before RoPE, where twice as many lanes
-        meet: more does not fit the registers."""
-        widest = 256 if self.spec.target in ("v6e", "v7x") and self.spec.rope is None else LANES
+        """Tokens of one product: what a matrix unit takes at once, but for signposts, whose making needs registers."""
+        widest = 256 if self.spec.target in ("v6e", "v7x") and self.spec.datatype == "uniform" else LANES
         return max(32 * self.ways, widest)
+
+    @property
+    def stretch(self) -> int:
+        """Tokens of keys, and of values, that are worked off in turn."""
+        if self.spec.value_slots:
+            return 256
+        return 512 if self.spec.datatype == "nuq" else max(512, self.block)
 
     @property
     def mixed(self) -> bool:
@@ -138,7 +144,7 @@ def _ways(spec: PackedSpec) -> int:
     most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
     if spec.datatype == "nuq" or (spec.target in ("v5e", "v5p") and most == 8):
         return 2
-    return most if spec.rope is None else 4  # 8 would make products of 256 tokens
+    return most if spec.rope is None else 4  # 8 spill where codes are rotated
 
 
 def lane_groups(spec: PackedSpec) -> int:
