@@ -29,8 +29,8 @@ from kvqjax.pallas_kernels import tpu_outliers, tpu_rope
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 from kvqjax.pallas_kernels.tpu_kernel import kernel
 from kvqjax.pallas_kernels.tpu_plan import LANES, VMEM_BYTES, Plan, make_plan
+from kvqjax.pallas_kernels.tpu_rows import collect, lane_queries, row_bounds
 from kvqjax.pallas_kernels.tpu_signposts import pair_table
-from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
 
@@ -80,7 +80,7 @@ def packed_attention(
     layer, inputs = jnp.asarray(layer, jnp.int32).reshape(1), _inputs(q, start, stop, body, plan)
     body = _stored(body)
     out, lse = _call(plan, q.shape[0], inputs, body, interpret)(layer, ends, inputs, body)
-    return _collect(out, lse, q.shape, plan)
+    return collect(out, lse, q.shape, plan)
 
 
 def _stored(body: PackedBody) -> PackedBody:
@@ -95,7 +95,7 @@ def _inputs(q, start, stop, body: PackedBody, plan: Plan) -> Inputs:
     spec = plan.spec
     onehot = np.zeros((plan.period, plan.period), np.float32)
     onehot[plan.order[: plan.period], np.arange(plan.period)] = 1
-    queries, bounds = _lane_queries(q, plan), _row_bounds(start, stop, plan, q.shape[2] // spec.kv_heads)
+    queries, bounds = lane_queries(q, plan), row_bounds(start, stop, plan, q.shape[2] // spec.kv_heads)
     first = Inputs(queries, bounds, jnp.asarray(plan.order[None], jnp.int32), jnp.asarray(onehot, jnp.bfloat16))
     if spec.rope is not None:
         first = first._replace(table=tpu_rope.table(plan), turns=tpu_rope.turns(body.positions, plan) * plan.spread)
@@ -109,43 +109,6 @@ def _inputs(q, start, stop, body: PackedBody, plan: Plan) -> Inputs:
         ends = jnp.stack([x.astype(jnp.bfloat16).astype(jnp.float32)[jnp.array([0, -1])] for x in body.signposts])
         first = first._replace(ends=ends, rates=jnp.asarray(tpu_outliers.rates(plan)))
     return first
-
-
-def _lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
-    """Queries of the heads of every lane group, each in its own head's lanes and zero elsewhere; for keys before RoPE
-    q~ beside q, 2W lanes."""
-    batch, length, heads, dim = q.shape
-    group, shared = heads // plan.spec.kv_heads, plan.shared
-    q = q.astype(jnp.bfloat16).reshape(batch, length, plan.lane_groups, shared, group, dim)
-    q = q.transpose(0, 2, 3, 1, 4, 5).reshape(batch, plan.lane_groups, shared, length * group, dim)
-    own = jnp.eye(shared, dtype=q.dtype)[None, None, :, None, :, None]
-    parts = [q] if plan.spec.rope is None else [q, tpu_rope.swapped(q)]
-    rows = [(x[..., None, :] * own).reshape(batch, plan.lane_groups, shared * length * group, -1) for x in parts]
-    return jnp.pad(jnp.concatenate(rows, -1), ((0, 0), (0, 0), (0, plan.rows - rows[0].shape[2]), (0, 0)))
-
-
-def _row_bounds(start, stop, plan: Plan, group: int) -> Int[Array, "B M 2"]:
-    """First and last visible token of every query row; nothing for the rows of padding."""
-    both = jnp.stack([start, stop], -1).astype(jnp.int32)
-    rows = jnp.tile(jnp.repeat(both, group, axis=1), (1, plan.shared, 1))
-    return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
-
-
-def _collect(out, lse, shape: tuple[int, ...], plan: Plan) -> Partial:
-    """Merge the splits, take every head's own lanes, and bring rows back to [B, T, H]."""
-    batch, length, heads, dim = shape
-    group, shared = heads // plan.spec.kv_heads, plan.shared
-    peak = lse.max(1, keepdims=True)
-    weights = jnp.exp(lse - peak)
-    total = weights.sum(1)
-    lse = jnp.where(peak[:, 0] > NEVER / 2, jnp.log(total) + peak[:, 0], -jnp.inf)[..., 0]
-    out = (out * (weights / total[:, None])).sum(1)
-    used = shared * length * group
-    out = out[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group, shared, dim)
-    out = jnp.diagonal(out, axis1=2, axis2=5)  # [B, P, T, G, D, shared]
-    out = out.transpose(0, 2, 1, 5, 3, 4).reshape(shape)
-    lse = lse[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group)
-    return Partial(out, lse.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads))
 
 
 def _specs(plan: Plan, inputs: Inputs, body: PackedBody, tile):

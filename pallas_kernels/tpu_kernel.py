@@ -13,22 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu_columns import (
-    Place,
-    columns,
-    dot,
-    filled,
-    groups_met,
-    key_rows,
-    load_row,
-    owners,
-    pick,
-    place_of,
-    quotient,
-)
+from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, filled, load_row, pick, place_of, quotient
 from kvqjax.pallas_kernels.tpu_outliers import add_values
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
-from kvqjax.pallas_kernels.tpu_rope import rotated, turned
+from kvqjax.pallas_kernels.tpu_scores import rotated_scores, unrotated_scores
 from kvqjax.pallas_kernels.tpu_tile import NEVER, Refs, prepare
 
 __all__ = ["kernel"]
@@ -110,38 +98,9 @@ def _advance(refs: Refs, plan, before: Place, place: Place, peak):
     return sums, top
 
 
-def _scaled_queries(refs: Refs, plan, place: Place, index: int):
-    """For each group of a block: the queries scaled, [M, W] bf16, and what its minima add, [M, 1] f32."""
-    q = refs.queries[0, place.group].astype(jnp.float32)
-    for group in plan.groups(index):
-        factor, zero = key_rows(refs, plan, place.group, group)
-        yield (q * factor).astype(jnp.bfloat16), (q * zero).sum(-1, keepdims=True)
-
-
-def _score_columns(refs: Refs, plan, place: Place, index: int):
-    """Scores of a block's columns before their limits, [M, column] each in lane order."""
-    queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
-    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
-    for i, codes in enumerate(found):
-        met, owner = groups_met(plan, i), owners(refs, plan, i)
-        stacked = dot(jnp.concatenate([queries[group] for group in met]), codes, 1)
-        scores = pick([stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))], owner, met)
-        yield scores + pick([zeros[group] for group in met], owner, met)
-
-
-def _score_unrotated(refs: Refs, plan, place: Place, index: int):
-    """As `_score_columns`, for keys before RoPE."""
-    queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
-    found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
-    for i, codes in enumerate(found):
-        scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
-        first = index * plan.block + i * plan.column
-        yield scores + refs.added[place.group, :, first : first + plan.column] if plan.spec.key_slots else scores
-
-
 def _score(refs: Refs, plan, place: Place):
     """Write the tile's scores [M, S] in lane order, a column at a time; yields their maxima so far, [M, 128]."""
-    score, top = _score_columns if plan.spec.rope is None else _score_unrotated, jnp.full((plan.rows, LANES), NEVER)
+    score, top = rotated_scores if plan.spec.rope is None else unrotated_scores, jnp.full((plan.rows, LANES), NEVER)
     for index in range(plan.blocks):
         for i, found in enumerate(score(refs, plan, place, index)):
             tokens = slice(index * plan.block + i * plan.column, index * plan.block + (i + 1) * plan.column)

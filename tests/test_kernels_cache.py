@@ -15,7 +15,7 @@ import kvqjax as kvq
 from kvqjax import segments
 from kvqjax.pallas_kernels import dispatch, tpu
 
-METHODS = ["kivi_star:protected=0,sinks=3", "kvquant:bits=2,outliers=0.02,sinks=3"]
+METHODS = ["kivi_star:protected=0,sinks=3", "kvquant:bits=2,outliers=0.01,sinks=3"]
 LENGTH, CAPACITY = 500, 515  # a block of 512 body tokens beside the sinks
 
 

@@ -1,0 +1,38 @@
+"""Scores of a lane group in the TPU decode-attention kernel, a block of the tile at a time (see `tpu`, `tpu_rope`)."""
+
+import jax.numpy as jnp
+
+from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, groups_met, key_rows, owners, pick
+from kvqjax.pallas_kernels.tpu_plan import Plan
+from kvqjax.pallas_kernels.tpu_rope import rotated, turned
+
+__all__ = ["rotated_scores", "unrotated_scores"]
+
+
+def _scaled_queries(refs, plan: Plan, place: Place, index: int):
+    """For each group of a block: the queries scaled, [M, W] bf16, and what its minima add, [M, 1] f32."""
+    q = refs.queries[0, place.group].astype(jnp.float32)
+    for group in plan.groups(index):
+        factor, zero = key_rows(refs, plan, place.group, group)
+        yield (q * factor).astype(jnp.bfloat16), (q * zero).sum(-1, keepdims=True)
+
+
+def rotated_scores(refs, plan: Plan, place: Place, index: int):
+    """Scores of a block's columns before their limits, [M, column] each in lane order."""
+    queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
+    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
+    for i, codes in enumerate(found):
+        met, owner = groups_met(plan, i), owners(refs, plan, i)
+        stacked = dot(jnp.concatenate([queries[group] for group in met]), codes, 1)
+        scores = pick([stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))], owner, met)
+        yield scores + pick([zeros[group] for group in met], owner, met)
+
+
+def unrotated_scores(refs, plan: Plan, place: Place, index: int):
+    """As `rotated_scores`, for keys before RoPE."""
+    queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
+    found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
+    for i, codes in enumerate(found):
+        scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
+        first = index * plan.block + i * plan.column
+        yield scores + refs.added[place.group, :, first : first + plan.column] if plan.spec.key_slots else scores
