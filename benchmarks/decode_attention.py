@@ -3,14 +3,16 @@
     python benchmarks/decode_attention.py [--out benchmarks/records/decode_attention.json]
     python benchmarks/decode_attention.py --contexts 2048 --batches 1 --groups 4 --kv-heads 2 --copy-mib 64   # on a CPU
 
-Runs on any backend. Packed rows are this library's kernels on TPUs and on GPUs of the Hopper generation, elsewhere, and
-at widths without a kernel, the blockwise reference. bfloat16 is `jax.nn.dot_product_attention`, by cuDNN on GPUs, and
-on Hopper also our own kernel split over tokens. Times are medians after a warm-up, each over several calls in one
+Runs on any backend, at contexts that are multiples of 1024. Packed rows are KIVI, KIVI* (keys before RoPE) and KVQuant
+(signposts, without outliers) by this library's kernels on TPUs and on GPUs of the Hopper generation; elsewhere, and
+where there is no kernel, computed block by block in jnp. bfloat16 is `jax.nn.dot_product_attention`, by cuDNN on GPUs,
+and on Hopper also our own kernel split over tokens. Times are medians after a warm-up, each over several calls in one
 program. Every result is compared with float32 in the same run; a wrong or missing one of ours fails the run. `copy` is
 the share of the bandwidth of a plain copy, measured in this run too, at which a row's stored bytes are read.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import sys
@@ -22,12 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.attention import blockwise_attention
-from kvqjax.layout import split_bits
-from kvqjax.pallas_kernels import reference
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, target_of
+from kvqjax.pallas_kernels import reference, support
+from kvqjax.pallas_kernels.dispatch import row_of
+from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.timing import copy_rate, machine, median_seconds
 
-HEAD_DIM = GROUP = 128
+sys.path.insert(0, str(Path(__file__).parent))
+from packed_bodies import FORMS, HEAD_DIM, STRETCH, decoded, random_body, spec_of
+
 WRONG = 0.03  # relative error of the output; bfloat16 probabilities and queries make it a few thousandths
 
 
@@ -44,45 +48,33 @@ def _target() -> str:
     return target_of(jnp.zeros(()))
 
 
-def _body(key, bits: int, batch: int, slots: int, kv_heads: int) -> PackedBody:
-    """A body of one layer: random codes, scales and minima such that keys and values have about unit variance."""
-    keys, width = iter(jax.random.split(key, 8)), kv_heads * HEAD_DIM
-
-    def words():
-        shapes = [(1, batch, slots * part // 32, width) for part in split_bits(bits)]
-        return tuple(jax.random.bits(next(keys), shape, jnp.uint32) for shape in shapes)
-
-    def numbers(shape, low: float, high: float):
-        x = jax.random.uniform(next(keys), shape, minval=low, maxval=high) * (3.4 / (2**bits - 1))
-        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-
-    centre = -(2**bits - 1) / 2
-    shapes = (1, batch, slots // GROUP, width), (1, batch, kv_heads, slots)
-    (ks, kl), (vs, vl) = ((numbers(s, 0.5, 1.5), numbers(s, 1.1 * centre, 0.9 * centre)) for s in shapes)
-    return PackedBody(words(), ks, kl, words(), vs, vl)
-
-
-def _packed(key, bits: int, batch: int, slots: int, kv_heads: int) -> Way:
+def _packed(key, form: str, bits: int, batch: int, slots: int, kv_heads: int) -> Way:
     """Packed keys and values by the kernel of this device, where there is one."""
-    groups = {"key_group": GROUP, "value_group": GROUP, "kv_heads": kv_heads, "head_dim": HEAD_DIM}
-    spec = PackedSpec(key_bits=bits, value_bits=bits, block=1024, target=_target(), **groups)
+    spec = spec_of(form, bits, kv_heads, _target())
     bounds = jnp.zeros((batch, 1), jnp.int32), jnp.full((batch, 1), slots, jnp.int32)
 
     def oracle(q, body):
-        return reference.packed_attention(q, body, 0, *bounds, spec)
+        if spec.plain:
+            return reference.packed_attention(q, body, 0, *bounds, spec)
+        return _blockwise(q, kv_heads, slots, lambda token: decoded(body, spec, token))
 
     call, kind = oracle, "reference"
-    if spec.target == "sm90" and bits in (2, 4):
-        from kvqjax.pallas_kernels import gpu as module
-
-        kind = "Mosaic GPU kernel"
-    elif spec.target[0] == "v":
-        from kvqjax.pallas_kernels import tpu as module
-
-        kind = "Pallas TPU kernel"
-    if kind != "reference":
+    if support.lookup(row_of(spec), spec.target) != "reference":
+        name, kind = ("gpu", "Mosaic GPU kernel") if spec.target == "sm90" else ("tpu", "Pallas TPU kernel")
+        module = importlib.import_module(f"kvqjax.pallas_kernels.{name}")
         call = lambda q, body: module.packed_attention(q, body, 0, *bounds, spec)  # noqa: E731
-    return Way(f"{bits} bits, {kind}", call, (_body(key, bits, batch, slots, kv_heads),), oracle)
+    return Way(f"{form} {bits} bits, {kind}", call, (random_body(key, spec, batch, slots),), oracle)
+
+
+def _blockwise(q, kv_heads: int, slots: int, read: Callable):
+    """Exact attention, `read(token)` giving keys and values of STRETCH tokens in float32."""
+
+    def block(j, _):
+        mask = jnp.ones((q.shape[0], 1, STRETCH), bool)
+        return *read(j * STRETCH), mask, None
+
+    stop = jnp.int32(slots // STRETCH)
+    return blockwise_attention(q.astype(jnp.float32), kv_heads, block, jnp.int32(0), stop)[0]
 
 
 def _exact(key, batch: int, slots: int, kv_heads: int) -> list[Way]:
@@ -91,12 +83,10 @@ def _exact(key, batch: int, slots: int, kv_heads: int) -> list[Way]:
     arrays = tuple(jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(key))
 
     def oracle(q, k, v):
-        def read(j, _):
-            k_block, v_block = (jax.lax.dynamic_slice_in_dim(x, j * GROUP, GROUP, 1) for x in (k, v))
-            mask = jnp.ones((batch, 1, GROUP), bool)
-            return k_block.astype(jnp.float32), v_block.astype(jnp.float32), mask, None
+        def read(token):
+            return [jax.lax.dynamic_slice_in_dim(x, token, STRETCH, 1).astype(jnp.float32) for x in (k, v)]
 
-        return blockwise_attention(q.astype(jnp.float32), kv_heads, read, jnp.int32(0), jnp.int32(slots // GROUP))[0]
+        return _blockwise(q, kv_heads, slots, read)
 
     library = "cudnn" if jax.default_backend() == "gpu" else "xla"
 
@@ -139,12 +129,13 @@ def _timed(way: Way, q, inner: int, repeats: int) -> tuple[float, float]:
 
 def _rows(options, context: int, batch: int, group: int, rate: float):
     """All ways at one size, each against the faster of the bfloat16 ones."""
-    query, exact, *packed = jax.random.split(jax.random.key(0), 2 + len(options.bits))
+    forms = list(itertools.product(options.forms, options.bits))
+    query, exact, *packed = jax.random.split(jax.random.key(0), 2 + len(forms))
     q = jax.random.normal(query, (batch, 1, options.kv_heads * group, HEAD_DIM), jnp.bfloat16)
     size = {"context": context, "batch": batch, "kv_heads": options.kv_heads, "group": group}
     shape, rows = (batch, context, options.kv_heads), []
     makers = [lambda: _exact(exact, *shape)]
-    makers += [lambda k=k, b=b: [_packed(k, b, *shape)] for k, b in zip(packed, options.bits, strict=True)]
+    makers += [lambda k=k, b=b: [_packed(k, *b, *shape)] for k, b in zip(packed, forms, strict=True)]
     for way in itertools.chain.from_iterable(make() for make in makers):
         try:
             seconds, error = _timed(way, q, options.inner, options.repeats)
@@ -166,6 +157,7 @@ def _arguments():
     lists = {"contexts": "8192,32768,131072,524288", "batches": "1,8", "groups": "4,8", "bits": "2,3,4"}
     for name, default in lists.items():
         parser.add_argument(f"--{name}", default=default, type=lambda text: [int(x) for x in text.split(",")])
+    parser.add_argument("--forms", default=",".join(FORMS), type=lambda text: text.split(","))
     for name, number in {"kv-heads": 8, "repeats": 10, "inner": 16, "copy-mib": 1024}.items():
         parser.add_argument(f"--{name}", default=number, type=int)
     parser.add_argument("--out", type=Path)

@@ -1,6 +1,6 @@
 """Compile the GPU kernels ahead of time for Hopper and read what ptxas says of them: registers, spills, shared memory.
 
-    python benchmarks/gpu_registers.py [--cases k4v4-g128,exact] [--write]
+    python benchmarks/gpu_registers.py [--cases kivi-4,exact] [--write]
 
 Needs the CUDA plugin of this JAX (jax-cuda13-plugin, jax-cuda13-pjrt) and ptxas, no GPU. A multiprocessor has 65536
 registers and 227 KiB of shared memory for its programs of 128 threads each: what a program takes says how many fit.
@@ -8,6 +8,7 @@ registers and 227 KiB of shared memory for its programs of 128 threads each: wha
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -15,8 +16,10 @@ import tempfile
 from pathlib import Path
 
 RECORD = Path(__file__).parent / "records" / "gpu_registers.json"
-CASES = {"k4v4-g128": 4, "k2v2-g128": 2, "exact": 16}  # bits; fewer than 8 query rows are padded to 8
-SLOTS, LAYERS, BATCH, KV_HEADS, HEAD_DIM, QUERY_ROWS, GROUP = 16384, 4, 2, 8, 128, 8, 128
+# Form and bits; fewer than 8 query rows are padded to 8.
+CASES = {f"{form}-{bits}": (form, bits) for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)}
+CASES["exact"] = ("exact", 16)
+SLOTS, LAYERS, BATCH, KV_HEADS, QUERY_ROWS = 16384, 4, 2, 8, 8
 
 
 def prepare(folder: str) -> None:
@@ -25,32 +28,48 @@ def prepare(folder: str) -> None:
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_TO=folder)
 
 
-def _call(bits: int):
-    """The function of one case, and the shapes of its arguments on one device of the chip."""
+@functools.cache
+def _device():
     import jax
-    import jax.numpy as jnp
 
     from kvqjax.chips import chip_devices
+
+    return jax.sharding.SingleDeviceSharding(chip_devices("h100")[0])
+
+
+def _call(form: str, bits: int):
+    """The function of one case, and the shapes of its arguments."""
+    import jax
+    import jax.numpy as jnp
+    from packed_bodies import HEAD_DIM, shapes, spec_of
+
     from kvqjax.pallas_kernels import gpu, gpu_exact
-    from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 
-    sharding, width = jax.sharding.SingleDeviceSharding(chip_devices("h100")[0]), KV_HEADS * HEAD_DIM
-
-    def shaped(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    q, bounds = shaped(jnp.bfloat16, BATCH, 1, KV_HEADS * QUERY_ROWS, HEAD_DIM), shaped(jnp.int32, BATCH, 1)
-    last = (shaped(jnp.int32), bounds, bounds)
-    if bits == 16:
-        exact = shaped(jnp.bfloat16, LAYERS, BATCH, SLOTS, width)
+    shaped = jax.ShapeDtypeStruct
+    q = shaped((BATCH, 1, KV_HEADS * QUERY_ROWS, HEAD_DIM), jnp.bfloat16)
+    bounds = shaped((BATCH, 1), jnp.int32)
+    last = (shaped((), jnp.int32), bounds, bounds)
+    if form == "exact":
+        exact = shaped((LAYERS, BATCH, SLOTS, KV_HEADS * HEAD_DIM), jnp.bfloat16)
         return gpu_exact.exact_attention, (q, exact, exact, *last)
-    words = shaped(jnp.uint32, LAYERS, BATCH, SLOTS * bits // 32, width)
-    group = shaped(jnp.uint16, LAYERS, BATCH, SLOTS // GROUP, width)
-    token = shaped(jnp.uint16, LAYERS, BATCH, KV_HEADS, SLOTS)
-    body = PackedBody((words,), group, group, (words,), token, token)
-    groups = {"key_group": GROUP, "value_group": GROUP, "block": 1024, "target": "sm90"}
-    spec = PackedSpec(key_bits=bits, value_bits=bits, kv_heads=KV_HEADS, head_dim=HEAD_DIM, **groups)
-    return lambda *args: gpu.packed_attention(*args, spec), (q, body, *last)
+    spec = spec_of(form, bits, KV_HEADS, "sm90")
+    return lambda *args: gpu.packed_attention(*args, spec), (q, shapes(spec, LAYERS, BATCH, SLOTS), *last)
+
+
+def _shared_bytes(form: str, bits: int) -> int:
+    """Shared memory of a program, without what the compiler adds for barriers and alignment."""
+    import jax
+    import numpy as np
+    from packed_bodies import HEAD_DIM, spec_of
+
+    from kvqjax.pallas_kernels import gpu, gpu_exact, gpu_kernel
+
+    if form == "exact":
+        memory = gpu_exact.memory(gpu_exact.Plan(KV_HEADS, HEAD_DIM, SLOTS, QUERY_ROWS, 1))
+    else:
+        memory = gpu_kernel.memory(gpu.Plan(spec_of(form, bits, KV_HEADS, "sm90"), QUERY_ROWS, 1))
+    buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
+    return sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in buffers)
 
 
 def report(folder: Path) -> dict:
@@ -72,10 +91,18 @@ def measure(name: str, folder: Path) -> dict:
     """Compile one case; what ptxas says and the temporary bytes beside arguments and results."""
     import jax
 
-    function, arguments = _call(CASES[name])
+    function, arguments = _call(*CASES[name])
+    on_chip = functools.partial(jax.ShapeDtypeStruct, sharding=_device())
+    arguments = jax.tree.map(lambda x: on_chip(x.shape, x.dtype), arguments)
     compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
     memory = compiled.memory_analysis()
-    return {**report(folder), "temp_bytes": memory.temp_size_in_bytes, "argument_bytes": memory.argument_size_in_bytes}
+    shared = _shared_bytes(*CASES[name])
+    return {
+        **report(folder),
+        "shared_bytes": shared,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+    }
 
 
 def main() -> None:

@@ -51,9 +51,9 @@ def path(spec: PackedSpec, rows: int, slots: int) -> str:
         return "reference"
     if row not in ROWS or lookup(row, spec.target) not in ("fast", "correct"):
         return "reference"
-    if kernel == "tpu":
-        return kernel if slots % 256 == 0 else "reference"  # what the widest product takes
-    return kernel if slots >= 2 * 1024 // spec.key_bits else "reference"  # the GPU kernel's tile
+    if kernel == "tpu" and slots % 256:  # what the widest product takes
+        return "reference"
+    return kernel
 
 
 def packed_attention(

@@ -1,29 +1,42 @@
 """Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of `reference`).
 
-For KIVI bodies of 2 or 4 bits, keys and values alike, key groups of 128 tokens, one value scale per token and head. The
-mathematics is that of `tpu`: key scales fold into the query, their minima are one product per group, value scales
-and minima fold into the weights; products in bfloat16 with float32 sums. `gpu_kernel` has the body.
+Forms of a body, keys and values alike of 2, 3 or 4 bits, heads of 128 channels:
+
+- KIVI: uniform codes, key groups of 128 tokens after RoPE, one value scale per token and head;
+- KIVI*: the same with keys before RoPE;
+- KVQuant: signposts, keys before RoPE, with scales per channel that hold for all tokens, one value scale per token.
+  Bodies with outliers are not read.
+
+Products are in bfloat16 with float32 sums. `gpu_kernel` has the body.
 """
 
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
-from kvqjax.pallas_kernels import gpu_call
-from kvqjax.pallas_kernels.gpu_kernel import PART, kernel, scratch
-from kvqjax.pallas_kernels.gpu_unpack import HALF
+from kvqjax.layout import split_bits, to_bits
+from kvqjax.pallas_kernels import gpu_call, gpu_rope
+from kvqjax.pallas_kernels.gpu_kernel import Operands, kernel, memory
+from kvqjax.pallas_kernels.gpu_lookup import table_words
+from kvqjax.pallas_kernels.gpu_unpack import STEP, STEPS
+from kvqjax.pallas_kernels.gpu_words import HALF
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
-__all__ = ["Plan", "packed_attention", "tile_tokens"]
-
-RESIDENT = 2  # programs that a multiprocessor's registers hold (benchmarks/records/gpu_registers.json)
+__all__ = ["Plan", "packed_attention", "resident", "tile_tokens"]
 
 
 def tile_tokens(bits: int) -> int:
-    """Tokens of a tile: two blocks of words. A body must have as many."""
-    return 2 * HALF * (32 // bits)
+    """Tokens of a tile: a block of the widest plane set. A body must have as many."""
+    return 1024 // split_bits(bits)[0]
+
+
+def resident(spec: PackedSpec) -> int:
+    """Programs that a multiprocessor's registers and shared memory hold (benchmarks/records/gpu_registers.json)."""
+    return 3 if spec.plain and spec.key_bits != 3 else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +44,6 @@ class Plan:
     """Static choices of one call: query rows of a KV head (a multiple of 8), and programs that share a row's tokens."""
 
     spec: PackedSpec
-    slots: int
     rows: int
     splits: int
 
@@ -40,46 +52,50 @@ class Plan:
         return self.spec.kv_heads
 
     @property
-    def planes(self) -> int:
-        """Planes of a block: the codes of a word."""
-        return 32 // self.spec.key_bits
-
-    @property
-    def parts(self) -> int:
-        """Steps in which a tile is worked off."""
-        return self.planes // PART
-
-    @property
-    def block(self) -> int:
-        return self.tile // 2
+    def plane_sets(self) -> tuple[int, ...]:
+        """Bits of each, for keys and values alike."""
+        return split_bits(self.spec.key_bits)
 
     @property
     def tile(self) -> int:
         return tile_tokens(self.spec.key_bits)
 
     @property
+    def quads(self) -> int:
+        """Quads of a tile."""
+        return self.tile // (STEPS * STEP)
+
+    @property
+    def signposts(self) -> bool:
+        return self.spec.datatype == "nuq"
+
+    @property
     def groups(self) -> int:
-        """Key groups of a block."""
-        return self.block // self.spec.key_group
+        """Key groups of a tile."""
+        return 1 if self.signposts else self.tile // self.spec.key_group
 
-    def first_token(self, tile):
-        """First token that is read for a tile: the last tile is moved back into the body."""
-        return jnp.minimum(tile * self.tile, self.slots - self.tile)
+    @property
+    def own_scales(self) -> bool:
+        """Whether every head has value scales of its own."""
+        return self.spec.value_group == self.spec.head_dim
+
+    def word_rows(self, tile, bits: int):
+        """Where the block of a plane set lies that a tile is in."""
+        return pl.ds(lax.div(tile * self.tile, 1024 // bits) * HALF, HALF)
 
 
-def _check(plan: Plan) -> None:
-    spec = plan.spec
-    if not spec.plain:
-        raise ValueError(f"{spec}: this kernel has uniform codes of keys after RoPE")
-    if spec.key_bits != spec.value_bits or spec.key_bits not in (2, 4) or spec.scales != "bfloat16":
+def _check(spec: PackedSpec) -> None:
+    if spec.key_bits != spec.value_bits or spec.key_bits not in (2, 3, 4) or spec.scales != "bfloat16":
         raise ValueError(
             f"keys of {spec.key_bits} and values of {spec.value_bits} bits with {spec.scales} scales; "
-            "this kernel has 2 or 4 for both, bfloat16"
+            "this kernel has 2, 3 or 4 for both, bfloat16"
         )
-    if spec.head_dim != 128 or spec.value_group != 128 or spec.key_group != 128:
-        raise ValueError(f"head_dim, key_group and value_group of {spec}; this kernel has 128 for each")
-    if plan.slots < plan.tile:
-        raise ValueError(f"a body of {plan.slots} slots; this kernel reads {plan.tile} at a time")
+    nuq = spec.datatype == "nuq"
+    groups = (0, spec.width) if nuq else (128, 128)
+    if spec.head_dim != 128 or (spec.key_group, spec.value_group) != groups or (nuq and spec.rope is None):
+        raise ValueError(f"head_dim, key_group, value_group and rope of {spec}; this kernel has 128 for each")
+    if spec.key_slots or spec.value_slots:
+        raise ValueError("a body with outliers; this kernel has none")
 
 
 def packed_attention(
@@ -95,16 +111,27 @@ def packed_attention(
     """As `reference.packed_attention`, with the queries rounded to bfloat16. `splits` programs share a row's tokens; by
     default as many as fill the chip. ValueError for bodies this kernel does not read."""
     check(q, body, spec)
+    _check(spec)
     batch, slots = q.shape[0], body.value_scale.shape[-1]
     queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
-    chosen = splits or gpu_call.default_splits(slots // tile_tokens(spec.key_bits), batch * spec.kv_heads, RESIDENT)
-    plan = Plan(spec, slots, queries.shape[-1], chosen)
-    _check(plan)
-    operands = (queries, *body.key_codes, body.key_scale, body.key_low)
-    operands += (*body.value_codes, *(_by_plane(x, plan) for x in (body.value_scale, body.value_low)))
-    return gpu_call.attend(plan, kernel, scratch(plan), operands, q.shape, layer, start, stop)
+    tiles = slots // tile_tokens(spec.key_bits)
+    chosen = splits or gpu_call.default_splits(tiles, batch * spec.kv_heads, resident(spec))
+    plan = Plan(spec, queries.shape[-1], chosen)
+    operands = _operands(queries, body, spec)
+    return gpu_call.attend(plan, kernel, memory(plan), operands, q.shape, layer, start, stop)
 
 
-def _by_plane(x, plan: Plan):
-    """[L, B, K, S] as [L, B, K, blocks, planes, 32]; no data moves."""
-    return x.reshape(*x.shape[:3], -1, plan.planes, HALF)
+def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
+    """Of a body's arrays nothing moves."""
+    scale, low = (x.reshape(*x.shape[:3], -1, STEP) for x in (body.value_scale, body.value_low))
+    operands = Operands(queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low)
+    if spec.rope is not None:
+        operands = operands._replace(turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec))
+    if spec.datatype == "nuq":
+        factors = jnp.stack([body.key_scale, body.key_low]).reshape(2, spec.kv_heads, 1, spec.head_dim)
+        operands = operands._replace(
+            key_scale=to_bits(factors.swapaxes(0, 1).astype(jnp.bfloat16)),
+            key_low=None,
+            tables=jnp.stack([table_words(x) for x in body.signposts]),
+        )
+    return operands

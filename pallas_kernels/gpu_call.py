@@ -4,8 +4,6 @@ The grid is (row, KV head, split). Each program writes a normalised output, tran
 query rows of its head, and the splits of the token axis are merged by the log-sum-exps outside.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -38,15 +36,27 @@ def _bounds(start, stop, group: int, rows: int) -> Int[Array, "B 2 R"]:
     return jnp.pad(both, ((0, 0), (0, 0), (0, rows - both.shape[-1]))).astype(jnp.int32)
 
 
-def attend(plan, kernel, scratch: list, operands: tuple, shape: tuple[int, ...], layer, start, stop) -> Partial:
+def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start, stop) -> Partial:
     """Run a kernel body for queries of `shape` [B, T, H, D]. `plan` has kv_heads, rows, tile and splits; the body takes
-    ([3, B] first tile, last tile + 1 and layer; [B, 2, R] bounds; *operands; out; lse; *scratch)."""
+    references to the same trees as `operands` and `memory` (its scratch memory) and to ([3, B] first tile, last tile
+    + 1 and layer; [B, 2, R] bounds), out and lse:
+
+        kernel((ends, bounds), operands, memory, (out, lse), plan)
+    """
+    operands, given = jax.tree.flatten(operands)
+    scratch, held = jax.tree.flatten(memory)
+
+    def body(ends, bounds, *refs):
+        data, results = refs[: len(operands)], refs[len(operands) : len(operands) + 2]
+        memory = held.unflatten(refs[len(operands) + 2 :])
+        kernel((ends, bounds), given.unflatten(data), memory, results, plan)
+
     batch, _, heads, dim = shape
     ends = [start.min(1) // plan.tile, -(-stop.max(1) // plan.tile), jnp.full((batch,), layer)]
     ends = jnp.stack([x.astype(jnp.int32) for x in ends])
     lead = (batch, plan.kv_heads, plan.splits)
     call = plgpu.kernel(
-        functools.partial(kernel, plan=plan),
+        body,
         out_type=[
             jax.ShapeDtypeStruct((*lead, dim, plan.rows), jnp.float32),
             jax.ShapeDtypeStruct((*lead, plan.rows), jnp.float32),

@@ -16,32 +16,39 @@ from jaxtyping import Array, BFloat16, Int
 
 from kvqjax.attention import Partial
 from kvqjax.pallas_kernels import gpu_call, gpu_parts
-from kvqjax.pallas_kernels.gpu_parts import State, along, product, put_transposed, tiled
+from kvqjax.pallas_kernels.gpu_parts import CHANNELS, State, along, product, put_transposed, tiled
 
-__all__ = ["exact_attention"]
+__all__ = ["Plan", "exact_attention", "memory"]
 
 TILE = 128  # tokens
 RESIDENT = 3  # programs that a multiprocessor's shared memory holds
 
 
-class Refs(NamedTuple):
-    ends: Any  # [3, B] i32: a row's first tile and the one after its last; the layer
-    bounds: Any  # [B, 2, R] i32
+class Operands(NamedTuple):
+    """In device memory."""
+
     queries: Any  # [B, K, D, R] bf16
     keys: Any  # [L, B, S, K*D] bf16
     values: Any
-    out: Any  # [B, K, splits, D, R] f32
-    lse: Any  # [B, K, splits, R] f32
-    raw: Any  # [1, R, D] bf16
+
+
+class Tile(NamedTuple):
+    """In shared memory."""
+
+    raw: Any  # [1, R, D] bf16: the queries
     key: Any  # [1, TILE, D] bf16
     value: Any  # [1, TILE, D] bf16
     weights: Any  # [1, R, TILE] bf16
+
+
+class Memory(NamedTuple):
+    held: Tile
     keys_here: Any
     values_here: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     kv_heads: int
     dim: int
     slots: int
@@ -71,70 +78,77 @@ def exact_attention(
         raise ValueError(f"{slots} slots of {dim} channels; want at least {TILE}, and a multiple of 64")
     queries = gpu_call.columns(q, kv_heads)
     chosen = splits or gpu_call.default_splits(slots // TILE, batch * kv_heads, RESIDENT)
-    plan = _Plan(kv_heads, dim, slots, queries.shape[-1], chosen)
-    operands = (queries, keys, values)
-    return gpu_call.attend(plan, _kernel, _scratch(plan), operands, q.shape, layer, start, stop)
+    plan = Plan(kv_heads, dim, slots, queries.shape[-1], chosen)
+    operands = Operands(queries, keys, values)
+    return gpu_call.attend(plan, _kernel, memory(plan), operands, q.shape, layer, start, stop)
 
 
-def _scratch(plan: _Plan) -> list:
-    return [
+def memory(plan: Plan) -> Memory:
+    held = Tile(
         tiled((1, plan.rows, plan.dim), jnp.bfloat16),
         tiled((1, TILE, plan.dim), jnp.bfloat16),
         tiled((1, TILE, plan.dim), jnp.bfloat16),
         tiled((1, plan.rows, TILE), jnp.bfloat16),
-        plgpu.Barrier(num_arrivals=1),
-        plgpu.Barrier(num_arrivals=1),
-    ]
+    )
+    return Memory(held, plgpu.Barrier(num_arrivals=1), plgpu.Barrier(num_arrivals=1))
 
 
-def _kernel(*refs, plan: _Plan):
+def _kernel(limits, data: Operands, memory: Memory, results, plan: Plan):
     """Grid (row, head, split)."""
-    refs = Refs(*refs)
+    (ends, bounds), (out, lse) = limits, results
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
-    begin, end = gpu_parts.share(refs.ends, row, split, plan.splits)
-    where = (refs.ends[2, row], row, head)
+    begin, end = gpu_parts.share(ends, row, split, plan.splits)
+    where = (ends[2, row], row, head)
+
+    def fetch(name: str, tile):
+        source, target, here = {
+            "keys": (data.keys, memory.held.key, memory.keys_here),
+            "values": (data.values, memory.held.value, memory.values_here),
+        }[name]
+        tokens, lanes = pl.ds(plan.first_token(tile), TILE), pl.ds(head * plan.dim, plan.dim)
+        plgpu.copy_gmem_to_smem(source.at[*where[:2], tokens, lanes], target.at[0], here)
 
     @pl.when(begin < end)
     def _():
-        _fetch(refs.keys, refs.key, refs.keys_here, plan, where, begin)
-        _fetch(refs.values, refs.value, refs.values_here, plan, where, begin)
+        fetch("keys", begin)
+        fetch("values", begin)
 
-    queries = gpu_parts.load(refs.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
-    put_transposed(refs.raw.at[0], queries)
+    queries = gpu_parts.load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
+    put_transposed(memory.held.raw.at[0], queries)
     plgpu.commit_smem()
-    limits = gpu_parts.load_limits(refs.bounds, row, (TILE, plan.rows))
+    limits = gpu_parts.load_limits(bounds, row, (TILE, plan.rows))
 
     def step(tile, state):
-        return _fold(refs, plan, where, tile, end, limits, state)
+        return _fold(memory, plan, fetch, (tile, end), limits, state)
 
     state = lax.fori_loop(begin, end, step, gpu_parts.begin_state(TILE, plan.dim, plan.rows))
-    gpu_parts.finish(state, refs.out.at[row, head, split], refs.lse.at[row, head, split])
+    gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 
 
-def _fetch(source, target, here, plan: _Plan, where, tile):
-    """Start copying a tile of one head."""
-    tokens, lanes = pl.ds(plan.first_token(tile), TILE), pl.ds(where[2] * plan.dim, plan.dim)
-    plgpu.copy_gmem_to_smem(source.at[*where[:2], tokens, lanes], target.at[0], here)
-
-
-def _fold(refs: Refs, plan: _Plan, where, tile, end, limits, state: State) -> State:
+def _fold(memory: Memory, plan: Plan, fetch, ends, limits, state: State) -> State:
     """Fold one tile into the running softmax."""
-    nought = lax.shift_right_logical(tile, 31)  # see `gpu_kernel._hidden`
-    near = refs._replace(**{name: getattr(refs, name).at[nought] for name in ("raw", "key", "value", "weights")})
-    plgpu.barrier_wait(refs.keys_here)
-    score = product(near.key, near.raw, plan.rows) * (plan.dim**-0.5 * math.log2(math.e))
-    slot = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, score.shape, 0), plgpu.Layout.WGMMA)
-    slot = slot + plan.first_token(tile)
-    score = jnp.where(gpu_parts.visible(slot, limits, tile * TILE), score, gpu_parts.NEVER)
+    tile, end = ends
+    held = gpu_parts.hidden(memory.held, tile)
+    plgpu.barrier_wait(memory.keys_here)
+    score = product((held.key, held.raw)) * (plan.dim**-0.5 * math.log2(math.e))
+    slot = gpu_parts.row_index(score.shape) + plan.first_token(tile)
+    seen = gpu_parts.visible(slot, limits) & (slot >= tile * TILE)  # an earlier tile has counted what is before
+    score = jnp.where(seen, score, gpu_parts.NEVER)
     plgpu.commit_smem()  # the keys are read
-    pl.when(tile + 1 < end)(lambda: _fetch(refs.keys, refs.key, refs.keys_here, plan, where, tile + 1))
-    peak = jnp.maximum(state.peak, score.max(0))
-    decay, weight = jnp.exp2(state.peak - peak), jnp.exp2(score - along(peak, score))
-    put_transposed(near.weights, weight.astype(jnp.bfloat16))
-    plgpu.commit_smem()
-    plgpu.barrier_wait(refs.values_here)
-    sums = product(near.value.transpose((1, 0)), near.weights, plan.rows)
-    plgpu.commit_smem()  # the values are read
-    pl.when(tile + 1 < end)(lambda: _fetch(refs.values, refs.value, refs.values_here, plan, where, tile + 1))
-    total, low, acc = (x * along(decay, x) for x in state[1:])
-    return State(peak, total + weight, low, acc + sums)
+    pl.when(tile + 1 < end)(lambda: fetch("keys", tile + 1))
+
+    def write_weights(peak):
+        weight = jnp.exp2(score - along(peak, score))
+        put_transposed(held.weights, weight.astype(jnp.bfloat16))
+        return weight, jnp.zeros_like(weight)
+
+    def weigh():
+        plgpu.commit_smem()
+        plgpu.barrier_wait(memory.values_here)
+        channels = (pl.ds(first, CHANNELS) for first in range(0, plan.dim, CHANNELS))
+        sums = tuple(product((held.value.at[:, x].transpose((1, 0)), held.weights)) for x in channels)
+        plgpu.commit_smem()  # the values are read
+        pl.when(tile + 1 < end)(lambda: fetch("values", tile + 1))
+        return sums
+
+    return gpu_parts.fold(state, [score], write_weights, weigh)

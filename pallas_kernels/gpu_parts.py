@@ -4,18 +4,21 @@ Products run with operands swapped: 64 tokens (scores) or channels (sums of valu
 instruction, and the R query rows of a KV head, padded to a multiple of 8, are its columns. Nothing is padded to 64.
 """
 
+import functools
 import inspect
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["COLUMNS", "NEVER", "ROWS", "State", "along", "begin_state", "finish", "load", "load_limits"]
-__all__ += ["product", "put_transposed", "share", "tiled", "visible"]
+__all__ = ["CHANNELS", "COLUMNS", "NEVER", "ROWS", "State", "along", "begin_state", "finish", "fold", "hidden", "load"]
+__all__ += ["load_limits", "numbers", "product", "put_transposed", "row_index", "share", "tiled", "visible"]
 
+CHANNELS = 64  # of one product with values: the rows of WGMMA
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a product
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
@@ -27,13 +30,14 @@ class State(NamedTuple):
     peak: Any  # [R], in powers of two
     total: Any  # [M, R] sum of the weights
     low: Any  # [M, R] sum of weight times what all channels of a value share
-    acc: Any  # [D, R] sum of weight times value, transposed
+    acc: tuple  # of [64, R]: sum of weight times value, transposed, 64 channels each
 
 
-def tiled(shape: tuple[int, ...], dtype):
-    """Shared memory swizzled as products and transposed accesses want it."""
-    lanes = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128)))
+def tiled(shape: tuple[int, ...], dtype, swizzle: int = 128):
+    """Shared memory swizzled as products and transposed accesses want it, cut along the lanes into tiles of `swizzle`
+    bytes."""
+    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
 
 
 def share(ends, row, split, splits: int):
@@ -64,16 +68,17 @@ def load_limits(bounds, row, shape: tuple[int, int]):
     return [lax.broadcast_in_dim(x, shape, [1]) for x in limits]
 
 
-def visible(slot, limits, first):
-    """Which tokens `slot` a column may see; none before `first`, which an earlier tile has counted."""
-    return (slot >= limits[0]) & (slot < limits[1]) & (slot >= first)
+def visible(slot, limits):
+    """Which tokens `slot` a column may see."""
+    return (slot >= limits[0]) & (slot < limits[1])
 
 
 def begin_state(tokens: int, dim: int, rows: int) -> State:
     """Nothing seen yet."""
     spread = plgpu.layout_cast(jnp.zeros((tokens, rows), jnp.float32), plgpu.Layout.WGMMA)
-    acc = plgpu.layout_cast(jnp.zeros((dim, rows), jnp.float32), plgpu.Layout.WGMMA)
-    return State(plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), COLUMNS), spread, spread, acc)
+    acc = plgpu.layout_cast(jnp.zeros((CHANNELS, rows), jnp.float32), plgpu.Layout.WGMMA)
+    peak = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), COLUMNS)
+    return State(peak, spread, spread, (acc,) * (dim // CHANNELS))
 
 
 def along(vector, like):
@@ -86,20 +91,55 @@ def put_transposed(ref, x):
     ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-def product(left, right, columns: int):
-    """left @ right.T in float32; `right` [columns, K] lies in shared memory, `left` there or in registers."""
+def product(*pairs):
+    """The sum of left @ right.T over pairs of them, in float32; `right` [R, K] lies in shared memory, `left` [M, K]
+    there or in registers."""
 
     def run(acc):
-        plgpu.wgmma(acc, left, right.transpose((1, 0)))
+        for left, right in pairs:
+            plgpu.wgmma(acc, left, right.transpose((1, 0)))
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((left.shape[0], columns), jnp.float32))
+    left, right = pairs[0]
+    return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
+
+
+def numbers(bits16):
+    """float32 numbers of stored bfloat16 bits."""
+    return lax.bitcast_convert_type(bits16, jnp.bfloat16).astype(jnp.float32)
+
+
+def row_index(shape: tuple[int, int]):
+    """On every row its number."""
+    return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA)
+
+
+def hidden(memory, natural):
+    """References with their leading 1 taken away by an index that is always 0, which the compiler does not know: it
+    would compute the addresses of all operands before the loop, and keep them in more registers than there are."""
+    nought = lax.shift_right_logical(natural, 31)
+    return jax.tree.map(lambda ref: ref.at[nought], memory, is_leaf=lambda x: hasattr(x, "at"))
+
+
+def fold(state: State, scores, write_weights, weigh) -> State:
+    """The running softmax with the scores of more tokens, a list of [M, R]. `write_weights(peak)` puts their weights
+    into shared memory and returns what `total` and `low` grow by; `weigh()` gives the sums of values."""
+    peak = jnp.maximum(state.peak, functools.reduce(jnp.maximum, scores).max(0))
+    decay = jnp.exp2(state.peak - peak)
+    total, low = write_weights(peak)
+    sums = weigh()
+    acc = tuple(old * along(decay, old) + new for old, new in zip(state.acc, sums, strict=True))
+    grown = (old * along(decay, old) + new for old, new in zip((state.total, state.low), (total, low), strict=True))
+    return State(peak, *grown, acc)
 
 
 def finish(state: State, out, lse):
     """Write the normalised output, transposed, [D, R], and the log-sum-exp [R]; 0 and NEVER where nothing was seen."""
-    total, low, acc = state.total.sum(0), state.low.sum(0), state.acc
+    total, low = state.total.sum(0), state.low.sum(0)
     seen = state.peak > NEVER / 2
     safe = jnp.where(seen, total, jnp.ones_like(total))
-    _store(out, jnp.where(along(seen, acc), (acc + along(low, acc)) / along(safe, acc), jnp.zeros_like(acc)))
+    for i, acc in enumerate(state.acc):
+        mean = (acc + along(low, acc)) / along(safe, acc)
+        part = out.at[pl.ds(i * CHANNELS, CHANNELS)]
+        _store(part, jnp.where(along(seen, acc), mean, jnp.zeros_like(acc)))
     _store(lse, jnp.where(seen, jnp.log(safe) + state.peak * math.log(2), jnp.full_like(total, NEVER)))

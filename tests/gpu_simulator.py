@@ -116,7 +116,7 @@ class Machine:
             assert operand.dtype in (jnp.bfloat16, jnp.float16)
             assert not (isinstance(operand, Ref) and operand.owner.written), "written, not committed"
         left = left.array if isinstance(left, Ref) else np.asarray(left)
-        assert [size % 64 for size in left.shape] == [0, 0]
+        assert (left.shape[0] % 64, left.shape[1] % 16) == (0, 0)
         right.owner.read = True
         acc.array[...] += left.astype(np.float32) @ right.array.astype(np.float32)
 
@@ -149,8 +149,64 @@ class _Stand:
         return getattr(self._module, name)
 
 
+def permute(low, high, selector):
+    """Four of the eight bytes of two words, picked by the selector's four lower nibbles."""
+    both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    selector = np.asarray(selector, np.uint32)
+    assert not (selector & 0x8888).any(), "the highest bit of a nibble asks for a byte's sign"
+    picked = (selector >> np.uint32(4 * i) & np.uint32(7) for i in range(4))
+    bytes_ = (((both >> (i * 8).astype(np.uint64)) & np.uint64(255)).astype(np.uint32) for i in picked)
+    return sum((b << np.uint32(8 * i) for i, b in enumerate(bytes_)), np.uint32(0))
+
+
+def packed_numbers(change, dtype, *arrays, scalars=()) -> tuple[np.ndarray, ...]:
+    """What `gpu_words.packed` does to registers, on pairs of 16-bit neighbours."""
+    words = [np.ascontiguousarray(x).view(np.uint32) for x in arrays]
+    return tuple(x.view(dtype) for x in change(permute, *words, *(np.uint32(x) for x in scalars)))
+
+
+def packed(change, dtype, *arrays, scalars=()):
+    return tuple(map(jnp.asarray, packed_numbers(change, dtype, *arrays, scalars=scalars)))
+
+
+def traced_packed(change, dtype, *arrays, scalars=()):
+    """The same where arrays are traced."""
+    count = len(
+        packed_numbers(change, dtype, *(np.zeros((1, 2), np.uint16) for _ in arrays), scalars=[0 for _ in scalars])
+    )
+    results = (jax.ShapeDtypeStruct(arrays[0].shape, dtype),) * count
+
+    def run(*given):
+        return packed_numbers(change, dtype, *given[: len(arrays)], scalars=given[len(arrays) :])
+
+    return jax.pure_callback(run, results, *arrays, *scalars)
+
+
+def half(words, upper, layout):
+    del layout
+    return (words >> (16 * jnp.asarray(upper)).astype(jnp.uint32)).astype(jnp.uint16)
+
+
+def twice(halves, bits):
+    """Shifted in pairs, as registers are, but for what a neighbour's bits would be: ones, the most harm they can do."""
+    return jnp.concatenate([halves, ~(~halves >> jnp.uint16(bits))])
+
+
+def beside(left, right):
+    return jnp.concatenate([left, right], axis=1)
+
+
+def install_words(monkeypatch, *modules, packed=packed):
+    """Let functions on registers run on numpy."""
+    for module in modules:
+        for name, stand in {"packed": packed, "half": half, "twice": twice, "beside": beside}.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand)
+
+
 def install(monkeypatch, host, *bodies):
     """Let calls of the module `host` run the kernels whose bodies are in `bodies`, until monkeypatch is undone."""
+    install_words(monkeypatch, *bodies)
     machine = Machine()
     monkeypatch.setattr(host, "plgpu", _Stand(plgpu, kernel=machine.kernel))
     stand = {
@@ -164,6 +220,10 @@ def install(monkeypatch, host, *bodies):
         "wgmma_wait": lambda _: None,
     }
     for module in bodies:
-        monkeypatch.setattr(module, "plgpu", _Stand(plgpu, **stand))
-        monkeypatch.setattr(module, "pl", _Stand(pl, run_scoped=machine.scoped))
-        monkeypatch.setattr(module, "lax", _Stand(lax, axis_index=lambda name: machine.place[name]))
+        stands = {
+            "plgpu": _Stand(plgpu, **stand),
+            "pl": _Stand(pl, run_scoped=machine.scoped),
+            "lax": _Stand(lax, axis_index=lambda name: machine.place[name]),
+        }
+        for name in stands.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, stands[name])

@@ -3,43 +3,68 @@
 Bound: as for the TPU kernel (`kernel_cases.near`).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_simulator import install
 from kernel_cases import Case, agree, make_body, make_query, near, oracle
+from kernel_forms import case_of, make_form, rope
 
-from kvqjax.pallas_kernels import dispatch, gpu, gpu_call, gpu_exact, gpu_kernel, gpu_parts, gpu_unpack, support
+from kvqjax.pallas_kernels import (
+    dispatch,
+    gpu,
+    gpu_call,
+    gpu_exact,
+    gpu_kernel,
+    gpu_keys,
+    gpu_lookup,
+    gpu_parts,
+    gpu_rope,
+    gpu_unpack,
+    gpu_values,
+    support,
+)
 
-# A last tile that is moved back into the body, and two query tokens; a tile in two steps, and columns of padding.
+BODIES = (gpu_exact, gpu_kernel, gpu_keys, gpu_lookup, gpu_parts, gpu_rope, gpu_unpack, gpu_values)
+# Two query tokens and two splits; a tile in two quads; two tiles in a block of single bits.
 GROUPS = {"key_group": 128, "value_group": 128, "kv_heads": 1, "head_dim": 128, "group": 4}
 FOUR = Case(key_bits=4, value_bits=4, length=2, slots=768, **GROUPS)
 TWO = Case(key_bits=2, value_bits=2, slots=1024, **GROUPS)
-
-
-def magic(half, shift: int, mask: int):
-    """What `magic_bits` does to a register, on every number by itself."""
-    moved = (half >> jnp.uint16(shift)) & jnp.uint16(mask)
-    return jax.lax.bitcast_convert_type(moved | jnp.uint16(0x4300), jnp.bfloat16)
+THREE = Case(key_bits=3, value_bits=3, slots=1024, **GROUPS)
+CASES = [
+    (FOUR, {}, 2),
+    (TWO, {}, 1),
+    (THREE, {}, 1),
+    (case_of(2, kv_heads=1, rope=rope(500_000.0, 128, 1.2)), {"first": 300_003, "apart": 1}, 2),
+    (case_of(4, kv_heads=1, slots=512), {}, 1),
+    (case_of(2, datatype="nuq", slots=512), {"first": 100_001}, 1),
+    (case_of(3, datatype="nuq", kv_heads=1), {}, 2),
+    (case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2), {"apart": 3}, 1),
+]
 
 
 @pytest.fixture
 def simulated(monkeypatch):
-    install(monkeypatch, gpu_call, gpu_exact, gpu_kernel, gpu_parts)
-    monkeypatch.setattr(gpu_unpack, "interleaved", lambda factors: factors[...].reshape(64))
-    monkeypatch.setattr(gpu_unpack, "_magic", magic)
+    install(monkeypatch, gpu_call, *BODIES)
 
 
-def inputs(case: Case):
-    body, key, value = make_body(case)
+def inputs(case: Case, **place):
+    body, key, value = make_form(case, **place) if case.rope else make_body(case)
     q, start, stop = make_query(case)
     return q.astype(jnp.bfloat16).astype(jnp.float32), body, key, value, start, stop
 
 
-@pytest.mark.parametrize(("case", "splits"), [(FOUR, 2), (TWO, 1)], ids=str)
-def test_kernel_equals_the_oracle(simulated, case, splits):
-    q, body, key, value, start, stop = inputs(case)
+def name(case: Case) -> str:
+    form = {"uniform": "kivi" if case.rope is None else "kivi_star", "nuq": "kvquant"}[case.datatype]
+    return f"{form}{case.key_bits}"
+
+
+@pytest.mark.parametrize(("case", "place", "splits"), CASES, ids=[name(case) for case, *_ in CASES])
+def test_kernel_equals_the_oracle(simulated, case, place, splits):
+    q, body, key, value, start, stop = inputs(case, **place)
     want = oracle(q, key, value, start, stop)
     with jax.disable_jit():
         got = gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=splits)
@@ -49,7 +74,7 @@ def test_kernel_equals_the_oracle(simulated, case, splits):
 def test_exact_kernel_equals_the_oracle(simulated):
     q, _, key, value, start, stop = inputs(FOUR)
     key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
-    stop = jnp.minimum(stop, 317).at[1].set(0)  # row 1 sees nothing
+    stop = jnp.minimum(stop, 317).at[1].set(0)  # row 1 sees nothing; the last tile is moved back into the body
     want = oracle(q, *(x.astype(jnp.float32) for x in (key, value)), start, stop)
     stacked = (jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value))
     with jax.disable_jit():
@@ -58,64 +83,74 @@ def test_exact_kernel_equals_the_oracle(simulated):
     np.testing.assert_array_equal(got.out[1], 0)
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_registers_hold_what_the_numbers_say(bits):
-    """The arithmetic on 32-bit registers equals that on their two halves, which the simulator runs."""
-    halves = np.random.default_rng(0).integers(0, 2**16, 64, np.uint16)
-    for plane in range(16 // bits):
-        half, shift, times = gpu_unpack._place(plane, bits)
-        mask = ((1 << bits) - 1) * times
-        numbers = magic(jnp.asarray(halves), shift, mask)
-        registers = gpu_unpack.magic_bits(halves.view(np.uint32), shift, mask)
-        np.testing.assert_array_equal(registers.view(np.uint16), np.asarray(numbers).view(np.uint16))
-        codes = (np.asarray(numbers, np.float32) - gpu_unpack.MAGIC) / times
-        np.testing.assert_array_equal(codes, halves >> plane * bits & (1 << bits) - 1)
-        assert half == 0
-
-
 def threads(layout, array):
-    """What every warp and lane holds of an array in a tiled layout: [4, lanes that differ, registers]."""
+    """What every warp and lane holds of an array in a tiled layout: [warps that differ, lanes, registers]."""
     for tile in layout.tiling.tiles:
         lead, body = array.shape[: -len(tile)], array.shape[-len(tile) :]
         split = array.reshape(*lead, *(n for size, t in zip(body, tile, strict=True) for n in (size // t, t)))
         axes = range(len(lead), split.ndim)
         array = split.transpose(*range(len(lead)), *axes[::2], *axes[1::2])
     apart = [axis for axis in (*layout.warp_dims, *layout.lane_dims) if isinstance(axis, int)]
-    return np.moveaxis(array, apart, range(len(apart))).reshape(4, 8, -1)
+    array = np.moveaxis(array, apart, range(len(apart)))
+    return array.reshape(array.shape[0], 32, -1)
 
 
-def test_two_blocks_lie_in_the_registers_of_rows():
-    """`interleaved` only renames registers: thread by thread both layouts hold the same tokens in the same order."""
-    token = np.arange(64)
-    rows, two = gpu_parts.ROWS.to_mgpu(), gpu_unpack.TWO_BLOCKS
-    assert (rows.lane_dims[1:], rows.vector_dim) == (two.lane_dims[1:], two.vector_dim)
-    np.testing.assert_array_equal(threads(two, token.reshape(2, 32)), threads(rows, token))
+def test_two_warps_hold_what_the_other_two_hold():
+    """`twice` only renames registers: the first two warps hold rows 0 to 31 as WGMMA spreads them over all four, and
+    the last two hold the same."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    place = np.arange(32 * 16).reshape(32, 16)
+    once, both = gpu_unpack.TWICE.to_mgpu(), plgpu.Layout.WGMMA.to_mgpu()
+    assert once.warp_dims[0] == plgpu.Replicated(2)
+    assert (once.lane_dims, once.vector_dim) == (both.lane_dims, both.vector_dim)
+    held = threads(once, place)
+    np.testing.assert_array_equal(np.concatenate([held, held]), threads(both, np.concatenate([place, place])))
 
 
 def test_refuses_what_it_does_not_read():
     q, body, _, _, start, stop = inputs(FOUR)
-    short = jax.tree.map(lambda x: x[:, :, : x.shape[2] // 3], body)
-    short = short._replace(value_scale=body.value_scale[..., :256], value_low=body.value_low[..., :256])
-    with pytest.raises(ValueError, match="256 slots; this kernel reads 512"):
-        gpu.packed_attention(q, short, 1, start, stop, FOUR.spec)
-    case = Case(**{**vars(FOUR), "key_bits": 8, "value_bits": 8})
+    case = dataclasses.replace(FOUR, key_bits=8, value_bits=8)
+    with pytest.raises(ValueError, match="2, 3 or 4 for both"):
+        gpu.packed_attention(q, make_body(case)[0], 1, start, stop, case.spec)
+    case = dataclasses.replace(FOUR, key_group=32)
+    with pytest.raises(ValueError, match="this kernel has 128 for each"):
+        gpu.packed_attention(q, make_body(case)[0], 1, start, stop, case.spec)
+    case = case_of(4, datatype="nuq", kv_heads=1, slots=512, key_slots=2, length=2)
     q, body, _, _, start, stop = inputs(case)
-    with pytest.raises(ValueError, match="2 or 4 for both"):
+    with pytest.raises(ValueError, match="outliers"):
         gpu.packed_attention(q, body, 1, start, stop, case.spec)
 
 
 def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
     """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the reference. Lowering
     for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the shapes of products."""
-    case = Case(**{**vars(TWO), "target": "sm90"})
+    case = dataclasses.replace(TWO, target="sm90")
     assert support.lookup("kivi 2 bits", "sm90") == "compiled"
     assert dispatch.path(case.spec, 8, case.slots) == "reference"
     monkeypatch.setitem(support.ROWS["kivi 2 bits"], "sm90", "correct")
     assert dispatch.path(case.spec, 8, case.slots) == "gpu"
     assert dispatch.path(case.spec, 16, case.slots) == "reference"
-    assert dispatch.path(case.spec, 8, gpu.tile_tokens(2) - 512) == "reference"
     q, body, key, value, start, stop = inputs(case)
     call = jax.jit(lambda *args: dispatch.packed_attention(*args, case.spec))
     arguments = q, body, jnp.int32(1), start, stop
     agree(call(*arguments), oracle(q, key, value, start, stop), key, value, q)
     assert "mosaic_gpu" in call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_table_names_every_form():
+    forms = [case_of(bits, datatype=form) for form in ("uniform", "nuq") for bits in (2, 3, 4)]
+    rows = {dispatch.row_of(case.spec) for case in (TWO, THREE, FOUR, *forms)}
+    assert len(rows) == 9
+    assert {support.lookup(row, "sm90") for row in rows} == {"compiled"}
+
+
+@pytest.mark.parametrize(
+    "case", [case_of(3, slots=1024, target="sm90"), case_of(4, datatype="nuq", target="sm90")], ids=name
+)
+def test_lowers_for_cuda(case):
+    """Layouts, swizzles and the shapes of products are checked on the way."""
+    q, body, _, _, start, stop = inputs(case)
+    call = jax.jit(lambda *args: gpu.packed_attention(*args, case.spec))
+    lowered = call.trace(q, body, jnp.int32(1), start, stop).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()

@@ -1,18 +1,20 @@
 """The GPU kernels in JAX's own interpreter for Mosaic GPU (JAX >= 0.12; its interface is private), against the oracle.
 
-The exact kernel runs as it is, with races looked for. For the packed one three things stand in: the interpreter has
-neither products with the left operand in registers nor code on registers, so the first is computed here, and `_magic`
-and `interleaved` are replaced by what tests/test_kernels_gpu.py shows them to equal.
+The exact kernel runs as it is, with races looked for. For the packed one some things stand in: the interpreter has
+neither products with the left operand in registers nor code on registers, so the first is computed here, and the
+functions of `gpu_words` run on numpy as in tests/gpu_simulator.py.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import Case, make_body, make_query, near, oracle
-from test_kernels_gpu import magic
+from gpu_simulator import install_words, traced_packed
+from kernel_cases import Case, near, oracle
+from kernel_forms import case_of
+from test_kernels_gpu import inputs, name
 
-from kvqjax.pallas_kernels import gpu, gpu_exact, gpu_unpack
+from kvqjax.pallas_kernels import gpu, gpu_exact, gpu_lookup, gpu_unpack
 
 callbacks = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
 pytestmark = [
@@ -21,6 +23,7 @@ pytestmark = [
 ]
 
 CASE = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=1, head_dim=128, group=4, slots=512)
+FORMS = [CASE, case_of(4, kv_heads=1, slots=512), case_of(2, datatype="nuq", kv_heads=1, slots=512)]
 
 
 def interpreted(call, **options):
@@ -33,14 +36,8 @@ def interpreted(call, **options):
         return jax.tree.map(np.asarray, call())
 
 
-def inputs():
-    body, key, value = make_body(CASE)
-    q, start, stop = make_query(CASE)
-    return q.astype(jnp.bfloat16).astype(jnp.float32), body, key, value, start, stop
-
-
 def test_exact_kernel_runs_without_races():
-    q, _, key, value, start, stop = inputs()
+    q, _, key, value, start, stop = inputs(CASE)
     key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
     stop = jnp.minimum(stop, 317)
     stacked = [jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value)]
@@ -75,10 +72,10 @@ def product(theirs):
     return run
 
 
-def test_packed_kernel_equals_the_oracle(monkeypatch):
+@pytest.mark.parametrize("case", FORMS, ids=name)
+def test_packed_kernel_equals_the_oracle(monkeypatch, case):
     monkeypatch.setattr(callbacks, "wgmma", product(callbacks.wgmma))
-    monkeypatch.setattr(gpu_unpack, "interleaved", lambda factors: factors[...].reshape(64))
-    monkeypatch.setattr(gpu_unpack, "_magic", magic)
-    q, body, key, value, start, stop = inputs()
-    got = interpreted(lambda: gpu.packed_attention(q, body, 1, start, stop, CASE.spec, splits=1))
+    install_words(monkeypatch, gpu_unpack, gpu_lookup, packed=traced_packed)
+    q, body, key, value, start, stop = inputs(case)
+    got = interpreted(lambda: gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=1))
     near(got, oracle(q, key, value, start, stop), key, value, q)

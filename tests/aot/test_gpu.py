@@ -15,8 +15,9 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PLUGIN = "jax_plugins.xla_cuda13"
-# Programs of 128 threads that a multiprocessor's 65536 registers must hold
-RESIDENT = {"k4v4-g128": 2, "k2v2-g128": 2, "exact": 3}
+FORMS = [f"{form}-{bits}" for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)]
+# Programs of 128 threads that a multiprocessor must hold: 65536 registers and 228 KiB, of which a program costs 1 more
+RESIDENT = dict.fromkeys(FORMS, 2) | dict.fromkeys(("kivi-2", "kivi-4", "exact"), 3)
 
 
 def _has_plugin() -> bool:
@@ -45,6 +46,7 @@ def test_compiles_for_hopper_without_spills_or_copies():
         assert row["spill_bytes"] == 0, name
         registers = -(-row["registers"] // 8) * 8  # allocated in steps of 8
         assert registers * 128 * RESIDENT[name] <= 65536, name
+        assert (row["shared_bytes"] + 1024) * RESIDENT[name] <= 228 * 1024, name
         # The results of all splits before they are merged; one field of a body's layer is 8 MB and more.
         assert row["temp_bytes"] < 2e6, name
         assert row["argument_bytes"] == record[name]["argument_bytes"], name

@@ -1,0 +1,148 @@
+"""Code on the registers of a Hopper warpgroup, where Pallas has no operation for it.
+
+A 32-bit register of an array in WGMMA's layout holds two 16-bit neighbours of a row. Functions on such words are
+written once, for anything that has &, |, << and >>: here they become instructions, in tests/gpu_simulator.py they run
+on numpy's uint32.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+__all__ = ["HALF", "TWICE", "beside", "half", "packed", "twice"]
+
+HALF = 32  # rows of words: the tokens of a plane, half the rows of a product
+# [32, N] spread over the threads as WGMMA spreads [64, N]: the last two warps hold what the first two hold.
+TWICE = plgpu.Layout.TILED(
+    plgpu.Tiling(((HALF, 8), (16, 8), (8, 8), (2,))),
+    warp_dims=(plgpu.Replicated(2), -7),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Word:
+    """A register of 32 bits."""
+
+    value: Any
+
+    def _with(self, operation, other) -> "_Word":
+        other = other.value if isinstance(other, _Word) else mgpu.c(other, _i32())
+        return _Word(operation(self.value, other))
+
+    def __and__(self, other):
+        return self._with(arith.andi, other)
+
+    def __or__(self, other):
+        return self._with(arith.ori, other)
+
+    def __lshift__(self, other):
+        return self._with(arith.shli, other)
+
+    def __rshift__(self, other):
+        return self._with(arith.shrui, other)
+
+
+def _permute(low: _Word, high: _Word, selector) -> _Word:
+    """Four of the eight bytes of two words: nibble i of the selector's lower half names byte i of the result."""
+    if not isinstance(selector, _Word):
+        selector = _Word(mgpu.c(selector, _i32()))
+    return _Word(mgpu.utils.prmt(low.value, high.value, selector.value))
+
+
+def packed(change: Callable, dtype, *arrays: jax.Array, scalars: tuple = ()) -> tuple[jax.Array, ...]:
+    """Arrays of 16-bit numbers from `change(permute, *words, *scalars) -> words`, applied to every register; `arrays`
+    are 16-bit, in WGMMA's layout and of one shape, `scalars` are uint32."""
+    layout, shape = plgpu.Layout.WGMMA, arrays[0].shape
+    probe = change(_probe, *[np.zeros((), np.uint32)] * (len(arrays) + len(scalars)))
+    kinds = (layout,) * len(arrays) + (plgpu.Layout.WG_SPLAT(()),) * len(scalars)
+
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=(plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),) * len(probe))
+    def apply(_, *given):
+        i16 = ir.IntegerType.get_signless(16)
+        pair = ir.VectorType.get((2,), i16 if dtype == jnp.uint16 else ir.BF16Type.get())
+        given, fixed = given[: len(arrays)], [_Word(x.registers.item()) for x in given[len(arrays) :]]
+        results = [np.empty_like(given[0].registers) for _ in probe]
+        for index in np.ndindex(given[0].registers.shape):
+            words = [_Word(mgpu.utils.bitcast(x.registers[index], _i32())) for x in given]
+            for result, word in zip(results, change(_permute, *words, *fixed), strict=True):
+                result[index] = mgpu.utils.bitcast(word.value, pair)
+        signed = False if dtype == jnp.uint16 else None
+        return tuple(mgpu.FragmentedArray(_registers=x, _layout=given[0].layout, _is_signed=signed) for x in results)
+
+    return apply(*arrays, *scalars)
+
+
+def _probe(low, high, selector):
+    """Stands for `_permute` where only the number of results is of interest."""
+    del high, selector
+    return low
+
+
+def half(words: jax.Array, upper, layout) -> jax.Array:
+    """Of 32-bit words in `layout` the lower or, where `upper` is 1, the upper halves, uint16: one permutation for two,
+    also where `upper` is a number in a register."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(words.shape, jnp.uint16, layout=layout),
+    )
+    def narrow(_, words, selector):
+        i64, pair = ir.IntegerType.get_signless(64), ir.VectorType.get((2,), ir.IntegerType.get_signless(16))
+        selector, registers = _Word(selector.registers.item()), np.empty_like(words.registers)
+        for index, register in np.ndenumerate(words.registers):
+            both = mgpu.utils.bitcast(register, i64)
+            first, second = (_Word(arith.trunci(_i32(), x)) for x in (both, arith.shrui(both, mgpu.c(32, i64))))
+            registers[index] = mgpu.utils.bitcast(_permute(first, second, selector).value, pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=False)
+
+    return narrow(words, (0x5410 + 0x2222 * jnp.asarray(upper)).astype(jnp.uint32))
+
+
+def twice(halves: jax.Array, bits: int) -> jax.Array:
+    """[64, N] of 16-bit numbers [32, N] in the layout TWICE: the numbers, and then the numbers shifted right by `bits`.
+    What the shift moves from a neighbour into the upper bits of a number stays there."""
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(TWICE,),
+        return_type=plgpu.ShapeDtypeStruct((2 * HALF, halves.shape[1]), jnp.uint16, layout=layout),
+    )
+    def rename(_, halves):
+        second = arith.divui(arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, _i32())), mgpu.c(64, _i32()))
+        shift = _Word(arith.muli(second, mgpu.c(bits, _i32())))
+        registers = np.empty_like(halves.registers)
+        for index, register in np.ndenumerate(halves.registers):
+            shifted = _Word(mgpu.utils.bitcast(register, _i32())) >> shift
+            registers[index] = mgpu.utils.bitcast(shifted.value, register.type)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
+
+    return rename(halves)
+
+
+def beside(left: jax.Array, right: jax.Array) -> jax.Array:
+    """[M, N] and [M, N] as [M, 2N]."""
+    layout, (rows, columns) = plgpu.Layout.WGMMA, left.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct((rows, 2 * columns), left.dtype, layout=layout),
+    )
+    def join(_, left, right):
+        registers = np.concatenate([left.registers, right.registers], axis=1)
+        return mgpu.FragmentedArray(_registers=registers, _layout=left.layout, _is_signed=left.is_signed)
+
+    return join(left, right)
