@@ -2,6 +2,7 @@
 body."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -191,34 +192,37 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
     return block, first, last
 
 
-def _attend_packed(q, kv_heads: int, view: LayerView, tokens: NewTokens, packed: Packed) -> Partial:
+def _attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, general: Callable[[], Partial]) -> Partial:
     """Attention to the body straight from its packed words, where there is a kernel or a plain form for them."""
     run = view.run
     first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
-    body = packed.body(view.constants, view.state.body, first)
+    body = packed.body(view.weights, view.constants, view.state.body, first)
     stop = jnp.broadcast_to(body_tokens(run, view.state)[:, None], tokens.positions.shape)
     if run.sliding is None:
         start = jnp.zeros_like(stop)
     else:
         start = run.deal.share(jnp.maximum(tokens.positions - run.sliding + 1 - view.sinks, 0))
-
-    def general():
-        return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens), {})[0]
-
     return packed_attention(q, body, view.layer, start, run.deal.share(stop), packed.spec, general)
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
     per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
-    run = view.run
-    if run.wiring.packed is not None and not run.wraps and tokens.stored is None:
-        return _attend_packed(q, kv_heads, view, tokens, run.wiring.packed), carry
-    shared = run.wiring.shared
-    if shared is None or q.shape[1] > shared.most:
-        return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens), carry)
-    found, carry = blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, shared), carry, shared.width)
-    return Partial(shared.finish(view.weights, view.constants, found.out), found.lse), carry
+    run, wiring = view.run, view.run.wiring
+    shared = wiring.shared if wiring.shared is not None and q.shape[1] <= wiring.shared.most else None
+
+    def by_blocks():
+        width = None if shared is None else shared.width
+        return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, shared), carry, width)
+
+    # Kernels give what attention over blocks gives: means of shared values where a method has such.
+    if wiring.packed is not None and shared is wiring.shared and not run.wraps and tokens.stored is None:
+        found = _attend_packed(q, view, tokens, wiring.packed, lambda: by_blocks()[0])
+    else:
+        found, carry = by_blocks()
+    if shared is not None:
+        found = found._replace(out=shared.finish(view.weights, view.constants, found.out))
+    return found, carry
 
 
 def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:

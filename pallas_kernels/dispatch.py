@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
 from kvqjax.pallas_kernels import reference
+from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.support import ROWS, lookup
 
@@ -24,11 +25,20 @@ __all__ = ["packed_attention", "path"]
 MOST_ROWS = {"tpu": 16, "gpu": 8}
 MOST_ROWS_UNROTATED = 8  # of kernels for keys before RoPE
 MOST_SLOTS = 12  # outlier slots of a token's keys, or values, likewise
+MOST_ROWS_LATENT = 4  # of the kernel on latents; 8 rows spill on v6e and v7x
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
+# Rank, channels of the keys and head_dim of latents that were compiled: what vector memory and registers depend on.
+LATENT_SHAPES = ((1024, 1024, 128), (512, 512, 64))
 
 
-def row_of(spec: PackedSpec) -> str:
+def row_of(spec: PackedSpec | LatentSpec) -> str:
     """The row of `support` that a body's form belongs to; "" for forms that no kernel was written for."""
+    if isinstance(spec, LatentSpec):
+        stored, shape = spec.stored, (spec.rank, spec.width, spec.head_dim)
+        same = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
+        size = f"xquant {stored.key_bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
+        known = same and stored.scales == "bfloat16" and shape in LATENT_SHAPES
+        return size + (", QK-norm" if spec.epsilon else "") if known else ""
     if spec.key_bits != spec.value_bits or spec.scales != "bfloat16":
         return ""
     size = f"{spec.key_bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
@@ -41,13 +51,20 @@ def row_of(spec: PackedSpec) -> str:
     return size if known else ""
 
 
-def path(spec: PackedSpec, rows: int, slots: int) -> str:
+def _compiled_for(spec: PackedSpec | LatentSpec, rows: int, kernel: str) -> bool:
+    """Whether there are no more query rows and outlier slots than the kernels were compiled for."""
+    if isinstance(spec, LatentSpec):
+        return rows <= MOST_ROWS_LATENT
+    most = MOST_ROWS[kernel] if spec.rope is None else MOST_ROWS_UNROTATED
+    return rows <= most and max(spec.key_slots, spec.value_slots) <= MOST_SLOTS
+
+
+def path(spec: PackedSpec | LatentSpec, rows: int, slots: int) -> str:
     """ "tpu", "gpu" or "reference": what computes a call with `rows` = T*G query rows of a KV head on a body of `slots`
     tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once its results were seen
     to be right (`support`)."""
     kernel, row = "gpu" if spec.target.startswith("sm") else "tpu", row_of(spec)
-    most = MOST_ROWS[kernel] if spec.rope is None else MOST_ROWS_UNROTATED
-    if rows > most or max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
+    if not _compiled_for(spec, rows, kernel):
         return "reference"
     if row not in ROWS or lookup(row, spec.target) not in ("fast", "correct"):
         return "reference"
@@ -58,21 +75,27 @@ def path(spec: PackedSpec, rows: int, slots: int) -> str:
 
 def packed_attention(
     q: Float[Array, "B T H D"],
-    body: PackedBody,
+    body: PackedBody | LatentBody,
     layer: Int[Array, ""] | int,
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
-    spec: PackedSpec,
+    spec: PackedSpec | LatentSpec,
     general: Callable[[], Partial] | None = None,
 ) -> Partial:
     """As `reference.packed_attention`, for every form of a body; kernels round the queries to bfloat16. `general()`
     computes the same where the form is not `plain`."""
-    chosen = path(spec, q.shape[1] * q.shape[2] // spec.kv_heads, body.value_scale.shape[-1])
-    plain = functools.partial(reference.packed_attention, spec=spec) if spec.plain else lambda *_: general()
+    chosen = path(spec, q.shape[1] * q.shape[2] // spec.kv_heads, body.slots)
+    if isinstance(spec, PackedSpec) and spec.plain:
+        plain: Callable[..., Partial] = functools.partial(reference.packed_attention, spec=spec)
+    elif general is None:
+        raise ValueError(f"{spec}: only the caller can read this form")
+    else:
+        plain = lambda *_: general()  # noqa: E731
     if chosen == "reference":
         return plain(q, body, layer, start, stop)
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
-    module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}")
+    form = "_latents" if isinstance(spec, LatentSpec) else ""
+    module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}{form}")
     kernels = {PLATFORMS[chosen]: functools.partial(module.packed_attention, spec=spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=plain)

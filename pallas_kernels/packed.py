@@ -85,6 +85,10 @@ class PackedBody(NamedTuple):
     key_outliers: Outliers | None = None
     value_outliers: Outliers | None = None
 
+    @property
+    def slots(self) -> int:
+        return self.value_scale.shape[-1]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedSpec:

@@ -56,6 +56,11 @@ ROWS = {
     "commvq": _row(),
     "higgs": _row(),
     "aqua": _row(),
+    "xquant 2 bits": _row("v5e", "v5p", "v6e", "v7x"),
+    "xquant 3 bits": _row("v5e", "v5p", "v7x"),
+    "xquant 4 bits": _row("v5e", "v5p", "v6e", "v7x"),
+    "xquant 4 bits, QK-norm": _row("v6e", "v7x"),
+    "xquant 4 bits, head_dim 64": _row("v5e", "v5p", "v6e", "v7x"),
     "xquant": _row(),
     "xquant_cl": _row(),
 }

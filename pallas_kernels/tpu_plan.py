@@ -10,7 +10,7 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.tpu_signposts import pair_order
 from kvqjax.pallas_kernels.tpu_unpack import fitting_ways, token_order
 
-__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "default_tile", "lane_groups", "make_plan"]
+__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "cheapest_ways", "default_tile", "lane_groups", "make_plan"]
 
 LANES = 128
 LOG2E = math.log2(math.e)
@@ -138,7 +138,7 @@ class Plan:
         return self.spec.head_dim // self.spec.value_slice
 
 
-def _ways(spec: PackedSpec) -> int:
+def cheapest_ways(spec: PackedSpec) -> int:
     """The cheapest unpacking by the schedules of benchmarks/records: v6e and v7x convert narrow integers fast, v5e and
     v5p or codes into a mantissa faster."""
     most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
@@ -176,4 +176,4 @@ def make_plan(q, body: PackedBody, spec: PackedSpec, ways: int | None, tile: int
     per_head = q.shape[1] * q.shape[2] // spec.kv_heads
     tile = min(tile or default_tile(spec, per_head), slots)
     rows, splits = _rows(spec, per_head), min(splits, -(-slots // tile))
-    return Plan(spec, slots, rows, per_head, tile, ways or _ways(spec), lanes, splits)
+    return Plan(spec, slots, rows, per_head, tile, ways or cheapest_ways(spec), lanes, splits)

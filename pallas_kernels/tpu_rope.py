@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax.pallas_kernels.tpu_columns import Place, load_row
 from kvqjax.pallas_kernels.tpu_plan import Plan
 
-__all__ = ["patterns", "rotated", "store_patterns", "swapped", "table", "turned", "turns"]
+__all__ = ["angles", "patterns", "rotated", "store_patterns", "swapped", "table", "turned", "turns"]
 
 DIGIT = 10  # bits of the lower digit of a position
 SLAB = 16  # rows of a register of bfloat16
@@ -51,17 +51,21 @@ def table(plan: Plan) -> Float[Array, "block C"]:
     return jnp.asarray(both, jnp.float32 if plan.wide else jnp.bfloat16)
 
 
+def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"]:
+    """Positions times rates [C], modulo full turns. In two digits, because float32 resolves the angle of position 2^19
+    to no more than 2^-5."""
+    digits = (positions >> DIGIT, (1 << DIGIT) * rates % (2 * np.pi)), (positions & (1 << DIGIT) - 1, rates)
+    return sum(x[:, None].astype(jnp.float32) * rate[None].astype(np.float32) for x, rate in digits)
+
+
 def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles blocks C"]:
     """cos | sin of the position of every block's first token. ValueError unless blocks are contiguous."""
     stretch = plan.slots // len(positions)
     if stretch % plan.block:
         raise ValueError(f"positions of every {stretch} tokens; this kernel takes {plan.block} in a row")
     first = positions[:, None] + jnp.arange(0, stretch, plan.block, dtype=positions.dtype)[None]
-    # In two digits, because float32 resolves the angle of position 2^19 to no more than 2^-5.
-    frequencies = np.asarray(plan.spec.rope.frequencies, np.float64)
-    digits = (first >> DIGIT, (1 << DIGIT) * frequencies % (2 * np.pi)), (first & (1 << DIGIT) - 1, frequencies)
-    angles = sum(x.reshape(-1, 1).astype(jnp.float32) * _across(rate, plan).astype(np.float32) for x, rate in digits)
-    both = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
+    turn = angles(first.reshape(-1), _across(np.asarray(plan.spec.rope.frequencies, np.float64), plan)[0])
+    both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=1)
     both = jnp.pad(both, ((0, plan.tiles * plan.blocks - len(both)), (0, 0)))
     return both.reshape(plan.tiles, plan.blocks, 2 * plan.lanes)
 

@@ -16,7 +16,7 @@ from kvqjax.pallas_kernels.tpu_columns import dot
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_unpack import offset
 
-__all__ = ["NEVER", "Refs", "prepare"]
+__all__ = ["NEVER", "Refs", "order_scales", "prepare", "write_limits"]
 
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
 
@@ -58,15 +58,15 @@ class Refs(NamedTuple):
 
 def prepare(refs: Refs, plan, tile) -> None:
     """Write limits, scales and factors of tile number `tile`."""
-    _write_limits(refs, plan, tile)
-    _order_scales(refs, plan, tile)
+    write_limits(refs, plan, tile)
+    order_scales(refs, plan, tile)
     _fold_constants(refs, plan, tile)
     tpu_outliers.prepare(refs, plan, tile)
     if plan.spec.key_slots:
         tpu_outliers.add_keys(refs, plan)
 
 
-def _write_limits(refs: Refs, plan, tile):
+def write_limits(refs, plan, tile):
     """What every row may see of this tile, once for all lane groups."""
     first, last = refs.bounds[0, :, 0:1], refs.bounds[0, :, 1:2]
     for base in range(0, plan.tile, plan.block):
@@ -74,7 +74,7 @@ def _write_limits(refs: Refs, plan, tile):
         refs.limits[:, base : base + plan.block] = jnp.where((token >= first) & (token < last), jnp.inf, NEVER)
 
 
-def _order_scales(refs: Refs, plan, tile):
+def order_scales(refs, plan, tile):
     """Bring this tile's value scales and minima into lane order, once for all lane groups."""
     count, stored = (
         plan.value_rows,

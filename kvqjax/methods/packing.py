@@ -5,10 +5,11 @@ from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
 from kvqjax.config import ModelConfig
 from kvqjax.layout import split_bits
 from kvqjax.methods.wiring import Packed
+from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import Outliers, PackedBody, PackedSpec, Rope, Signposts
 from kvqjax.rope import inverse_frequencies
 
-__all__ = ["packed_form"]
+__all__ = ["latent_form", "packed_form"]
 
 
 def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: ModelConfig) -> Packed | None:
@@ -29,17 +30,49 @@ def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: ModelConfig
     return None
 
 
+def latent_form(key: CodecSpec, value: CodecSpec, rank: int, config: ModelConfig) -> Packed | None:
+    """How packed kernels see two latents of `rank` numbers (XQuant), uniform per channel and per token; None for what
+    they do not read."""
+    if not (isinstance(key, Uniform) and isinstance(value, Uniform)) or key.dtype != value.dtype:
+        return None
+    stored = PackedSpec(
+        key_bits=key.bits,
+        value_bits=value.bits,
+        key_group=key.group,
+        value_group=min(value.group, rank),
+        kv_heads=1,
+        head_dim=rank,
+        scales=value.dtype,
+        block=_block(key, value),
+    )
+    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": _rope(config)}
+    epsilon = config.norm_eps if config.qk_norm else 0.0
+
+    def body(weights, constants, stored, positions) -> LatentBody:
+        arrays = _uniform_body(weights, constants, stored, positions)
+        up = constants["k"]["up"].astype(weights["k"].dtype)
+        return LatentBody(arrays, positions, up, weights.get("k_bias"), weights.get("k_norm"))
+
+    return Packed(LatentSpec(stored=stored, epsilon=epsilon, **heads), body)
+
+
+def _rope(config: ModelConfig) -> Rope:
+    return Rope(tuple(map(float, inverse_frequencies(config))), config.rope.attention_factor)
+
+
+def _block(key, value) -> int:
+    """Blocks of 512 tokens are the fastest on CPUs (measured); planes of one bit come in blocks of 1024."""
+    return max(512, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
+
+
 def _spec(key, value, rope: str, config: ModelConfig, **more) -> PackedSpec:
-    before = None
-    if rope == "pre":
-        before = Rope(tuple(map(float, inverse_frequencies(config))), config.rope.attention_factor)
-    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "scales": value.dtype, "rope": before}
-    # Blocks of 512 tokens are the fastest on CPUs (measured); planes of one bit come in blocks of 1024.
-    block = max(512, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
-    return PackedSpec(key_bits=key.bits, value_bits=value.bits, block=block, **shape, **more)
+    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "scales": value.dtype}
+    before = _rope(config) if rope == "pre" else None
+    shape |= {"rope": before, "block": _block(key, value)}
+    return PackedSpec(key_bits=key.bits, value_bits=value.bits, **shape, **more)
 
 
-def _uniform_body(constants, stored, positions) -> PackedBody:
+def _uniform_body(weights, constants, stored, positions) -> PackedBody:
     keys, values = stored["k"], stored["v"]
     (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
     return PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions)
@@ -49,7 +82,7 @@ def _nuq_body(key: Nuq, value: Nuq):
     def outliers(fields) -> Outliers | None:
         return Outliers(*fields["outliers"], *fields["channels"]) if "outliers" in fields else None
 
-    def body(constants, stored, positions) -> PackedBody:
+    def body(weights, constants, stored, positions) -> PackedBody:
         keys, values = stored["k"], stored["v"]
         centre, scale = channel_range(constants["k"])
         (value_scale,), (value_low,) = values["scale"], values["centre"]

@@ -3,7 +3,8 @@
 
 Per layer and cached token, KD = kv_width <= E:  X: 4 E KD;  latents: 4 KD^2;  a difference at full width: 4 E KD + 2 E;
 a difference in latents: 8 E KD (up-projection and [W_k|W_v]); AQUA-KV's linear predictors: 6 KD^2. The papers' formulas
-are these with KD = d/g.
+are these with KD = d/g. They make keys and values anew; a step of few tokens sums XQuant's stored values first and
+multiplies the sum (wiring.SharedValues), and then spends about half of it.
 
 One sequence: every step reads the layers' 16-bit weights once and the cache once, and computes what it does not store.
 Attention's own products and the head are left out, as XQuant's paper leaves them out.

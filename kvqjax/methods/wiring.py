@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec
 from kvqjax.config import ModelConfig
+from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.rope import rotate
 
@@ -73,11 +74,11 @@ def through_heads(
 class Packed(NamedTuple):
     """A body that can be attended to without decoding it: what is static about it, and its arrays as kernels take them,
 
-        body(constants, stored, positions) -> PackedBody
+        body(weights, constants, stored, positions) -> PackedBody or LatentBody
 
     from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]."""
 
-    spec: PackedSpec
+    spec: PackedSpec | LatentSpec
     body: Callable
 
 

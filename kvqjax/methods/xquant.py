@@ -24,6 +24,7 @@ from kvqjax.codecs import Codec, Exact, Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Layer, heads, norm
+from kvqjax.methods.packing import latent_form
 from kvqjax.methods.spec import Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring, shared_until, through_heads
 from kvqjax.rope import rotate
@@ -168,7 +169,8 @@ class LayerInput:
         value = quantiser(self.value_bits or self.bits, **per_token)
         rank = min(config.width, config.kv_width)
         codecs = {name: codec.build(rank) for name, codec in (("k", key), ("v", value))}
-        return latents(config, codecs, clock._replace(sources=("k", "v")))
+        wiring = latents(config, codecs, clock._replace(sources=("k", "v")))
+        return wiring._replace(packed=latent_form(key, value, rank, config))
 
 
 @method_factory

@@ -15,6 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 ALLOWANCE = 1.10
 # Of those recorded; the rest would take ten minutes.
 CASES = ("k2v2-g128", "k3v3-g128", "k4v4-g128", "k8v8-g128", "k2v2-g128-pre", "nuq2")
+LATENT_CASES = ("8b-2", "8b-4")
 CACHE_BYTES = 4e6  # less than one field of the bodies compiled here; small arguments may be copied
 
 pytestmark = [
@@ -38,3 +39,24 @@ def test_bundles_stay_as_recorded(chip):
         assert found["fixed"] <= ALLOWANCE * known["fixed"], found
         assert found["spills"] <= known["spills"], found
         assert found["temp_bytes"] < CACHE_BYTES, found
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "v7x"])
+def test_latent_kernels_stay_as_recorded(chip):
+    """Beside the arguments there is room for one layer's up-projection in bfloat16, 2 MiB, and for ordering its
+    columns; a field of the codes has 17 MB at least."""
+    record = json.loads((FOLDER / "records" / "latent_bundles.json").read_text())[chip]
+    cases = ",".join(name for name in LATENT_CASES if name in record)
+    # The root last on the path: the installed package stays the one that is compiled.
+    script = (
+        "import sys; sys.path.append(sys.argv.pop(1)); from benchmarks import latent_bundles; latent_bundles.main()"
+    )
+    command = [sys.executable, "-Pc", script, str(FOLDER.parent), "--kernel-only", "--chips", chip, "--cases", cases]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [found["case"] for found in lines] == cases.split(",")
+    for found in lines:
+        known = record[found["case"]]
+        assert found["bundles"] <= ALLOWANCE * known["bundles"], found
+        assert found["spills"] <= known["spills"], found
+        assert found["temp_bytes"] < 8e6, found

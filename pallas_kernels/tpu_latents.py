@@ -1,0 +1,209 @@
+"""Decode attention on packed latents as a Pallas TPU kernel: keys are rematerialised tile by tile and never leave the
+chip's vector memory.
+
+The grid is (row, tile). Per tile of S tokens: the key latents are unpacked once, then for each group of heads
+
+    K = x F_p + b                                  on the matrix unit, [S, W]
+    k = K * cos + swap(K) * sin                    tables of offsets inside a tile: the same for every tile,
+    scores = q_p . k                               the query being rotated back by the tile's first position
+
+and, after the online softmax of all query heads, out = sum_t p_t y_t over the value latents, codes first, scales and
+minima folded into the weights as in `tpu`. The columns of F are put in an order in which the first channels of the
+pairs of all heads of a group lie in other lanes than the second ones, so that a rotation moves no lanes.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from kvqjax.attention import Partial
+from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
+from kvqjax.pallas_kernels.packed import PackedBody
+from kvqjax.pallas_kernels.tpu_latents_kernel import kernel
+from kvqjax.pallas_kernels.tpu_latents_plan import LatentPlan, plan_latents
+from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, VMEM_BYTES
+from kvqjax.pallas_kernels.tpu_rope import angles
+from kvqjax.pallas_kernels.tpu_tile import NEVER
+
+__all__ = ["packed_attention"]
+
+
+class Inputs(NamedTuple):
+    """What a call takes besides the latents, in the order of `tpu_latents_tile.Refs`, which has the shapes."""
+
+    queries: Any
+    turns: Any
+    bounds: Any
+    order: Any
+    onehot: Any
+    spread: Any
+    cos: Any
+    sin: Any
+    own: Any
+    up: Any
+    maps: Any
+
+
+def packed_attention(
+    q: Float[Array, "B T H D"],
+    body: LatentBody,
+    layer: Int[Array, ""] | int,
+    start: Int[Array, "B T"],
+    stop: Int[Array, "B T"],
+    spec: LatentSpec,
+    *,
+    ways: int | None = None,
+    tile: int | None = None,
+    interpret: object = False,
+) -> Partial:
+    """Means of the value latents [B, T, H, R] under attention to the rematerialised keys, and the log-sum-exp. Query t
+    of row b sees body tokens start[b, t] <= s < stop[b, t]; `q` carries its rotation and not yet the D^-1/2. Queries,
+    latents and keys are rounded to bfloat16 before they are multiplied."""
+    slots, group = body.slots, q.shape[2] // spec.kv_heads
+    plan = plan_latents(spec, slots, slots // len(body.positions), q.shape[1] * group, ways, tile)
+    ends = jnp.stack([start.min(1) // plan.parts.tile, -(-stop.max(1) // plan.parts.tile)]).astype(jnp.int32)
+    bounds = jnp.stack([start, stop], -1).astype(jnp.int32)
+    bounds = jnp.tile(jnp.repeat(bounds, group, axis=1), (1, plan.heads, 1))
+    bounds = jnp.pad(bounds, ((0, 0), (0, plan.rows - bounds.shape[1]), (0, 0)))
+    layer, stored = jnp.asarray(layer, jnp.int32).reshape(1), body.stored._replace(positions=None)
+    inputs = Inputs(_queries(q, plan), _turns(body.positions, plan), bounds, *_tables(plan), *_maps(body, plan))
+    out, lse = _call(plan, q.shape[0], inputs, stored, interpret)(layer, ends, inputs, stored)
+    return _collect(out, lse, q.shape, plan)
+
+
+def _halves(x, plan: LatentPlan):
+    """[..., K*D] with the first channels of the pairs of each group of heads before the second ones."""
+    x = x.reshape(*x.shape[:-1], plan.groups, plan.heads, 2, plan.spec.head_dim // 2)
+    return jnp.swapaxes(x, -2, -3).reshape(*x.shape[:-4], -1)
+
+
+def _queries(q, plan: LatentPlan) -> Float[Array, "B P M W"]:
+    """Scaled queries of the heads of every group, each in its own head's lanes and zero elsewhere."""
+    batch, length, count, dim = q.shape
+    group = count // plan.spec.kv_heads
+    q = q.astype(jnp.float32).reshape(batch, length, plan.groups, plan.heads, group, 2, dim // 2)
+    q = q.transpose(0, 2, 3, 1, 4, 5, 6) * (LOG2E * dim**-0.5)  # [B, P, heads, T, G, 2, D/2]
+    own = jnp.eye(plan.heads)[None, None, :, None, None, None, :, None]
+    q = (q[..., None, :] * own).reshape(batch, plan.groups, plan.used, plan.lanes)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, plan.rows - plan.used), (0, 0)))
+
+
+def _cos_sin(positions, plan: LatentPlan) -> tuple:
+    """[n, W/2] each, float32."""
+    turn = angles(positions, np.asarray(plan.spec.rope.frequencies, np.float64))
+    return tuple(jnp.tile(f(turn), (1, plan.heads)) for f in (jnp.cos, jnp.sin))
+
+
+def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
+    """Cosine and sine of the first position of every stretch of every tile."""
+    each = plan.parts.slots // len(positions) // plan.stretch
+    first = (positions[:, None] + jnp.arange(each)[None] * plan.stretch).reshape(-1)
+    wanted = plan.parts.tiles * (plan.parts.tile // plan.stretch)
+    first = jnp.pad(first, (0, wanted - first.size))  # the last tile may reach beyond the array
+    return jnp.stack(_cos_sin(first, plan), 1).reshape(plan.parts.tiles, -1, plan.half)
+
+
+def _tables(plan: LatentPlan):
+    """Token of every lane of a block, the one-hot matrix that brings value scales into that order, the one that gives
+    key scales to rows; cosine and sine of every token's offset in its stretch, [S, W/2]; each row's own lanes, [M, W].
+    """
+    parts = plan.parts
+    onehot = np.zeros((parts.period, parts.period), np.float32)
+    onehot[parts.order[: parts.period], np.arange(parts.period)] = 1
+    spread = np.zeros((plan.pattern.size, parts.tile // parts.spec.key_group), np.float32)
+    spread[np.arange(plan.pattern.size), plan.pattern] = 1
+    order = np.concatenate([parts.order + base for base in range(0, parts.tile, parts.block)]) % plan.stretch
+    turned = (x * plan.spec.rope.factor for x in _cos_sin(jnp.asarray(order), plan))
+    own = np.repeat(np.eye(plan.heads), plan.used // plan.heads, 0)
+    own = np.pad(np.tile(np.repeat(own, plan.spec.head_dim // 2, 1), 2), ((0, plan.rows - plan.used), (0, 0)))
+    first = jnp.asarray(parts.order[None], jnp.int32), jnp.asarray(onehot, jnp.bfloat16)
+    return *first, jnp.asarray(spread, jnp.bfloat16), *turned, jnp.asarray(own, jnp.bfloat16)
+
+
+def _maps(body: LatentBody, plan: LatentPlan):
+    """The up-projection [R, K*D] bfloat16, and bias and gain [2, K*D] float32."""
+    width, dim = plan.spec.width, plan.spec.head_dim
+    bias = jnp.zeros(width) if body.bias is None else body.bias.astype(jnp.float32)
+    gain = jnp.ones(dim) if body.gain is None else body.gain.astype(jnp.float32)
+    rows = jnp.stack([bias, jnp.tile(gain, plan.spec.kv_heads)])
+    return _halves(body.up.astype(jnp.bfloat16), plan), _halves(rows, plan)
+
+
+def _collect(out, lse, shape: tuple[int, ...], plan: LatentPlan) -> Partial:
+    """Bring query rows back to [B, T, H]."""
+    batch, length, count, _ = shape
+    group = count // plan.spec.kv_heads
+    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)
+
+    def rows(x):
+        x = x.reshape(batch, plan.groups, plan.rows, -1)[:, :, : plan.used]
+        x = x.reshape(batch, plan.groups, plan.heads, length, group, -1)
+        return x.transpose(0, 3, 1, 2, 4, 5).reshape(batch, length, count, -1)
+
+    return Partial(rows(out), rows(lse)[..., 0])
+
+
+def _scratch(plan: LatentPlan) -> dict:
+    """Working memory by its name in `tpu_latents_tile.Refs`."""
+    parts, rank = plan.parts, plan.spec.rank
+    sizes = dict.fromkeys(("peak", "total", "top"), (parts.rows, 1))
+    sizes |= dict.fromkeys(("scales", "lows"), (parts.tile * parts.value_rows // LANES, LANES))
+    sizes |= dict.fromkeys(("factors", "zeros"), (plan.pattern.size, rank))
+    sizes |= {"limits": (plan.rows, parts.tile), "scores": (parts.rows, parts.tile)}
+    sizes |= {"products": (parts.tile, plan.lanes)}
+    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
+    return memory | {"latents": pltpu.VMEM((parts.tile, rank), jnp.bfloat16)}
+
+
+def _specs(plan: LatentPlan, inputs: Inputs, body: PackedBody, tile):
+    """Block specs of the inputs and of the latents, `tile(b, j, ends)` being the number of the tile that is fetched."""
+    parts = plan.parts
+
+    def rows(array):
+        block = (1, 1, parts.tile * array.shape[2] // parts.slots, array.shape[3])
+        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, tile(b, j, ends), 0))
+
+    def tokens(array):
+        block = (1, 1, array.shape[2], parts.tile)
+        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, 0, tile(b, j, ends)))
+
+    given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0, 0)), inputs)
+    given = given._replace(
+        queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0, 0)),
+        bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
+        turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (tile(b, j, ends), 0, 0)),
+    )
+    by_token = ("value_scale", "value_low")
+    stored = {name: jax.tree.map(tokens if name in by_token else rows, x) for name, x in body._asdict().items()}
+    return given, PackedBody(**stored)
+
+
+def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interpret):
+    """The pallas_call of a plan, taking (layer, ends, inputs, latents)."""
+    parts, rank = plan.parts, plan.spec.rank
+
+    def tile(b, j, ends):
+        return jnp.clip(j, ends[0, b], jnp.maximum(ends[1, b] - 1, ends[0, b]))
+
+    return pl.pallas_call(
+        functools.partial(kernel, plan=plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, parts.tiles),
+            in_specs=_specs(plan, inputs, body, tile),
+            out_specs=[pl.BlockSpec((1, parts.rows, n), lambda b, *_: (b, 0, 0)) for n in (rank, 1)],
+            scratch_shapes=[_scratch(plan)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((batch, parts.rows, n), jnp.float32) for n in (rank, 1)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        name=f"packed_attention_latents_k{parts.spec.key_bits}v{parts.spec.value_bits}_{parts.tile}",
+        interpret=interpret,
+    )

@@ -1,0 +1,137 @@
+"""The body of the TPU kernel on packed latents: one tile of tokens (see `tpu_latents` for the mathematics).
+
+Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its lanes, S tokens of the tile, N
+key groups of the tile, C rows of value scales, R the rank. Scores are base-2 logarithms.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kvqjax.pallas_kernels.tpu_columns import columns, dot, load_row, place_of
+from kvqjax.pallas_kernels.tpu_latents_tile import Refs, each, prepare
+from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
+from kvqjax.pallas_kernels.tpu_tile import NEVER
+
+__all__ = ["kernel"]
+
+
+def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
+    """Grid (row, tile). `ends` holds the first tile of every row and the one after its last."""
+    refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
+    row, tile = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(tile == 0)
+    def _():
+        refs.peak[...] = jnp.full(refs.peak.shape, NEVER)
+        refs.total[...] = jnp.zeros(refs.total.shape)
+        refs.out[...] = jnp.zeros(refs.out.shape)
+
+    @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
+    def _():
+        prepare(refs, plan, tile)
+        each(plan.groups, lambda group: _score_group(refs, plan, group))
+        _soften(refs, plan)
+        each(plan.parts.lane_groups, lambda part: _sum_latents(refs, plan, part))
+
+    @pl.when(tile == pl.num_programs(1) - 1)
+    def _():
+        seen = refs.peak[...] > NEVER / 2
+        refs.out[0] = jnp.where(seen, refs.out[0] / refs.total[...], 0.0)
+        refs.lse[0] = jnp.where(seen, jnp.log(refs.total[...]) + refs.peak[...] / LOG2E, NEVER)
+
+
+def _score_group(refs: Refs, plan, group):
+    """Write the scores of one group of heads, and their maxima. The two steps are loops of their own: side by side they
+    would want more registers than there are."""
+    for piece in range(plan.lanes // plan.columns):
+        each(plan.parts.tile // plan.chunk, functools.partial(_multiply, refs, plan, group, piece))
+    step = functools.partial(_score, refs, plan, group)
+    top = jax.lax.fori_loop(0, plan.parts.tile // plan.slice, step, jnp.full((plan.rows, LANES), NEVER))
+    refs.top[_rows(plan, group)] = top.max(-1, keepdims=True)
+
+
+def _rows(plan, group):
+    return pl.ds(pl.multiple_of(group * plan.rows, 8), plan.rows)
+
+
+def _some(first, count: int):
+    """`count` rows or lanes from a multiple of it on."""
+    return pl.ds(pl.multiple_of(first * count, count), count)
+
+
+def _turned_back(refs: Refs, plan, group, number):
+    """The queries of a group, rotated back by the first position of slice `number`'s stretch: [M, W] bf16."""
+    stretch = jax.lax.div(number, jnp.int32(plan.stretch // plan.slice))
+    cos, sin = (refs.turns[0, pl.ds(2 * stretch + i, 1)] for i in range(2))
+    first, second = refs.queries[0, group, :, : plan.half], refs.queries[0, group, :, plan.half :]
+    turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=1)
+    return turned.astype(jnp.bfloat16)
+
+
+def _multiply(refs: Refs, plan, group, piece: int, chunk):
+    """Keys of a group of heads before bias and rotation: one chunk of tokens, as many columns as the matrix unit has,
+    and as many latents at a time."""
+    tokens, here = _some(chunk, plan.chunk), _some(piece, plan.columns)
+    across = _some(group * (plan.lanes // plan.columns) + piece, plan.columns)
+    for depth in range(0, plan.spec.rank, plan.columns):
+        inner = slice(depth, depth + plan.columns)
+        product = dot(refs.latents[tokens, inner], refs.up[inner, across], 0)
+        refs.products[tokens, here] = product + refs.products[tokens, here] if depth else product
+
+
+def _score(refs: Refs, plan, group, number, top):
+    """Rotate the keys of a slice of tokens by their offsets and meet them with the queries."""
+    tokens, lanes = _some(number, plan.slice), _some(group, plan.lanes)
+    cos, sin = refs.cos[tokens], refs.sin[tokens]
+    keys = refs.products[tokens] + refs.maps[0:1, lanes]
+    size = None
+    if plan.spec.epsilon:  # the norm is one number per token and head: it waits for the scores
+        square = dot(refs.own[...], (keys * keys).astype(jnp.bfloat16), 1)
+        size, keys = jax.lax.rsqrt(square / plan.spec.head_dim + plan.spec.epsilon), keys * refs.maps[1:2, lanes]
+    first, second = keys[:, : plan.half], keys[:, plan.half :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+    scores = dot(_turned_back(refs, plan, group, number), rotated.astype(jnp.bfloat16), 1)
+    scores = jnp.minimum(scores if size is None else scores * size, refs.limits[:, tokens])
+    refs.scores[_rows(plan, group), tokens] = scores
+    return jnp.maximum(top, _lanes(jnp.maximum, scores))
+
+
+def _lanes(operation, x):
+    """[M, S] to [M, 128]: columns of 128 lanes put together."""
+    return functools.reduce(operation, (x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)))
+
+
+def _soften(refs: Refs, plan):
+    """Scores to weights under the raised maxima; rescale what was summed up before."""
+    peak = jnp.maximum(refs.peak[...], refs.top[...])
+    decay = jnp.exp2(refs.peak[...] - peak)
+    total = jnp.zeros((plan.parts.rows, LANES))
+    for lane in range(0, plan.parts.tile, LANES):
+        weights = jnp.exp2(refs.scores[:, lane : lane + LANES] - peak)
+        refs.scores[:, lane : lane + LANES] = weights
+        total = total + weights
+    refs.peak[...] = peak
+    refs.top[...] = decay
+    refs.total[...] = refs.total[...] * decay + total.sum(-1, keepdims=True)
+
+
+def _sum_latents(refs: Refs, plan, part):
+    """Add 128 channels of the tile's value latents, weighted, to the running means."""
+    parts = plan.parts
+    place = place_of(part, parts)
+    row = jax.lax.div(part * LANES, jnp.int32(parts.spec.value_group))
+    lows, product = jnp.zeros((parts.rows, LANES)), jnp.zeros((parts.rows, LANES))
+    for index in range(parts.tile // parts.block):
+        codes = columns(refs.body.value_codes, None, parts.spec.value_bits, place, index, parts, parts.mixed)
+        for i, column in enumerate(codes):
+            begin = index * parts.block + i * parts.column
+            weights = refs.scores[:, begin : begin + parts.column]
+            own = (load_row(x, row, parts.value_rows, begin // LANES, parts.column) for x in (refs.scales, refs.lows))
+            scale, low = (jnp.concatenate([x] * (parts.rows // 8)) for x in own)
+            lows = lows + _lanes(jnp.add, weights * low)
+            product = product + dot((weights * scale).astype(jnp.bfloat16), column, 0)
+    decay = refs.top[...]
+    refs.out[0, :, place.lanes] = refs.out[0, :, place.lanes] * decay + product + lows.sum(-1, keepdims=True)
