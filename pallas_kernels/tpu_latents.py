@@ -29,6 +29,7 @@ from kvqjax.pallas_kernels.tpu_latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu_latents_plan import LatentPlan, plan_latents
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, VMEM_BYTES
 from kvqjax.pallas_kernels.tpu_rope import angles
+from kvqjax.pallas_kernels.tpu_rows import row_bounds
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -68,9 +69,7 @@ def packed_attention(
     slots, group = body.slots, q.shape[2] // spec.kv_heads
     plan = plan_latents(spec, slots, slots // len(body.positions), q.shape[1] * group, ways, tile)
     ends = jnp.stack([start.min(1) // plan.parts.tile, -(-stop.max(1) // plan.parts.tile)]).astype(jnp.int32)
-    bounds = jnp.stack([start, stop], -1).astype(jnp.int32)
-    bounds = jnp.tile(jnp.repeat(bounds, group, axis=1), (1, plan.heads, 1))
-    bounds = jnp.pad(bounds, ((0, 0), (0, plan.rows - bounds.shape[1]), (0, 0)))
+    bounds = row_bounds(start, stop, plan, group)
     layer, stored = jnp.asarray(layer, jnp.int32).reshape(1), body.stored._replace(positions=None)
     inputs = Inputs(_queries(q, plan), _turns(body.positions, plan), bounds, *_tables(plan), *_maps(body, plan))
     out, lse = _call(plan, q.shape[0], inputs, stored, interpret)(layer, ends, inputs, stored)
@@ -79,7 +78,7 @@ def packed_attention(
 
 def _halves(x, plan: LatentPlan):
     """[..., K*D] with the first channels of the pairs of each group of heads before the second ones."""
-    x = x.reshape(*x.shape[:-1], plan.groups, plan.heads, 2, plan.spec.head_dim // 2)
+    x = x.reshape(*x.shape[:-1], plan.groups, plan.shared, 2, plan.spec.head_dim // 2)
     return jnp.swapaxes(x, -2, -3).reshape(*x.shape[:-4], -1)
 
 
@@ -87,9 +86,9 @@ def _queries(q, plan: LatentPlan) -> Float[Array, "B P M W"]:
     """Scaled queries of the heads of every group, each in its own head's lanes and zero elsewhere."""
     batch, length, count, dim = q.shape
     group = count // plan.spec.kv_heads
-    q = q.astype(jnp.float32).reshape(batch, length, plan.groups, plan.heads, group, 2, dim // 2)
+    q = q.astype(jnp.float32).reshape(batch, length, plan.groups, plan.shared, group, 2, dim // 2)
     q = q.transpose(0, 2, 3, 1, 4, 5, 6) * (LOG2E * dim**-0.5)  # [B, P, heads, T, G, 2, D/2]
-    own = jnp.eye(plan.heads)[None, None, :, None, None, None, :, None]
+    own = jnp.eye(plan.shared)[None, None, :, None, None, None, :, None]
     q = (q[..., None, :] * own).reshape(batch, plan.groups, plan.used, plan.lanes)
     return jnp.pad(q, ((0, 0), (0, 0), (0, plan.rows - plan.used), (0, 0)))
 
@@ -97,7 +96,7 @@ def _queries(q, plan: LatentPlan) -> Float[Array, "B P M W"]:
 def _cos_sin(positions, plan: LatentPlan) -> tuple:
     """[n, W/2] each, float32."""
     turn = angles(positions, np.asarray(plan.spec.rope.frequencies, np.float64))
-    return tuple(jnp.tile(f(turn), (1, plan.heads)) for f in (jnp.cos, jnp.sin))
+    return tuple(jnp.tile(f(turn), (1, plan.shared)) for f in (jnp.cos, jnp.sin))
 
 
 def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
@@ -120,7 +119,7 @@ def _tables(plan: LatentPlan):
     spread[np.arange(plan.pattern.size), plan.pattern] = 1
     order = np.concatenate([parts.order + base for base in range(0, parts.tile, parts.block)]) % plan.stretch
     turned = (x * plan.spec.rope.factor for x in _cos_sin(jnp.asarray(order), plan))
-    own = np.repeat(np.eye(plan.heads), plan.used // plan.heads, 0)
+    own = np.repeat(np.eye(plan.shared), plan.used // plan.shared, 0)
     own = np.pad(np.tile(np.repeat(own, plan.spec.head_dim // 2, 1), 2), ((0, plan.rows - plan.used), (0, 0)))
     first = jnp.asarray(parts.order[None], jnp.int32), jnp.asarray(onehot, jnp.bfloat16)
     return *first, jnp.asarray(spread, jnp.bfloat16), *turned, jnp.asarray(own, jnp.bfloat16)
@@ -143,7 +142,7 @@ def _collect(out, lse, shape: tuple[int, ...], plan: LatentPlan) -> Partial:
 
     def rows(x):
         x = x.reshape(batch, plan.groups, plan.rows, -1)[:, :, : plan.used]
-        x = x.reshape(batch, plan.groups, plan.heads, length, group, -1)
+        x = x.reshape(batch, plan.groups, plan.shared, length, group, -1)
         return x.transpose(0, 3, 1, 2, 4, 5).reshape(batch, length, count, -1)
 
     return Partial(rows(out), rows(lse)[..., 0])

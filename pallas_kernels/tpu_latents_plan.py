@@ -15,14 +15,14 @@ TILE = 1024
 
 @dataclasses.dataclass(frozen=True)
 class LatentPlan:
-    """Static choices of one call. `parts` sees the latents as heads of 128 channels with all query rows each; `heads`
+    """Static choices of one call. `parts` sees the latents as heads of 128 channels with all query rows each; `shared`
     KV heads are rematerialised together and have `used` query rows; products take `chunk` tokens, and `columns`
     latents and lanes of keys at a time, as many as the matrix unit has; `slice` tokens are rotated at a time. Every
     `stretch` tokens of a tile have a first position of their own."""
 
     parts: Plan
     spec: LatentSpec
-    heads: int
+    shared: int
     used: int
     chunk: int
     columns: int
@@ -36,12 +36,12 @@ class LatentPlan:
 
     @property
     def groups(self) -> int:
-        return self.spec.kv_heads // self.heads
+        return self.spec.kv_heads // self.shared
 
     @property
     def lanes(self) -> int:
         """Key channels of a group of heads."""
-        return self.heads * self.spec.head_dim
+        return self.shared * self.spec.head_dim
 
     @property
     def half(self) -> int:

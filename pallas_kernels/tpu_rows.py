@@ -24,8 +24,9 @@ def lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
     return jnp.pad(jnp.concatenate(rows, -1), ((0, 0), (0, 0), (0, plan.rows - rows[0].shape[2]), (0, 0)))
 
 
-def row_bounds(start, stop, plan: Plan, group: int) -> Int[Array, "B M 2"]:
-    """First and last visible token of every query row; nothing for the rows of padding."""
+def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
+    """First and last visible token of every query row; nothing for the rows of padding.
+    `plan.shared` KV heads of `group` query heads each are together."""
     both = jnp.stack([start, stop], -1).astype(jnp.int32)
     rows = jnp.tile(jnp.repeat(both, group, axis=1), (1, plan.shared, 1))
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
