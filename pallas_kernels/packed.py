@@ -157,11 +157,11 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         yield name, getattr(body, name), shape
     yield "value_low", body.value_low, (*lead, spec.width // spec.value_group, slots)
     yield "value_scale", body.value_scale, (*lead, spec.width // spec.value_group, slots)
-    if spec.datatype == "nuq":
+    if body.signposts is not None:
         yield "signposts.key", body.signposts.key, (2**spec.key_bits,)
         yield "signposts.value", body.signposts.value, (2**spec.value_bits,)
     for name, count in (("key_outliers", spec.key_slots), ("value_outliers", spec.value_slots)):
-        for array in getattr(body, name) if count else ():
+        for array in getattr(body, name) or ():
             yield name, array, (*lead, count, slots)
 
 
@@ -173,8 +173,16 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
     slots = body.value_scale.shape[-1]
     if slots % spec.unit:
         raise ValueError(f"a body of {slots} slots; want a multiple of {spec.unit}")
-    if spec.rope is not None and slots % (spec.unit * len(body.positions)):
-        raise ValueError(f"positions: got {len(body.positions)} for {slots} slots; want stretches of {spec.unit}")
+    count = 0 if body.positions is None else len(body.positions)
+    if spec.rope is not None and (not count or slots % (spec.unit * count)):
+        raise ValueError(f"positions: got {count} for {slots} slots; want stretches of {spec.unit}")
+    for name, wanted in (
+        ("signposts", spec.datatype == "nuq"),
+        ("key_outliers", spec.key_slots > 0),
+        ("value_outliers", spec.value_slots > 0),
+    ):
+        if wanted and getattr(body, name) is None:
+            raise ValueError(f"{name}: got None, want those of {spec}")
     for name, array, shape in _wanted(body, spec, body.value_scale.shape[:1] + q.shape[:1]):
         if array.shape != shape:
             raise ValueError(f"{name}: got {array.shape}, want {shape}")

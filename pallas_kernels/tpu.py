@@ -69,11 +69,11 @@ def packed_attention(
     check(q, body, spec)
     if (spec.datatype == "nuq") != (spec.key_group == 0) or (spec.datatype == "nuq" and spec.rope is None):
         raise ValueError(f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only")
-    if (spec.key_slots or spec.value_slots) and spec.head_dim > LANES:
-        raise ValueError(f"{spec}: this kernel has outliers of heads of up to {LANES} channels")
     if spec.scales != "bfloat16":
         raise ValueError(f"scales={spec.scales!r}; the TPU kernel takes bfloat16 scales")
     plan = make_plan(q, body, spec, ways, tile, splits)
+    if (spec.key_slots or spec.value_slots) and plan.lanes != LANES:
+        raise ValueError(f"{spec}: this kernel has outliers of heads that fill {LANES} lanes")
     if plan.tile % plan.block:
         raise ValueError(f"tiles of {plan.tile} tokens; want a multiple of {plan.block}")
     ends = jnp.stack([start.min(1) // plan.tile, -(-stop.max(1) // plan.tile)]).astype(jnp.int32)
@@ -85,10 +85,8 @@ def packed_attention(
 
 def _stored(body: PackedBody) -> PackedBody:
     """What the kernel reads of a body as it lies; constants of a layer get an axis for the rows of a register."""
-    key = (x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low))
-    return PackedBody(body.key_codes, *key, body.value_codes, body.value_scale, body.value_low)._replace(
-        key_outliers=body.key_outliers, value_outliers=body.value_outliers
-    )
+    scale, low = (x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low))
+    return body._replace(key_scale=scale, key_low=low, positions=None, signposts=None)
 
 
 def _inputs(q, start, stop, body: PackedBody, plan: Plan) -> Inputs:
@@ -97,15 +95,15 @@ def _inputs(q, start, stop, body: PackedBody, plan: Plan) -> Inputs:
     onehot[plan.order[: plan.period], np.arange(plan.period)] = 1
     queries, bounds = lane_queries(q, plan), row_bounds(start, stop, plan, q.shape[2] // spec.kv_heads)
     first = Inputs(queries, bounds, jnp.asarray(plan.order[None], jnp.int32), jnp.asarray(onehot, jnp.bfloat16))
-    if spec.rope is not None:
+    if spec.rope is not None and body.positions is not None:
         first = first._replace(table=tpu_rope.table(plan), turns=tpu_rope.turns(body.positions, plan) * plan.spread)
         if not plan.wide:
             first = first._replace(patterns=tpu_rope.patterns(plan))
-    if spec.datatype == "nuq":
+    if body.signposts is not None:
         pairs = zip(body.signposts, (spec.key_bits, spec.value_bits), strict=True)
         key, value = (pair_table(x, bits) if plan.paired else x[None] for x, bits in pairs)
         first = first._replace(key_signposts=key, value_signposts=value)
-    if spec.key_slots or spec.value_slots:
+    if body.signposts is not None and (spec.key_slots or spec.value_slots):
         ends = jnp.stack([x.astype(jnp.bfloat16).astype(jnp.float32)[jnp.array([0, -1])] for x in body.signposts])
         first = first._replace(ends=ends, rates=jnp.asarray(tpu_outliers.rates(plan)))
     return first

@@ -92,10 +92,11 @@ def _advance(refs: Refs, plan, before: Place, place: Place, peak):
     summing, scoring = _sum(refs, plan, before, peak), _score(refs, plan, place)
     # 512 tokens in turn, so that every matrix unit gets products of keys and of values; less where registers are short.
     count = plan.stretch // plan.column
-    for _ in range(0, plan.tile, count * plan.column):
-        *_, sums = itertools.islice(summing, count)
-        *_, top = itertools.islice(scoring, count)
-    return sums, top
+    last = [
+        (list(itertools.islice(summing, count))[-1], list(itertools.islice(scoring, count))[-1])
+        for _ in range(0, plan.tile, count * plan.column)
+    ]
+    return last[-1]
 
 
 def _score(refs: Refs, plan, place: Place):

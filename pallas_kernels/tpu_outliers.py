@@ -78,7 +78,7 @@ def _stage(staged, given, plan: Plan, tile, rows: int) -> None:
 
 def rates(plan: Plan) -> np.ndarray:
     """Turns per position on every lane of a lane group, [1, W] float32."""
-    return (np.tile(plan.spec.rope.frequencies, 2 * plan.shared)[None] / (2 * np.pi)).astype(np.float32)
+    return (np.tile(plan.frequencies, 2 * plan.shared)[None] / (2 * np.pi)).astype(np.float32)
 
 
 def _cosine(turns):

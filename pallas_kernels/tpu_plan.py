@@ -74,10 +74,15 @@ class Plan:
         return max(32 * self.ways, widest)
 
     @property
+    def frequencies(self) -> np.ndarray:
+        """Angle per position of each pair of channels, for keys before RoPE."""
+        return np.asarray(() if self.spec.rope is None else self.spec.rope.frequencies, np.float64)
+
+    @property
     def stretch(self) -> int:
         """Tokens of keys, and of values, that are worked off in turn."""
-        if self.spec.value_slots:
-            return 256
+        if self.spec.value_slots and self.spec.value_bits == 2:
+            return 256  # 512 spill
         return 512 if self.spec.datatype == "nuq" else max(512, self.block)
 
     @property

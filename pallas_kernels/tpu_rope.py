@@ -46,7 +46,7 @@ def table(plan: Plan) -> Float[Array, "block C"]:
     order = plan.order
     if plan.wide:
         order = order.reshape(-1, plan.column // 2, 2).swapaxes(1, 2).reshape(-1)
-    angles = order[:, None] * _across(plan.spec.rope.frequencies, plan)
+    angles = order[:, None] * _across(plan.frequencies, plan)
     both = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
     return jnp.asarray(both, jnp.float32 if plan.wide else jnp.bfloat16)
 
@@ -64,7 +64,7 @@ def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles blocks
     if stretch % plan.block:
         raise ValueError(f"positions of every {stretch} tokens; this kernel takes {plan.block} in a row")
     first = positions[:, None] + jnp.arange(0, stretch, plan.block, dtype=positions.dtype)[None]
-    turn = angles(first.reshape(-1), _across(np.asarray(plan.spec.rope.frequencies, np.float64), plan)[0])
+    turn = angles(first.reshape(-1), _across(plan.frequencies, plan)[0])
     both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=1)
     both = jnp.pad(both, ((0, plan.tiles * plan.blocks - len(both)), (0, 0)))
     return both.reshape(plan.tiles, plan.blocks, 2 * plan.lanes)
