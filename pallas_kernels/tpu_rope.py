@@ -54,8 +54,9 @@ def table(plan: Plan) -> Float[Array, "block C"]:
 def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"]:
     """Positions times rates [C], modulo full turns. In two digits, because float32 resolves the angle of position 2^19
     to no more than 2^-5."""
-    digits = (positions >> DIGIT, (1 << DIGIT) * rates % (2 * np.pi)), (positions & (1 << DIGIT) - 1, rates)
-    return sum(x[:, None].astype(jnp.float32) * rate[None].astype(np.float32) for x, rate in digits)
+    high, low = (x[:, None].astype(jnp.float32) for x in (positions >> DIGIT, positions & (1 << DIGIT) - 1))
+    turn = (1 << DIGIT) * rates % (2 * np.pi)
+    return high * turn[None].astype(np.float32) + low * rates[None].astype(np.float32)
 
 
 def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles blocks C"]:

@@ -66,10 +66,10 @@ def _block(key, value) -> int:
 
 
 def _spec(key, value, rope: str, config: ModelConfig, **more) -> PackedSpec:
-    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "scales": value.dtype}
+    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block": _block(key, value)}
     before = _rope(config) if rope == "pre" else None
-    shape |= {"rope": before, "block": _block(key, value)}
-    return PackedSpec(key_bits=key.bits, value_bits=value.bits, **shape, **more)
+    bits = {"key_bits": key.bits, "value_bits": value.bits}
+    return PackedSpec(scales=value.dtype, rope=before, **bits, **shape, **more)
 
 
 def _uniform_body(weights, constants, stored, positions) -> PackedBody:
