@@ -127,7 +127,7 @@ def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
     operands = Operands(queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low)
     if spec.rope is not None:
         operands = operands._replace(turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec))
-    if spec.datatype == "nuq":
+    if body.signposts is not None:
         factors = jnp.stack([body.key_scale, body.key_low]).reshape(2, spec.kv_heads, 1, spec.head_dim)
         operands = operands._replace(
             key_scale=to_bits(factors.swapaxes(0, 1).astype(jnp.bfloat16)),

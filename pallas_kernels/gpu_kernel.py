@@ -7,7 +7,6 @@ on their way while values are worked off, its values while keys are. `gpu_keys` 
 Shapes in comments: R query rows (a multiple of 8), D channels.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -66,12 +65,17 @@ def kernel(limits, data: Operands, held: Memory, results, plan):
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     begin, end = gpu_parts.share(ends, row, split, plan.splits)
     where = (ends[2, row], row, head)
-    fetch = functools.partial(_fetch, data, held, plan, where)
+
+    def fetch_keys(tile):
+        _fetch(_keys(plan).copies, data, held.keys, held.keys_here, plan, where, tile)
+
+    def fetch_values(tile):
+        _fetch(gpu_values.copies, data, held.values, held.values_here, plan, where, tile)
 
     @pl.when(begin < end)
     def _():
-        fetch("keys", begin)
-        fetch("values", begin)
+        fetch_keys(begin)
+        fetch_values(begin)
 
     queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
     _keys(plan).start(data, held.keys, plan, where, queries, held.shared_here)
@@ -80,20 +84,16 @@ def kernel(limits, data: Operands, held: Memory, results, plan):
 
     def step(number, state):
         quad = Quad(lax.div(number, plan.quads), lax.rem(number, plan.quads))
-        return _fold(data, held, plan, fetch, quad, end, queries, limits, state)
+        return _fold(data, held, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state)
 
     state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows)
     state = lax.fori_loop(begin * plan.quads, end * plan.quads, step, state)
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 
 
-def _fetch(data: Operands, held: Memory, plan, where, name: str, tile) -> None:
-    """Start copying the keys or the values of a tile."""
-    module, target, here = {
-        "keys": (_keys(plan), held.keys, held.keys_here),
-        "values": (gpu_values, held.values, held.values_here),
-    }[name]
-    for source, into in module.copies(data, target, plan, where, tile):
+def _fetch(copies, data: Operands, target, here, plan, where, tile) -> None:
+    """Start copying a tile."""
+    for source, into in copies(data, target, plan, where, tile):
         plgpu.copy_gmem_to_smem(source, into, here)
 
 
@@ -108,7 +108,7 @@ def _fold(data: Operands, held: Memory, plan, fetch, quad: Quad, end, queries, l
     plgpu.commit_smem()
     scores = _masked(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
     plgpu.commit_smem()  # all threads have read the keys
-    pl.when(more_to_come)(lambda: fetch("keys", quad.tile + 1))
+    pl.when(more_to_come)(lambda: fetch[0](quad.tile + 1))
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(held.values_here))
 
@@ -119,7 +119,7 @@ def _fold(data: Operands, held: Memory, plan, fetch, quad: Quad, end, queries, l
         plgpu.commit_smem()  # the weights are written
         sums = gpu_values.weigh(values, plan, quad, tables[1])
         plgpu.commit_smem()  # the values are read
-        pl.when(more_to_come)(lambda: fetch("values", quad.tile + 1))
+        pl.when(more_to_come)(lambda: fetch[1](quad.tile + 1))
         return sums
 
     return gpu_parts.fold(state, scores, write_weights, weigh)

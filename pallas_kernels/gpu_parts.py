@@ -128,9 +128,8 @@ def fold(state: State, scores, write_weights, weigh) -> State:
     decay = jnp.exp2(state.peak - peak)
     total, low = write_weights(peak)
     sums = weigh()
-    acc = tuple(old * along(decay, old) + new for old, new in zip(state.acc, sums, strict=True))
-    grown = (old * along(decay, old) + new for old, new in zip((state.total, state.low), (total, low), strict=True))
-    return State(peak, *grown, acc)
+    total, low = state.total * along(decay, total) + total, state.low * along(decay, low) + low
+    return State(peak, total, low, tuple(x * along(decay, x) + y for x, y in zip(state.acc, sums, strict=True)))
 
 
 def finish(state: State, out, lse):

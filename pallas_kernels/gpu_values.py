@@ -63,9 +63,11 @@ def weigh(values: Values, plan, quad: Quad, table) -> tuple:
     def run(acc, first):
         words = [x.at[:, pl.ds(first, CHANNELS)] for x in values.codes]
         nibbles = gpu_unpack.value_nibbles(words, bits, quad)
-        found = gpu_lookup.look_up(nibbles, table, bits) if plan.signposts else None
-        for step in range(STEPS):
-            left = found[step] if plan.signposts else gpu_unpack.codes(nibbles, step, bits)
+        if plan.signposts:
+            lefts = gpu_lookup.look_up(nibbles, table, bits)
+        else:  # one after the other, not all at once: they take registers
+            lefts = (gpu_unpack.codes(nibbles, step, bits) for step in range(STEPS))
+        for step, left in enumerate(lefts):
             plgpu.wgmma(acc, left, values.weights.at[step].transpose((1, 0)))
             plgpu.wgmma_wait(0)
         return acc[...]

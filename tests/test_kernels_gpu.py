@@ -31,7 +31,7 @@ from kvqjax.pallas_kernels import (
 BODIES = (gpu_exact, gpu_kernel, gpu_keys, gpu_lookup, gpu_parts, gpu_rope, gpu_unpack, gpu_values)
 # Two query tokens and two splits; a tile in two quads; two tiles in a block of single bits.
 GROUPS = {"key_group": 128, "value_group": 128, "kv_heads": 1, "head_dim": 128, "group": 4}
-FOUR = Case(key_bits=4, value_bits=4, length=2, slots=768, **GROUPS)
+FOUR = Case(key_bits=4, value_bits=4, length=2, slots=512, **GROUPS)
 TWO = Case(key_bits=2, value_bits=2, slots=1024, **GROUPS)
 THREE = Case(key_bits=3, value_bits=3, slots=1024, **GROUPS)
 CASES = [
