@@ -71,7 +71,8 @@ def packed_attention(
     ends = jnp.stack([start.min(1) // plan.parts.tile, -(-stop.max(1) // plan.parts.tile)]).astype(jnp.int32)
     bounds = row_bounds(start, stop, plan, group)
     layer, stored = jnp.asarray(layer, jnp.int32).reshape(1), body.stored._replace(positions=None)
-    inputs = Inputs(_queries(q, plan), _turns(body.positions, plan), bounds, *_tables(plan), *_maps(body, plan))
+    rows = {"queries": _queries(q, plan), "turns": _turns(body.positions, plan), "bounds": bounds}
+    inputs = Inputs(**rows, **_tables(plan), **_maps(body, plan))
     out, lse = _call(plan, q.shape[0], inputs, stored, interpret)(layer, ends, inputs, stored)
     return _collect(out, lse, q.shape, plan)
 
@@ -108,7 +109,7 @@ def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
     return jnp.stack(_cos_sin(first, plan), 1).reshape(plan.parts.tiles, -1, plan.half)
 
 
-def _tables(plan: LatentPlan):
+def _tables(plan: LatentPlan) -> dict:
     """Token of every lane of a block, the one-hot matrix that brings value scales into that order, the one that gives
     key scales to rows; cosine and sine of every token's offset in its stretch, [S, W/2]; each row's own lanes, [M, W].
     """
@@ -118,20 +119,20 @@ def _tables(plan: LatentPlan):
     spread = np.zeros((plan.pattern.size, parts.tile // parts.spec.key_group), np.float32)
     spread[np.arange(plan.pattern.size), plan.pattern] = 1
     order = np.concatenate([parts.order + base for base in range(0, parts.tile, parts.block)]) % plan.stretch
-    turned = (x * plan.spec.rope.factor for x in _cos_sin(jnp.asarray(order), plan))
+    cos, sin = (x * plan.spec.rope.factor for x in _cos_sin(jnp.asarray(order), plan))
     own = np.repeat(np.eye(plan.shared), plan.used // plan.shared, 0)
     own = np.pad(np.tile(np.repeat(own, plan.spec.head_dim // 2, 1), 2), ((0, plan.rows - plan.used), (0, 0)))
-    first = jnp.asarray(parts.order[None], jnp.int32), jnp.asarray(onehot, jnp.bfloat16)
-    return *first, jnp.asarray(spread, jnp.bfloat16), *turned, jnp.asarray(own, jnp.bfloat16)
+    ones = {name: jnp.asarray(x, jnp.bfloat16) for name, x in (("onehot", onehot), ("spread", spread), ("own", own))}
+    return {"order": jnp.asarray(parts.order[None], jnp.int32), "cos": cos, "sin": sin, **ones}
 
 
-def _maps(body: LatentBody, plan: LatentPlan):
+def _maps(body: LatentBody, plan: LatentPlan) -> dict:
     """The up-projection [R, K*D] bfloat16, and bias and gain [2, K*D] float32."""
     width, dim = plan.spec.width, plan.spec.head_dim
     bias = jnp.zeros(width) if body.bias is None else body.bias.astype(jnp.float32)
     gain = jnp.ones(dim) if body.gain is None else body.gain.astype(jnp.float32)
     rows = jnp.stack([bias, jnp.tile(gain, plan.spec.kv_heads)])
-    return _halves(body.up.astype(jnp.bfloat16), plan), _halves(rows, plan)
+    return {"up": _halves(body.up.astype(jnp.bfloat16), plan), "maps": _halves(rows, plan)}
 
 
 def _collect(out, lse, shape: tuple[int, ...], plan: LatentPlan) -> Partial:
