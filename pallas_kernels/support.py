@@ -35,7 +35,8 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 # Groups of 128 tokens and of as many channels as a head has; head_dim 128 unless said otherwise. On TPUs groups of 32,
 # 3 bits on all but v6e, head_dim 96, and 8 bits on v5e and v5p compile but spill. Keys of 4 and values of 2 bits do not
 # on v6e and v7x, but are not dispatched yet. Before RoPE these spill: kivi_star with 4 bits on v5e and v5p, with 3 bits
-# on v5p; kvquant with 4 bits on v5e and v5p, with 3 bits on v7x. Up to 12 outlier slots for keys, and for values.
+# on v5p; kvquant with 4 bits on v5e and v5p, with 3 bits on v7x, and with outliers on v7x, where the outliers are copied
+# as well. There may be up to 12 outlier slots for keys, and for values.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row("v6e", compiled=("sm90",)),
@@ -52,7 +53,7 @@ ROWS = {
     "kvquant 3 bits": _row("v5p", "v6e", fast=("v5e",), compiled=("sm90",)),
     "kvquant 4 bits": _row("v6e", "v7x", compiled=("sm90",)),
     "kvquant 2 bits, outliers": _row("v5e", "v6e"),
-    "kvquant 3 bits, outliers": _row("v5e"),
+    "kvquant 3 bits, outliers": _row("v5e", "v6e"),
     "commvq": _row(),
     "higgs": _row(),
     "aqua": _row(),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, filled, load_row, pick, place_of, quotient
-from kvqjax.pallas_kernels.tpu_outliers import add_values
+from kvqjax.pallas_kernels.tpu_outlier_values import add_values
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_scores import rotated_scores, unrotated_scores
 from kvqjax.pallas_kernels.tpu_tile import NEVER, Refs, prepare

@@ -8,7 +8,7 @@ centre is rounded; by at most that much an outlier can lie inside, where the out
 With y and y~ as in `tpu_rope`, w = D h + l the slot's channel and t a token counted from its block's first,
 
     score_h,t += d (cos(t)_l y_l + sin(t)_l y~_l)         y_l being gathered along the lanes, one slot of 128 tokens
-    out_h,l   += sum over t with channel l of p_h,t d     a product with a one-hot matrix that all heads share
+    out_h,l   += sum over t with channel l of p_h,t d     see `tpu_outlier_values`
 
 Slots come with tokens on the lanes, like scales, and are brought into lane order with them. l here is the lane within a
 lane group of 128, of one head or several.
@@ -19,15 +19,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.layout import from_bits
-from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows, load_row
+from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows
 from kvqjax.pallas_kernels.tpu_plan import LANES, SHARE, Plan
 from kvqjax.pallas_kernels.tpu_rope import turned
 
-__all__ = ["add_keys", "add_values", "prepare", "rates", "scratch"]
+__all__ = ["add_keys", "difference", "padded", "prepare", "rates", "scratch", "split"]
 
 # sin(2 pi x) / x in powers of x^2: 4e-6 off at most for |x| <= 1/4
 SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(5)]
@@ -99,12 +98,12 @@ def _take(table, lanes):
     return jnp.concatenate(rows)
 
 
-def _split(slots):
+def split(slots):
     """Values, lanes and lane groups of slots [3R, n]."""
     return jnp.split(slots, 3)
 
 
-def _difference(value, scale, centre, ends, which: int):
+def difference(value, scale, centre, ends, which: int):
     """Outliers less their dense numbers."""
     end = jnp.where(value > centre, ends[which, 1], ends[which, 0])
     return value - scale * end - centre
@@ -117,7 +116,7 @@ def add_keys(refs, plan: Plan) -> None:
     rows = padded(plan.spec.key_slots)
     for first in range(0, plan.tile, LANES):
         lanes, within = slice(first, first + LANES), first % plan.block
-        index = _split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
+        index = split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
         token = jnp.broadcast_to(refs.order[:, within : within + LANES].astype(jnp.float32), index.shape)
         turns = _take(rate, index) * token
         refs.waves[:rows, lanes], refs.waves[rows:, lanes] = _cosine(turns), _cosine(turns - 0.25)
@@ -129,9 +128,9 @@ def _add_group(refs, plan: Plan, group) -> None:
     scale, centre = (x[:8] for x in key_rows(refs, plan, group, 0))
     for first in range(0, plan.tile, LANES):
         lanes = slice(first, first + LANES)
-        value, lane, owner = _split(refs.key_slots[:, lanes])
+        value, lane, owner = split(refs.key_slots[:, lanes])
         index = lane.astype(jnp.int32)
-        change = _difference(value, _take(scale, index), _take(centre, index), refs.ends, 0)
+        change = difference(value, _take(scale, index), _take(centre, index), refs.ends, 0)
         change = jnp.where(owner == group.astype(jnp.float32), change, 0.0)
         refs.changes[:rows, lanes] = change * refs.waves[:rows, lanes]
         refs.changes[rows:, lanes] = change * refs.waves[rows:, lanes]
@@ -163,51 +162,3 @@ def _take_rows(table, index):
         for first in range(0, table.shape[0], 8)
     ]
     return jnp.concatenate(rows)
-
-
-def add_values(refs, plan: Plan) -> None:
-    """Add what outliers of values change to the running outputs, once the weights of all lane groups are known."""
-    heads = math.gcd(plan.lane_groups, SHARE)
-    columns = plan.tile // LANES
-
-    def step(turn, _):
-        first = jax.lax.div(turn, jnp.int32(columns)) * heads
-        column = jax.lax.rem(turn, jnp.int32(columns))
-        _add_column(refs, plan, first, heads, column)
-
-    jax.lax.fori_loop(0, plan.lane_groups // heads * columns, step, None)
-
-
-def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
-    """The part of 128 tokens of the tile and of `heads` lane groups from `first` on."""
-    rows, total = padded(plan.spec.value_slots), jnp.zeros((heads * plan.rows, LANES))
-    lanes = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
-    value, _, owner = _split(refs.value_slots[:, lanes])
-    scale, low = (
-        jnp.concatenate([load_row(ref, 0, 1, column, LANES)] * (rows // 8)) for ref in (refs.scales, refs.lows)
-    )
-    change = _difference(value, scale, low, refs.ends, 1)
-    for i in range(heads):
-        refs.shares[i] = jnp.where(owner == (first + i).astype(jnp.float32), change, 0.0)
-    weights = refs.weights.at[pl.ds(first, heads), :, lanes]
-    at_once = 2 if plan.spec.target in ("v6e", "v7x") else 1  # fills the matrix unit
-    for slot in range(0, plan.spec.value_slots, at_once):
-        some = range(slot, min(slot + at_once, plan.spec.value_slots))
-        scaled = jnp.concatenate([_scaled(weights, refs.shares, plan, i) for i in some], axis=1)
-        named = [jnp.broadcast_to(refs.value_slots[rows + i : rows + i + 1, lanes], (8, LANES)) for i in some]
-        total = total + dot(scaled, jnp.concatenate([_onehot(lane) for lane in named], axis=1), 1)
-    for i in range(heads):
-        refs.out[0, 0, first + i] += total[i * plan.rows : (i + 1) * plan.rows]
-
-
-def _scaled(weights, shares, plan: Plan, slot: int):
-    """Weights of some lane groups [n, M, 128] times what a slot changes in each, [n*M, 128] bfloat16."""
-    own = (filled(jnp.broadcast_to(shares[i, slot : slot + 1], (8, LANES)), plan) for i in range(weights.shape[0]))
-    return jnp.concatenate([weights[i] * share for i, share in enumerate(own)]).astype(jnp.bfloat16)
-
-
-def _onehot(lane):
-    """[128 lanes, 128 tokens] bfloat16: 1 where a token's slot names the lane; `lane` [8, 128] of equal rows."""
-    row = jax.lax.broadcasted_iota(jnp.int32, lane.shape, 0).astype(jnp.float32)
-    ones = [jnp.where(lane - first == row, 1.0, 0.0) for first in range(0, LANES, 8)]
-    return jnp.concatenate(ones).astype(jnp.bfloat16)
