@@ -58,7 +58,7 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     np.testing.assert_allclose(found, plain, atol=0.02 * np.abs(plain).max())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [METHODS[0], "kvquant:bits=2,outliers=0,sinks=3"])
 def test_elsewhere_the_general_path(method):
     """Traced for a TPU, run on a CPU."""
     model, cache = filled(method)
