@@ -37,6 +37,7 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 # on v6e and v7x, but are not dispatched yet. Before RoPE these spill: kivi_star with 4 bits on v5e and v5p, with 3 bits
 # on v5p; kvquant with 4 bits on v5e and v5p, with 3 bits on v7x. With outliers (up to 12 slots) kvquant of 2 and 3 bits
 # does not spill on v5e and v6e and is correct, but a decode loop then copies the slots, so no cache uses it.
+# XQuant: latents of the sizes in `dispatch`; 3 bits spill on v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row("v6e", compiled=("sm90",)),
