@@ -57,5 +57,6 @@ def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: M
     angles = jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))  # [*B, T, D/2]
     cos = jnp.cos(angles)[..., None, :] * config.rope.attention_factor
     sin = jnp.sin(angles)[..., None, :] * config.rope.attention_factor
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    first, second = halves[..., 0, :], halves[..., 1, :]
+    return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-2).reshape(x.shape).astype(x.dtype)

@@ -37,12 +37,25 @@ def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
     return ring_tokens(ring, jnp.maximum(end - ring, 0))
 
 
+def _cut(x, at, row, start, size: int):
+    """`size` consecutive rows of one row of `x`, [size, W]; a slice, because a gather is slow on TPUs."""
+    begin, whole = (*at, row, start, 0), (1,) * (len(at) + 1)
+    return row_major(jax.lax.dynamic_slice(x, begin, (*whole, size, x.shape[-1]))).reshape(size, -1)
+
+
 def gather_tile(window, new, at, row, token, size: int, held):
-    """Tokens `token .. token + size - 1` of one row: [size, W] from the ring where they are older than body token
-    `held`, else from `new` whose first token is `held`. `at` indexes the arrays' leading axes before the row."""
-    tokens = token + jnp.arange(size)
-    ring = window[(*at, row, tokens % window.shape[-2])]
-    fresh = new[(*at, row, jnp.clip(tokens - held, 0, new.shape[-2] - 1))]
+    """Tokens `token .. token + size - 1` of one row, `token` a multiple of `size`: [size, W] from the ring where they
+    are older than body token `held`, else from `new` whose first token is `held`. `at` indexes the arrays' leading
+    axes before the row."""
+    tokens, slots, length = token + jnp.arange(size), window.shape[-2], new.shape[-2]
+    if slots % size == 0:  # a tile never wraps
+        ring = _cut(window, at, row, token % slots, size)
+    else:
+        ring = window[(*at, row, tokens % slots)]
+    if length == 1:
+        fresh = jnp.broadcast_to(_cut(new, at, row, 0, 1), ring.shape)
+    else:
+        fresh = new[(*at, row, jnp.clip(tokens - held, 0, length - 1))]
     return jnp.where((tokens < held)[:, None], ring, fresh)
 
 
@@ -139,9 +152,11 @@ def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry)
     clocks, length = run.wiring.clocks, next(iter(new.values())).shape[1]
 
     def tile_step(clock, row, token, size, state):
+        if size > length:
+            return state  # no tile of a prompt this short is ever due
         body, new, carry = state
-        tile = {s: gather_tile(new[s], new[s], (), row, token, size, held[row]) for s in clock.sources}
         start = jnp.clip(token - held[row], 0, length - size)
+        tile = {s: _cut(new[s], (), row, start, size) for s in clock.sources}
         part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
         body, recon, part = encode_tile(run, body, (layer, row), clock, token % run.slots, tile, constants, part)
         carry = {
