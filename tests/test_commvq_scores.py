@@ -75,8 +75,8 @@ def test_the_reordered_value_product_equals_the_published_output(bits):
     config = model(4, 2, golden["v"].shape[-1] // 2, RopeConfig())
     wiring = commvq(bits=bits, rounds=1, levels=8).layer.build(config)
     assert wiring.shared.width == golden["bits"].shape[-1]
-    mass = jnp.einsum("bhn,bni->bhi", attn, wiring.shared.read(constants, payload), precision="highest")
-    late = wiring.shared.finish(constants, mass[:, None])[:, 0]
+    mass = jnp.einsum("bhn,bni->bhi", attn, wiring.shared.read({}, constants, payload, {}), precision="highest")
+    late = wiring.shared.finish({}, constants, mass[:, None])[:, 0]
     decoded = jnp.repeat(wiring.codecs["v"].decode(constants["v"], payload["v"]).reshape(1, 40, 2, -1), 2, axis=2)
     early = jnp.einsum("bhn,bnhd->bhd", attn, decoded, precision="highest")
     for out in (late, early):

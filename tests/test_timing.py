@@ -28,12 +28,13 @@ def test_attention_benchmark_checks_what_it_times(monkeypatch, tmp_path, capsys)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     out = tmp_path / "deep" / "record.json"
-    words = "--contexts 1024 --batches 1 --groups 2 --bits 2 --kv-heads 1 --repeats 1 --inner 1 --copy-mib 1 --out"
+    words = "--contexts 1024 --batches 1 --groups 2 --forms kivi --bits 2 --kv-heads 1 --repeats 1 --inner 1"
+    words += " --copy-mib 1 --out"
     monkeypatch.setattr(sys, "argv", ["decode_attention", *words.split(), str(out)])
     script.main()
     report = json.loads(out.read_text())
     exact, packed = report["rows"]
-    assert (exact["way"], packed["way"]) == ("bfloat16, xla", "2 bits, reference")
+    assert (exact["way"], packed["way"]) == ("bfloat16, xla", "kivi 2 bits, reference")
     assert exact["speed_against_bfloat16"] == 1
     assert 0 < exact["error"] < script.WRONG
     assert packed["copy"] > 0
