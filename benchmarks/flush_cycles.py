@@ -1,6 +1,6 @@
 """What encoding costs beside reading, by XLA's own estimate for a TPU: how much a kernel for encoding could save.
 
-    python -m benchmarks.flush_cycles [--chip v6e] [--methods SPEC ...] [--context 8192] [--write]
+    python benchmarks/flush_cycles.py [--chip v6e] [--methods SPEC ...] [--context 8192] [--write]
 
 Needs libtpu, no TPU. Llama-3.1-8B's geometry, one row, one layer: XLA's estimated cycles (in the compiled program,
 loops times their trips) of encoding one tile as it leaves the window, per token; and of attention to 512 tokens of the
@@ -10,7 +10,7 @@ does. `--write` renews benchmarks/records/flush_cycles.json for what was compile
 
 import argparse
 import json
-import re
+import sys
 from pathlib import Path
 
 import jax
@@ -24,41 +24,13 @@ from kvqjax.chips import chip_devices
 from kvqjax.decoder import layer as layer_weights
 from kvqjax.methods import parse
 from kvqjax.pallas_kernels.packed import PackedSpec
-from kvqjax.segments import LayerView, NewTokens, attend_body
+
+sys.path.insert(0, str(Path(__file__).parent))
+from estimated_cycles import by_blocks, largest_body, total
 
 RECORD = Path(__file__).parent / "records" / "flush_cycles.json"
 METHODS = ("kivi:bits=2", "kivi_star:bits=2", "kvquant:bits=3", "higgs:bits=2", "commvq:bits=1", "xquant:bits=4")
 SLOTS = 16384
-NONE = 2**40  # what has no estimate says so with a huge number
-
-
-def computations(text: str) -> dict[str, tuple[int, list[tuple[str, int]]]]:
-    """Estimated cycles of every computation of a compiled program by itself, and the loops in it with their trips; a
-    loop whose trips depend on data counts once."""
-    found: dict[str, tuple[int, list[tuple[str, int]]]] = {}
-    for part in re.split(r"\n(?=ENTRY |%)", text):
-        name = re.match(r"(?:ENTRY )?%?([^ ]+) ", part)
-        if name is None:
-            continue
-        cycles = [int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', part)]
-        loops = []
-        for line in re.findall(r".*\bwhile\(.*", part):
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-            loops.append((re.findall(r"body=%?([^,]+)", line)[0], int(trips[1]) if trips else 1))
-        found[name[1]] = sum(n for n in cycles if n < NONE), loops
-    return found
-
-
-def cycles_of(compiled) -> int:
-    """Estimated cycles of a compiled program."""
-    text = compiled.as_text()
-    found = computations(text)
-
-    def total(name: str) -> int:
-        own, loops = found[name]
-        return own + sum(trips * total(body) for body, trips in loops)
-
-    return total(re.findall(r"\nENTRY %?([^ ]+) ", text)[0])
 
 
 def measure(text: str, chip: str) -> dict[str, float]:
@@ -83,17 +55,15 @@ def measure(text: str, chip: str) -> dict[str, float]:
         return encode_tile(run, body, at, clock, slot * clock.unit, tile, pick(constants, layer), {})[0]
 
     def read(q, state, params, constants, new, layer, positions):
-        view = LayerView(run, state, layer, layer_weights(params, layer), pick(constants, layer), new, 0)
-        tokens = NewTokens(positions, jnp.ones((1,), jnp.int32), positions[:, 0])
-        return attend_body(q, config.num_kv_heads, view, tokens, {})[0]
+        weights = layer_weights(params, layer)
+        return by_blocks(run, config.num_kv_heads)(q, state, weights, constants, new, layer, positions)
 
     q = placed(jax.ShapeDtypeStruct((1, 1, config.num_heads, config.head_dim), jnp.bfloat16))
     encoding = jax.jit(encode, donate_argnums=0).lower(state.body, constants, vectors(clock.unit), index, index)
     reading = jax.jit(read).lower(q, state, model.params, constants, vectors(1, 1), index, count)
     packed = run.wiring.packed.spec if run.wiring.packed is not None else None
     block = packed.block if isinstance(packed, PackedSpec) and packed.plain else run.block
-    blockwise = max(own for name, (own, _) in computations(reading.compile().as_text()).items() if "region" in name)
-    per_token = cycles_of(encoding.compile()) / clock.unit
+    blockwise, per_token = sum(largest_body(reading.compile())), total(encoding.compile()) / clock.unit
     return {"encode_per_token": round(per_token), "read_per_512": round(blockwise * 512 / block)}
 
 

@@ -12,8 +12,11 @@ import functools
 import json
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 RECORD = Path(__file__).parent / "records" / "gpu_registers.json"
 # Form and bits; fewer than 8 query rows are padded to 8.

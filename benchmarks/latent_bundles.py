@@ -1,7 +1,7 @@
 """Compile XQuant's TPU kernel ahead of time and count the bundles of its schedule, beside XLA's program for the same
 attention: compile-time estimates, not speeds.
 
-    python -m benchmarks.latent_bundles [--chips v5e,v6e] [--cases 8b-2,1b-4] [--write]
+    python benchmarks/latent_bundles.py [--chips v5e,v6e] [--cases 8b-2,1b-4] [--write]
 
 Needs libtpu, no TPU. For every chip and case: bundles of the kernel per 512 tokens (loops times their trips, branches
 in full, at the tile it uses), vector spills, temporary bytes; and for the blockwise path without a kernel, `xla`: the
@@ -9,15 +9,15 @@ sum of XLA's own estimated cycles over the loop body that reads 512 tokens, of w
 the product that makes the keys. `--write` renews benchmarks/records/latent_bundles.json for what was compiled.
 """
 
-import argparse
 import dataclasses
-import json
+import functools
 import math
 import re
-import tempfile
+import sys
 from pathlib import Path
 
-from benchmarks.tpu_bundles import CHIPS, prepare
+sys.path.insert(0, str(Path(__file__).parent))
+from tpu_bundles import CHIPS, dumped, measure_all, options_of
 
 RECORD = Path(__file__).parent / "records" / "latent_bundles.json"
 SLOTS, LAYERS, BATCH = 16384, 4, 1
@@ -100,21 +100,6 @@ def _through_kernel(run, chip: str):
     return attend
 
 
-def _by_blocks(run):
-    """The path that any chip can take: the run is that of a cache for CPUs."""
-    import jax.numpy as jnp
-
-    from kvqjax.cache import pick
-    from kvqjax.segments import LayerView, NewTokens, attend_body
-
-    def attend(q, cache, weights, constants, new, layer, positions):
-        view = LayerView(run, cache.runs[0], layer, weights, pick(constants, layer), new, 0)
-        tokens = NewTokens(positions, jnp.full(positions.shape[:1], positions.shape[1]), positions[:, 0])
-        return attend_body(q, run.wiring.packed.spec.kv_heads, view, tokens, {})[0]
-
-    return attend
-
-
 def _compiled(attend, arguments):
     import jax
 
@@ -127,10 +112,7 @@ def kernel(case, chip: str, folder: Path) -> dict:
 
     run, arguments = _arguments(case, chip)
     memory = _compiled(_through_kernel(run, chip), arguments).memory_analysis()
-    listing = next(folder.glob("*packed_attention*-final_bundles.txt")).read_text()
-    slots = next(folder.glob("*packed_attention*final_hlo-static-per-bundle-utilization.txt")).read_text()
-    rows = [line.split() for line in slots.split("UTILIZATION:")[1].splitlines()]
-    spills = sum(int(row[8]) for row in rows if len(row) == 10)
+    listing, spills = dumped(folder)
     return {
         "bundles": round(bundles(listing) * 512 / TILE),
         "spills": spills,
@@ -140,38 +122,24 @@ def kernel(case, chip: str, folder: Path) -> dict:
 
 def xla(case, chip: str) -> dict:
     """XLA's estimated cycles for 512 tokens of the path without a kernel, and those of the product alone."""
-    run, arguments = _arguments(case, chip)
-    text = _compiled(_by_blocks(run), arguments).as_text()
-    body = re.search(r"\bwhile\(.*body=%?([\w.\-]+)", text)[1]
-    computation = text[text.index(f"\n%{body} ") :].split("\n}")[0]
-    cycles = [int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', computation)]
-    cycles = [n for n in cycles if n < 2**40]  # what has no estimate says so with a huge number
-    share = 512 / run.block
-    outputs = [int(n) for n in re.findall(r'kind=kOutput.*"estimated_cycles":"(\d+)"', computation)]
-    return {"xla": round(sum(cycles) * share), "product": round(max(outputs) * share)}
+    from estimated_cycles import by_blocks, largest_body
+
+    run, (q, cache, *more) = _arguments(case, chip)
+    attend = by_blocks(run, run.wiring.packed.spec.kv_heads)
+    cycles = largest_body(_compiled(attend, (q, cache.runs[0], *more)))
+    return {"xla": round(sum(cycles) * 512 / run.block), "product": round(max(cycles) * 512 / run.block)}
+
+
+def measure(chip: str, name: str, folder: Path, *, kernel_only: bool) -> dict:
+    found = kernel(CASES[name], chip, folder)
+    return found if kernel_only else found | xla(CASES[name], chip)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chips", default=",".join(CHIPS))
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser = options_of(__doc__.splitlines()[0], CASES)
     parser.add_argument("--kernel-only", action="store_true", help="leave XLA's own program out")
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    with tempfile.TemporaryDirectory() as folder:
-        prepare(folder)
-        for chip in options.chips.split(","):
-            for name in options.cases.split(","):
-                found = kernel(CASES[name], chip, Path(folder))
-                found |= {} if options.kernel_only else xla(CASES[name], chip)
-                print(json.dumps({"chip": chip, "case": name, **found}), flush=True)
-                for file in Path(folder).iterdir():
-                    if file.is_file():
-                        file.unlink()
-                record.setdefault(chip, {})[name] = found
-                if options.write:
-                    RECORD.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+    measure_all(options, RECORD, functools.partial(measure, kernel_only=options.kernel_only))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.uniform import Uniform
 from kvqjax.layout import read, split_bits
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
+from kvqjax.pallas_kernels.packed import Outliers, PackedBody, PackedSpec, Rope, Signposts
+from kvqjax.rope import turn
 
 FORMS = ("kivi", "kivi_star", "kvquant")
 HEAD_DIM = GROUP = 128
@@ -26,18 +27,27 @@ def spec_of(form: str, bits: int, kv_heads: int, target: str) -> PackedSpec:
 def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
     """The arrays of a body as `jax.ShapeDtypeStruct`."""
     shaped, lead = jax.ShapeDtypeStruct, (layers, batch)
-    words = tuple(shaped((*lead, slots * part // 32, spec.width), jnp.uint32) for part in split_bits(spec.key_bits))
+
+    def words(bits):
+        return tuple(shaped((*lead, slots * part // 32, spec.width), jnp.uint32) for part in split_bits(bits))
+
+    def outliers(count):
+        shape = (*lead, count, slots)
+        return Outliers(shaped(shape, jnp.uint16), shaped(shape, jnp.int16)) if count else None
+
     value = shaped((*lead, spec.width // spec.value_group, slots), jnp.uint16)
     if spec.key_group:
         key = shaped((*lead, slots // spec.key_group, spec.width), jnp.uint16)
     else:
         key = shaped((spec.width,), jnp.float32)
-    body = PackedBody(words, key, key, words, value, value)
+    body = PackedBody(words(spec.key_bits), key, key, words(spec.value_bits), value, value)
     if spec.rope is not None:
         body = body._replace(positions=shaped((slots // STRETCH,), jnp.int32))
     if spec.datatype == "nuq":
-        body = body._replace(signposts=Signposts(*[shaped((2**spec.key_bits,), jnp.float32)] * 2))
-    return body
+        body = body._replace(
+            signposts=Signposts(*(shaped((2**b,), jnp.float32) for b in (spec.key_bits, spec.value_bits)))
+        )
+    return body._replace(key_outliers=outliers(spec.key_slots), value_outliers=outliers(spec.value_slots))
 
 
 def random_body(key: jax.Array, spec: PackedSpec, batch: int, slots: int) -> PackedBody:
@@ -91,14 +101,7 @@ def decoded(body: PackedBody, spec: PackedSpec, token) -> list[jax.Array]:
         x = codec.decode(constants, payload).astype(jnp.float32)
         found.append(x.reshape(*x.shape[:2], spec.kv_heads, spec.head_dim))
     if spec.rope is not None:
-        position = body.positions[token // STRETCH] + jnp.arange(STRETCH)
-        found[0] = _turned(found[0], position, spec.rope)
+        position = (body.positions[token // STRETCH] + jnp.arange(STRETCH)).astype(jnp.float32)
+        angles = position[:, None] * jnp.asarray(spec.rope.frequencies, jnp.float32)[None]
+        found[0] = turn(found[0], jnp.broadcast_to(angles[None], (len(found[0]), *angles.shape)), spec.rope.factor)
     return found
-
-
-def _turned(key, position, rope: Rope):
-    """Keys rotated to their positions."""
-    angle = position.astype(jnp.float32)[:, None] * jnp.asarray(rope.frequencies, jnp.float32)[None]
-    cos, sin = (rope.factor * f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
-    first, second = jnp.split(key, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -14,8 +14,12 @@ import argparse
 import json
 import os
 import re
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 RECORD = Path(__file__).parent / "records" / "tpu_bundles.json"
 CHIPS = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}  # a kernel's target -> the chip's name
@@ -60,34 +64,15 @@ def _arguments(name: str, chip: str):
     """Shapes of one call on one device of the chip, and its spec."""
     import jax
     import jax.numpy as jnp
+    from packed_bodies import STRETCH, shapes
 
     from kvqjax.chips import chip_devices
-    from kvqjax.layout import split_bits
-    from kvqjax.pallas_kernels.packed import Outliers, PackedBody, PackedSpec, Rope, Signposts
+    from kvqjax.pallas_kernels.packed import PackedSpec, Rope
 
     case = CASES[name]
     key_bits, value_bits, key_group, value_group, head_dim, query_rows = (*case, *USUAL[len(case) - 4 :])
-    sharding, width = jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0]), KV_HEADS * head_dim
-
-    def shaped(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    def words(bits):
-        return tuple(shaped(jnp.uint32, LAYERS, BATCH, SLOTS * part // 32, width) for part in split_bits(bits))
-
     nuq, before = name.startswith("nuq"), name.startswith("nuq") or name.endswith("-pre")
-    group = shaped(jnp.float32, width) if nuq else shaped(jnp.uint16, LAYERS, BATCH, SLOTS // key_group, width)
-    token = shaped(jnp.uint16, LAYERS, BATCH, width // value_group, SLOTS)
-    body = PackedBody(words(key_bits), group, group, words(value_bits), token, token)
-    if before:
-        body = body._replace(positions=shaped(jnp.int32, SLOTS // 1024))
-    if nuq:
-        body = body._replace(signposts=Signposts(*(shaped(jnp.float32, 2**bits) for bits in (key_bits, value_bits))))
     count = int(name.partition("-o")[2] or 0)
-    if count:
-        slots = (LAYERS, BATCH, count, SLOTS)
-        outliers = Outliers(shaped(jnp.uint16, *slots), shaped(jnp.int16, *slots))
-        body = body._replace(key_outliers=outliers, value_outliers=outliers)
     spec = PackedSpec(
         key_bits=key_bits,
         value_bits=value_bits,
@@ -95,27 +80,34 @@ def _arguments(name: str, chip: str):
         value_group=value_group,
         kv_heads=KV_HEADS,
         head_dim=head_dim,
-        block=1024,
+        block=STRETCH,
         target=chip,
         rope=Rope(tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))) if before else None,
         datatype="nuq" if nuq else "uniform",
         key_slots=count,
         value_slots=count,
     )
-    q = shaped(jnp.bfloat16, BATCH, 1, KV_HEADS * query_rows, head_dim)
-    bounds = shaped(jnp.int32, BATCH, 1)
-    return (q, body, shaped(jnp.int32), bounds, bounds), spec
+    shaped, place = jax.ShapeDtypeStruct, jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
+    q, bounds = shaped((BATCH, 1, KV_HEADS * query_rows, head_dim), jnp.bfloat16), shaped((BATCH, 1), jnp.int32)
+    arguments = (q, shapes(spec, LAYERS, BATCH, SLOTS), shaped((), jnp.int32), bounds, bounds)
+    return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding=place), arguments), spec
 
 
-def count(folder: Path, turns: list[int]) -> dict:
-    """Bundles of a tile, its loops being run `turns` times in their order, and vector spills of the kernel last dumped;
-    the dump is emptied."""
+def dumped(folder: Path) -> tuple[str, int]:
+    """The listing of the kernel last compiled, and its vector spills; the dump is emptied."""
     listing = next(folder.glob("*packed_attention*-final_bundles.txt")).read_text()
     slots = next(folder.glob("*packed_attention*final_hlo-static-per-bundle-utilization.txt")).read_text()
     rows = [line.split() for line in slots.split("UTILIZATION:")[1].splitlines()]
     for file in folder.iterdir():
         if file.is_file():
             file.unlink()
+    return listing, sum(int(row[8]) for row in rows if len(row) == 10)
+
+
+def count(folder: Path, turns: list[int]) -> dict:
+    """Bundles of a tile, its loops being run `turns` times in their order, and vector spills of the kernel last dumped;
+    the dump is emptied."""
+    listing, spills = dumped(folder)
     # One ">" for every loop a bundle lies in, the outermost being the grid; LB where a loop begins.
     found = re.findall(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{", listing)
     inside = [(label == "LB", marks.count(">") > 1) for label, marks in found]
@@ -128,7 +120,7 @@ def count(folder: Path, turns: list[int]) -> dict:
         raise ValueError(f"{number} loops in the kernel, {len(turns)} expected")
     outside = sum(marks.count(">") == 1 for _, marks in found)
     bundles = outside + sum(turn * size for turn, size in zip(turns, loops[1:], strict=True))
-    return {"bundles": bundles, "spills": sum(int(row[8]) for row in rows if len(row) == 10)}
+    return {"bundles": bundles, "spills": spills}
 
 
 def compile_case(chip: str, name: str, tile: int, folder: Path) -> dict:
@@ -160,22 +152,31 @@ def measure(chip: str, name: str, folder: Path) -> dict:
     return {**numbers, "spills": used["spills"], "temp_bytes": used["temp_bytes"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options_of(description: str, cases) -> argparse.ArgumentParser:
+    """Which chips and cases to compile, and whether to renew the record."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--chips", default=",".join(CHIPS))
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(cases))
     parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return parser
+
+
+def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str, str, Path], dict]) -> None:
+    """Print `measured(chip, case, folder of dumps)` for every chip and case asked for; renew the record as asked."""
+    record = json.loads(path.read_text()) if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
         for chip in options.chips.split(","):
             for name in options.cases.split(","):
-                found = measure(chip, name, Path(folder))
+                found = measured(chip, name, Path(folder))
                 print(json.dumps({"chip": chip, "case": name, **found}), flush=True)
                 record.setdefault(chip, {})[name] = found
                 if options.write:
-                    RECORD.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+                    path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    measure_all(options_of(__doc__.splitlines()[0], CASES).parse_args(), RECORD, measure)
 
 
 if __name__ == "__main__":

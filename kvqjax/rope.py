@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.config import ModelConfig, RopeConfig
 
-__all__ = ["inverse_frequencies", "rotate"]
+__all__ = ["inverse_frequencies", "rotate", "turn"]
 
 
 def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -55,8 +55,12 @@ def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: M
     """Rotate N heads of T tokens to their absolute positions. Angles, cos and sin in float32, the result in x.dtype."""
     # An outer product written as einsum: rank promotion stays an error everywhere else.
     angles = jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))  # [*B, T, D/2]
-    cos = jnp.cos(angles)[..., None, :] * config.rope.attention_factor
-    sin = jnp.sin(angles)[..., None, :] * config.rope.attention_factor
+    return turn(x, angles, config.rope.attention_factor)
+
+
+def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:
+    """Turn pair i of a token's heads by its angle i (P = D/2), times `factor`: in float32, the result in x.dtype."""
+    cos, sin = jnp.cos(angles)[..., None, :] * factor, jnp.sin(angles)[..., None, :] * factor
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     first, second = halves[..., 0, :], halves[..., 1, :]
     return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-2).reshape(x.shape).astype(x.dtype)

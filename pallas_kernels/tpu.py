@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -29,7 +28,7 @@ from kvqjax.pallas_kernels import tpu_outliers, tpu_rope
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 from kvqjax.pallas_kernels.tpu_kernel import kernel
 from kvqjax.pallas_kernels.tpu_plan import LANES, VMEM_BYTES, Plan, make_plan
-from kvqjax.pallas_kernels.tpu_rows import collect, lane_queries, row_bounds
+from kvqjax.pallas_kernels.tpu_rows import body_specs, collect, lane_queries, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_signposts import pair_table
 
 __all__ = ["packed_attention"]
@@ -76,7 +75,7 @@ def packed_attention(
         raise ValueError(f"{spec}: this kernel has outliers of heads that fill {LANES} lanes")
     if plan.tile % plan.block:
         raise ValueError(f"tiles of {plan.tile} tokens; want a multiple of {plan.block}")
-    ends = jnp.stack([start.min(1) // plan.tile, -(-stop.max(1) // plan.tile)]).astype(jnp.int32)
+    ends = tile_ends(start, stop, plan.tile)
     layer, inputs = jnp.asarray(layer, jnp.int32).reshape(1), _inputs(q, start, stop, body, plan)
     body = _stored(body)
     out, lse = _call(plan, q.shape[0], inputs, body, interpret)(layer, ends, inputs, body)
@@ -91,10 +90,8 @@ def _stored(body: PackedBody) -> PackedBody:
 
 def _inputs(q, start, stop, body: PackedBody, plan: Plan) -> Inputs:
     spec = plan.spec
-    onehot = np.zeros((plan.period, plan.period), np.float32)
-    onehot[plan.order[: plan.period], np.arange(plan.period)] = 1
     queries, bounds = lane_queries(q, plan), row_bounds(start, stop, plan, q.shape[2] // spec.kv_heads)
-    first = Inputs(queries, bounds, jnp.asarray(plan.order[None], jnp.int32), jnp.asarray(onehot, jnp.bfloat16))
+    first = Inputs(queries, bounds, jnp.asarray(plan.order[None], jnp.int32), jnp.asarray(plan.onehot, jnp.bfloat16))
     if spec.rope is not None and body.positions is not None:
         first = first._replace(table=tpu_rope.table(plan), turns=tpu_rope.turns(body.positions, plan) * plan.spread)
         if not plan.wide:
@@ -111,17 +108,6 @@ def _inputs(q, start, stop, body: PackedBody, plan: Plan) -> Inputs:
 
 def _specs(plan: Plan, inputs: Inputs, body: PackedBody, tile):
     """Block specs of the inputs and of the body, `tile(b, s, j, ends)` being the number of the tile that is fetched."""
-
-    def rows(array):
-        if array.ndim == 2:
-            return pl.BlockSpec(array.shape, lambda *_: (0, 0))
-        block = (1, 1, plan.tile * array.shape[2] // plan.slots, array.shape[3])
-        return pl.BlockSpec(block, lambda b, s, j, layer, ends: (layer[0], b, tile(b, s, j, ends), 0))
-
-    def tokens(array):
-        block = (1, 1, array.shape[2], plan.tile)
-        return pl.BlockSpec(block, lambda b, s, j, layer, ends: (layer[0], b, 0, tile(b, s, j, ends)))
-
     given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0, 0)), inputs)
     given = given._replace(
         queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0, 0)),
@@ -135,9 +121,7 @@ def _specs(plan: Plan, inputs: Inputs, body: PackedBody, tile):
         given = given._replace(key_signposts=scalars, value_signposts=scalars)
     if inputs.ends is not None:
         given = given._replace(ends=scalars)
-    by_token = ("value_scale", "value_low", "key_outliers", "value_outliers")
-    stored = {name: jax.tree.map(tokens if name in by_token else rows, x) for name, x in body._asdict().items()}
-    return given, PackedBody(**stored)
+    return given, body_specs(plan, body, tile)
 
 
 def _scratch(plan: Plan) -> dict:

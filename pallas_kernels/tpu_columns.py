@@ -1,5 +1,6 @@
 """What the steps of the TPU decode-attention kernel share: codes of a column of tokens, and rows across lanes."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +18,14 @@ __all__ = [
     "filled",
     "groups_met",
     "key_rows",
+    "lane_wise",
     "load_row",
     "owners",
     "pick",
     "place_of",
     "quotient",
+    "within",
+    "words_of",
 ]
 
 
@@ -48,12 +52,30 @@ def quotient(x, divisor: int):
     return jax.lax.div(x, jnp.full_like(x, divisor))
 
 
-def columns(words, signposts, bits: int, place: Place, index: int, plan: Plan, mixed: bool):
-    """Codes of block `index` of the tile, [column, W] at a time: narrow integers if `mixed`, else bfloat16."""
+def lane_wise(operation, x):
+    """[M, S] to [M, 128]: columns of 128 lanes put together by `operation`."""
+    return functools.reduce(operation, (x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)))
+
+
+def within(x, first, limit: int, axis: int):
+    """`x`, zero where `first` + the index along `axis` reaches `limit`: what lies beyond an array must not reach a
+    product, 0 * NaN being NaN."""
+    index = first + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where(index < limit, x, jnp.zeros_like(x))
+
+
+def words_of(words, bits: int, place: Place, index: int, plan: Plan) -> list:
+    """The words of block `index` of the tile, of every plane set."""
     stored = []
     for ref, part in zip(words, split_bits(bits), strict=True):
         rows = plan.block * part // 32
         stored.append(ref[0, 0, index * rows : (index + 1) * rows, place.lanes])
+    return stored
+
+
+def columns(words, signposts, bits: int, place: Place, index: int, plan: Plan, mixed: bool):
+    """Codes of block `index` of the tile, [column, W] at a time: narrow integers if `mixed`, else bfloat16."""
+    stored = words_of(words, bits, place, index, plan)
     if signposts is None:
         pieces = tpu_unpack.chunks(stored, bits, plan.base, plan.ways)
     else:

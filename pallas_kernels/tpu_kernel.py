@@ -13,7 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, filled, load_row, pick, place_of, quotient
+from kvqjax.pallas_kernels.tpu_columns import (
+    Place,
+    columns,
+    dot,
+    filled,
+    lane_wise,
+    load_row,
+    pick,
+    place_of,
+    quotient,
+)
 from kvqjax.pallas_kernels.tpu_outlier_values import add_values
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_scores import rotated_scores, unrotated_scores
@@ -137,11 +147,6 @@ def _own_rows(ref, plan, place: Place, part: int, begin: int):
     return chosen
 
 
-def _lane_sums(x):
-    """[M, S] to [M, 128]: columns of lanes added up."""
-    return sum(x[:, lane : lane + LANES] for lane in range(LANES, x.shape[1], LANES)) + x[:, :LANES]
-
-
 def _sum(refs: Refs, plan, place: Place, peak):
     """Sum up weights, minima and values of the tile, a column at a time; yields the sums so far."""
     total, lows, product = _no_sums(plan)
@@ -154,10 +159,10 @@ def _sum(refs: Refs, plan, place: Place, peak):
             weights = jnp.exp2(refs.scores[:, tokens] - peak)
             if plan.spec.value_slots:
                 refs.weights[place.group, :, tokens] = weights
-            total = total + _lane_sums(weights)
+            total = total + lane_wise(jnp.add, weights)
             scaled = [weights * _own_rows(refs.scales, plan, place, part, begin) for part in parts]
             minima = [weights * _own_rows(refs.lows, plan, place, part, begin) for part in parts]
-            lows = [low + _lane_sums(x) for low, x in zip(lows, minima, strict=True)]
+            lows = [low + lane_wise(jnp.add, x) for low, x in zip(lows, minima, strict=True)]
             product = product + dot(jnp.concatenate(scaled).astype(jnp.bfloat16), codes, 0)
             yield total, lows, product
 

@@ -29,7 +29,7 @@ from kvqjax.pallas_kernels.tpu_latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu_latents_plan import LatentPlan, plan_latents
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, VMEM_BYTES
 from kvqjax.pallas_kernels.tpu_rope import angles
-from kvqjax.pallas_kernels.tpu_rows import row_bounds
+from kvqjax.pallas_kernels.tpu_rows import body_specs, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -68,7 +68,7 @@ def packed_attention(
     latents and keys are rounded to bfloat16 before they are multiplied."""
     slots, group = body.slots, q.shape[2] // spec.kv_heads
     plan = plan_latents(spec, slots, slots // len(body.positions), q.shape[1] * group, ways, tile)
-    ends = jnp.stack([start.min(1) // plan.parts.tile, -(-stop.max(1) // plan.parts.tile)]).astype(jnp.int32)
+    ends = tile_ends(start, stop, plan.parts.tile)
     bounds = row_bounds(start, stop, plan, group)
     layer, stored = jnp.asarray(layer, jnp.int32).reshape(1), body.stored._replace(positions=None)
     rows = {"queries": _queries(q, plan), "turns": _turns(body.positions, plan), "bounds": bounds}
@@ -114,15 +114,15 @@ def _tables(plan: LatentPlan) -> dict:
     key scales to rows; cosine and sine of every token's offset in its stretch, [S, W/2]; each row's own lanes, [M, W].
     """
     parts = plan.parts
-    onehot = np.zeros((parts.period, parts.period), np.float32)
-    onehot[parts.order[: parts.period], np.arange(parts.period)] = 1
     spread = np.zeros((plan.pattern.size, parts.tile // parts.spec.key_group), np.float32)
     spread[np.arange(plan.pattern.size), plan.pattern] = 1
-    order = np.concatenate([parts.order + base for base in range(0, parts.tile, parts.block)]) % plan.stretch
-    cos, sin = (x * plan.spec.rope.factor for x in _cos_sin(jnp.asarray(order), plan))
+    offsets = jnp.asarray(parts.tile_order % plan.stretch)
+    cos, sin = (x * plan.spec.rope.factor for x in _cos_sin(offsets, plan))
     own = np.repeat(np.eye(plan.shared), plan.used // plan.shared, 0)
     own = np.pad(np.tile(np.repeat(own, plan.spec.head_dim // 2, 1), 2), ((0, plan.rows - plan.used), (0, 0)))
-    ones = {name: jnp.asarray(x, jnp.bfloat16) for name, x in (("onehot", onehot), ("spread", spread), ("own", own))}
+    ones = {
+        name: jnp.asarray(x, jnp.bfloat16) for name, x in (("onehot", parts.onehot), ("spread", spread), ("own", own))
+    }
     return {"order": jnp.asarray(parts.order[None], jnp.int32), "cos": cos, "sin": sin, **ones}
 
 
@@ -163,25 +163,13 @@ def _scratch(plan: LatentPlan) -> dict:
 
 def _specs(plan: LatentPlan, inputs: Inputs, body: PackedBody, tile):
     """Block specs of the inputs and of the latents, `tile(b, j, ends)` being the number of the tile that is fetched."""
-    parts = plan.parts
-
-    def rows(array):
-        block = (1, 1, parts.tile * array.shape[2] // parts.slots, array.shape[3])
-        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, tile(b, j, ends), 0))
-
-    def tokens(array):
-        block = (1, 1, array.shape[2], parts.tile)
-        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, 0, tile(b, j, ends)))
-
     given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0, 0)), inputs)
     given = given._replace(
         queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0, 0)),
         bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
         turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (tile(b, j, ends), 0, 0)),
     )
-    by_token = ("value_scale", "value_low")
-    stored = {name: jax.tree.map(tokens if name in by_token else rows, x) for name, x in body._asdict().items()}
-    return given, PackedBody(**stored)
+    return given, body_specs(plan.parts, body, tile)
 
 
 def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interpret):

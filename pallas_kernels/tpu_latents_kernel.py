@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu_columns import columns, dot, load_row, place_of
+from kvqjax.pallas_kernels.tpu_columns import columns, dot, lane_wise, load_row, place_of
 from kvqjax.pallas_kernels.tpu_latents_tile import Refs, each, prepare
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_tile import NEVER
@@ -96,12 +96,7 @@ def _score(refs: Refs, plan, group, number, top):
     scores = dot(_turned_back(refs, plan, group, number), rotated.astype(jnp.bfloat16), 1)
     scores = jnp.minimum(scores if size is None else scores * size, refs.limits[:, tokens])
     refs.scores[_rows(plan, group), tokens] = scores
-    return jnp.maximum(top, _lanes(jnp.maximum, scores))
-
-
-def _lanes(operation, x):
-    """[M, S] to [M, 128]: columns of 128 lanes put together."""
-    return functools.reduce(operation, (x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)))
+    return jnp.maximum(top, lane_wise(jnp.maximum, scores))
 
 
 def _soften(refs: Refs, plan):
@@ -131,7 +126,7 @@ def _sum_latents(refs: Refs, plan, part):
             weights = refs.scores[:, begin : begin + parts.column]
             own = (load_row(x, row, parts.value_rows, begin // LANES, parts.column) for x in (refs.scales, refs.lows))
             scale, low = (jnp.concatenate([x] * (parts.rows // 8)) for x in own)
-            lows = lows + _lanes(jnp.add, weights * low)
+            lows = lows + lane_wise(jnp.add, weights * low)
             product = product + dot((weights * scale).astype(jnp.bfloat16), column, 0)
     decay = refs.top[...]
     refs.out[0, :, place.lanes] = refs.out[0, :, place.lanes] * decay + product + lows.sum(-1, keepdims=True)

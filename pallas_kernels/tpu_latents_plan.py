@@ -51,8 +51,7 @@ class LatentPlan:
     @property
     def pattern(self) -> np.ndarray:
         """Key group of each of the 8 rows that repeat themselves in every unpacked chunk of a tile: [chunks * 8]."""
-        whole = np.concatenate([self.parts.order + base for base in range(0, self.parts.tile, self.parts.block)])
-        return whole.reshape(-1, 32 * self.parts.ways)[:, :8].reshape(-1) // self.parts.spec.key_group
+        return self.parts.tile_order.reshape(-1, 32 * self.parts.ways)[:, :8].reshape(-1) // self.parts.spec.key_group
 
 
 def _heads_together(spec: LatentSpec, per_head: int) -> int:

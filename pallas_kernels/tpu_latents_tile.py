@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvqjax.layout import from_bits, split_bits
+from kvqjax.layout import from_bits
 from kvqjax.pallas_kernels.packed import PackedBody
-from kvqjax.pallas_kernels.tpu_columns import dot, place_of
+from kvqjax.pallas_kernels.tpu_columns import dot, place_of, within, words_of
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_tile import order_scales, write_limits
 from kvqjax.pallas_kernels.tpu_unpack import chunks, offset
@@ -65,10 +65,9 @@ def _spread_scales(refs: Refs, plan, tile, part):
     scale, low = (
         from_bits(x[0, 0, :, place.lanes], parts.spec.scales) for x in (refs.body.key_scale, refs.body.key_low)
     )
-    if parts.slots % parts.tile:  # what lies beyond the array must not reach a product: 0 * NaN
-        group = tile * scale.shape[0] + jax.lax.broadcasted_iota(jnp.int32, scale.shape, 0)
-        inside = group < parts.slots // parts.spec.key_group
-        scale, low = (jnp.where(inside, x, jnp.zeros_like(x)) for x in (scale, low))
+    if parts.slots % parts.tile:
+        limit = parts.slots // parts.spec.key_group
+        scale, low = (within(x, tile * x.shape[0], limit, 0) for x in (scale, low))
     factor = dot(refs.spread[...], scale, 0)
     refs.factors[:, place.lanes] = factor
     zero = dot(refs.spread[...], low, 0) - offset(parts.spec.key_bits, parts.ways) * factor
@@ -90,8 +89,5 @@ def _unpack_latents(refs: Refs, plan, part):
 
 def _codes(refs: Refs, plan, place, index: int):
     """Key codes of block `index` of the tile, [32 * ways, 128] at a time."""
-    parts, stored = plan.parts, []
-    for ref, bits in zip(refs.body.key_codes, split_bits(parts.spec.key_bits), strict=True):
-        rows = parts.block * bits // 32
-        stored.append(ref[0, 0, index * rows : (index + 1) * rows, place.lanes])
-    return chunks(stored, parts.spec.key_bits, parts.base, parts.ways)
+    parts, bits = plan.parts, plan.parts.spec.key_bits
+    return chunks(words_of(refs.body.key_codes, bits, place, index, parts), bits, parts.base, parts.ways)

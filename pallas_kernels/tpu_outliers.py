@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.layout import from_bits
-from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows
+from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows, within
 from kvqjax.pallas_kernels.tpu_plan import LANES, SHARE, Plan
 from kvqjax.pallas_kernels.tpu_rope import turned
 
@@ -68,10 +68,8 @@ def _stage(staged, given, plan: Plan, tile, rows: int) -> None:
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
     values, channels = from_bits(given.values[0, 0], plan.spec.scales), given.channels[0, 0].astype(jnp.int32)
     parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
-    token = tile * plan.tile + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
     for i, part in enumerate((values, *(x.astype(jnp.float32).astype(jnp.bfloat16) for x in parts))):
-        # What lies beyond the array must not reach a product: 0 * NaN.
-        inside = jnp.where(token < plan.slots, part, jnp.zeros_like(part)) if plan.slots % plan.tile else part
+        inside = within(part, tile * plan.tile, plan.slots, 1) if plan.slots % plan.tile else part
         staged[i * rows : i * rows + part.shape[0]] = inside
 
 

@@ -115,9 +115,21 @@ class Plan:
         return pair_order(self.base, self.block) if self.paired else token_order(self.base, self.ways, self.block)
 
     @property
+    def tile_order(self) -> np.ndarray:
+        """Token at each position of a tile."""
+        return np.concatenate([self.order + first for first in range(0, self.tile, self.block)])
+
+    @property
     def period(self) -> int:
         """Tokens after which the order repeats itself."""
         return math.lcm(1024 // self.base, self.column)
+
+    @property
+    def onehot(self) -> np.ndarray:
+        """The matrix that brings numbers of `period` tokens into this order, [period, period] float32."""
+        matrix = np.zeros((self.period, self.period), np.float32)
+        matrix[self.order[: self.period], np.arange(self.period)] = 1
+        return matrix
 
     @property
     def key_rows(self) -> int:

@@ -1,14 +1,17 @@
-"""Queries and bounds as rows of the TPU decode-attention kernel, and its results back as heads."""
+"""Queries and bounds as rows of the TPU decode-attention kernels, the tiles of a body, and results back as heads."""
 
+import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
+from kvqjax.pallas_kernels.packed import PackedBody
 from kvqjax.pallas_kernels.tpu_plan import Plan
 from kvqjax.pallas_kernels.tpu_rope import swapped
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
-__all__ = ["collect", "lane_queries", "row_bounds"]
+__all__ = ["body_specs", "collect", "lane_queries", "row_bounds", "tile_ends"]
 
 
 def lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
@@ -30,6 +33,37 @@ def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
     both = jnp.stack([start, stop], -1).astype(jnp.int32)
     rows = jnp.tile(jnp.repeat(both, group, axis=1), (1, plan.shared, 1))
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
+
+
+def tile_ends(start, stop, tile: int) -> Int[Array, "2 B"]:
+    """First tile of every row and the one after its last."""
+    return jnp.stack([start.min(1) // tile, -(-stop.max(1) // tile)]).astype(jnp.int32)
+
+
+def body_specs(plan: Plan, body: PackedBody, tile) -> PackedBody:
+    """Block specs of a body on a grid whose first axis is the row: `tile(*step, ends)` is the number of the tile that
+    is fetched at grid index `step`. Constants of a layer, [1, W], are fetched whole."""
+
+    def place(at):
+        *step, layer, ends = at
+        return layer[0], step[0], tile(*step, ends)
+
+    def rows(array):
+        if array.ndim == 2:
+            return pl.BlockSpec(array.shape, lambda *_: (0, 0))
+        block = (1, 1, plan.tile * array.shape[2] // plan.slots, array.shape[3])
+        return pl.BlockSpec(block, lambda *at: (*place(at), 0))
+
+    def tokens(array):
+        def index(*at):
+            layer, row, number = place(at)
+            return layer, row, 0, number
+
+        return pl.BlockSpec((1, 1, array.shape[2], plan.tile), index)
+
+    by_token = ("value_scale", "value_low", "key_outliers", "value_outliers")
+    stored = {name: jax.tree.map(tokens if name in by_token else rows, x) for name, x in body._asdict().items()}
+    return PackedBody(**stored)
 
 
 def collect(out, lse, shape: tuple[int, ...], plan: Plan) -> Partial:

@@ -6,13 +6,12 @@ of the tile, C rows of value scales.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from kvqjax.layout import from_bits
 from kvqjax.pallas_kernels import tpu_outliers, tpu_rope
 from kvqjax.pallas_kernels.packed import PackedBody
-from kvqjax.pallas_kernels.tpu_columns import dot
+from kvqjax.pallas_kernels.tpu_columns import dot, within
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_unpack import offset
 
@@ -76,14 +75,10 @@ def write_limits(refs, plan, tile):
 
 def order_scales(refs, plan, tile):
     """Bring this tile's value scales and minima into lane order, once for all lane groups."""
-    count, stored = (
-        plan.value_rows,
-        jnp.concatenate([refs.body.value_scale[0, 0], refs.body.value_low[0, 0]]),
-    )  # [2C, S]
-    both = from_bits(stored, plan.spec.scales)
-    if plan.slots % plan.tile:  # what lies beyond the array must not reach a product: 0 * NaN
-        token = tile * plan.tile + jax.lax.broadcasted_iota(jnp.int32, both.shape, 1)
-        both = jnp.where(token < plan.slots, both, jnp.zeros_like(both))
+    count, stored = plan.value_rows, [refs.body.value_scale[0, 0], refs.body.value_low[0, 0]]
+    both = from_bits(jnp.concatenate(stored), plan.spec.scales)  # [2C, S]
+    if plan.slots % plan.tile:
+        both = within(both, tile * plan.tile, plan.slots, 1)
     pieces = [both[:, first : first + plan.period] for first in range(0, plan.tile, plan.period)]
     product = dot(jnp.concatenate(pieces), refs.onehot[...], 0)
     for i in range(len(pieces)):
@@ -113,9 +108,8 @@ def _fold_constants(refs: Refs, plan, tile):
         key = (x[...] for x in (body.key_scale, body.key_low))
     scale, low = (x * (plan.spread if spec.rope is None else 1.0) for x in key)
     if spec.key_group and plan.slots % plan.tile:
-        group = tile * scale.shape[0] + jax.lax.broadcasted_iota(jnp.int32, scale.shape, 0)
-        inside = group < plan.slots // spec.key_group
-        scale, low = jnp.where(inside, scale, 0.0), jnp.where(inside, low, 0.0)
+        limit = plan.slots // spec.key_group
+        scale, low = (within(x, tile * x.shape[0], limit, 0) for x in (scale, low))
     zero = low - _offset(spec.key_bits, plan) * scale
     if refs.patterns is not None:
         tpu_rope.store_patterns(refs, plan, scale, zero)

@@ -61,7 +61,7 @@ def _rope(config: ModelConfig) -> Rope:
 
 
 def _block(key, value) -> int:
-    """Blocks of 512 tokens are the fastest on CPUs (measured); planes of one bit come in blocks of 1024."""
+    """Tokens that the plain path reads at a time, few enough for a CPU's cache; planes of one bit come in 1024s."""
     return max(512, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
 
 
