@@ -62,7 +62,7 @@ def _rope(config: ModelConfig) -> Rope:
 
 def _block(key, value) -> int:
     """Tokens that the plain path reads at a time, few enough for a CPU's cache; planes of one bit come in 1024s."""
-    return max(512, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
+    return max(1024, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
 
 
 def _spec(key, value, rope: str, config: ModelConfig, **more) -> PackedSpec:
