@@ -46,7 +46,9 @@ def row_of(spec: PackedSpec | LatentSpec) -> str:
         known = spec.rope is not None and (spec.key_group, spec.value_group) == (0, spec.width)
         size = "kvquant " + size + (", outliers" if spec.key_slots or spec.value_slots else "")
     else:
-        known = (spec.key_group, spec.value_group) == (128, spec.head_dim)
+        groups = spec.key_group, spec.value_group
+        known = groups in ((128, spec.head_dim), (32, 32))
+        size += ", groups of 32" if groups == (32, 32) else ""
         size = ("kivi " if spec.rope is None else "kivi_star ") + size
     return size if known else ""
 

@@ -32,17 +32,19 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
     return {target: levels.get(target, "reference") for target in TARGETS}
 
 
-# Groups of 128 tokens and of as many channels as a head has; head_dim 128 unless said otherwise. On TPUs groups of 32,
-# 3 bits on all but v6e, head_dim 96, and 8 bits on v5e and v5p compile but spill. Keys of 4 and values of 2 bits do not
-# on v6e and v7x, but are not dispatched yet. Before RoPE these spill: kivi_star with 4 bits on v5e and v5p, with 3 bits
-# on v5p; kvquant with 4 bits on v5e and v5p, with 3 bits or outliers on v7x. Outlier slots may be up to 12. Around a
-# decode loop XLA lays the slots out anew (0.5 GiB at 64K tokens of Llama-3.1-8B), with the kernel as without it.
+# Groups of 128 tokens and of as many channels as a head has unless they are said to be of 32 of each, and head_dim 128
+# unless said otherwise. On TPUs 3 bits on all but v6e and head_dim 96 compile but spill. Keys of 4 and values of 2 bits
+# do not on v6e and v7x, but are not dispatched yet. Before RoPE these spill: kivi_star with 4 bits on v5e and v5p, with
+# 3 bits on v5p; kvquant with 4 bits on v5e and v5p, with 3 bits or outliers on v7x. Outlier slots may be up to 12.
+# Around a decode loop XLA lays the slots out anew (0.5 GiB at 64K tokens of Llama-3.1-8B), with the kernel as without.
 # XQuant: latents of the sizes in `dispatch`; 3 bits spill on v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row("v6e", compiled=("sm90",)),
     "kivi 4 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
-    "kivi 8 bits": _row(fast=("v6e", "v7x")),
+    "kivi 8 bits": _row("v5p", fast=("v5e", "v6e", "v7x")),
+    "kivi 2 bits, groups of 32": _row("v5e", "v5p", "v6e", "v7x"),
+    "kivi 4 bits, groups of 32": _row("v5e", "v5p", "v6e", "v7x"),
     "kivi 4 bits, head_dim 64": _row("v6e", "v7x"),
     "kivi 4 bits, head_dim 256": _row("v6e", "v7x"),
     "kivi, keys and values of different bits": _row(),

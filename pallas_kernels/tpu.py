@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
-from kvqjax.pallas_kernels import tpu_outliers, tpu_rope
+from kvqjax.pallas_kernels import tpu_keys, tpu_outliers, tpu_rope
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 from kvqjax.pallas_kernels.tpu_kernel import kernel
 from kvqjax.pallas_kernels.tpu_plan import LANES, VMEM_BYTES, Plan, make_plan
@@ -94,8 +94,8 @@ def _inputs(q, start, stop, body: PackedBody, plan: Plan) -> Inputs:
     first = Inputs(queries, bounds, jnp.asarray(plan.order[None], jnp.int32), jnp.asarray(plan.onehot, jnp.bfloat16))
     if spec.rope is not None and body.positions is not None:
         first = first._replace(table=tpu_rope.table(plan), turns=tpu_rope.turns(body.positions, plan) * plan.spread)
-        if not plan.wide:
-            first = first._replace(patterns=tpu_rope.patterns(plan))
+    if plan.multiplied and not plan.wide:
+        first = first._replace(patterns=tpu_keys.patterns(plan))
     if body.signposts is not None:
         pairs = zip(body.signposts, (spec.key_bits, spec.value_bits), strict=True)
         key, value = (pair_table(x, bits) if plan.paired else x[None] for x, bits in pairs)
@@ -131,8 +131,8 @@ def _scratch(plan: Plan) -> dict:
     sizes = dict.fromkeys(("peak", "total"), (*shape, 1)) | dict.fromkeys(("limits", "scores"), (plan.rows, plan.tile))
     sizes |= dict.fromkeys(("scales", "lows"), scales) | dict.fromkeys(("factors", "zeros"), factors)
     memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()} | tpu_outliers.scratch(plan)
-    if spec.rope is not None and not plan.wide:
-        slabs = pltpu.VMEM((tpu_rope.patterns(plan).shape[0], spec.width), jnp.bfloat16)
+    if plan.multiplied and not plan.wide:
+        slabs = pltpu.VMEM((tpu_keys.patterns(plan).shape[0], spec.width), jnp.bfloat16)
         memory |= {"slab_scales": slabs, "slab_zeros": slabs}
     return memory
 

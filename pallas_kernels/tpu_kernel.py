@@ -49,14 +49,15 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
     @pl.when(inside)
     def _():
         prepare(refs, plan, tile)
-        if plan.spec.rope is None:
+        if not plan.apart:
             _attend(refs, plan)
 
-    if plan.spec.rope is not None:  # by itself: scheduled together with the preparation it needs too many registers
+    if plan.apart:
+        attend = _attend if plan.spec.rope is None else _attend_unrotated
 
         @pl.when(tile >= ends[0, row])
         def _():
-            pl.when(tile < ends[1, row])(lambda: _attend_unrotated(refs, plan))
+            pl.when(tile < ends[1, row])(lambda: attend(refs, plan))
 
     @pl.when(step == per_split - 1)
     def _():

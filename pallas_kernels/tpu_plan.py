@@ -83,7 +83,12 @@ class Plan:
         """Tokens of keys, and of values, that are worked off in turn."""
         if self.spec.value_slots and self.spec.value_bits == 2:
             return 256  # 512 spill
-        return 512 if self.spec.datatype == "nuq" else max(512, self.block)
+        if self.spec.datatype == "nuq":
+            return 512
+        small_groups = self.multiplied and self.spec.rope is None
+        if (small_groups and not self.wide) or (self.wide and self.ways == 4):
+            return self.tile  # 512 spill
+        return max(512, self.block)
 
     @property
     def mixed(self) -> bool:
@@ -104,6 +109,18 @@ class Plan:
     def wide(self) -> bool:
         """Whether codes are rotated as float32: these chips' vector units have no bfloat16."""
         return self.spec.target in ("v5e", "v5p")
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether codes of keys are multiplied by their scales. Else queries are, once for every group: cheaper where
+        a product meets few groups, but each of them has its own rows in it."""
+        return self.spec.rope is not None or (0 < self.spec.key_group < LANES and (self.ways == 2 or not self.wide))
+
+    @property
+    def apart(self) -> bool:
+        """Whether the scores are scheduled apart from what is prepared for a tile: together they need too many
+        registers."""
+        return self.spec.rope is not None or (self.multiplied and self.wide)
 
     @property
     def tiles(self) -> int:
@@ -161,7 +178,7 @@ def cheapest_ways(spec: PackedSpec) -> int:
     most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
     if spec.datatype == "nuq" or (spec.target in ("v5e", "v5p") and most == 8):
         return 2
-    return most if spec.rope is None else 4  # 8 spill where codes are rotated
+    return most if spec.rope is None and spec.key_group >= LANES else 4  # 8 spill where codes of keys are multiplied
 
 
 def lane_groups(spec: PackedSpec) -> int:

@@ -6,27 +6,25 @@ and x~ the half-swapped x (x~_i = x_{i+D/2}, x~_{i+D/2} = -x_i):
     y      = R(-p_0) q = q cos(p_0) + q~ sin(p_0)        y~ = q~ cos(p_0) - q sin(p_0)
     q . R(p_0 + t) k_t = y . R(t) k_t = sum_i k_ti (cos(t)_i y_i + sin(t)_i y~_i)
 
-so that the query turns once per block, and cos(t), sin(t) are one table for all blocks and heads. Keys become numbers,
-k = s c + m, are multiplied by the table's cos and by its sin, and meet [y | y~] in one product of 2D lanes: in float32
-where the vector unit has no bfloat16 (`Plan.wide`), else in bfloat16 throughout.
+so that the query turns once per block, and cos(t), sin(t) are one table for all blocks and heads. Keys (`tpu_keys`) are
+multiplied by the table's cos and by its sin, and meet [y | y~] in one product of 2D lanes: in float32 where the vector
+unit has no bfloat16 (`Plan.wide`), else in bfloat16 throughout.
 
 Angles are rounded to float32 per position elsewhere and per block here: they differ by what float32 resolves at p.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kvqjax.pallas_kernels.tpu_columns import Place, load_row
+from kvqjax.pallas_kernels.tpu_columns import Place
+from kvqjax.pallas_kernels.tpu_keys import halves, packed, slab_keys
 from kvqjax.pallas_kernels.tpu_plan import Plan
 
-__all__ = ["angles", "patterns", "rotated", "store_patterns", "swapped", "table", "turned", "turns"]
+__all__ = ["angles", "rotated", "swapped", "table", "turned", "turns"]
 
 DIGIT = 10  # bits of the lower digit of a position
-SLAB = 16  # rows of a register of bfloat16
 
 
 def swapped(q: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
@@ -71,30 +69,6 @@ def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles blocks
     return both.reshape(plan.tiles, plan.blocks, 2 * plan.lanes)
 
 
-def patterns(plan: Plan) -> Float[Array, "rows N"]:
-    """Which of a tile's N key groups each row of each kind of slab of 16 tokens belongs to, one-hot: a product with it
-    lays scales out as `rotated` wants them, the kinds of the first block first."""
-    kinds = np.concatenate(_kinds(plan)[0])
-    group = (np.arange(plan.blocks)[:, None] * (plan.block // plan.group) + kinds[None]).reshape(-1) % plan.key_rows
-    return jnp.asarray(group[:, None] == np.arange(plan.key_rows)[None], jnp.bfloat16)
-
-
-def _kinds(plan: Plan) -> tuple[list[np.ndarray], list[int]]:
-    """The different slabs of a block, as groups of their tokens, and which of them each slab is."""
-    slabs = [tuple(slab) for slab in (plan.order // plan.group).reshape(-1, SLAB)]
-    kinds = sorted(set(slabs))
-    return [np.asarray(kind) for kind in kinds], [kinds.index(slab) for slab in slabs]
-
-
-def store_patterns(refs, plan: Plan, scale, zero) -> None:
-    """Write this tile's scales and minima [N, P*W] as the rows of slabs; no other chip than a `wide` one needs rows."""
-    for ref, x in ((refs.slab_scales, scale), (refs.slab_zeros, zero)):
-        rows = jax.lax.dot_general(
-            refs.patterns[...], x.astype(jnp.bfloat16), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        ref[...] = rows.astype(jnp.bfloat16)
-
-
 def turned(refs, plan: Plan, group, index: int):
     """y and y~ of a lane group for a block of the tile, [M, W] float32 each."""
     parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
@@ -108,35 +82,8 @@ def rotated(codes, refs, plan: Plan, place: Place, index: int, i: int):
     cells = refs.table[i * plan.column : (i + 1) * plan.column]
     parts = [slice(0, plan.lanes), slice(plan.lanes, 2 * plan.lanes)]
     if not plan.wide:
-        scale, zero = (_slabs(ref, plan, place, index, i) for ref in (refs.slab_scales, refs.slab_zeros))
-        keys = codes * scale + zero
+        keys = slab_keys(codes, refs, plan, place, index, i)
         return jnp.concatenate([keys * cells[:, part] for part in parts], axis=1)
-    words = pltpu.bitcast(codes, jnp.uint32)
-    halves = words << jnp.uint32(16), words & jnp.uint32(0xFFFF0000)
-    keys = [_key(half, refs, plan, place, index, i, n) for n, half in enumerate(halves)]
+    low, high = halves(codes, refs, plan, place, index, i)
     first, second = jnp.split(cells, 2)
-    return jnp.concatenate([_packed(keys[0] * first[:, part], keys[1] * second[:, part]) for part in parts], axis=1)
-
-
-def _slabs(ref, plan: Plan, place: Place, index: int, i: int):
-    """Scales or minima of every token of a column, [column, W] bfloat16: few different slabs, repeated."""
-    kinds, which = _kinds(plan)
-    each = plan.column // SLAB
-    stored = [
-        ref[pl.ds((index * len(kinds) + kind) * SLAB, SLAB), place.lanes] for kind in which[i * each : (i + 1) * each]
-    ]
-    return jnp.concatenate(stored)
-
-
-def _key(half, refs, plan: Plan, place: Place, index: int, i: int, n: int):
-    """Keys of the tokens in half `n` of the words of a column, which are all of one group: [column/2, W] float32."""
-    (group,) = set(plan.order[i * plan.column : (i + 1) * plan.column][n::2] // plan.group)
-    row = plan.groups(index)[int(group)] if plan.spec.key_group else 0
-    rows = (load_row(ref, row, plan.key_rows, place.column, plan.lanes) for ref in (refs.factors, refs.zeros))
-    scale, zero = (jnp.concatenate([x] * (plan.column // 16)) for x in rows)
-    return jax.lax.bitcast_convert_type(half, jnp.float32) * scale + zero
-
-
-def _packed(low, high):
-    """[n, W] float32 twice to bfloat16 [2n, W], the rows of `low` and `high` in turn."""
-    return pltpu.bitcast(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.bfloat16)
+    return jnp.concatenate([packed(low * first[:, part], high * second[:, part]) for part in parts], axis=1)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, groups_met, key_rows, owners, pick
+from kvqjax.pallas_kernels.tpu_keys import halves, packed, slab_keys
 from kvqjax.pallas_kernels.tpu_plan import Plan
 from kvqjax.pallas_kernels.tpu_rope import rotated, turned
 
@@ -19,6 +20,9 @@ def _scaled_queries(refs, plan: Plan, place: Place, index: int):
 
 def rotated_scores(refs, plan: Plan, place: Place, index: int):
     """Scores of a block's columns before their limits, [M, column] each in lane order."""
+    if plan.multiplied:
+        yield from _multiplied_scores(refs, plan, place, index)
+        return
     queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
     found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
     for i, codes in enumerate(found):
@@ -26,6 +30,18 @@ def rotated_scores(refs, plan: Plan, place: Place, index: int):
         stacked = dot(jnp.concatenate([queries[group] for group in met]), codes, 1)
         scores = pick([stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))], owner, met)
         yield scores + pick([zeros[group] for group in met], owner, met)
+
+
+def _multiplied_scores(refs, plan: Plan, place: Place, index: int):
+    """As `rotated_scores`, where scales multiply the codes."""
+    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, False)
+    for i, codes in enumerate(found):
+        keys = (
+            packed(*halves(codes, refs, plan, place, index, i))
+            if plan.wide
+            else slab_keys(codes, refs, plan, place, index, i)
+        )
+        yield dot(refs.queries[0, place.group], keys, 1) * plan.spread
 
 
 def unrotated_scores(refs, plan: Plan, place: Place, index: int):

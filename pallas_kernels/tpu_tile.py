@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from kvqjax.layout import from_bits
-from kvqjax.pallas_kernels import tpu_outliers, tpu_rope
+from kvqjax.pallas_kernels import tpu_keys, tpu_outliers
 from kvqjax.pallas_kernels.packed import PackedBody
 from kvqjax.pallas_kernels.tpu_columns import dot, within
 from kvqjax.pallas_kernels.tpu_plan import LANES
@@ -26,7 +26,7 @@ class Refs(NamedTuple):
     order: Any  # [1, block] i32: token of every lane
     onehot: Any  # [period, period] bf16: brings scales into lane order
     table: Any  # [block, 2W] bf16 or f32: cos | sin of tokens counted from the block's first (keys before RoPE)
-    patterns: Any  # [rows, N] bf16: groups of the tokens of a slab (tpu_rope)
+    patterns: Any  # [rows, N] bf16: groups of the tokens of a slab (tpu_keys)
     turns: Any  # [1, blocks, 2W] f32: cos | sin of the blocks' first positions
     key_signposts: Any  # [1, 2^b] f32, or [8, 128 or 256] u32 (see tpu_signposts)
     value_signposts: Any
@@ -40,10 +40,10 @@ class Refs(NamedTuple):
     limits: Any  # [M, S] f32: NEVER where a row must not look, else infinite
     scales: Any  # [S/128 * C, 128] f32: value scales in lane order
     lows: Any  # [S/128 * C, 128] f32: value minima, less the offset of the codes
-    factors: Any  # [P*W/128 * N, 128] f32: key scales, after RoPE times D^-1/2 log2(e)
+    factors: Any  # [P*W/128 * N, 128] f32: key scales, times D^-1/2 log2(e) where queries are multiplied
     zeros: Any  # [P*W/128 * N, 128] f32: key minima likewise, less the offset of the codes
     scores: Any  # [M, S] f32
-    slab_scales: Any = None  # [rows, P*W] bf16: scales of the keys of a slab (tpu_rope)
+    slab_scales: Any = None  # [rows, P*W] bf16: scales of the keys of a slab (tpu_keys)
     slab_zeros: Any = None
     added: Any = None  # [P, M, S] f32: what outliers of keys add to the scores
     staged: Any = None  # [3R, S] bf16
@@ -106,12 +106,12 @@ def _fold_constants(refs: Refs, plan, tile):
         key = (from_bits(x[0, 0], spec.scales).astype(jnp.float32) for x in (body.key_scale, body.key_low))
     else:
         key = (x[...] for x in (body.key_scale, body.key_low))
-    scale, low = (x * (plan.spread if spec.rope is None else 1.0) for x in key)
+    scale, low = (x * (1.0 if plan.multiplied else plan.spread) for x in key)
     if spec.key_group and plan.slots % plan.tile:
         limit = plan.slots // spec.key_group
         scale, low = (within(x, tile * x.shape[0], limit, 0) for x in (scale, low))
     zero = low - _offset(spec.key_bits, plan) * scale
     if refs.patterns is not None:
-        tpu_rope.store_patterns(refs, plan, scale, zero)
+        tpu_keys.store_patterns(refs, scale, zero)
     _write_columns(refs.factors, scale, 0)
     _write_columns(refs.zeros, zero, 0)

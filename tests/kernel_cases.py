@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic import primitives
+from jax.interpreters import mlir
 
 from kvqjax.attention import Partial, segment_attention
 from kvqjax.codecs.uniform import Uniform
@@ -12,6 +14,19 @@ from kvqjax.layout import split_bits, to_bits
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope
 
 BATCH, LAYERS = 2, 2
+QUICK = {"xla_backend_optimization_level": 0}  # a kernel under test runs once: compiling it takes all the time
+
+
+def _packed_halves(low, high, *, packed_dtype):
+    """What `pltpu.pack_elementwise` is documented to give, for interpreters of a JAX that lack it."""
+    halves = (jax.lax.bitcast_convert_type(x.astype(packed_dtype), jnp.uint16) for x in (low, high))
+    low, high = (half.astype(jnp.uint32) for half in halves)
+    return low | (high << jnp.uint32(16))
+
+
+mlir.register_lowering(
+    primitives.pack_elementwise_p, mlir.lower_fun(_packed_halves, multiple_results=False), platform="cpu"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +82,8 @@ def packed_codes(codes: np.ndarray, bits: int) -> tuple:
 
 def _stored(codec, x):
     """The arrays of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the codec decodes."""
-    payload = jax.jit(jax.vmap(lambda rows: codec.encode({}, rows)))(x)
-    decoded = jax.jit(lambda payload: codec.decode({}, payload))(payload)
+    payload = jax.jit(jax.vmap(lambda rows: codec.encode({}, rows)), compiler_options=QUICK)(x)
+    decoded = jax.jit(lambda payload: codec.decode({}, payload), compiler_options=QUICK)(payload)
     codes = packed_codes(np.asarray(payload["codes"]), codec.fields["codes"].bits)
     arrays = codes, *(to_bits(payload[name]) for name in ("scale", "low"))
     return jax.tree.map(lambda a: jnp.asarray(np.stack([np.zeros_like(a), a])), arrays), decoded

@@ -5,25 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic import primitives
-from jax.interpreters import mlir
-from kernel_cases import BATCH, Case, make_body, packed_codes, vectors
+from kernel_cases import BATCH, QUICK, Case, make_body, packed_codes, vectors
 
 from kvqjax.codecs.nuq import Nuq, channel_range
 from kvqjax.layout import to_bits
 from kvqjax.pallas_kernels.packed import Outliers, PackedBody, Rope, Signposts
-
-
-def _packed_halves(low, high, *, packed_dtype):
-    """What `pltpu.pack_elementwise` is documented to give, for interpreters of a JAX that lack it."""
-    halves = (jax.lax.bitcast_convert_type(x.astype(packed_dtype), jnp.uint16) for x in (low, high))
-    low, high = (half.astype(jnp.uint32) for half in halves)
-    return low | (high << jnp.uint32(16))
-
-
-mlir.register_lowering(
-    primitives.pack_elementwise_p, mlir.lower_fun(_packed_halves, multiple_results=False), platform="cpu"
-)
 
 
 def rope(theta: float, head_dim: int, factor: float = 1.0) -> Rope:
@@ -77,8 +63,8 @@ def _signpost_body(case: Case, seed: int = 0):
 def _stored(spec: Nuq, constants, x):
     """The fields of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the codec decodes."""
     codec = spec.build(x.shape[-1])
-    payload = jax.jit(jax.vmap(lambda rows: codec.encode(constants, rows)))(x)
-    decoded = jax.jit(lambda payload: codec.decode(constants, payload))(payload)
+    payload = jax.jit(jax.vmap(lambda rows: codec.encode(constants, rows)), compiler_options=QUICK)(x)
+    decoded = jax.jit(lambda payload: codec.decode(constants, payload), compiler_options=QUICK)(payload)
     fields = {name: to_bits(part) for name, part in payload.items()} | {
         "codes": packed_codes(np.asarray(payload["codes"]), spec.bits)
     }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_cases import QUICK
 from kernel_forms import rope
 from tiny import tiny, tokens
 
@@ -36,7 +37,8 @@ def filled(method: str):
 
 
 def logits(model, cache):
-    return np.asarray(jax.jit(lambda m, c: kvq.forward(m, tokens(2, 1, 3), jnp.ones(2, jnp.int32), c)[0])(model, cache))
+    step = jax.jit(lambda m, c: kvq.forward(m, tokens(2, 1, 3), jnp.ones(2, jnp.int32), c)[0], compiler_options=QUICK)
+    return np.asarray(step(model, cache))
 
 
 def for_chip(cache, target: str):
@@ -66,3 +68,13 @@ def test_elsewhere_the_general_path(method):
     wiring = kvq.cache.plan(for_tpu.layout)[0].wiring
     assert dispatch.path(wiring.packed.spec, 2, 512) == "tpu"
     np.testing.assert_array_equal(logits(model, for_tpu), logits(model, cache))
+
+
+@pytest.mark.parametrize("method", ["kivi:bits=2", "kivi:bits=4", "kivi:bits=2,group=128"])
+def test_bodies_of_kivi_reach_the_kernel(method):
+    """As users name them, with their default groups, on every TPU."""
+    model = tiny(head_dim=128, num_layers=1)
+    cache = kvq.init_cache(model, kvq.parse(method), 1, 1024)
+    for target in ("v5e", "v5p", "v6e", "v7x"):
+        form = kvq.cache.plan(for_chip(cache, target).layout)[0].wiring.packed
+        assert dispatch.path(form.spec, 4, 1024) == "tpu", target

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import Case, agree, make_body, make_query, near, oracle
+from kernel_cases import QUICK, Case, agree, make_body, make_query, near, oracle
 
 from kvqjax.pallas_kernels import dispatch, support, tpu
 from kvqjax.pallas_kernels.packed import TARGETS
@@ -26,6 +26,11 @@ EIGHT = Case(
     key_bits=8, value_bits=8, key_group=64, value_group=48, kv_heads=4, head_dim=96, group=1, length=2, slots=256
 )
 MIXED = Case(key_bits=3, value_bits=2, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=2)
+# KIVI's groups: key scales multiply the codes, in bfloat16 or (v5e) in float32
+SMALL = Case(
+    key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=1, head_dim=128, group=4, slots=512, target="v6e"
+)
+SMALL4 = dataclasses.replace(SMALL, key_bits=4, value_bits=4, target="v5e")
 SPLIT = {"ways": 2, "tile": 256, "splits": 2}
 RUNS = [
     (FOUR, SPLIT),
@@ -33,12 +38,16 @@ RUNS = [
     (TWO, {"ways": 8, "tile": 512}),
     (EIGHT, {"ways": 4, "tile": 128}),
     (MIXED, {"ways": 8, "tile": 1024}),
+    (SMALL, {}),
+    (dataclasses.replace(SMALL, target="v5p", kv_heads=2, head_dim=64), {}),
+    (dataclasses.replace(SMALL4, target="v7x"), {"tile": 256}),
+    (SMALL4, {"tile": 256, "splits": 2}),
 ]
 
 
 @functools.cache
 def compiled(case: Case, **options):
-    return jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options))
+    return jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options), compiler_options=QUICK)
 
 
 def attend(case: Case, **options):
@@ -54,10 +63,11 @@ def test_kernel_equals_the_oracle(case, options):
     near(*attend(case, interpret=True, **options))
 
 
-def test_race_free_on_simulated_memory():
+@pytest.mark.parametrize(("case", "options"), [(FOUR, {"ways": 2}), (SMALL4, {})], ids=str)
+def test_race_free_on_simulated_memory(case, options):
     """Buffers start as NaN, reads out of bounds raise, races are detected."""
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-    near(*attend(FOUR, ways=2, tile=256, interpret=params))
+    near(*attend(case, tile=256, interpret=params, **options))
 
 
 @pytest.mark.parametrize(("base", "ways"), [(1, 8), (2, 2), (2, 8), (4, 2), (4, 4), (4, 8), (8, 4)])
@@ -102,8 +112,9 @@ def recorded_case(method: str) -> str:
     kind, bits, *_ = method.split()
     if kind == "kvquant":
         return f"nuq{bits}" + ("-o12" if "outliers" in method else "")
-    size = "-d" + method.split()[-1] if "head_dim" in method else ""
-    return f"k{bits}v{bits}-g128{size}" + ("-pre" if kind == "kivi_star" else "")
+    size = "-d" + method.split("head_dim ")[1] if "head_dim" in method else ""
+    group = 32 if "groups of 32" in method else 128
+    return f"k{bits}v{bits}-g{group}{size}" + ("-pre" if kind == "kivi_star" else "")
 
 
 def test_fast_means_within_budget():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import make_query, near, oracle
+from kernel_cases import QUICK, make_query, near, oracle
 from kernel_forms import case_of, changed, first_positions, make_form, rope
 
 from kvqjax.pallas_kernels import reference, tpu, tpu_rows
@@ -28,7 +28,7 @@ RUNS = [
 
 @functools.cache
 def compiled(case, **options):
-    return jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options))
+    return jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options), compiler_options=QUICK)
 
 
 def attend(case, place: dict, **options):

@@ -14,7 +14,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 ALLOWANCE = 1.10
 # Of those recorded; the rest would take ten minutes.
-CASES = ("k2v2-g128", "k3v3-g128", "k4v4-g128", "k8v8-g128", "k2v2-g128-pre", "nuq2")
+CASES = ("k2v2-g128", "k3v3-g128", "k4v4-g128", "k8v8-g128", "k2v2-g32", "k2v2-g128-pre", "nuq2")
 LATENT_CASES = ("8b-2", "8b-4")
 CACHE_BYTES = 4e6  # less than one field of the bodies compiled here; small arguments may be copied
 
