@@ -8,6 +8,8 @@ key group g, r and n of a value:
     scores_t = (q * s_g) . c_t + q . m_g            scaled queries of the groups a product of tokens meets are stacked
     out      = sum_t (p_t r_t) e_t + sum_t p_t n_t  likewise for the channel groups of a head
 
+Where groups are of fewer than 128 tokens, key scales multiply the codes instead (`tpu_keys`).
+
 `tpu_rope` says how keys before RoPE are scored, `tpu_signposts` how KVQuant's codes become numbers, `tpu_outliers` what
 its outliers add.
 
