@@ -156,7 +156,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
     """(read, first, last) as `blockwise_attention` wants them, for the encoded tokens of every row; with `shared`,
     values as stored, to be decoded after the sum."""
     run, sinks = view.run, view.sinks
-    ends = body_tokens(run, view.state)
+    ends, constants = body_tokens(run, view.state), run.wiring.prepare(view.constants)
     stored = tokens.stored
     if stored is not None:
         stored = jnp.pad(stored, ((0, 0), (0, run.slots - stored.shape[1])), constant_values=-1)
@@ -166,7 +166,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
         payload = _payload(run, view.state, view.layer, at)
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, run.block, 1) for n, c in carry.items()}
         part = part or _rebuilt(view, at)
-        decoded, part = run.wiring.decode(view.constants, payload, part)
+        decoded, part = run.wiring.decode(constants, payload, part)
         decoded = {name: x.astype(view.new[name].dtype) for name, x in decoded.items()}
         carry = {n: jax.lax.dynamic_update_slice_in_dim(c, part[n].astype(c.dtype), at, 1) for n, c in carry.items()}
         if stored is None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from kvqjax.codecs.base import Codec
+from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.layout import Field
 
 __all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "truncate_rounds", "ungroup_pairs"]
@@ -69,7 +70,7 @@ class CommVQKeys:
             return _encode(self, constants["codebook"], x)
 
         def decode(constants, tile):
-            return _decode(self, constants["codebook"], tile)
+            return _decode(self, constants, tile)
 
         return Codec(width, 1, fields, encode, decode, {"codebook": (self.rounds, groups, self.levels, 2 * self.pairs)})
 
@@ -133,9 +134,10 @@ def _encode(spec: CommVQKeys, codebook, x):
     return {"codes": codes.reshape(-1, x.shape[0]).T, "prescale": prescale[None]}
 
 
-def _decode(spec: CommVQKeys, codebook, tile):
+def _gathered(codebook, codes):
+    """The sum over all rounds of C[A] + j C[B], [..., n, C, 2g] float32."""
     rounds, groups, levels, width = codebook.shape
-    codes = tile["codes"].astype(jnp.int32)
+    codes = codes.astype(jnp.int32)
     codes = jnp.moveaxis(codes.reshape(*codes.shape[:-1], rounds, 2, groups), (-3, -2), (0, 1))  # [R, 2, ..., n, C]
     first = (jnp.arange(groups, dtype=jnp.int32) * levels).reshape((1,) * (codes.ndim - 2) + (groups,))
 
@@ -145,8 +147,19 @@ def _decode(spec: CommVQKeys, codebook, tile):
         return total + rows.at[pair + first].get(mode="promise_in_bounds"), None
 
     total = jax.lax.scan(add, jnp.zeros((*codes.shape[1:], width), jnp.float32), (codebook, codes))[0]
-    unit = ungroup_pairs(total[0] + quarter_turn(total[1]), spec.head_dim, spec.pairs)
-    return unit * jnp.swapaxes(tile["prescale"], -1, -2).astype(jnp.float32)
+    return total[0] + quarter_turn(total[1])
+
+
+def _decode(spec: CommVQKeys, constants, tile):
+    def multiplied(constants, codes):
+        return summed_columns(constants["columns"] if "columns" in constants else columns(constants["codebook"]), codes)
+
+    def gathered(constants, codes):
+        return _gathered(constants["codebook"], codes)
+
+    total = jax.lax.platform_dependent(constants, tile["codes"], tpu=multiplied, default=gathered)
+    prescale = jnp.swapaxes(tile["prescale"], -1, -2).astype(jnp.float32)
+    return ungroup_pairs(total, spec.head_dim, spec.pairs) * prescale
 
 
 def truncate_rounds(codebook: Float[Array, "*L R C V g2"], rounds: int) -> Float[Array, "*L r C V g2"]:

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
+from kvqjax.codecs import higgs_tpu
+from kvqjax.codecs import higgs_tpu
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.hadamard import has_hadamard, transform
 from kvqjax.layout import Field
@@ -137,12 +139,19 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         codes = nearest(jnp.asarray(points), y)
         return {"codes": codes.reshape(-1, groups * vectors), "scale": scale.T}
 
-    def decode(_, tile):
-        codes = tile["codes"]
+    def gathered(codes):
         lead = codes.shape[:-1]
         y = jnp.asarray(points)[codes.reshape(*lead, groups, vectors)].reshape(*lead, groups, vectors * dim)
-        scale = jnp.swapaxes(tile["scale"], -1, -2)[..., None].astype(jnp.float32)
-        blocks = transform(y[..., :group] * scale, inverse=True) / group
+        return transform(y[..., :group], inverse=True).reshape(*lead, groups * group)
+
+    plan = higgs_tpu.plan(points, group, groups)
+    forms = {} if plan is None else {"tpu": functools.partial(higgs_tpu.inverse, plan)}
+
+    def decode(_, tile):
+        x = jax.lax.platform_dependent(tile["codes"].astype(jnp.uint32), **forms, default=gathered)
+        lead = x.shape[:-1]
+        scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
+        blocks = x.reshape(*lead, groups, group) * scale[..., None]
         return (blocks.reshape(*lead, groups * group) * signs.reshape((1,) * len(lead) + (-1,)))[..., :width]
 
     return Codec(width, 1, fields, encode, decode)

@@ -13,6 +13,7 @@ import math
 import jax.numpy as jnp
 
 from kvqjax.codecs.commvq_keys import CommVQKeys
+from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.config import ModelConfig
 from kvqjax.methods.spec import Method, method_factory
@@ -49,7 +50,12 @@ class CommVQLayer:
     def build(self, config: ModelConfig) -> Wiring:
         codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
         wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre")
-        return wiring._replace(shared=_summed_bits(self.bits * config.kv_width, config))
+        return wiring._replace(shared=_summed_bits(self.bits * config.kv_width, config), prepare=_prepare)
+
+
+def _prepare(constants):
+    """The key codebook as TPUs read it, beside it; where it is not read it is never made."""
+    return constants | {"k": constants["k"] | {"columns": columns(constants["k"]["codebook"])}}
 
 
 def _summed_bits(count: int, config: ModelConfig) -> SharedValues:

@@ -88,7 +88,8 @@ class Wiring(NamedTuple):
     under their source's name. `copy` says how a reader has the carry: "layer", one layer's for all body tokens flows
     from layer to layer; "none", it is computed anew for every block from the first layer on; "all", it is not needed,
     because every layer stores what it reconstructs. `packed` is set where a body can be attended to without decoding
-    it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them."""
+    it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them.
+    `prepare(constants)` adds to a layer's constants what reading its body wants made of them once, not in every block."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
@@ -102,6 +103,7 @@ class Wiring(NamedTuple):
     packed: Packed | None = None
     shared: SharedValues | None = None
     copy: str = "layer"
+    prepare: Callable = dict
 
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Every calibrated constant of a layer: {group: {name: shape}}, a codec's under its source's name."""
