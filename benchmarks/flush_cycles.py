@@ -4,8 +4,9 @@
 
 Needs libtpu, no TPU. Llama-3.1-8B's geometry, one row, one layer: XLA's estimated cycles (in the compiled program,
 loops times their trips) of encoding one tile as it leaves the window, per token; and of attention to 512 tokens of the
-body block by block, without a kernel. `share` is encoding in per cent of reading `context` tokens, what a decode step
-does. `--write` renews benchmarks/records/flush_cycles.json for what was compiled. Estimates, not measurements.
+body block by block, without a kernel; `rows` are gathered there one by one, for which XLA has no estimate. `share` is
+encoding in per cent of reading `context` tokens, what a decode step does. `--write` renews
+benchmarks/records/flush_cycles.json for what was compiled. Estimates, not measurements.
 """
 
 import argparse
@@ -29,7 +30,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from estimated_cycles import by_blocks, largest_body, total
 
 RECORD = Path(__file__).parent / "records" / "flush_cycles.json"
-METHODS = ("kivi:bits=2", "kivi_star:bits=2", "kvquant:bits=3", "higgs:bits=2", "commvq:bits=1", "xquant:bits=4")
+METHODS = (
+    "kivi:bits=2",
+    "kivi_star:bits=2",
+    "kvquant:bits=3",
+    "higgs:bits=2",
+    "aqua:bits=2",
+    "commvq:bits=1",
+    "xquant:bits=4",
+)
 SLOTS = 16384
 
 
@@ -63,8 +72,9 @@ def measure(text: str, chip: str) -> dict[str, float]:
     reading = jax.jit(read).lower(q, state, model.params, constants, vectors(1, 1), index, count)
     packed = run.wiring.packed.spec if run.wiring.packed is not None else None
     block = packed.block if isinstance(packed, PackedSpec) and packed.plain else run.block
-    blockwise, per_token = sum(largest_body(reading.compile())), total(encoding.compile()) / clock.unit
-    return {"encode_per_token": round(per_token), "read_per_512": round(blockwise * 512 / block)}
+    (cycles, rows), per_token = largest_body(reading.compile()), total(encoding.compile()) / clock.unit
+    read = {"read_per_512": round(sum(cycles) * 512 / block), "rows_per_512": rows * 512 // block}
+    return {"encode_per_token": round(per_token), **read}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvqjax.codecs import bits_per_value
 from kvqjax.codecs.commvq_keys import CommVQKeys, centre, group_pairs, nearest, truncate_rounds, ungroup_pairs
+from kvqjax.codecs.commvq_tpu import CHUNK, columns, summed_columns
 from kvqjax.layout import logical_bits
 
 GOLDEN = Path(__file__).parent / "data" / "golden_commvq_keys.npz"
@@ -145,3 +146,26 @@ def test_decoding_does_not_depend_on_batch_or_block():
 def test_bad_specs_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         CommVQKeys(**({"head_dim": 16, "rounds": 2} | options))
+
+
+@pytest.mark.parametrize(("rounds", "groups", "levels", "pairs"), [(5, 2, 64, 8), (CHUNK, 3, 8, 2), (1, 1, 256, 4)])
+def test_the_form_for_tpus_sums_the_same_rows(rounds, groups, levels, pairs):
+    """A number as two bfloat16 numbers is off by 2^-16 of itself at most; sums are float32."""
+    book = np.asarray(random_book(5, rounds, groups, levels, pairs)["codebook"]) * 40
+    codes = np.random.default_rng(6).integers(0, levels, (2, 3, rounds, 2, groups))
+    rows = book[np.arange(rounds)[:, None, None], np.arange(groups), codes].astype(np.float64)
+    real, imag = np.split(rows[:, :, :, 1], 2, -1)
+    parts = rows[:, :, :, 0], np.concatenate([-imag, real], -1)
+    both = jax.jit(lambda book, codes: summed_columns(columns(book), codes))
+    found = both(jnp.asarray(book), jnp.asarray(codes.reshape(2, 3, -1), jnp.uint32))
+    bound = (2.0**-16 + 4 * rounds * 2.0**-24) * sum(np.abs(part).sum(2) for part in parts)
+    assert (np.abs(np.asarray(found) - sum(part.sum(2) for part in parts)) <= bound).all()
+
+
+def test_decoding_gathers_on_other_chips_than_tpus():
+    codec, constants = CommVQKeys(head_dim=16, rounds=3, levels=8).build(32), random_book(7)
+    shapes = jax.eval_shape(codec.encode, constants, jax.ShapeDtypeStruct((32, 32), jnp.float32))
+    for more in ({}, {"columns": columns(constants["codebook"])}):
+        traced = jax.jit(codec.decode).trace(constants | more, shapes)
+        assert "gather" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert "gather" in traced.lower(lowering_platforms=("cpu",)).as_text()

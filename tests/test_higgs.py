@@ -1,5 +1,6 @@
 """HIGGS against the authors' released quantiser (golden vectors), its grids on fresh samples, and its invariants."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvqjax import layout
-from kvqjax.codecs import bits_per_value
+from kvqjax.codecs import bits_per_value, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
 from kvqjax.codecs.higgs import Higgs, group_size, higgs_codec, nearest, shipped_grid
 
@@ -208,3 +209,35 @@ def test_codes_are_computed_against_the_stored_scale():
 
     assert (codes(stored) != np.asarray(tile["codes"])).mean() < 1e-3
     assert (codes(exact) != np.asarray(tile["codes"])).mean() > 5e-3
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "group", "groups"),
+    [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (2, 1, 512, 1), (2, 4, 1024, 1), (4, 2, 96, 2), (3, 1, 12, 1)],
+)
+def test_the_form_for_tpus_is_exact_but_for_float32_sums(bits, dim, group, groups):
+    """Parts of groups, groups side by side, single groups; matrices that are not symmetric (96 and 12 are Paley's)."""
+    points = shipped_grid(bits, dim)
+    codes = np.random.default_rng(0).integers(0, len(points), (3, groups * group // dim))
+    y = points[codes].reshape(3, groups, group).astype(np.float64)
+    wanted = y @ hadamard(group)
+    x = jax.jit(functools.partial(higgs_tpu.inverse, higgs_tpu.plan(points, group, groups)))(
+        jnp.asarray(codes, jnp.uint32)
+    )
+    bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True)
+    assert (np.abs(np.asarray(x).reshape(wanted.shape) - wanted) <= bound).all()
+
+
+def test_grids_that_the_form_for_tpus_cannot_hold_are_gathered():
+    assert higgs_tpu.plan(shipped_grid(2, 6), 768, 1) is None, "4096 points"
+    assert higgs_tpu.plan(shipped_grid(2, 4), 2, 1) is None, "a group within a vector"
+    assert higgs_tpu.plan(np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32), 128, 1) is None, "float32"
+
+
+@pytest.mark.parametrize(("dim", "gathers"), [(2, False), (6, True)])
+def test_decoding_gathers_on_tpus_only_where_it_must(dim, gathers):
+    codec = Higgs(bits=2, dim=dim).build(128)
+    tile = jax.eval_shape(codec.encode, {}, jax.ShapeDtypeStruct((32, 128), jnp.float32))
+    traced = jax.jit(lambda tile: codec.decode({}, tile)).trace(tile)
+    assert ("gather" in traced.lower(lowering_platforms=("tpu",)).as_text()) is gathers
+    assert "gather" in traced.lower(lowering_platforms=("cpu",)).as_text()

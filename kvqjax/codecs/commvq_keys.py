@@ -157,7 +157,8 @@ def _decode(spec: CommVQKeys, constants, tile):
     def gathered(constants, codes):
         return _gathered(constants["codebook"], codes)
 
-    total = jax.lax.platform_dependent(constants, tile["codes"], tpu=multiplied, default=gathered)
+    codes = tile["codes"].astype(jnp.uint32)
+    total = jax.lax.platform_dependent(constants, codes, tpu=multiplied, default=gathered)
     prescale = jnp.swapaxes(tile["prescale"], -1, -2).astype(jnp.float32)
     return ungroup_pairs(total, spec.head_dim, spec.pairs) * prescale
 

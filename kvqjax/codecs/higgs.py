@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 from kvqjax.codecs import higgs_tpu
-from kvqjax.codecs import higgs_tpu
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.hadamard import has_hadamard, transform
 from kvqjax.layout import Field

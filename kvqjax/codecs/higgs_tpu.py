@@ -79,7 +79,9 @@ def _chosen(table: np.ndarray, codes: UInt[Array, "*B V"]) -> UInt[Array, "*B V"
 
 def _pieces(half: UInt[Array, "*B V"], raised: int) -> list[Float[Array, "*B V"]]:
     """The two bfloat16 numbers that add up to a float16 number, given in the low half of a word, over 2^raised."""
-    wide = (half & jnp.uint32(0x8000)) << 16 | (half & jnp.uint32(0x7FFF)) << 13  # float32, but for its exponent's offset
+    wide = (half & jnp.uint32(0x8000)) << 16 | (
+        half & jnp.uint32(0x7FFF)
+    ) << 13  # float32, but for its exponent's offset
     offset = jnp.finfo(jnp.float32).maxexp - HALF.maxexp
     number = jax.lax.bitcast_convert_type(wide, jnp.float32) * jnp.float32(2.0 ** (offset - raised))
     top = jax.lax.bitcast_convert_type(number, jnp.uint32) & jnp.uint32(0xFFFF0000)

@@ -89,7 +89,7 @@ class Wiring(NamedTuple):
     from layer to layer; "none", it is computed anew for every block from the first layer on; "all", it is not needed,
     because every layer stores what it reconstructs. `packed` is set where a body can be attended to without decoding
     it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them.
-    `prepare(constants)` adds to a layer's constants what reading its body wants made of them once, not in every block."""
+    `prepare(constants)` adds to a layer's constants what reading its body wants made of them once."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
