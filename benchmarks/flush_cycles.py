@@ -35,7 +35,6 @@ METHODS = (
     "kivi_star:bits=2",
     "kvquant:bits=3",
     "higgs:bits=2",
-    "aqua:bits=2",
     "commvq:bits=1",
     "xquant:bits=4",
 )
