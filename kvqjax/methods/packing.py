@@ -3,13 +3,15 @@
 from kvqjax.codecs import CodecSpec, Uniform
 from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
 from kvqjax.config import ModelConfig
-from kvqjax.layout import split_bits
 from kvqjax.methods.wiring import Packed
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import Outliers, PackedBody, PackedSpec, Rope, Signposts
 from kvqjax.rope import inverse_frequencies
 
 __all__ = ["latent_form", "packed_form"]
+
+# Tokens that the plain path reads at a time: whole planes of any width, and few enough for a CPU's cache.
+BLOCK = 1024
 
 
 def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: ModelConfig) -> Packed | None:
@@ -43,7 +45,7 @@ def latent_form(key: CodecSpec, value: CodecSpec, rank: int, config: ModelConfig
         kv_heads=1,
         head_dim=rank,
         scales=value.dtype,
-        block=_block(key, value),
+        block=BLOCK,
     )
     heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": _rope(config)}
     epsilon = config.norm_eps if config.qk_norm else 0.0
@@ -60,13 +62,8 @@ def _rope(config: ModelConfig) -> Rope:
     return Rope(tuple(map(float, inverse_frequencies(config))), config.rope.attention_factor)
 
 
-def _block(key, value) -> int:
-    """Tokens that the plain path reads at a time, few enough for a CPU's cache; planes of one bit come in 1024s."""
-    return max(1024, *(1024 // part for bits in (key.bits, value.bits) for part in split_bits(bits)))
-
-
 def _spec(key, value, rope: str, config: ModelConfig, **more) -> PackedSpec:
-    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block": _block(key, value)}
+    shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block": BLOCK}
     before = _rope(config) if rope == "pre" else None
     bits = {"key_bits": key.bits, "value_bits": value.bits}
     return PackedSpec(scales=value.dtype, rope=before, **bits, **shape, **more)
