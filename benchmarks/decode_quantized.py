@@ -4,17 +4,17 @@
     python benchmarks/decode_quantized.py [--context 8192] [--threads 2] [--out FILE]
 
 Every cache first gets `context` random keys and values (normal, with an offset per channel) a layer. float32 weights,
-one row, greedy steps of one token; medians of several timings after a warm-up. transformers quantises anew when its 128
-recent tokens are full: no such step falls into its timings here, while ours flush as they do. The last rows are one
-layer's attention at 32 times 1024 tokens: KIVI at 2 bits through its blockwise reference against our exact cache.
+one row, greedy steps of one token. After a warm-up all caches are timed in turn, round after round: medians of the
+rounds, and of each round's ratios. transformers quantises anew when its 128 recent tokens are full: no such step falls
+into its timings here, while ours flush as they do. The last rows are one layer's attention at 32 times 1024 tokens:
+KIVI at 2 bits through its blockwise reference against our exact cache.
 """
 
 import argparse
 import json
 import os
-import statistics
-import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import kvqjax as kvq
-from kvqjax.cli.bench import step_milliseconds
+from kvqjax.cli.bench import decoding
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import init_params
 from kvqjax.model import locate
-from kvqjax.timing import machine
+from kvqjax.timing import alternating_seconds, machine
 
 # KIVI's groups of 32, and of 64 as transformers' caches have by default.
 OURS = ("exact", "kivi:bits=4", "kivi:bits=2", "kivi:bits=4,group=64", "kivi:bits=2,group=64")
@@ -38,8 +38,8 @@ ATTENTION = ModelConfig(
 )
 
 
-def their_milliseconds(backend: str, bits: int, context: int, steps: int, repeats: int) -> float:
-    """Median milliseconds of a step of transformers' torch model on its own quantised cache."""
+def theirs(backend: str, bits: int, context: int, steps: int) -> Callable[[], None]:
+    """What decodes `steps` tokens with transformers' torch model on its own quantised cache."""
     import torch
     from transformers import AutoModelForCausalLM, QuantizedCache
 
@@ -51,28 +51,56 @@ def their_milliseconds(backend: str, bits: int, context: int, steps: int, repeat
         offset = rng.normal(size=(config.num_key_value_heads, 1, dim))
         filled = (rng.normal(size=(1, config.num_key_value_heads, context, dim)) + offset for _ in range(2))
         cache.update(*(torch.tensor(x, dtype=torch.float32) for x in filled), layer)
-    times, token = [], torch.ones((1, 1), dtype=torch.long)
-    with torch.no_grad():
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            for _ in range(steps):
-                model(token, past_key_values=cache, use_cache=True)
-            times.append((time.perf_counter() - start) / steps)
-    return 1e3 * statistics.median(times[1:])
+    token = torch.ones((1, 1), dtype=torch.long)
+
+    @torch.no_grad()
+    def run():
+        for _ in range(steps):
+            model(token, past_key_values=cache, use_cache=True)
+
+    return run
+
+
+def timed(calls: dict[str, Callable], options) -> dict[str, np.ndarray]:
+    """Milliseconds of a step in every round."""
+    rounds = alternating_seconds(list(calls.values()), options.repeats)
+    return {name: 1e3 * np.asarray(spent) / options.steps for name, spent in zip(calls, rounds, strict=True)}
+
+
+def decode_rows(options) -> list[dict]:
+    loaded = kvq.load("demo", dtype="f32")
+    shape = (options.context, 1, options.steps, options.repeats + 1)
+    calls = {text: decoding(loaded, kvq.parse(text), *shape)[1] for text in OURS}
+    calls |= {pair: theirs(*pair, options.context, options.steps) for pair in THEIRS}
+    spent = timed(calls, options)
+    rows = [{"cache": text, "ms_per_step": float(np.median(spent[text]))} for text in OURS]
+    for backend, bits in THEIRS:
+        own = spent[backend, bits]
+        row = {"cache": f"transformers, {backend} {bits} bits", "ms_per_step": float(np.median(own))}
+        for name, group in (("ours_faster", ""), ("ours_faster_groups_of_64", ",group=64")):
+            row[name] = float(np.median(own / spent[f"kivi:bits={bits}{group}"]))
+        rows.append(row)
+    return rows
 
 
 def attention_rows(options) -> list[dict]:
     model = kvq.Model(params=init_params(jax.random.key(0), ATTENTION), constants=(), config=ATTENTION)
-    rows = []
-    for text in ("exact", "kivi:bits=2,group=128,window=0"):
-        spent = step_milliseconds(model, kvq.parse(text), 4 * options.context, 1, options.steps, options.repeats)[1]
-        rows.append({"cache": f"one layer, {4 * options.context} tokens: {text}", "ms_per_step": spent})
-    return [row | {"speed_against_exact": rows[0]["ms_per_step"] / row["ms_per_step"]} for row in rows]
+    shape = (4 * options.context, 1, options.steps, options.repeats + 1)
+    texts = ("exact", "kivi:bits=2,group=128,window=0")
+    spent = timed({text: decoding(model, kvq.parse(text), *shape)[1] for text in texts}, options)
+    return [
+        {
+            "cache": f"one layer, {4 * options.context} tokens: {text}",
+            "ms_per_step": float(np.median(spent[text])),
+            "speed_against_exact": float(np.median(spent["exact"] / spent[text])),
+        }
+        for text in texts
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in (("context", 8192), ("steps", 16), ("repeats", 5), ("threads", os.cpu_count())):
+    for name, value in (("context", 8192), ("steps", 8), ("repeats", 11), ("threads", os.cpu_count())):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -80,17 +108,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    loaded, rows = kvq.load("demo", dtype="f32"), []
-    for text in OURS:
-        spent = step_milliseconds(loaded, kvq.parse(text), options.context, 1, options.steps, options.repeats)[1]
-        rows.append({"cache": text, "ms_per_step": spent})
-    for backend, bits in THEIRS:
-        spent = their_milliseconds(backend, bits, options.context, options.steps, options.repeats)
-        ours = {row["cache"]: row["ms_per_step"] for row in rows}
-        faster = {"ours_faster": spent / ours[f"kivi:bits={bits}"]}
-        faster["ours_faster_groups_of_64"] = spent / ours[f"kivi:bits={bits},group=64"]
-        rows.append({"cache": f"transformers, {backend} {bits} bits", "ms_per_step": spent, **faster})
-    rows += attention_rows(options)
+    rows = decode_rows(options) + attention_rows(options)
     table = Table("cache", "ms per step", "KIVI at its bits faster by", "in groups of 64", "speed against exact")
     for row in rows:
         keys = ("ours_faster", "ours_faster_groups_of_64", "speed_against_exact")

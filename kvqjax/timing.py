@@ -5,23 +5,30 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["copy_rate", "machine", "median_seconds"]
+__all__ = ["alternating_seconds", "copy_rate", "machine", "median_seconds"]
+
+
+def alternating_seconds(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
+    """Wall-clock seconds until what each call returns is ready, `repeats` rounds of all calls in turn, so that what
+    slows the machine for a while slows them all; after a round that compiles and warms up."""
+    spent: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats + 1):
+        for call, times in zip(calls, spent, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times.append(time.perf_counter() - start)
+    return [times[1:] for times in spent]
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
     """Median wall-clock seconds until what `call()` returns is ready, after one call that compiles and warms up."""
-    spent = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        spent.append(time.perf_counter() - start)
-    return statistics.median(spent[1:])
+    return statistics.median(alternating_seconds([call], repeats)[0])
 
 
 def copy_rate(size: int, repeats: int = 10, inner: int = 8) -> float:

@@ -1,6 +1,7 @@
 """`kvqjax bench`: a decode step at a given context, every cache against the exact one, all in one run."""
 
 import functools
+from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -26,7 +27,7 @@ from kvqjax.methods import Method, exact
 from kvqjax.model import Model
 from kvqjax.timing import machine, median_seconds
 
-__all__ = ["bench", "step_milliseconds"]
+__all__ = ["bench", "decoding", "step_milliseconds"]
 
 CHUNK = 512
 
@@ -58,11 +59,11 @@ def _steps(model: Model, cache: Cache, *, steps: int) -> tuple[jax.Array, Cache]
     return jax.lax.fori_loop(0, steps, step, (jnp.float32(0), cache))
 
 
-def step_milliseconds(
-    model: Model, method: Method, context: int, batch: int, steps: int, repeats: int
-) -> tuple[int, float]:
-    """Bytes of the cache, and the median milliseconds of a decode step once it holds `context` tokens a row."""
-    cache = init_cache(model, method, batch, context + CHUNK + steps * (repeats + 1))
+def decoding(
+    model: Model, method: Method, context: int, batch: int, steps: int, calls: int
+) -> tuple[int, Callable[[], jax.Array]]:
+    """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls."""
+    cache = init_cache(model, method, batch, context + CHUNK + steps * calls)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     for number in range(-(-context // CHUNK)):
         cache = _fill(model, cache, jax.random.key(number))
@@ -72,6 +73,14 @@ def step_milliseconds(
         out, cache = _steps(model, cache, steps=steps)
         return out
 
+    return size, run
+
+
+def step_milliseconds(
+    model: Model, method: Method, context: int, batch: int, steps: int, repeats: int
+) -> tuple[int, float]:
+    """Bytes of the cache, and the median milliseconds of a decode step once it holds `context` tokens a row."""
+    size, run = decoding(model, method, context, batch, steps, repeats + 1)
     return size, 1e3 * median_seconds(run, repeats) / steps
 
 
