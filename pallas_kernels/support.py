@@ -1,4 +1,4 @@
-"""Which decode attention each method gets on each chip, as data. `python -m kvqjax.pallas_kernels.support` prints it.
+"""Which decode attention each method gets on each chip, as data. `python -m kvqjax.pallas_kernels` prints it.
 
 fast:      as correct, and within its budget of bundles, marginal and fixed (`BUDGETS`).
 correct:   the kernel compiles for the chip without spills and copies, equals the reference in interpret mode, and its
@@ -32,26 +32,35 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
     return {target: levels.get(target, "reference") for target in TARGETS}
 
 
-# Groups of 128 tokens and of as many channels as a head has unless they are said to be of 32 of each, and head_dim 128
-# unless said otherwise. On TPUs 3 bits on all but v6e and head_dim 96 compile but spill. Keys of 4 and values of 2 bits
-# do not on v6e and v7x, but are not dispatched yet. Before RoPE these spill: kivi_star with 4 bits on v5e and v5p, with
-# 3 bits on v5p; kvquant with 4 bits on v5e and v5p, with 3 bits or outliers on v7x. Outlier slots may be up to 12.
-# Around a decode loop XLA lays the slots out anew (0.5 GiB at 64K tokens of Llama-3.1-8B), with the kernel as without.
-# XQuant: latents of the sizes in `dispatch`; 3 bits spill on v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x.
+# Groups of 128 tokens and of as many channels as a head has unless they are said to be of 32 of each, head_dim 128
+# unless said otherwise; two widths are those of keys and of values. What compiles but spills on a chip is left to the
+# reference there: after RoPE all with head_dim 96, 2 bits with head_dim 64 on v6e and v7x, and in groups of 32
+# head_dim 64 on v7x and 4 and 2 bits on v6e and v7x; before RoPE kivi_star with 4 bits on v5e and v5p, with 3 bits on
+# v5p, in groups of 32 with 2 bits on v7x and with 4 bits everywhere; kvquant with 4 bits on v5e and v5p, with 3 bits
+# or outliers on v7x. Outlier slots may be up to 12. Around a decode loop XLA lays the slots out anew (0.5 GiB at 64K
+# tokens of Llama-3.1-8B), with the kernel as without. XQuant: latents of the sizes in `dispatch`; 3 bits spill on
+# v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x.
+TPUS = "v5e", "v5p", "v6e", "v7x"
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
-    "kivi 3 bits": _row("v6e", compiled=("sm90",)),
+    "kivi 3 bits": _row(*TPUS, compiled=("sm90",)),
     "kivi 4 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 8 bits": _row("v5p", fast=("v5e", "v6e", "v7x")),
-    "kivi 2 bits, groups of 32": _row("v5e", "v5p", "v6e", "v7x"),
-    "kivi 4 bits, groups of 32": _row("v5e", "v5p", "v6e", "v7x"),
-    "kivi 4 bits, head_dim 64": _row("v6e", "v7x"),
+    "kivi 2 bits, groups of 32": _row(*TPUS),
+    "kivi 4 bits, groups of 32": _row(*TPUS),
+    "kivi 4 and 2 bits": _row(*TPUS),
+    "kivi 4 and 2 bits, groups of 32": _row("v5e", "v5p"),
+    "kivi 3 and 2 bits": _row("v6e"),
+    "kivi 2 bits, head_dim 64": _row("v5e", "v5p"),
+    "kivi 4 bits, head_dim 64": _row(*TPUS),
+    "kivi 2 bits, head_dim 64, groups of 32": _row("v5e", "v5p", "v6e"),
+    "kivi 4 bits, head_dim 64, groups of 32": _row("v5e", "v5p", "v6e"),
     "kivi 4 bits, head_dim 256": _row("v6e", "v7x"),
-    "kivi, keys and values of different bits": _row(),
     "uniform": _row(),
     "kivi_star 2 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
     "kivi_star 3 bits": _row("v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
     "kivi_star 4 bits": _row("v7x", fast=("v6e",), compiled=("sm90",)),
+    "kivi_star 2 bits, groups of 32": _row("v5e", "v5p", "v6e"),
     "kvquant 2 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
     "kvquant 3 bits": _row("v5p", "v6e", fast=("v5e",), compiled=("sm90",)),
     "kvquant 4 bits": _row("v6e", "v7x", compiled=("sm90",)),
@@ -80,7 +89,3 @@ def main() -> None:
     print(f"| method | {' | '.join(TARGETS)} |\n|{'---|' * (len(TARGETS) + 1)}")
     for method, row in ROWS.items():
         print(f"| {method} | {' | '.join(row.values())} |")
-
-
-if __name__ == "__main__":
-    main()

@@ -80,15 +80,17 @@ class Plan:
 
     @property
     def stretch(self) -> int:
-        """Tokens of keys, and of values, that are worked off in turn."""
-        if self.spec.value_slots and self.spec.value_bits == 2:
-            return 256  # 512 spill
-        if self.spec.datatype == "nuq":
+        """Tokens of keys, and of values, that are worked off in turn: what spills least by benchmarks/records."""
+        spec, short = self.spec, max(512, self.block)
+        if spec.datatype == "nuq":
+            return 256 if spec.value_slots and spec.value_bits == 2 else 512
+        if self.multiplied:
+            # Small groups: as bfloat16 whole tiles after RoPE, as float32 before it.
+            whole = self.wide != (spec.rope is None) and 0 < spec.key_group < LANES
+            return self.tile if whole else short
+        if spec.target == "v7x":
             return 512
-        small_groups = self.multiplied and self.spec.rope is None
-        if (small_groups and not self.wide) or (self.wide and self.ways == 4):
-            return self.tile  # 512 spill
-        return max(512, self.block)
+        return self.tile if (self.wide and self.ways == 4) or not _roomy(spec, self.rows) else short
 
     @property
     def mixed(self) -> bool:
@@ -107,7 +109,7 @@ class Plan:
 
     @property
     def wide(self) -> bool:
-        """Whether codes are rotated as float32: these chips' vector units have no bfloat16."""
+        """Whether codes are multiplied as float32: these chips' vector units have no bfloat16."""
         return self.spec.target in ("v5e", "v5p")
 
     @property
@@ -120,7 +122,7 @@ class Plan:
     def apart(self) -> bool:
         """Whether the scores are scheduled apart from what is prepared for a tile: together they need too many
         registers."""
-        return self.spec.rope is not None or (self.multiplied and self.wide)
+        return self.spec.rope is not None or (self.wide and (self.multiplied or self.spec.key_bits == 3))
 
     @property
     def tiles(self) -> int:
@@ -193,13 +195,17 @@ def _rows(spec: PackedSpec, per_head: int) -> int:
     return -(-spec.width // lane_groups(spec) // spec.head_dim * per_head // 8) * 8
 
 
+def _roomy(spec: PackedSpec, rows: int) -> bool:
+    """Whether the `rows` of queries of a lane group fill one register at most, and its codes need few others."""
+    one_register = rows * spec.width // lane_groups(spec) <= 8 * LANES
+    simple = spec.key_bits == spec.value_bits and spec.key_bits in (2, 4, 8) and spec.key_group >= LANES
+    return one_register and simple and spec.rope is None
+
+
 def default_tile(spec: PackedSpec, per_head: int) -> int:
     """Tokens per tile: 2048 where that needs no spills by benchmarks/records, else 1024. Half of a small chip's vector
     memory holds the words of two tiles."""
-    one_register = _rows(spec, per_head) * spec.width // lane_groups(spec) <= 8 * LANES  # the queries of a lane group
-    simple = spec.key_bits == spec.value_bits and spec.key_bits in (2, 4, 8) and spec.key_group >= LANES
-    simple = simple and spec.rope is None
-    tile = 2048 if one_register and simple else 1024
+    tile = 2048 if _roomy(spec, _rows(spec, per_head)) else 1024
     while 2 * tile * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
         tile //= 2
     return tile

@@ -7,6 +7,7 @@ average); everything else is exact or float32.
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ TWO = Case(key_bits=2, value_bits=2, key_group=64, value_group=32, kv_heads=2, h
 EIGHT = Case(
     key_bits=8, value_bits=8, key_group=64, value_group=48, kv_heads=4, head_dim=96, group=1, length=2, slots=256
 )
-MIXED = Case(key_bits=3, value_bits=2, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=2)
+MIXED = Case(key_bits=3, value_bits=2, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=2, target="v5e")
 # KIVI's groups: key scales multiply the codes, in bfloat16 or (v5e) in float32
 SMALL = Case(
     key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=1, head_dim=128, group=4, slots=512, target="v6e"
@@ -40,8 +41,9 @@ RUNS = [
     (MIXED, {"ways": 8, "tile": 1024}),
     (SMALL, {}),
     (dataclasses.replace(SMALL, target="v5p", kv_heads=2, head_dim=64), {}),
-    (dataclasses.replace(SMALL4, target="v7x"), {"tile": 256}),
+    (dataclasses.replace(SMALL4, value_bits=2, target="v7x"), {}),
     (SMALL4, {"tile": 256, "splits": 2}),
+    (dataclasses.replace(FOUR, kv_heads=1, group=16, slots=256, target="v6e"), {}),
 ]
 
 
@@ -96,8 +98,12 @@ def test_dispatch_guards_by_platform():
     )
     assert dispatch.path(case.spec, 4, case.slots) == "tpu"
     assert dispatch.path(case.spec, 17, case.slots) == "reference"
+    assert dispatch.path(case.spec, 16, case.slots) == "tpu"
+    assert dispatch.path(dataclasses.replace(SMALL, target="v6e").spec, 16, case.slots) == "reference"
     assert dispatch.path(dataclasses.replace(case.spec, scales="float32"), 4, case.slots) == "reference"
     assert dispatch.path(FOUR.spec, 4, case.slots) == "reference"
+    assert dispatch.row_of(dataclasses.replace(SMALL4, value_bits=2).spec) == "kivi 4 and 2 bits, groups of 32"
+    assert dispatch.row_of(dataclasses.replace(case, value_group=64).spec) == ""
 
 
 def test_table_covers_every_target(capsys):
@@ -109,12 +115,12 @@ def test_table_covers_every_target(capsys):
 
 def recorded_case(method: str) -> str:
     """The case of benchmarks/tpu_bundles.py that a row of the table stands on."""
-    kind, bits, *_ = method.split()
+    kind, (key, *_, value) = method.split()[0], 2 * re.findall(r"\d+", method.split(" bits")[0])
     if kind == "kvquant":
-        return f"nuq{bits}" + ("-o12" if "outliers" in method else "")
-    size = "-d" + method.split("head_dim ")[1] if "head_dim" in method else ""
+        return f"nuq{key}" + ("-o12" if "outliers" in method else "")
     group = 32 if "groups of 32" in method else 128
-    return f"k{bits}v{bits}-g{group}{size}" + ("-pre" if kind == "kivi_star" else "")
+    size = "".join("-d" + dim for dim in re.findall(r"head_dim (\d+)", method))
+    return f"k{key}v{value}-g{group}{size}" + ("-pre" if kind == "kivi_star" else "")
 
 
 def test_fast_means_within_budget():

@@ -15,12 +15,15 @@ from kvqjax.pallas_kernels.tpu_rope import swapped
 
 STAR4 = case_of(4, target="v6e", slots=512)
 NUQ2 = case_of(2, datatype="nuq", target="v6e", slots=512)
+SMALL = changed(case_of(2, target="v6e", slots=512, kv_heads=1), key_group=32, value_group=32)
 FAR = {"first": 300_003, "apart": 3}
 RUNS = [
     (case_of(2, target="v6e", slots=512), {}, {"tile": 512}),
     (case_of(4, target="v5e", slots=512, length=2), FAR, {"tile": 256, "splits": 2}),
     (case_of(3, datatype="nuq", target="v5e", rope=rope(500_000.0, 128, 1.2), kv_heads=1), {}, {"tile": 1024}),
     (case_of(4, datatype="nuq", target="v5p", slots=256, group=1), FAR, {"tile": 256}),
+    (SMALL, {}, {}),
+    (changed(SMALL, target="v5p"), FAR, {}),
     (changed(NUQ2, key_slots=3, value_slots=2), FAR, {"tile": 512}),
     (case_of(4, datatype="nuq", target="v5e", head_dim=64, slots=256, key_slots=2, value_slots=4), {}, {"tile": 256}),
 ]
