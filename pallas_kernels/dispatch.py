@@ -22,8 +22,7 @@ from kvqjax.pallas_kernels.support import ROWS, lookup
 __all__ = ["packed_attention", "path"]
 
 MOST_ROWS = 8  # query rows of a KV head that all kernels were compiled for
-# Bits of KIVI's keys and values in groups of 128, head_dim 128, at which twice as many do not spill; the one register
-# that 4 and 8 bits spill on v7x costs less than the reference would.
+# Bits of KIVI's keys and values in groups of 128, head_dim 128, at which twice as many do not spill.
 MANY_ROWS = {"v5e": (2, 3, 4, 8), "v5p": (2, 3, 4, 8), "v6e": (4, 8), "v7x": (4, 8)}
 MOST_SLOTS = 12  # outlier slots of a token's keys, or values, likewise
 MOST_ROWS_LATENT = 4  # of the kernel on latents; 8 rows spill on v6e and v7x

@@ -89,7 +89,7 @@ class Plan:
             whole = self.wide != (spec.rope is None) and 0 < spec.key_group < LANES
             return self.tile if whole else short
         if spec.target == "v7x":
-            return 512
+            return 256 if self.rows_per_head > 8 else 512
         return self.tile if (self.wide and self.ways == 4) or not _roomy(spec, self.rows) else short
 
     @property
