@@ -70,7 +70,7 @@ def measure(text: str, chip: str) -> dict[str, float]:
     encoding = jax.jit(encode, donate_argnums=0).lower(state.body, constants, vectors(clock.unit), index, index)
     reading = jax.jit(read).lower(q, state, model.params, constants, vectors(1, 1), index, count)
     packed = run.wiring.packed.spec if run.wiring.packed is not None else None
-    block = packed.block if isinstance(packed, PackedSpec) and packed.plain else run.block
+    block = packed.block if isinstance(packed, PackedSpec) and packed.plain else run.reading
     (cycles, rows), per_token = largest_body(reading.compile()), total(encoding.compile()) / clock.unit
     read = {"read_per_512": round(sum(cycles) * 512 / block), "rows_per_512": rows * 512 // block}
     return {"encode_per_token": round(per_token), **read}

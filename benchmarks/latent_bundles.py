@@ -127,7 +127,7 @@ def xla(case, chip: str) -> dict:
     run, (q, cache, *more) = _arguments(case, chip)
     attend = by_blocks(run, run.wiring.packed.spec.kv_heads)
     cycles, _ = largest_body(_compiled(attend, (q, cache.runs[0], *more)))
-    return {"xla": round(sum(cycles) * 512 / run.block), "product": round(max(cycles) * 512 / run.block)}
+    return {"xla": round(sum(cycles) * 512 / run.reading), "product": round(max(cycles) * 512 / run.reading)}
 
 
 def measure(chip: str, name: str, folder: Path, *, kernel_only: bool) -> dict:

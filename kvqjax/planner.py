@@ -90,7 +90,7 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
     for run in plan(layout):
         width = sum(run.wiring.sources.values()) + 2 * config.kv_width
         exact = batch * (layout.method.sinks + run.ring + 1) * width * item
-        block = batch * min(run.block, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
+        block = batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
         carried = batch * min(run.carried, run.slots_here) * sum(run.wiring.carry.values()) * item
         most = max(most, exact + block + carried)
     return logits + most

@@ -133,7 +133,7 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
 def _payload(run: RunPlan, state: Run, layer, at) -> dict:
     """One block of every row of one layer, unpacked."""
     return {
-        source: {name: read(f, state.body[source][name], layer, at, run.block) for name, f in codec.fields.items()}
+        source: {name: read(f, state.body[source][name], layer, at, run.reading) for name, f in codec.fields.items()}
         for source, codec in run.wiring.codecs.items()
     }
 
@@ -146,7 +146,7 @@ def _passed(run: RunPlan, state: Run, constants, at, layer, carry: dict) -> dict
 def _rebuilt(view: LayerView, at) -> dict:
     """The carry of one block where none is held: zeros, and with `copy="none"` what the layers below make of them."""
     batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
-    carry = {name: jnp.zeros((batch, view.run.block, width), dtype) for name, width in view.run.wiring.carry.items()}
+    carry = {name: jnp.zeros((batch, view.run.reading, width), dtype) for name, width in view.run.wiring.carry.items()}
     for run, state, constants, count in view.below if view.run.wiring.copy == "none" else ():
         carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at), carry)
     return carry
@@ -162,19 +162,19 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
         stored = jnp.pad(stored, ((0, 0), (0, run.slots - stored.shape[1])), constant_values=-1)
 
     def block(j, carry):
-        at = j * run.block % run.slots_here
+        at = j * run.reading % run.slots_here
         payload = _payload(run, view.state, view.layer, at)
-        part = {n: jax.lax.dynamic_slice_in_dim(c, at, run.block, 1) for n, c in carry.items()}
+        part = {n: jax.lax.dynamic_slice_in_dim(c, at, run.reading, 1) for n, c in carry.items()}
         part = part or _rebuilt(view, at)
         decoded, part = run.wiring.decode(constants, payload, part)
         decoded = {name: x.astype(view.new[name].dtype) for name, x in decoded.items()}
         carry = {n: jax.lax.dynamic_update_slice_in_dim(c, part[n].astype(c.dtype), at, 1) for n, c in carry.items()}
         if stored is None:
-            tokens_here = run.deal.tokens(j * run.block + jnp.arange(run.block))
-            index = jnp.broadcast_to(tokens_here[None], (ends.shape[0], run.block))
+            tokens_here = run.deal.tokens(j * run.reading + jnp.arange(run.reading))
+            index = jnp.broadcast_to(tokens_here[None], (ends.shape[0], run.reading))
             positions, valid = index + sinks, index < ends[:, None]
         else:
-            positions = jax.lax.dynamic_slice_in_dim(stored, at, run.block, 1)
+            positions = jax.lax.dynamic_slice_in_dim(stored, at, run.reading, 1)
             valid = positions >= 0
         k, v = run.wiring.expand(view.weights, view.constants, decoded, positions)
         if shared is not None:  # the decoded values then have no user and are never computed
@@ -183,12 +183,12 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
 
     if stored is not None:
         filled = jnp.where(stored >= 0, jnp.arange(1, run.slots + 1)[None], 0).max()
-        return block, jnp.int32(0), -(-filled // run.block)
-    last = -(-run.deal.share(ends.max()) // run.block)
+        return block, jnp.int32(0), -(-filled // run.reading)
+    last = -(-run.deal.share(ends.max()) // run.reading)
     first = jnp.int32(0)
     if run.sliding is not None:  # blocks that no query reaches any more are skipped
         oldest = jnp.maximum((tokens.positions[:, 0] - run.sliding + 1 - sinks).min(), 0)
-        first = jnp.minimum(run.deal.share(oldest) // run.block, last)
+        first = jnp.minimum(run.deal.share(oldest) // run.reading, last)
     return block, first, last
 
 
@@ -238,7 +238,7 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
         body, carry = loop
         k, _, mask, carry = read_block(j, carry)
         part = received(q, k, mask & valid, lse)
-        return jax.lax.dynamic_update_slice_in_dim(body, part, j * view.run.block, 1), carry
+        return jax.lax.dynamic_update_slice_in_dim(body, part, j * view.run.reading, 1), carry
 
     body = jnp.zeros((q.shape[0], view.run.slots))
     body, _ = jax.lax.fori_loop(first, last, step, (body, carry))

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from algebra import CAPACITY, body, check_row, empty, encoded, extend, fresh, same_words
 from cases import CASES, FEW
+from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import plan
 from kvqjax.codecs import Exact
+from kvqjax.segments import LayerView, NewTokens, attend_body
 
 ROWS = [list(range(330)), list(range(100, 331)), list(range(40, 57))]
 
@@ -115,3 +117,36 @@ def test_overflow_is_flagged_and_not_stored():
     assert fuller.lengths.tolist() == [CAPACITY]
     assert fuller.overflow.tolist() == [True]
     check_row("kivi2", extend("kivi2", cache, [list(range(10))]), 0, list(range(CAPACITY - 10)) + list(range(10)))
+
+
+def _random(random, array):
+    """Any codes; scales between 1 and 2 as the bits of bfloat16 numbers."""
+    if array.dtype == jnp.uint16:
+        return jnp.asarray(random.integers(0x3F80, 0x4000, array.shape), jnp.uint16)
+    return jnp.asarray(random.integers(0, 2**32, array.shape, dtype=np.uint32))
+
+
+@pytest.mark.parametrize(("capacity", "blocks"), [(1536, 3), (1280, 1), (300, 2)])
+def test_several_blocks_read_at_once_are_the_same_tokens(capacity, blocks):
+    """As many as divide the body, up to 1024 tokens; rows end within them. The sums are float32, in another order."""
+    model, method = tiny(), kvq.parse("higgs:bits=2,sinks=0,buffer=32")
+    cache = kvq.init_cache(model, method, 2, capacity)
+    run, state = plan(cache.layout)[0], cache.runs[0]
+    assert run.reading == blocks * run.block == blocks * 256
+    random = np.random.default_rng(0)
+    fill = {n: {f: tuple(_random(random, a) for a in x) for f, x in s.items()} for n, s in state.body.items()}
+    state = state.replace(body=fill, flushed=(jnp.asarray([run.slots // 32, 7], jnp.int32),))
+    config = model.config
+    q = jnp.asarray(random.normal(size=(2, 1, config.num_heads, config.head_dim)), jnp.float32)
+    new = {name: jnp.zeros((2, 1, width), jnp.float32) for name, width in run.wiring.sources.items()}
+    tokens = NewTokens(jnp.full((2, 1), run.slots + 32), jnp.ones(2, jnp.int32), jnp.full(2, run.slots + 32))
+
+    def attend(run):
+        view = LayerView(run, state, jnp.int32(0), {}, {}, new, 0)
+        return attend_body(q, config.num_kv_heads, view, tokens, {})[0]
+
+    together, alone = (
+        jax.jit(lambda run=r: attend(run))() for r in (run, run._replace(wiring=run.wiring._replace(reading=1)))
+    )
+    for part in ("out", "lse"):
+        np.testing.assert_allclose(getattr(together, part), getattr(alone, part), rtol=1e-5, atol=1e-5)

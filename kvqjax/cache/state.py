@@ -67,6 +67,13 @@ class RunPlan(NamedTuple):
         return self.slots // self.deal.parts
 
     @property
+    def reading(self) -> int:
+        """Tokens read at a time: as many blocks as divide the body, up to what the wiring asks for; one where it is a
+        ring."""
+        most = 1 if self.wraps else max(1, self.wiring.reading // self.block)
+        return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
+
+    @property
     def carried(self) -> int:
         """Body tokens of which a reader holds what flows between layers, per row (see `Wiring.copy`)."""
         return {"layer": self.slots, "none": self.block, "all": 0}[self.wiring.copy]

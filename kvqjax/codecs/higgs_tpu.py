@@ -26,7 +26,7 @@ __all__ = ["Plan", "inverse", "plan"]
 
 LANES = 128
 CHANNELS = 256  # that one product transforms at least, where groups are as wide
-MOST_POINTS = 256  # a tree selects once per point
+MOST_POINTS = 64  # one select each; with 256, AQUA-KV's decode loop took more than twice as long to compile
 HALF = np.finfo(np.float16)
 
 
@@ -99,7 +99,9 @@ def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[A
 
 def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
     """H^T y of every group, y being the grid points that `codes` name; not divided by the group's width."""
-    tiles = [jnp.split(_chosen(table, codes), codes.shape[-1] // plan.tile, axis=-1) for table in plan.words]
+    # Behind a barrier, or XLA may select anew for every product.
+    words = jax.lax.optimization_barrier([_chosen(table, codes) for table in plan.words])
+    tiles = [jnp.split(word, codes.shape[-1] // plan.tile, axis=-1) for word in words]
     parts = [_tile_product(plan, words) for words in zip(*tiles, strict=True)]
     size = len(plan.outer)
 

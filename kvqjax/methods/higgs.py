@@ -12,6 +12,7 @@ from kvqjax.methods.wiring import Wiring
 __all__ = ["HiggsLayer", "higgs"]
 
 GROUPS = ("auto", "head", "width")
+READING = 1024  # tokens: in the 256 of a block the fixed cost of an operation counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class HiggsLayer:
         layer = KeysAndValues(
             key=centred(key, self.centre), value=value, rope=self.rope, window=self.window, unit=self.unit
         )
-        return layer.build(config)
+        return layer.build(config)._replace(reading=READING)
 
 
 @method_factory

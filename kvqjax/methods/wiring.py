@@ -89,7 +89,8 @@ class Wiring(NamedTuple):
     from layer to layer; "none", it is computed anew for every block from the first layer on; "all", it is not needed,
     because every layer stores what it reconstructs. `packed` is set where a body can be attended to without decoding
     it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them.
-    `prepare(constants)` adds to a layer's constants what reading its body wants made of them once."""
+    `prepare(constants)` adds to a layer's constants what reading its body wants made of them once.
+    `reading` tokens are read at a time where the body's block is smaller and divides them."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
@@ -104,6 +105,7 @@ class Wiring(NamedTuple):
     shared: SharedValues | None = None
     copy: str = "layer"
     prepare: Callable = dict
+    reading: int = 1
 
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Every calibrated constant of a layer: {group: {name: shape}}, a codec's under its source's name."""
