@@ -39,9 +39,11 @@ def check(compiled, cache, limit: float) -> None:
 @pytest.mark.parametrize(
     ("chip", "spec", "batch", "capacity", "limit", "kernel"),
     [
-        ("v5p", "kivi:bits=2", 4, 65536, 0.25, None),
+        ("v5p", "kivi:bits=2", 4, 65536, 0.25, "packed_attention_k2v2"),
+        ("v5p", "kivi:bits=2,group=64", 4, 65536, 0.25, None),
         ("v5p", "exact", 4, 32768, 0.25, None),
-        ("v5p", "kivi:bits=2;0=exact", 4, 65536, 0.25, None),  # a run of one layer: its weights stay in the stack
+        # A run of one layer: its weights stay in the stack.
+        ("v5p", "kivi:bits=2;0=exact", 4, 65536, 0.25, "packed_attention_k2v2"),
         ("v6e", "kivi:bits=4,group=128", 2, 65536, 0.25, "packed_attention_k4v4"),
         ("v6e", "kivi_star:bits=2,protected=0", 2, 65536, 0.25, "packed_attention_uniform_pre_k2v2"),
         ("v6e", "kvquant:bits=3,outliers=0", 2, 65536, 0.25, "packed_attention_nuq_pre_k3v3"),
