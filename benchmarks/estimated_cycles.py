@@ -1,5 +1,5 @@
 """XLA's own estimates for TPUs, read from compiled programs: cycles, loops counted with their trips; and the rows that
-gathers fetch one after the other, for which XLA has no estimate (its code for them takes about two bundles a row)."""
+gathers fetch one after the other, for which XLA has no estimate."""
 
 import math
 import re

@@ -61,6 +61,6 @@ def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: M
 def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:
     """Turn pair i of a token's heads by its angle i (P = D/2), times `factor`: in float32, the result in x.dtype."""
     cos, sin = jnp.cos(angles)[..., None, :] * factor, jnp.sin(angles)[..., None, :] * factor
-    # Halves, not pairs of halves on an axis of their own: by XLA's estimates for TPUs that takes half as long again.
+    # Halves, not pairs of halves on an axis of their own: slower on CPUs, and by XLA's estimates on TPUs.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -13,6 +13,8 @@ from kvqjax.pallas_kernels.packed import TARGETS
 
 __all__ = ["BUDGETS", "FIXED_BUDGET", "ROWS", "lookup", "main"]
 
+TPUS = "v5e", "v5p", "v6e", "v7x"
+
 # Bundles for 512 tokens of K and V of a KV head, head_dim 128, 8 query rows; and what a tile may cost besides. For keys
 # before RoPE they are those in which the chip's memory delivers as many keys and values as bfloat16: within them no
 # exact cache can be faster.
@@ -40,7 +42,6 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 # or outliers on v7x. Outlier slots may be up to 12. Around a decode loop XLA lays the slots out anew (0.5 GiB at 64K
 # tokens of Llama-3.1-8B), with the kernel as without. XQuant: latents of the sizes in `dispatch`; 3 bits spill on
 # v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x.
-TPUS = "v5e", "v5p", "v6e", "v7x"
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row(*TPUS, compiled=("sm90",)),
@@ -69,11 +70,11 @@ ROWS = {
     "commvq": _row(),
     "higgs": _row(),
     "aqua": _row(),
-    "xquant 2 bits": _row("v5e", "v5p", "v6e", "v7x"),
+    "xquant 2 bits": _row(*TPUS),
     "xquant 3 bits": _row("v5e", "v5p", "v7x"),
-    "xquant 4 bits": _row("v5e", "v5p", "v6e", "v7x"),
+    "xquant 4 bits": _row(*TPUS),
     "xquant 4 bits, QK-norm": _row("v6e", "v7x"),
-    "xquant 4 bits, head_dim 64": _row("v5e", "v5p", "v6e", "v7x"),
+    "xquant 4 bits, head_dim 64": _row(*TPUS),
     "xquant": _row(),
     "xquant_cl": _row(),
 }

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kvqjax.layout import PLANE
-from kvqjax.pallas_kernels.tpu_columns import Place, load_row
+from kvqjax.pallas_kernels.tpu_columns import Place, dot, load_row
 from kvqjax.pallas_kernels.tpu_plan import Plan
 
 __all__ = ["halves", "packed", "patterns", "slab_keys", "store_patterns"]
@@ -42,10 +42,7 @@ def _kinds(plan: Plan) -> tuple[list[np.ndarray], list[int]]:
 def store_patterns(refs, scale, zero) -> None:
     """Write this tile's scales and minima [N, P*W] as the rows of slabs."""
     for ref, x in ((refs.slab_scales, scale), (refs.slab_zeros, zero)):
-        rows = jax.lax.dot_general(
-            refs.patterns[...], x.astype(jnp.bfloat16), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        ref[...] = rows.astype(jnp.bfloat16)
+        ref[...] = dot(refs.patterns[...], x.astype(jnp.bfloat16), 0).astype(jnp.bfloat16)
 
 
 def slab_keys(codes, refs, plan: Plan, place: Place, index: int, i: int):

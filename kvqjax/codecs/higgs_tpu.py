@@ -26,7 +26,7 @@ __all__ = ["Plan", "inverse", "plan"]
 
 LANES = 128
 CHANNELS = 256  # that one product transforms at least, where groups are as wide
-MOST_POINTS = 64  # one select each; with 256, AQUA-KV's decode loop took more than twice as long to compile
+MOST_POINTS = 64  # a select each: many more take long to compile
 HALF = np.finfo(np.float16)
 
 
