@@ -9,6 +9,7 @@ something else gets the plain computation.
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -31,14 +32,17 @@ PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 LATENT_SHAPES = ((1024, 1024, 128), (512, 512, 64))
 
 
-def row_of(spec: PackedSpec | LatentSpec) -> str:
-    """The row of `support` that a body's form belongs to; "" for forms that no kernel was written for."""
-    if isinstance(spec, LatentSpec):
-        stored, shape = spec.stored, (spec.rank, spec.width, spec.head_dim)
-        same = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
-        size = f"xquant {stored.key_bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
-        known = same and stored.scales == "bfloat16" and shape in LATENT_SHAPES
-        return size + (", QK-norm" if spec.epsilon else "") if known else ""
+class Form(NamedTuple):
+    """How calls with one type of spec find their kernel: what the name of its module ends with, the row of `support`
+    that a spec belongs to ("" for what no kernel was written for), and whether the kernels were compiled for so many
+    query rows of a KV head."""
+
+    suffix: str
+    row: Callable[[Any], str]
+    fits: Callable[[Any, int], bool]
+
+
+def _packed_row(spec: PackedSpec) -> str:
     if spec.scales != "bfloat16":
         return ""
     bits = f"{spec.key_bits}" if spec.key_bits == spec.value_bits else f"{spec.key_bits} and {spec.value_bits}"
@@ -54,12 +58,28 @@ def row_of(spec: PackedSpec | LatentSpec) -> str:
     return size if known else ""
 
 
-def _compiled_for(spec: PackedSpec | LatentSpec, rows: int) -> bool:
-    """Whether there are no more query rows and outlier slots than the kernels were compiled for."""
-    if isinstance(spec, LatentSpec):
-        return rows <= MOST_ROWS_LATENT
-    many = row_of(spec) in [f"kivi {bits} bits" for bits in MANY_ROWS.get(spec.target, ())]
+def _packed_fits(spec: PackedSpec, rows: int) -> bool:
+    many = _packed_row(spec) in [f"kivi {bits} bits" for bits in MANY_ROWS.get(spec.target, ())]
     return rows <= (2 * MOST_ROWS if many else MOST_ROWS) and max(spec.key_slots, spec.value_slots) <= MOST_SLOTS
+
+
+def _latent_row(spec: LatentSpec) -> str:
+    stored, shape = spec.stored, (spec.rank, spec.width, spec.head_dim)
+    same = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
+    size = f"xquant {stored.key_bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
+    known = same and stored.scales == "bfloat16" and shape in LATENT_SHAPES
+    return size + (", QK-norm" if spec.epsilon else "") if known else ""
+
+
+FORMS = {
+    PackedSpec: Form("", _packed_row, _packed_fits),
+    LatentSpec: Form("_latents", _latent_row, lambda spec, rows: rows <= MOST_ROWS_LATENT),
+}
+
+
+def row_of(spec: PackedSpec | LatentSpec) -> str:
+    """The row of `support` that a body's form belongs to; "" for forms that no kernel was written for."""
+    return FORMS[type(spec)].row(spec)
 
 
 def path(spec: PackedSpec | LatentSpec, rows: int, slots: int) -> str:
@@ -67,7 +87,7 @@ def path(spec: PackedSpec | LatentSpec, rows: int, slots: int) -> str:
     tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once its results were seen
     to be right (`support`)."""
     kernel, row = "gpu" if spec.target.startswith("sm") else "tpu", row_of(spec)
-    if not _compiled_for(spec, rows):
+    if not FORMS[type(spec)].fits(spec, rows):
         return "reference"
     if row not in ROWS or lookup(row, spec.target) not in ("fast", "correct"):
         return "reference"
@@ -98,7 +118,6 @@ def packed_attention(
         return plain(q, body, layer, start, stop)
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
-    form = "_latents" if isinstance(spec, LatentSpec) else ""
-    module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}{form}")
+    module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}{FORMS[type(spec)].suffix}")
     kernels = {PLATFORMS[chosen]: functools.partial(module.packed_attention, spec=spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=plain)
