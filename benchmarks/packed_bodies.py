@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.uniform import Uniform
-from kvqjax.layout import read, split_bits
-from kvqjax.pallas_kernels.packed import Outliers, PackedBody, PackedSpec, Rope, Signposts
+from kvqjax.layout import read, slot_rows, split_bits
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 from kvqjax.rope import turn
 
 FORMS = ("kivi", "kivi_star", "kvquant")
@@ -32,8 +32,7 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
         return tuple(shaped((*lead, slots * part // 32, spec.width), jnp.uint32) for part in split_bits(bits))
 
     def outliers(count):
-        shape = (*lead, count, slots)
-        return Outliers(shaped(shape, jnp.uint16), shaped(shape, jnp.int16)) if count else None
+        return shaped((*lead, slot_rows(count, spec.scales), slots), jnp.uint16) if count else None
 
     value = shaped((*lead, spec.width // spec.value_group, slots), jnp.uint16)
     if spec.key_group:

@@ -31,6 +31,7 @@ __all__ = [
     "logical_bits",
     "read",
     "row_major",
+    "slot_rows",
     "split_bits",
     "to_bits",
     "write",
@@ -103,6 +104,12 @@ def to_bits(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
 def from_bits(x: Shaped[Array, "*S"], dtype: str) -> Shaped[Array, "*S"]:
     """The numbers of `dtype` that `to_bits` stored. For slices: of a whole array it may make a copy."""
     return jax.lax.bitcast_convert_type(x, dtype) if _is_half(dtype) else x
+
+
+def slot_rows(count: int, dtype: str) -> int:
+    """Rows of 16-bit words that `count` slots of a number of `dtype` and a channel take per token. Both in one array,
+    because XLA for TPUs lays one out anew around a decode loop if its rows are no multiple of 8: 12 slots are 24."""
+    return count * (jnp.dtype(dtype).itemsize // 2 + 1)
 
 
 def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from kvqjax.layout import split_bits
+from kvqjax.layout import slot_rows, split_bits
 
-__all__ = ["TARGETS", "Outliers", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "target_of"]
+__all__ = ["TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "target_of"]
 
 TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm90")
 # How the chips' names begin (`device_kind`), longer ones first; any other gets the path that runs everywhere.
@@ -59,20 +59,13 @@ class Signposts(NamedTuple):
     value: Float[Array, " 2**value_bits"]
 
 
-class Outliers(NamedTuple):
-    """The n outlier slots of every token: numbers stored as scales are, and the channel of W whose dense number each
-    replaces; an unused slot has channel W."""
-
-    values: Shaped[Array, "L B n S"]
-    channels: Int[Array, "L B n S"]
-
-
 class PackedBody(NamedTuple):
     """The stored fields of one run of layers. W = K*D lanes, S slots; codes of b bits have S*b/32 rows of words, one
     array per plane set (`kvqjax.layout.split_bits`). Scales and minima are numbers of the spec's `scales`, 16-bit ones
     as the integers that hold their bits; where `key_group` is 0 those of keys are the layer's constants, [W] float32.
     `positions` of keys before RoPE: where in the sequence the first token of every S/n slots stands; they follow each
-    other from there on, and n divides S into multiples of the spec's `unit`."""
+    other from there on, and n divides S into multiples of the spec's `unit`. Outliers are 16-bit words, the values of a
+    token's slots before their channels (kvqjax.codecs.nuq_outliers)."""
 
     key_codes: tuple[UInt[Array, "L B _ W"], ...]
     key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
@@ -82,8 +75,8 @@ class PackedBody(NamedTuple):
     value_low: Shaped[Array, "L B W/value_group S"]
     positions: Int[Array, " n"] | None = None
     signposts: Signposts | None = None
-    key_outliers: Outliers | None = None
-    value_outliers: Outliers | None = None
+    key_outliers: UInt[Array, "L B _ S"] | None = None
+    value_outliers: UInt[Array, "L B _ S"] | None = None
 
     @property
     def slots(self) -> int:
@@ -161,8 +154,8 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         yield "signposts.key", body.signposts.key, (2**spec.key_bits,)
         yield "signposts.value", body.signposts.value, (2**spec.value_bits,)
     for name, count in (("key_outliers", spec.key_slots), ("value_outliers", spec.value_slots)):
-        for array in getattr(body, name) or ():
-            yield name, array, (*lead, count, slots)
+        if getattr(body, name) is not None:
+            yield name, getattr(body, name), (*lead, slot_rows(count, spec.scales), slots)
 
 
 def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:

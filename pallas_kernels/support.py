@@ -39,8 +39,7 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 # reference there: after RoPE all with head_dim 96, 2 bits with head_dim 64 on v6e and v7x, and in groups of 32
 # head_dim 64 on v7x and 4 and 2 bits on v6e and v7x; before RoPE kivi_star with 4 bits on v5e and v5p, with 3 bits on
 # v5p, in groups of 32 with 2 bits on v7x and with 4 bits everywhere; kvquant with 4 bits on v5e and v5p, with 3 bits
-# or outliers on v7x. Outlier slots may be up to 12. Around a decode loop XLA lays the slots out anew (0.5 GiB at 64K
-# tokens of Llama-3.1-8B), with the kernel as without. XQuant: latents of the sizes in `dispatch`; 3 bits spill on
+# or outliers on v7x. Outlier slots may be up to 12. XQuant: latents of the sizes in `dispatch`; 3 bits spill on
 # v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.layout import from_bits
 from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows, within
 from kvqjax.pallas_kernels.tpu_plan import LANES, SHARE, Plan
 from kvqjax.pallas_kernels.tpu_rope import turned
@@ -53,22 +52,26 @@ def scratch(plan: Plan) -> dict:
 
 def prepare(refs, plan: Plan, tile) -> None:
     """Bring values, lanes and lane groups of the tile's slots into lane order."""
-    for given, slots in ((refs.body.key_outliers, refs.key_slots), (refs.body.value_outliers, refs.value_slots)):
+    keys, values = (refs.key_slots, plan.spec.key_slots), (refs.value_slots, plan.spec.value_slots)
+    for given, (slots, count) in ((refs.body.key_outliers, keys), (refs.body.value_outliers, values)):
         if given is None:
             continue
         rows = slots.shape[0]
-        _stage(refs.staged, given, plan, tile, rows // 3)
+        _stage(refs.staged, given, plan, tile, rows // 3, count)
         for first in range(0, plan.tile, plan.period):
             lanes = slice(first, first + plan.period)
             slots[:, lanes] = dot(refs.staged[:rows, lanes], refs.onehot[...], 0)
 
 
-def _stage(staged, given, plan: Plan, tile, rows: int) -> None:
+def _stage(staged, given, plan: Plan, tile, rows: int, count: int) -> None:
     """Values, lanes and lane groups of the slots one below the other, as bfloat16: exact, as all are small."""
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
-    values, channels = from_bits(given.values[0, 0], plan.spec.scales), given.channels[0, 0].astype(jnp.int32)
+    words = given[0, 0].astype(jnp.int32)
+    values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)
+    channels = words[count : 2 * count]
     parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
-    for i, part in enumerate((values, *(x.astype(jnp.float32).astype(jnp.bfloat16) for x in parts))):
+    for i, part in enumerate((values, *(x.astype(jnp.float32) for x in parts))):
+        part = part.astype(jnp.bfloat16)
         inside = within(part, tile * plan.tile, plan.slots, 1) if plan.slots % plan.tile else part
         staged[i * rows : i * rows + part.shape[0]] = inside
 

@@ -9,7 +9,7 @@ from kernel_cases import BATCH, QUICK, Case, make_body, packed_codes, vectors
 
 from kvqjax.codecs.nuq import Nuq, channel_range
 from kvqjax.layout import to_bits
-from kvqjax.pallas_kernels.packed import Outliers, PackedBody, Rope, Signposts
+from kvqjax.pallas_kernels.packed import PackedBody, Rope, Signposts
 
 
 def rope(theta: float, head_dim: int, factor: float = 1.0) -> Rope:
@@ -55,7 +55,7 @@ def _signpost_body(case: Case, seed: int = 0):
     body = body._replace(signposts=Signposts(*table))
     for name, fields in (("key_outliers", k), ("value_outliers", v)):
         if "outliers" in fields:
-            body = body._replace(**{name: Outliers(fields["outliers"], fields["channels"])})
+            body = body._replace(**{name: fields["outliers"]})
     shape = BATCH, case.slots, case.kv_heads, case.head_dim
     return body, key.reshape(shape), value.reshape(shape)
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax.codecs.nuq_outliers import split_outliers
+
 FULL = {"dtype": "float32", "outlier_dtype": "float32"}  # storage as wide as the released simulation's
 
 
@@ -11,6 +13,12 @@ def round_trip(spec, constants, x):
     codec = spec.build(x.shape[-1])
     tile = jax.jit(codec.encode)(constants, jnp.asarray(x))
     return tile, np.asarray(jax.jit(codec.decode)(constants, tile))
+
+
+def slots_of(spec, tile, x):
+    """Values and channels of the outlier slots of `x`, [n, u] each."""
+    parts = split_outliers(tile["outliers"], spec.slot_count(x.shape[-1]), spec.outlier_dtype)
+    return [np.asarray(part).T for part in parts]
 
 
 def mostly_close(ours, theirs, bound, share=0.999):

@@ -35,7 +35,7 @@ from kvqjax.codecs.base import Codec
 from kvqjax.codecs.nuq_outliers import restore_outliers, store_outliers
 from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
 from kvqjax.codecs.uniform import round_toward
-from kvqjax.layout import Field
+from kvqjax.layout import Field, slot_rows
 
 __all__ = [
     "Nuq",
@@ -99,8 +99,8 @@ class Nuq:
 def _fields(spec: Nuq, width: int) -> dict[str, Field]:
     fields = {"codes": Field(kind="codes", width=width, bits=spec.bits, role="payload")}
     if count := spec.slot_count(width):
-        slots = {"kind": "token", "width": count, "role": "outliers"}
-        fields |= {"outliers": Field(dtype=spec.outlier_dtype, **slots), "channels": Field(dtype="int16", **slots)}
+        rows = slot_rows(count, spec.outlier_dtype)
+        fields["outliers"] = Field(kind="token", width=rows, role="outliers", dtype="uint16")
     return fields
 
 
@@ -132,7 +132,7 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
         if count:
             peak, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), count)
             channels = jnp.where(peak >= 0, channels, width)
-            tile |= store_outliers(x, channels, spec.outlier_dtype)
+            tile["outliers"] = store_outliers(x, channels, spec.outlier_dtype)
         return tile
 
     def decode(constants, tile):
@@ -140,7 +140,7 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
         lead = (1,) * (tile["codes"].ndim - 1)
         u = look_up(tile["codes"], read_signposts(spec, constants))
         dense = u * scale.reshape(*lead, width) + centre.reshape(*lead, width)
-        return restore_outliers(dense, tile)
+        return _restored(spec, dense, tile)
 
     needs = {"upper": (width,), "lower": (width,), **_needs(spec)}
     return Codec(width, 1, _fields(spec, width), encode, decode, needs)
@@ -158,13 +158,19 @@ def _per_token(spec: Nuq, width: int) -> Codec:
         centre, scale = stored_range(high, low, spec.dtype)
         u = (x - centre.astype(jnp.float32)) / divisor(scale.astype(jnp.float32))
         tile = {"codes": nearest(u, signposts(spec, constants)), "scale": scale.T, "centre": centre.T}
-        return tile if channels is None else tile | store_outliers(x, channels, spec.outlier_dtype)
+        return tile if channels is None else tile | {"outliers": store_outliers(x, channels, spec.outlier_dtype)}
 
     def decode(constants, tile):
         scale, centre = (jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre"))
-        return restore_outliers(look_up(tile["codes"], read_signposts(spec, constants)) * scale + centre, tile)
+        return _restored(spec, look_up(tile["codes"], read_signposts(spec, constants)) * scale + centre, tile)
 
     return Codec(width, 1, fields, encode, decode, _needs(spec))
+
+
+def _restored(spec: Nuq, dense, tile):
+    """The dense numbers with the outliers back in place."""
+    count = spec.slot_count(dense.shape[-1])
+    return restore_outliers(dense, tile["outliers"], count, spec.outlier_dtype) if count else dense
 
 
 def divisor(scale):

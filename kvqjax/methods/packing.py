@@ -5,7 +5,7 @@ from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
 from kvqjax.config import ModelConfig
 from kvqjax.methods.wiring import Packed
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
-from kvqjax.pallas_kernels.packed import Outliers, PackedBody, PackedSpec, Rope, Signposts
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 from kvqjax.rope import inverse_frequencies
 
 __all__ = ["latent_form", "packed_form"]
@@ -76,15 +76,13 @@ def _uniform_body(weights, constants, stored, positions) -> PackedBody:
 
 
 def _nuq_body(key: Nuq, value: Nuq):
-    def outliers(fields) -> Outliers | None:
-        return Outliers(*fields["outliers"], *fields["channels"]) if "outliers" in fields else None
-
     def body(weights, constants, stored, positions) -> PackedBody:
         keys, values = stored["k"], stored["v"]
         centre, scale = channel_range(constants["k"])
         (value_scale,), (value_low,) = values["scale"], values["centre"]
         tables = Signposts(read_signposts(key, constants["k"]), read_signposts(value, constants.get("v", {})))
         dense = PackedBody(keys["codes"], scale, centre, values["codes"], value_scale, value_low, positions, tables)
-        return dense._replace(key_outliers=outliers(keys), value_outliers=outliers(values))
+        (key_outliers,), (value_outliers,) = (fields.get("outliers", (None,)) for fields in (keys, values))
+        return dense._replace(key_outliers=key_outliers, value_outliers=value_outliers)
 
     return body

@@ -47,6 +47,8 @@ def check(compiled, cache, limit: float) -> None:
         ("v6e", "kivi:bits=4,group=128", 2, 65536, 0.25, "packed_attention_k4v4"),
         ("v6e", "kivi_star:bits=2,protected=0", 2, 65536, 0.25, "packed_attention_uniform_pre_k2v2"),
         ("v6e", "kvquant:bits=3,outliers=0", 2, 65536, 0.25, "packed_attention_nuq_pre_k3v3"),
+        ("v6e", "kvquant:bits=3", 2, 65536, 0.25, "packed_attention_nuq_pre_k3v3"),
+        ("v5p", "kvquant:bits=3", 2, 65536, 0.25, None),
         # XLA for GPUs takes one layer's matrices out of the stack, 0.4 GiB
         ("h100", "kivi:bits=2", 1, 131072, 0.45, None),
         ("h100", "exact", 1, 65536, 0.45, None),
