@@ -6,6 +6,8 @@ A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, 
           1024/b tokens is 32 rows of words; token t of the block sits in row t % 32, bits b*(t//32) and up. So one
           shift and one mask turn 32 rows into 32 consecutive tokens, and no data moves. Widths that are no power of
           two are several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
+- columns: the same words on the lanes, `[width, rows]`: for a width that is no multiple of 128, whose rows XLA for TPUs
+          keeps like this anyway, and would turn before and after every decode loop.
 - group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
 - token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
 - plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
@@ -49,8 +51,9 @@ def split_bits(bits: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """One stored quantity of a codec. `kind` is "codes", "group", "token" or "plain" (see the module); `role` is its
-    ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's compute dtype."""
+    """One stored quantity of a codec. `kind` is "codes", "columns", "group", "token" or "plain" (see the module);
+    `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's compute
+    dtype."""
 
     kind: str
     width: int
@@ -60,21 +63,31 @@ class Field:
     dtype: str = "bfloat16"
 
     def __post_init__(self):
-        if self.kind not in ("codes", "group", "token", "plain"):
+        if self.kind not in ("codes", "columns", "group", "token", "plain"):
             raise ValueError(f"unknown field kind {self.kind!r}")
-        if self.kind == "codes" and not 1 <= self.bits <= 16:
+        if self.packed and not 1 <= self.bits <= 16:
             raise ValueError(f"codes of {self.bits} bits; 1 to 16 can be packed")
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is stored as words of codes."""
+        return self.kind in ("codes", "columns")
+
+    @property
+    def along_lanes(self) -> bool:
+        """Whether tokens follow each other on the lanes, the last axis."""
+        return self.kind in ("columns", "token")
 
 
 def block_tokens(fields: list[Field]) -> int:
     """Tokens after which every field starts a fresh block: what a body is allocated and read in multiples of."""
-    sizes = [1024 // part for f in fields if f.kind == "codes" for part in split_bits(f.bits)]
+    sizes = [1024 // part for f in fields if f.packed for part in split_bits(f.bits)]
     return math.lcm(256, *sizes, *(f.group for f in fields))
 
 
 def logical_bits(field: Field) -> float:
     """Stored bits per token of this field, without padding; the compute dtype counts as 16 bits until it is known."""
-    if field.kind == "codes":
+    if field.packed:
         return float(field.bits * field.width)
     dtype = "bfloat16" if field.dtype == "compute" else field.dtype
     return 8 * jnp.dtype(dtype).itemsize * field.width / field.group
@@ -114,8 +127,9 @@ def slot_rows(count: int, dtype: str) -> int:
 
 def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
     """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
-    if field.kind == "codes":
-        return tuple(jnp.zeros((*lead, slots * p // 32, field.width), jnp.uint32) for p in split_bits(field.bits))
+    if field.packed:
+        sizes = [(slots * part // 32, field.width) for part in split_bits(field.bits)]
+        return tuple(jnp.zeros((*lead, *(s[::-1] if field.along_lanes else s)), jnp.uint32) for s in sizes)
     dtype = "uint16" if _is_half(field.dtype) else field.dtype
     if field.kind == "token":
         return (jnp.zeros((*lead, field.width, slots), dtype),)
@@ -127,11 +141,12 @@ def _chosen(wanted, new, old):
     return new if wanted is None else jnp.where(wanted, new, old)
 
 
-def _write_plane(words, codes, index, token, bits, wanted):
+def _write_plane(field, words, codes, index, token, bits, wanted):
     """Put up to 32 tokens' codes into their plane; the plane's old bits are cleared first (write once, docs/design.md,
     idea 8)."""
     per_block = 1024 // bits
-    start = (*index, token // per_block * PLANE + token % PLANE, 0)
+    row = token // per_block * PLANE + token % PLANE
+    start, codes = ((*index, 0, row), codes.T) if field.along_lanes else ((*index, row, 0), codes)
     shift = (token % per_block // PLANE * bits).astype(jnp.uint32)
     old = jax.lax.dynamic_slice(words, start, (1,) * len(index) + codes.shape)
     mask = jnp.uint32((1 << bits) - 1) << shift
@@ -149,9 +164,9 @@ def write(
 ) -> Stored:
     """Store one tile at (layer, row) = `index`, starting at body token `token`; where `wanted` is False, nothing.
 
-    A tile of codes holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are `[u/group,
-    W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
-    if field.kind == "codes":
+    A tile of codes or columns holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are
+    `[u/group, W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
+    if field.packed:
         return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32), wanted))
     if field.kind == "token":
         start = (*index, 0, token)
@@ -169,7 +184,7 @@ def _write_codes(field, stored, index, token, tile, wanted):
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         part = (tile >> shift) & ((1 << bits) - 1)
         for first in range(0, tile.shape[0], PLANE):
-            words = _write_plane(words, part[first : first + PLANE], index, token + first, bits, wanted)
+            words = _write_plane(field, words, part[first : first + PLANE], index, token + first, bits, wanted)
         yield words
         shift += bits
 
@@ -187,15 +202,17 @@ def read(
 ) -> Shaped[Array, "B rows lanes"]:
     """`count` tokens of every row of one layer from body token `token` (both multiples of the block), unpacked to tiles
     as `write` takes them, with B in front."""
-    if field.kind == "codes":
+    if field.packed:
         codes, shift = jnp.uint32(0), 0
         for words, bits in zip(stored, split_bits(field.bits), strict=True):
-            codes = codes | (unpack(_rows(words, layer, token * bits // 32, count * bits // 32), bits) << shift)
+            cut = _columns if field.along_lanes else _rows
+            part = cut(words, layer, token * bits // 32, count * bits // 32)
+            part = jnp.swapaxes(part, -1, -2) if field.along_lanes else part
+            codes = codes | (unpack(part, bits) << shift)
             shift += bits
         return codes
     if field.kind == "token":
-        batch = stored[0].shape[1]
-        part = row_major(jax.lax.dynamic_slice(stored[0], (layer, 0, 0, token), (1, batch, field.width, count)))[0]
+        part = _columns(stored[0], layer, token, count)
     else:
         part = _rows(stored[0], layer, token // field.group, count // field.group)
     return from_bits(part, field.dtype)
@@ -204,3 +221,8 @@ def read(
 def _rows(array, layer, start, count):
     """Rows `start:start+count` of one layer, all batch rows: [B, count, W]."""
     return row_major(jax.lax.dynamic_slice(array, (layer, 0, start, 0), (1, array.shape[1], count, array.shape[3])))[0]
+
+
+def _columns(array, layer, start, count):
+    """Lanes `start:start+count` of one layer, all batch rows: [B, W, count]."""
+    return row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, start), (1, *array.shape[1:3], count)))[0]

@@ -123,8 +123,8 @@ class Rules:
         tokens = PartitionSpec(None, self.batch, self.kv_heads, self.sequence)
 
         def field(source: str, name: str, stored):
-            kind = plan.wiring.codecs[source].fields[name].kind
-            return tuple(tokens if kind == "token" else lanes for _ in stored)
+            along_lanes = plan.wiring.codecs[source].fields[name].along_lanes
+            return tuple(tokens if along_lanes else lanes for _ in stored)
 
         return Run(
             body={s: {n: field(s, n, stored) for n, stored in fields.items()} for s, fields in state.body.items()},

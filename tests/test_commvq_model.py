@@ -123,14 +123,14 @@ def test_a_killed_calibration_resumes_with_the_same_bytes(model, artifact, tmp_p
 
 
 def test_an_artifact_truncates_to_fewer_rounds(model, artifact):
-    """Of the same keys the shorter code is a prefix of the longer one: the first lanes of the same packed words."""
+    """Of the same keys the shorter code is a prefix of the longer one: the first rows of the same packed words."""
     method = commvq(bits=2, rounds=2, levels=8, hidden=32, window=32, unit=32, sinks=1)
     cut = model.with_artifact(truncate(artifact, method, CONFIG))
     _, short = through_cache(cut, method, 72)
     _, long = through_cache(model.with_artifact(artifact), METHOD, 72)
     for a, b in zip(short.runs[0].body["k"]["codes"], long.runs[0].body["k"]["codes"], strict=True):
         assert a[0].any()
-        np.testing.assert_array_equal(a[0], b[0][..., : a.shape[-1]])
+        np.testing.assert_array_equal(a[0], b[0][:, : a.shape[2]])
 
 
 def test_rounds_follow_from_bits_and_head_dimension():

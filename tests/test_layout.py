@@ -8,10 +8,10 @@ from kvqjax.layout import Field, allocate, block_tokens, logical_bits, read, spl
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8, 12])
-def test_codes_come_back_after_overwriting(bits):
+@pytest.mark.parametrize(("bits", "kind"), [*((bits, "codes") for bits in (1, 2, 3, 4, 6, 8, 12)), (6, "columns")])
+def test_codes_come_back_after_overwriting(bits, kind):
     rng = np.random.default_rng(bits)
-    field = Field(kind="codes", width=8, role="payload", bits=bits)
+    field = Field(kind=kind, width=8, role="payload", bits=bits)
     slots = block_tokens([field])
     stored, want = allocate(field, (2, 2), slots), np.zeros((2, 2, slots, 8), np.uint32)
     for size in (1, 32, 64, 128, 1, 32, 128):

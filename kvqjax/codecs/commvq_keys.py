@@ -62,7 +62,7 @@ class CommVQKeys:
         groups = width // (2 * self.pairs)
         bits = self.levels.bit_length() - 1
         fields = {
-            "codes": Field(kind="codes", width=2 * self.rounds * groups, bits=bits, role="payload"),
+            "codes": Field(kind="columns", width=2 * self.rounds * groups, bits=bits, role="payload"),
             "prescale": Field(kind="token", width=1, role="scales", dtype=self.dtype),
         }
 
