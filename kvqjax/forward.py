@@ -276,8 +276,8 @@ def _prefill_run(
     held = empty - sinks
     targets = tuple(due(clock, held + counts, f) for clock, f in zip(run.wiring.clocks, state.flushed, strict=True))
 
-    def step(loop, index):
-        h, carry, body = loop
+    def step(index, loop):
+        h, carry, body, exact = loop
         weights = decoder.layer(model.params, run.first + index)
         fixed = caches.pick(constants, index)
         new, h, _ = exact_layer(model, run, weights, fixed, h, counts, chunk)
@@ -292,7 +292,12 @@ def _prefill_run(
             window={name: jnp.zeros_like(a[:1]) for name, a in state.window.items()},
         )
         fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
-        return (h, carry, body), ({n: a[0] for n, a in fresh.sinks.items()}, {n: a[0] for n, a in fresh.window.items()})
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return h, carry, body, jax.tree.map(put, exact, (fresh.sinks, fresh.window))
 
-    (h, carry, body), (kept, window) = jax.lax.scan(step, (h, carry, state.body), jnp.arange(run.count))
+    # How many layers XLA cannot know: it would unroll a single one, whose products then are others than those of the
+    # layers above it and compile once more.
+    count = run.count + jnp.minimum(counts[0], 0)
+    loop = h, carry, state.body, (state.sinks, state.window)
+    h, carry, body, (kept, window) = jax.lax.fori_loop(0, count, step, loop)
     return h, carry, Run(body=body, sinks=kept, window=window, flushed=targets if run.slots else state.flushed)

@@ -73,13 +73,18 @@ def encode_tile(run: RunPlan, body, at, clock, slot, tile: Sources, constants, c
     return body, recon, carry
 
 
-def _put(old, new, tokens, wanted, held):
-    """Put new tokens, [L, B, T, W], into slots [L, B, C, W] that stand for body `tokens` [B, C], where `wanted` [B, C].
-    Row by row: a gather or scatter over rows makes XLA re-order the whole ring."""
+def _put(old, new, first, wanted, held):
+    """Put new tokens, [L, B, T, W], into slots [L, B, C, W], body token t into slot t % C, where `wanted` [B, C]; no
+    slot stands for a token before `first` [B]. Slices row by row: a gather or scatter over rows makes XLA re-order the
+    whole ring."""
+    count, length = old.shape[2], new.shape[2]
+    size = min(count, length)
 
     def row_step(row, old):
-        source = jnp.clip(tokens[row] - held[row], 0, new.shape[2] - 1)
-        fresh = row_major(jax.lax.dynamic_slice_in_dim(new, row, 1, 1))[:, :, source].astype(old.dtype)
+        start = jnp.clip(first[row] - held[row], 0, length - size)
+        fresh = jax.lax.dynamic_slice(new, (0, row, start, 0), (new.shape[0], 1, size, new.shape[3]))
+        fresh = jnp.pad(row_major(fresh).astype(old.dtype), ((0, 0), (0, 0), (0, count - size), (0, 0)))
+        fresh = jnp.roll(fresh, held[row] + start, axis=2)
         line = jnp.where(wanted[row][None, None, :, None], fresh, jax.lax.dynamic_slice_in_dim(old, row, 1, 1))
         return jax.lax.dynamic_update_slice(old, row_major(line), (0, row, 0, 0))
 
@@ -103,7 +108,8 @@ def remember(run: RunPlan, state: Run, new: Sources, lengths, counts, sinks: int
     """Put new tokens, [L, B, T, W] per source, into sinks and window. `run.flushed` must already be up to date."""
     held = lengths - sinks  # body tokens before the call; negative while the sinks fill
     end = held + counts
-    slots = window_tokens(run.ring, end)
+    oldest = jnp.maximum(end - run.ring, 0)
+    slots = ring_tokens(run.ring, oldest)
     sink_tokens = jnp.broadcast_to(jnp.arange(sinks)[None] - sinks, (lengths.shape[0], sinks))
 
     def wanted(tokens):
@@ -112,12 +118,12 @@ def remember(run: RunPlan, state: Run, new: Sources, lengths, counts, sinks: int
     def into_window(name, old):
         if new[name].shape[2] == 1:
             return _put_one(old, new[name], held % run.ring, (counts > 0) & (held >= 0))
-        return _put(old, new[name], slots, wanted(slots), held)
+        return _put(old, new[name], oldest, wanted(slots), held)
 
     window = {name: into_window(name, old) for name, old in state.window.items()}
     if not sinks:
         return state.replace(window=window)
-    kept = {name: _put(old, new[name], sink_tokens, wanted(sink_tokens), held) for name, old in state.sinks.items()}
+    kept = {name: _put(old, new[name], held, wanted(sink_tokens), held) for name, old in state.sinks.items()}
     return state.replace(sinks=kept, window=window)
 
 
