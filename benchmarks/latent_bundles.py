@@ -1,16 +1,17 @@
-"""Compile XQuant's TPU kernel ahead of time and count the bundles of its schedule, beside XLA's program for the same
-attention: compile-time estimates, not speeds.
+"""Compile the TPU kernels on XQuant's latents and on HIGGS bodies ahead of time and count the bundles of their
+schedules, beside XLA's program for the same attention: compile-time estimates, not speeds.
 
-    python benchmarks/latent_bundles.py [--chips v5e,v6e] [--cases 8b-2,1b-4] [--write]
+    python benchmarks/latent_bundles.py [--chips v5e,v6e] [--cases 8b-2,higgs-8b-2] [--write]
 
 Needs libtpu, no TPU. For every chip and case: bundles of the kernel per 512 tokens (loops times their trips, branches
 in full, at the tile it uses), vector spills, temporary bytes; and for the blockwise path without a kernel, `xla`: the
 sum of XLA's own estimated cycles over the loop body that reads 512 tokens, of which `product` is the largest fusion,
-the product that makes the keys. `--write` renews benchmarks/records/latent_bundles.json for what was compiled.
+the product that makes XQuant's keys. `--write` renews benchmarks/records/latent_bundles.json for what was compiled.
 """
 
 import dataclasses
 import functools
+import importlib
 import math
 import re
 import sys
@@ -28,7 +29,11 @@ MODELS = {
     "8b-draft": (4096, 32, 8, 128, False, 2),
     "1b": (2048, 32, 8, 64, False, 1),  # Llama-3.2-1B
 }
-CASES = {f"{name}-{bits}": (name, bits) for name in MODELS for bits in ((2, 3, 4) if name == "8b" else (4,))}
+CASES = {
+    f"{name}-{bits}": (name, f"xquant:bits={bits}") for name in MODELS for bits in ((2, 3, 4) if name == "8b" else (4,))
+}
+CASES |= {f"higgs-8b-{bits}": ("8b", f"higgs:bits={bits}") for bits in (2, 3, 4)}
+CASES |= {f"higgs-{name}-2": (name, "higgs:bits=2") for name in ("8b-draft", "1b")}
 BUNDLE = re.compile(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{")
 
 
@@ -39,16 +44,16 @@ def bundles(listing: str) -> int:
         depth = match[2].count(">")
         if not depth:  # outside the grid, or empty and without its mark
             continue
-        open_loops = [loop for loop in open_loops if loop[0] <= depth - (match[1] == "LB")]
-        if match[1] == "LB":
+        if match[1] == "LB":  # a bundle of fewer marks may stand within a loop: only the next loop ends one
+            open_loops = [loop for loop in open_loops if loop[0] < depth]
             open_loops.append((depth, len(trips)))
             trips.append(0)
         text = listing[match.end() : after.start() if after else None]
         for count in re.findall(r"scmp\.ge[^;]*, (\d+) /\* loop exit test", text):
-            waiting = [number for _, number in open_loops if not trips[number]]
+            waiting = [number for begun, number in open_loops if begun <= depth and not trips[number]]
             if waiting:
                 trips[waiting[-1]] = int(count)
-        total.append([number for _, number in open_loops])
+        total.append([number for begun, number in open_loops if begun <= depth])
     return sum(math.prod(trips[number] for number in inside[1:]) for inside in total)
 
 
@@ -63,10 +68,9 @@ def _arguments(case, chip: str):
     from kvqjax.config import ModelConfig
     from kvqjax.methods import parse
 
-    (width, heads, kv_heads, dim, normed, length), bits = MODELS[case[0]], case[1]
+    (width, heads, kv_heads, dim, normed, length), method = MODELS[case[0]], parse(case[1])
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "qk_norm": normed}
     config = ModelConfig(vocab_size=8, width=width, mlp_width=8, num_layers=LAYERS, **shape)
-    method = parse(f"xquant:bits={bits}")
     layout = CacheLayout(config=config, method=method, capacity=SLOTS, dtype="bfloat16")
     run, device = plan(layout)[0], jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
 
@@ -84,18 +88,25 @@ def _arguments(case, chip: str):
     return run, (q, cache, weights, constants, new, shaped(jnp.int32), shaped(jnp.int32, BATCH, length))
 
 
+def _module(run, part: str = ""):
+    """The kernel for the body of a run of layers, or its `part` of that name."""
+    from kvqjax.pallas_kernels.dispatch import FORMS
+
+    suffix = FORMS[type(run.wiring.packed.spec)].suffix
+    return importlib.import_module(f"kvqjax.pallas_kernels.tpu{suffix}{part}")
+
+
 def _through_kernel(run, chip: str):
-    """Means of the value latents by the kernel, whatever dispatch says of it."""
+    """Attention to the body by the kernel, whatever dispatch says of it; of latents, means of those of values."""
     import jax.numpy as jnp
 
     from kvqjax.cache import pick
-    from kvqjax.pallas_kernels import tpu_latents
 
     def attend(q, cache, weights, constants, new, layer, positions):
         first = jnp.arange(0, run.slots, run.block)
         body = run.wiring.packed.body(weights, pick(constants, layer), cache.runs[0].body, first)
         spec = dataclasses.replace(run.wiring.packed.spec, target=chip)
-        return tpu_latents.packed_attention(q, body, layer, jnp.zeros_like(positions), positions, spec)
+        return _module(run).packed_attention(q, body, layer, jnp.zeros_like(positions), positions, spec)
 
     return attend
 
@@ -108,13 +119,11 @@ def _compiled(attend, arguments):
 
 def kernel(case, chip: str, folder: Path) -> dict:
     """The kernel's bundles per 512 tokens, spills and temporary bytes."""
-    from kvqjax.pallas_kernels.tpu_latents_plan import TILE
-
     run, arguments = _arguments(case, chip)
     memory = _compiled(_through_kernel(run, chip), arguments).memory_analysis()
     listing, spills = dumped(folder)
     return {
-        "bundles": round(bundles(listing) * 512 / TILE),
+        "bundles": round(bundles(listing) * 512 / _module(run, "_plan").TILE),
         "spills": spills,
         "temp_bytes": memory.temp_size_in_bytes,
     }

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
 from kvqjax.pallas_kernels import reference
+from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.support import ROWS, lookup
@@ -30,6 +31,8 @@ MOST_ROWS_LATENT = 4  # of the kernel on latents; 8 rows spill on v6e and v7x
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # Rank, channels of the keys and head_dim of latents that were compiled: what vector memory and registers depend on.
 LATENT_SHAPES = ((1024, 1024, 128), (512, 512, 64))
+MOST_ROWS_HIGGS = 4
+HIGGS_SHAPES = ((8, 128, 1024), (8, 64, 512))  # KV heads, head_dim and channels that share a scale, likewise
 
 
 class Form(NamedTuple):
@@ -71,18 +74,26 @@ def _latent_row(spec: LatentSpec) -> str:
     return size + (", QK-norm" if spec.epsilon else "") if known else ""
 
 
+def _higgs_row(spec: HiggsSpec) -> str:
+    known = spec.key_bits == spec.value_bits and spec.scales == "bfloat16"
+    shape = spec.kv_heads, spec.head_dim, spec.group
+    size = f"higgs {spec.key_bits // 2} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
+    return size if known and shape in HIGGS_SHAPES else ""
+
+
 FORMS = {
     PackedSpec: Form("", _packed_row, _packed_fits),
     LatentSpec: Form("_latents", _latent_row, lambda spec, rows: rows <= MOST_ROWS_LATENT),
+    HiggsSpec: Form("_higgs", _higgs_row, lambda spec, rows: rows <= MOST_ROWS_HIGGS),
 }
 
 
-def row_of(spec: PackedSpec | LatentSpec) -> str:
+def row_of(spec: PackedSpec | LatentSpec | HiggsSpec) -> str:
     """The row of `support` that a body's form belongs to; "" for forms that no kernel was written for."""
     return FORMS[type(spec)].row(spec)
 
 
-def path(spec: PackedSpec | LatentSpec, rows: int, slots: int) -> str:
+def path(spec: PackedSpec | LatentSpec | HiggsSpec, rows: int, slots: int) -> str:
     """ "tpu", "gpu" or "reference": what computes a call with `rows` = T*G query rows of a KV head on a body of `slots`
     tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once its results were seen
     to be right (`support`)."""
@@ -98,11 +109,11 @@ def path(spec: PackedSpec | LatentSpec, rows: int, slots: int) -> str:
 
 def packed_attention(
     q: Float[Array, "B T H D"],
-    body: PackedBody | LatentBody,
+    body: PackedBody | LatentBody | HiggsBody,
     layer: Int[Array, ""] | int,
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
-    spec: PackedSpec | LatentSpec,
+    spec: PackedSpec | LatentSpec | HiggsSpec,
     general: Callable[[], Partial] | None = None,
 ) -> Partial:
     """As `reference.packed_attention`, for every form of a body; kernels round the queries to bfloat16. `general()`

@@ -67,6 +67,7 @@ ROWS = {
     "kvquant 2 bits, outliers": _row("v5e", "v6e"),
     "kvquant 3 bits, outliers": _row("v5e", "v6e"),
     "commvq": _row(),
+    "higgs 2 bits": _row("v6e"),
     "higgs": _row(),
     "aqua": _row(),
     "xquant 2 bits": _row(*TPUS),

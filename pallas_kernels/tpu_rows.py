@@ -1,17 +1,22 @@
 """Queries and bounds as rows of the TPU decode-attention kernels, the tiles of a body, and results back as heads."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
+from kvqjax.pallas_kernels.higgs import HiggsBody
 from kvqjax.pallas_kernels.packed import PackedBody
 from kvqjax.pallas_kernels.tpu_plan import Plan
 from kvqjax.pallas_kernels.tpu_rope import swapped
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["body_specs", "collect", "lane_queries", "row_bounds", "tile_ends"]
+
+Body = TypeVar("Body", PackedBody, HiggsBody)
 
 
 def lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
@@ -40,9 +45,13 @@ def tile_ends(start, stop, tile: int) -> Int[Array, "2 B"]:
     return jnp.stack([start.min(1) // tile, -(-stop.max(1) // tile)]).astype(jnp.int32)
 
 
-def body_specs(plan: Plan, body: PackedBody, tile) -> PackedBody:
+BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers")
+
+
+def body_specs(plan, body: Body, tile, by_token: tuple[str, ...] = BY_TOKEN) -> Body:
     """Block specs of a body on a grid whose first axis is the row: `tile(*step, ends)` is the number of the tile that
-    is fetched at grid index `step`. Constants of a layer, [1, W], are fetched whole."""
+    is fetched at grid index `step`. Fields `by_token` have tokens on the lanes. Constants of a layer, [1, W], are
+    fetched whole."""
 
     def place(at):
         *step, layer, ends = at
@@ -61,9 +70,8 @@ def body_specs(plan: Plan, body: PackedBody, tile) -> PackedBody:
 
         return pl.BlockSpec((1, 1, array.shape[2], plan.tile), index)
 
-    by_token = ("value_scale", "value_low", "key_outliers", "value_outliers")
     stored = {name: jax.tree.map(tokens if name in by_token else rows, x) for name, x in body._asdict().items()}
-    return PackedBody(**stored)
+    return body._replace(**stored)
 
 
 def collect(out, lse, shape: tuple[int, ...], plan: Plan) -> Partial:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvqjax.layout import PLANE, split_bits
 from kvqjax.pallas_kernels.tpu_unpack import spread_sets
 
-__all__ = ["chunks", "pair_order", "pair_table"]
+__all__ = ["chunks", "gathered", "pair_order", "pair_table"]
 
 LANES = 128
 
@@ -60,7 +60,7 @@ def chunks(words: list[jax.Array], bits: int, table, paired: bool):
     for block in spread_sets(words, bits, base):
         if paired:
             for first in range(0, 32, 2 * base):
-                yield pltpu.bitcast(_gathered(_pair_index(block, bits, first), table), jnp.bfloat16)
+                yield pltpu.bitcast(gathered(_pair_index(block, bits, first), table), jnp.bfloat16)
         else:
             for first in range(0, 16, base):
                 yield _selected(block, bits, first, table)
@@ -90,7 +90,7 @@ def _pair_index(block, bits: int, first: int) -> jax.Array:
     return index.astype(jnp.int32)
 
 
-def _gathered(index: jax.Array, table) -> jax.Array:
+def gathered(index: jax.Array, table) -> jax.Array:
     """table[index], a register of 8 rows of 128 lanes at a time; a table of 256 is gathered from twice."""
     rows = []
     for row in range(0, index.shape[0], 8):

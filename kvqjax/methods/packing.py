@@ -1,9 +1,13 @@
 """Which wirings of keys and values the packed kernels can read, and their stored fields in the kernels' terms."""
 
+import jax.numpy as jnp
+
 from kvqjax.codecs import CodecSpec, Uniform
+from kvqjax.codecs.higgs import Higgs, group_size, shipped_grid
 from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
 from kvqjax.config import ModelConfig
 from kvqjax.methods.wiring import Packed
+from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 from kvqjax.rope import inverse_frequencies
@@ -16,7 +20,7 @@ BLOCK = 1024
 
 def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: ModelConfig) -> Packed | None:
     """How packed kernels see keys per channel and values per token, both uniform (KIVI) or both with signposts
-    (KVQuant); None for what they do not read."""
+    (KVQuant), or both with vector grids (HIGGS); None for what they do not read."""
     if isinstance(key, Uniform) and isinstance(value, Uniform):
         if (key.along, value.along) != ("tokens", "channels") or key.dtype != value.dtype:
             return None
@@ -29,7 +33,34 @@ def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: ModelConfig
         slots = {"key_slots": key.slot_count(config.kv_width), "value_slots": value.slot_count(config.kv_width)}
         groups = {"key_group": 0, "value_group": config.kv_width}
         return Packed(_spec(key, value, rope, config, datatype="nuq", **slots, **groups), _nuq_body(key, value))
+    if isinstance(key, Higgs) and isinstance(value, Higgs):
+        return _higgs_form(key, value, rope, config)
     return None
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _higgs_form(key: Higgs, value: Higgs, rope: str, config: ModelConfig) -> Packed | None:
+    """Keys before RoPE in pairs of channels, groups of a power of two whole heads, no random signs."""
+    alike = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]
+    group = key.group or group_size(config.kv_width)
+    whole = group % config.head_dim == 0 and config.kv_width % group == 0
+    if alike[0] != alike[1] or alike[0][:2] != (2, None) or rope != "pre":
+        return None
+    if not (whole and _power_of_two(group) and _power_of_two(config.head_dim)):
+        return None
+    grids = [shipped_grid(spec.bits, spec.dim) for spec in (key, value)]
+    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": _rope(config)}
+    bits = {"key_bits": key.dim * key.bits, "value_bits": value.dim * value.bits}
+
+    def body(weights, constants, stored, positions) -> HiggsBody:
+        keys, values = stored["k"], stored["v"]
+        tables = (jnp.asarray(grid) for grid in grids)
+        return HiggsBody(keys["codes"], *keys["scale"], values["codes"], *values["scale"], *tables, positions)
+
+    return Packed(HiggsSpec(group=group, scales=key.dtype, **heads, **bits), body)
 
 
 def latent_form(key: CodecSpec, value: CodecSpec, rank: int, config: ModelConfig) -> Packed | None:

@@ -1,0 +1,267 @@
+"""The body of the TPU kernel on HIGGS bodies: one tile of tokens (see `tpu_higgs` for the mathematics).
+
+Shapes in comments: N columns of 128 codes, M query rows (a multiple of 8), S tokens of the tile, C of a chunk. Rows of
+2M are those of first channels, then of second ones; rows and lanes of 2S or 2C are a token's first and second channels
+in turn. Scores are base-2 logarithms.
+"""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvqjax.layout import PLANE, from_bits, split_bits
+from kvqjax.pallas_kernels.higgs import HiggsBody
+from kvqjax.pallas_kernels.tpu_columns import dot, lane_wise, quotient, within
+from kvqjax.pallas_kernels.tpu_higgs_plan import CHUNK
+from kvqjax.pallas_kernels.tpu_latents_tile import each
+from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
+from kvqjax.pallas_kernels.tpu_signposts import gathered
+from kvqjax.pallas_kernels.tpu_tile import NEVER
+
+__all__ = ["Refs", "kernel"]
+
+PLANES = CHUNK // PLANE
+
+
+class Refs(NamedTuple):
+    queries: Any  # [1, 2M, 2*128] f32: q | q~ times D^-1/2 log2(e) / group, on every head's lanes
+    bounds: Any  # [1, M, 2] i32: first and last + 1 visible token of a row
+    turns: Any  # [1, 4 * chunks, 128] f32: cosine of a chunk's first position for first and second channels, sine
+    table: Any  # [2C, 2*128] f32, or bf16 as words [C, 2*128]: cos | sin of a chunk's offsets
+    signs: Any  # [N, M, 128] f32
+    within: Any  # [128, 128] bf16: the transform within heads
+    onehot: Any  # [128, 256] bf16: gives a token's numbers to its two lanes
+    key_words: Any  # [8, 128 or 256] u32
+    value_words: Any
+    body: HiggsBody  # what of it the tile holds: words [1, 1, rows, N*128], scales [1, 1, groups, S]
+    out: Any  # [1, 2M, N*128] f32, the accumulator as well
+    lse: Any  # [1, M, 1] f32
+    peak: Any  # [M, 1] f32
+    total: Any  # [M, 1] f32
+    top: Any  # [M, 128] f32: maxima of this tile's scores
+    key_scales: Any  # [groups, 2S] f32
+    value_scales: Any
+    scores: Any  # [M, 2S] f32
+    weights: Any  # [2M, 2C] bf16: of a chunk; zero where row and lane are of different channels
+    words: Any  # [2, C, I*128] u32: numbers of I columns
+    products: Any  # [2M, 2C] f32: of queries and the keys of a chunk so far
+
+
+def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
+    """Grid (row, tile). `ends` holds the first tile of every row and the one after its last."""
+    refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
+    row, tile = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(tile == 0)
+    def _():
+        refs.peak[...] = jnp.full(refs.peak.shape, NEVER)
+        refs.total[...] = jnp.zeros(refs.total.shape)
+        refs.out[...] = jnp.zeros(refs.out.shape)
+
+    @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
+    def _():
+        _spread_scales(refs, plan, tile)
+        _score(refs, plan, tile)
+        _raise_peak(refs, plan)
+        _sum_values(refs, plan)
+
+    @pl.when(tile == pl.num_programs(1) - 1)
+    def _():
+        seen, total = refs.peak[...] > NEVER / 2, refs.total[...] / 2  # every token was counted on two lanes
+        refs.out[0] = jnp.where(_both(seen), refs.out[0] / _both(total), 0.0)
+        refs.lse[0] = jnp.where(seen, jnp.log(total) + refs.peak[...] / LOG2E, NEVER)
+
+
+def _both(x):
+    """Rows of queries for first and for second channels."""
+    return jnp.concatenate([x, x])
+
+
+def _some(first, count: int):
+    """`count` rows or lanes from a multiple of it on."""
+    return pl.ds(pl.multiple_of(first * count, count), count)
+
+
+def _spread_scales(refs: Refs, plan, tile):
+    """This tile's scales on both lanes of every token."""
+    groups = plan.spec.groups
+    both = from_bits(jnp.concatenate([refs.body.key_scale[0, 0], refs.body.value_scale[0, 0]]), plan.spec.scales)
+    if plan.slots % plan.tile:
+        both = within(both, tile * plan.tile, plan.slots, 1)
+    for first in range(0, plan.tile, LANES):
+        wide = dot(both[:, first : first + LANES], refs.onehot[...], 0)
+        refs.key_scales[:, 2 * first : 2 * (first + LANES)] = wide[:groups]
+        refs.value_scales[:, 2 * first : 2 * (first + LANES)] = wide[groups:]
+
+
+def _own_rows(scales, plan):
+    """The scales [groups, n] of every query row's group: [M, n]."""
+    if plan.spec.groups == 1:
+        return jnp.broadcast_to(scales, (plan.rows, scales.shape[1]))
+    row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    chosen = jnp.broadcast_to(scales[:1], (plan.rows, scales.shape[1]))
+    for group in range(1, plan.spec.groups):
+        chosen = jnp.where(row >= group * plan.rows_per_group, scales[group : group + 1], chosen)
+    return chosen
+
+
+def _planes(ref, part: int, lanes, chunk):
+    """The fields of `part` bits of a chunk's planes of 32 tokens, [32, 128] each, as words with more bits above."""
+    blocks, planes = max(1, PLANES * part // 32), 32 // part  # of words that a chunk reaches, planes in a block
+    first = quotient(chunk * part * PLANES, 32) * PLANE
+    place = jax.lax.rem(chunk, jnp.int32(max(1, planes // PLANES))) * (PLANES * part)  # where a block has more
+    for block in range(blocks):
+        words = ref[0, 0, pl.ds(pl.multiple_of(first + block * PLANE, PLANE), PLANE), lanes]
+        words = words >> place.astype(jnp.uint32) if planes > PLANES else words
+        for plane in range(min(planes, PLANES)):
+            yield words >> jnp.uint32(plane * part) if plane else words
+
+
+def _numbers(words, table, bits: int, lanes, chunk):
+    """The words that the codes of a chunk of tokens name, on 128 lanes: [C, 128] uint32."""
+    parts = split_bits(bits)
+    sets, found = [_planes(ref, part, lanes, chunk) for ref, part in zip(words, parts, strict=True)], []
+    for fields in zip(*sets, strict=True):
+        pieces, low = [], 0
+        for field, part in zip(fields, parts, strict=True):
+            piece = field & jnp.uint32((1 << part) - 1)
+            pieces.append(piece << jnp.uint32(low) if low else piece)
+            low += part
+        found.append(gathered(functools.reduce(operator.or_, pieces).astype(jnp.int32), table))
+    return jnp.concatenate(found)
+
+
+def _steps(refs: Refs, plan, codes, table, bits: int, beside: int, begin, use, end) -> None:
+    """For every chunk `begin(chunk)`, `use(chunk, first, words)` for `beside` columns from `first` on, with their
+    numbers, and `end(chunk)`. Numbers were looked up one step before: that takes the lane permutation units, the rest
+    the matrix and vector units."""
+    steps = plan.parts // beside
+    last = plan.tile // CHUNK * steps - 1
+
+    def look_up(number):
+        chunk, first = quotient(number, steps), jax.lax.rem(number, jnp.int32(steps)) * beside
+        for i in range(beside):
+            words = _numbers(codes, table, bits, _some(first + i, LANES), chunk)
+            refs.words[jax.lax.rem(number, jnp.int32(2)), :, i * LANES : (i + 1) * LANES] = words
+
+    def step(chunk, turn):
+        number = chunk * steps + turn
+        use(chunk, turn * beside, refs.words.at[jax.lax.rem(number, jnp.int32(2))])
+        look_up(jnp.minimum(number + 1, last))
+
+    def visit(chunk):
+        begin(chunk)
+        if steps == 1:  # all that is done for a chunk can be scheduled together
+            step(chunk, jnp.int32(0))
+        else:
+            each(steps, functools.partial(step, chunk))
+        end(chunk)
+
+    look_up(jnp.int32(0))
+    each(plan.tile // CHUNK, visit)
+
+
+def _score(refs: Refs, plan, tile):
+    """Scores of the tile, and their maxima."""
+
+    def begin(_):
+        refs.products[...] = jnp.zeros(refs.products.shape)
+
+    refs.top[...] = jnp.full(refs.top.shape, NEVER)
+    use, end = functools.partial(_meet, refs, plan), functools.partial(_write_scores, refs, plan, tile)
+    _steps(
+        refs, plan, refs.body.key_codes, refs.key_words, plan.spec.key_bits, plan.key_columns, begin, use, end
+    )
+
+
+def _turned(refs: Refs, plan, chunk, part):
+    """The queries, rotated back by the chunk's first position, with the signs of a column: [2M, 2*128] bf16."""
+    cos, sin = (
+        jnp.concatenate([jnp.broadcast_to(refs.turns[0, pl.ds(4 * chunk + i, 1)], (plan.rows, LANES)) for i in half])
+        for half in ((0, 1), (2, 3))
+    )
+    q, other, signs = refs.queries[0, :, :LANES], refs.queries[0, :, LANES:], _both(refs.signs[part])
+    turned = (q * cos + other * sin) * signs, (other * cos - q * sin) * signs
+    return jnp.concatenate(turned, axis=1).astype(jnp.bfloat16)
+
+
+def _meet(refs: Refs, plan, chunk, first, words):
+    """Transform columns of the chunk's keys within heads, turn them by their offsets, add what queries make of them to
+    the scores."""
+    for i in range(plan.key_columns):
+        queries, lanes = _turned(refs, plan, chunk, first + i), slice(i * LANES, (i + 1) * LANES)
+        for token in range(0, CHUNK, plan.piece // 2):
+            tokens, rows = slice(token, token + plan.piece // 2), slice(2 * token, 2 * token + plan.piece)
+            cells = refs.table[rows] if plan.wide else pltpu.bitcast(refs.table[tokens], jnp.bfloat16)
+            keys = dot(pltpu.bitcast(words[tokens, lanes], jnp.bfloat16), refs.within[...], 0).astype(cells.dtype)
+            both = jnp.concatenate([keys * cells[:, :LANES], keys * cells[:, LANES:]], axis=1)
+            refs.products[:, rows] = refs.products[:, rows] + dot(queries, both.astype(jnp.bfloat16), 1)
+
+
+def _write_scores(refs: Refs, plan, tile, chunk):
+    """Scale and mask the chunk's scores."""
+    for first in range(0, 2 * CHUNK, plan.piece):
+        lanes = pl.ds(pl.multiple_of(chunk * (2 * CHUNK) + first, plan.piece), plan.piece)
+        scores = _paired(refs.products[:, first : first + plan.piece], plan) * _own_rows(refs.key_scales[:, lanes], plan)
+        token = quotient(jax.lax.broadcasted_iota(jnp.int32, (1, plan.piece), 1), 2) + tile * plan.tile
+        token = token + chunk * CHUNK + first // 2
+        seen = (token >= refs.bounds[0, :, 0:1]) & (token < refs.bounds[0, :, 1:2])
+        scores = jnp.where(seen, scores, NEVER)
+        refs.scores[:, lanes] = scores
+        refs.top[...] = jnp.maximum(refs.top[...], lane_wise(jnp.maximum, scores))
+
+
+def _paired(products, plan):
+    """What first channels give on even lanes and second ones on odd lanes, added up on both: [2M, n] to [M, n]."""
+    pieces = []
+    for first in range(0, products.shape[1], LANES):
+        odd = _odd(LANES)
+        own = jnp.where(odd, products[plan.rows :, first : first + LANES], products[: plan.rows, first : first + LANES])
+        pieces.append(own + jnp.where(odd, pltpu.roll(own, 1, 1), pltpu.roll(own, LANES - 1, 1)))
+    return jnp.concatenate(pieces, axis=1)
+
+
+def _odd(lanes: int):
+    return (jax.lax.broadcasted_iota(jnp.int32, (1, lanes), 1) & jnp.int32(1)) == 1
+
+
+def _raise_peak(refs: Refs, plan):
+    """Raise the running maxima to this tile's, and rescale what was summed up before."""
+    peak = jnp.maximum(refs.peak[...], refs.top[...].max(-1, keepdims=True))
+    decay = jnp.exp2(refs.peak[...] - peak)
+    refs.peak[...] = peak
+    refs.total[...] = refs.total[...] * decay
+    refs.out[0] = refs.out[0] * _both(decay)
+
+
+def _weigh(refs: Refs, plan, chunk):
+    """Scores of a chunk to weights of its values."""
+    total, odd = jnp.zeros((plan.rows, LANES)), _odd(LANES)
+    for first in range(0, 2 * CHUNK, LANES):
+        lanes = pl.ds(pl.multiple_of(chunk * (2 * CHUNK) + first, LANES), LANES)
+        weights = jnp.exp2(refs.scores[:, lanes] - refs.peak[...])
+        total = total + weights
+        scaled = weights * _own_rows(refs.value_scales[:, lanes], plan)
+        both = jnp.concatenate([jnp.where(odd, 0.0, scaled), jnp.where(odd, scaled, 0.0)])
+        refs.weights[:, first : first + LANES] = both.astype(jnp.bfloat16)
+    refs.total[...] = refs.total[...] + total.sum(-1, keepdims=True)
+
+
+def _sum_values(refs: Refs, plan):
+    """Add the tile's values, weighted, to the running sums."""
+
+    def use(_, first, words):
+        for i in range(plan.value_columns):
+            numbers = pltpu.bitcast(words[:, i * LANES : (i + 1) * LANES], jnp.bfloat16)
+            lanes = _some(first + i, LANES)
+            refs.out[0, :, lanes] = refs.out[0, :, lanes] + dot(refs.weights[...], numbers, 0)
+
+    begin, end = functools.partial(_weigh, refs, plan), lambda _: None
+    _steps(
+        refs, plan, refs.body.value_codes, refs.value_words, plan.spec.value_bits, plan.value_columns, begin, use, end
+    )

@@ -1,0 +1,115 @@
+"""Static choices of one call of the TPU kernel on HIGGS bodies, and the matrices that it takes transforms apart with.
+
+Sylvester's matrices are Kronecker products, so that of a group of n heads of D channels, each D/2 pairs, is
+
+    H = H_n (x) H_(D/2) (x) H_2        heads, pairs of a head, the two channels of a pair.
+
+H_2 goes into the grid, once; H_(D/2) is a product per token (keys) or one of the sums (values); H_n commutes with RoPE,
+which turns all heads alike, and goes into the queries.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+from scipy.linalg import hadamard
+
+from kvqjax.layout import split_bits
+from kvqjax.pallas_kernels.higgs import HiggsSpec
+from kvqjax.pallas_kernels.tpu_plan import LANES
+
+__all__ = ["CHUNK", "HiggsPlan", "plan_higgs"]
+
+TILE = 1024
+KEYS, VALUES = 2, 4
+CHUNK = 256  # tokens that are looked up together: they have a first position of their own
+
+
+@dataclasses.dataclass(frozen=True)
+class HiggsPlan:
+    """Static choices of one call: `used` query rows, T*G for each KV head; tokens per tile. Rows of numbers are the two
+    channels of a pair in turn, so that a token has two, and two lanes of the scores."""
+
+    spec: HiggsSpec
+    slots: int
+    used: int
+    tile: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows, padded to whole registers."""
+        return -(-self.used // 8) * 8
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.slots // self.tile)
+
+    @property
+    def shared(self) -> int:
+        """All KV heads are handled together."""
+        return self.spec.kv_heads
+
+    @property
+    def lanes(self) -> int:
+        """Codes of a token."""
+        return self.spec.width // 2
+
+    @property
+    def parts(self) -> int:
+        """Columns of 128 codes."""
+        return self.lanes // LANES
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of keys that are worked off together: a lane permutation takes long, and many fill the time."""
+        return math.gcd(self.parts, KEYS)
+
+    @property
+    def value_columns(self) -> int:
+        """Likewise of values."""
+        return math.gcd(self.parts, VALUES)
+
+    @property
+    def piece(self) -> int:
+        """Lanes of scores, two a token, that are made at a time: few where numbers or rows need many registers."""
+        return LANES if self.wide or self.rows > 32 else 2 * LANES
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of channels of a head."""
+        return self.spec.head_dim // 2
+
+    @property
+    def rows_per_group(self) -> int:
+        """Query rows of the heads that share a scale."""
+        return self.used // self.spec.groups
+
+    @property
+    def wide(self) -> bool:
+        """Whether keys are turned as float32: these chips' vector units have no bfloat16."""
+        return self.spec.target in ("v5e", "v5p")
+
+    @property
+    def within(self) -> np.ndarray:
+        """The transform within the heads on 128 lanes, [128, 128]."""
+        return np.kron(np.eye(LANES // self.pairs), hadamard(self.pairs))
+
+    @property
+    def between(self) -> np.ndarray:
+        """How the heads of a query meet transformed heads of keys: [KV heads, KV heads], 0 between groups."""
+        return np.kron(np.eye(self.spec.groups), hadamard(self.spec.group // self.spec.head_dim))
+
+
+def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: int | None = None) -> HiggsPlan:
+    """The plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
+    follow each other. ValueError for what the kernel does not take."""
+    heads, dim = spec.group // spec.head_dim, spec.head_dim
+    if heads * dim != spec.group or spec.width % spec.group or heads & (heads - 1) or dim & (dim - 1):
+        raise ValueError(f"{spec}: want groups of a power of two heads of a power of two channels")
+    if spec.width % (2 * LANES) or not 2 * 8 <= dim <= 2 * LANES or max(spec.key_bits, spec.value_bits) > 8:
+        raise ValueError(f"{spec}: want channels in {2 * LANES}s, heads of up to as many, codes of up to 8 bits")
+    tile = min(tile or TILE, slots)
+    unit = max(CHUNK, *(1024 // part for bits in (spec.key_bits, spec.value_bits) for part in split_bits(bits)))
+    if tile % unit or stretch % CHUNK:
+        raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {unit} and of {CHUNK}")
+    return HiggsPlan(spec, slots, spec.kv_heads * per_head, tile)
