@@ -1,8 +1,8 @@
 """What a decode-attention kernel on HIGGS bodies is given (arXiv 2411.17525, section 3; AQUA-KV, arXiv 2501.19392).
 
-A group of h channels of a token is x = s H^T y / h, H the Hadamard matrix of order h in Sylvester's natural order, y the
-grid points that codes of consecutive pairs of entries name, s the scale of the token and group. Groups hold whole
-heads. Keys may be stored before RoPE.
+A group of h channels of a token is x = s H^T y / h: H is the Hadamard matrix of order h in Sylvester's natural order,
+y the grid points that codes of consecutive pairs of entries name, s the scale of the token and group. Groups hold whole
+heads; keys are stored before RoPE.
 """
 
 import dataclasses
@@ -12,38 +12,43 @@ from jaxtyping import Array, Float, Int, UInt
 
 from kvqjax.pallas_kernels.packed import Rope
 
-__all__ = ["HiggsBody", "HiggsSpec"]
+__all__ = ["HiggsBody", "HiggsSpec", "HiggsStored"]
 
 
-class HiggsBody(NamedTuple):
+class HiggsStored(NamedTuple):
     """The stored fields of one run of layers: V = K*D/2 codes of a token, packed as in `kvqjax.layout`, one array per
-    plane set; a scale per group, as the integers that hold its bits. Grids of n points of two numbers. `positions` of
-    keys before RoPE as in `PackedBody`."""
+    plane set; a scale per group, as the integers that hold its bits."""
 
     key_codes: tuple[UInt[Array, "L B _ V"], ...]
     key_scale: UInt[Array, "L B groups S"]
     value_codes: tuple[UInt[Array, "L B _ V"], ...]
     value_scale: UInt[Array, "L B groups S"]
+
+
+class HiggsBody(NamedTuple):
+    """What is stored, the grids of n points of two numbers, and `positions` as in `PackedBody`."""
+
+    stored: HiggsStored
     key_grid: Float[Array, "n 2"]
     value_grid: Float[Array, "m 2"]
-    positions: Int[Array, " stretches"] | None = None
+    positions: Int[Array, " stretches"]
 
     @property
     def slots(self) -> int:
-        return self.value_scale.shape[-1]
+        return self.stored.value_scale.shape[-1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiggsSpec:
     """`key_bits` and `value_bits` are per code, that is per pair of channels; `group` channels share a scale of the
-    dtype `scales`. `rope` is None for keys after RoPE; `target` names the chip, as in `PackedSpec`."""
+    dtype `scales`. `target` names the chip, as in `PackedSpec`."""
 
     key_bits: int
     value_bits: int
     group: int
     kv_heads: int
     head_dim: int
-    rope: Rope | None = None
+    rope: Rope
     scales: str = "bfloat16"
     target: str = "cpu"
 

@@ -9,8 +9,6 @@ has two lanes of scores and of weights. Per tile:
     scores = s_t (q' . z cos + q'~ . z sin)        tables of offsets in a chunk; q' is the query rotated back by the
                                                    chunk's first position, its signs those of H_n
     out    = sum_t p_t s_t y_t                     transformed once, after the sum over all tokens
-
-Keys after RoPE need no z: their queries are transformed instead.
 """
 
 import functools
@@ -26,7 +24,7 @@ from scipy.linalg import hadamard
 
 from kvqjax.attention import Partial
 from kvqjax.layout import to_bits
-from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
+from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.tpu_higgs_kernel import kernel
 from kvqjax.pallas_kernels.tpu_higgs_plan import CHUNK, HiggsPlan, plan_higgs
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, VMEM_BYTES
@@ -65,20 +63,18 @@ def packed_attention(
     """As `reference.packed_attention`. Queries, grids and transformed keys are rounded to bfloat16 before they are
     multiplied."""
     group = q.shape[2] // spec.kv_heads
-    stretch = body.slots if body.positions is None else body.slots // len(body.positions)
-    plan = plan_higgs(spec, body.slots, stretch, q.shape[1] * group, tile)
+    plan = plan_higgs(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group, tile)
     bounds = row_bounds(start, stop, plan, group)
     inputs = Inputs(_queries(q, plan), bounds, *_rope_inputs(body, plan), *_maps(body, plan))
     layer, ends = jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile)
-    stored = body._replace(positions=None, key_grid=None, value_grid=None)
-    out, lse = _call(plan, q.shape[0], inputs, stored, interpret)(layer, ends, inputs, stored)
+    out, lse = _call(plan, q.shape[0], inputs, body.stored, interpret)(layer, ends, inputs, body.stored)
     return _collect(out, lse, q.shape, plan)
 
 
 def _queries(q, plan: HiggsPlan) -> Float[Array, "B rows lanes"]:
     """Scaled queries q | q~: rows for the first channels of pairs, then for the second ones; a head's pairs as often
     as heads share 128 lanes."""
-    batch, length, heads, dim = q.shape
+    batch, length, _, dim = q.shape
     q = q.astype(jnp.float32).reshape(batch, length, plan.spec.kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(batch, plan.used, dim) * (LOG2E * dim**-0.5 / plan.spec.group)
 
@@ -161,10 +157,11 @@ def _scratch(plan: HiggsPlan) -> dict:
     memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
     memory |= {"weights": pltpu.VMEM((2 * plan.rows, 2 * CHUNK), jnp.bfloat16)}
     memory |= {"words": pltpu.VMEM((2, CHUNK, plan.value_columns * LANES), jnp.uint32)}
+    memory |= {"keys": pltpu.VMEM((2 * CHUNK, LANES), jnp.float32 if plan.wide else jnp.bfloat16)}
     return memory | {"products": pltpu.VMEM((2 * plan.rows, 2 * CHUNK), jnp.float32)}
 
 
-def _specs(plan: HiggsPlan, inputs: Inputs, body: HiggsBody, tile):
+def _specs(plan: HiggsPlan, inputs: Inputs, body: HiggsStored, tile):
     """Block specs of the inputs and of the body, `tile(b, j, ends)` being the number of the tile that is fetched."""
     given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim), inputs)
     given = given._replace(
@@ -175,7 +172,7 @@ def _specs(plan: HiggsPlan, inputs: Inputs, body: HiggsBody, tile):
     return given, body_specs(plan, body, tile, by_token=("key_scale", "value_scale"))
 
 
-def _call(plan: HiggsPlan, batch: int, inputs: Inputs, body: HiggsBody, interpret):
+def _call(plan: HiggsPlan, batch: int, inputs: Inputs, body: HiggsStored, interpret):
     """The pallas_call of a plan, taking (layer, ends, inputs, body)."""
 
     def tile(b, j, ends):

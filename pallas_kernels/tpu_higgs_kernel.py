@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.layout import PLANE, from_bits, split_bits
-from kvqjax.pallas_kernels.higgs import HiggsBody
-from kvqjax.pallas_kernels.tpu_columns import dot, lane_wise, quotient, within
+from kvqjax.pallas_kernels.higgs import HiggsStored
+from kvqjax.pallas_kernels.tpu_columns import dot, quotient, within
 from kvqjax.pallas_kernels.tpu_higgs_plan import CHUNK
 from kvqjax.pallas_kernels.tpu_latents_tile import each
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
@@ -38,7 +38,7 @@ class Refs(NamedTuple):
     onehot: Any  # [128, 256] bf16: gives a token's numbers to its two lanes
     key_words: Any  # [8, 128 or 256] u32
     value_words: Any
-    body: HiggsBody  # what of it the tile holds: words [1, 1, rows, N*128], scales [1, 1, groups, S]
+    body: HiggsStored  # what of it the tile holds: words [1, 1, rows, N*128], scales [1, 1, groups, S]
     out: Any  # [1, 2M, N*128] f32, the accumulator as well
     lse: Any  # [1, M, 1] f32
     peak: Any  # [M, 1] f32
@@ -49,6 +49,7 @@ class Refs(NamedTuple):
     scores: Any  # [M, 2S] f32
     weights: Any  # [2M, 2C] bf16: of a chunk; zero where row and lane are of different channels
     words: Any  # [2, C, I*128] u32: numbers of I columns
+    keys: Any  # [2C, 128] bf16 or f32: a column of keys, transformed within heads
     products: Any  # [2M, 2C] f32: of queries and the keys of a chunk so far
 
 
@@ -174,9 +175,7 @@ def _score(refs: Refs, plan, tile):
 
     refs.top[...] = jnp.full(refs.top.shape, NEVER)
     use, end = functools.partial(_meet, refs, plan), functools.partial(_write_scores, refs, plan, tile)
-    _steps(
-        refs, plan, refs.body.key_codes, refs.key_words, plan.spec.key_bits, plan.key_columns, begin, use, end
-    )
+    _steps(refs, plan, refs.body.key_codes, refs.key_words, plan.spec.key_bits, 1, begin, use, end)
 
 
 def _turned(refs: Refs, plan, chunk, part):
@@ -190,40 +189,49 @@ def _turned(refs: Refs, plan, chunk, part):
     return jnp.concatenate(turned, axis=1).astype(jnp.bfloat16)
 
 
-def _meet(refs: Refs, plan, chunk, first, words):
-    """Transform columns of the chunk's keys within heads, turn them by their offsets, add what queries make of them to
+def _meet(refs: Refs, plan, chunk, part, words):
+    """Transform a column of the chunk's keys within heads, turn them by their offsets, add what queries make of them to
     the scores."""
-    for i in range(plan.key_columns):
-        queries, lanes = _turned(refs, plan, chunk, first + i), slice(i * LANES, (i + 1) * LANES)
-        for token in range(0, CHUNK, plan.piece // 2):
-            tokens, rows = slice(token, token + plan.piece // 2), slice(2 * token, 2 * token + plan.piece)
-            cells = refs.table[rows] if plan.wide else pltpu.bitcast(refs.table[tokens], jnp.bfloat16)
-            keys = dot(pltpu.bitcast(words[tokens, lanes], jnp.bfloat16), refs.within[...], 0).astype(cells.dtype)
-            both = jnp.concatenate([keys * cells[:, :LANES], keys * cells[:, LANES:]], axis=1)
-            refs.products[:, rows] = refs.products[:, rows] + dot(queries, both.astype(jnp.bfloat16), 1)
+    queries = _turned(refs, plan, chunk, part)
+    if plan.staged:
+        numbers = pltpu.bitcast(words[:, :LANES], jnp.bfloat16)
+        refs.keys[...] = dot(numbers, refs.within[...], 0).astype(refs.keys.dtype)
+    for token in range(0, CHUNK, plan.piece // 2):
+        tokens, rows = slice(token, token + plan.piece // 2), slice(2 * token, 2 * token + plan.piece)
+        cells = refs.table[rows] if plan.wide else pltpu.bitcast(refs.table[tokens], jnp.bfloat16)
+        if plan.staged:
+            keys = refs.keys[rows]
+        else:
+            keys = dot(pltpu.bitcast(words[tokens, :LANES], jnp.bfloat16), refs.within[...], 0).astype(cells.dtype)
+        both = jnp.concatenate([keys * cells[:, :LANES], keys * cells[:, LANES:]], axis=1)
+        refs.products[:, rows] = refs.products[:, rows] + dot(queries, both.astype(jnp.bfloat16), 1)
 
 
 def _write_scores(refs: Refs, plan, tile, chunk):
     """Scale and mask the chunk's scores."""
-    for first in range(0, 2 * CHUNK, plan.piece):
-        lanes = pl.ds(pl.multiple_of(chunk * (2 * CHUNK) + first, plan.piece), plan.piece)
-        scores = _paired(refs.products[:, first : first + plan.piece], plan) * _own_rows(refs.key_scales[:, lanes], plan)
-        token = quotient(jax.lax.broadcasted_iota(jnp.int32, (1, plan.piece), 1), 2) + tile * plan.tile
-        token = token + chunk * CHUNK + first // 2
+
+    def write(piece):
+        lanes = pl.ds(pl.multiple_of(chunk * (2 * CHUNK) + piece * LANES, LANES), LANES)
+        scores = _paired(refs.products[:, _some(piece, LANES)], plan) * _own_rows(refs.key_scales[:, lanes], plan)
+        token = quotient(jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1), 2) + tile * plan.tile
+        token = token + chunk * CHUNK + piece * (LANES // 2)
         seen = (token >= refs.bounds[0, :, 0:1]) & (token < refs.bounds[0, :, 1:2])
         scores = jnp.where(seen, scores, NEVER)
         refs.scores[:, lanes] = scores
-        refs.top[...] = jnp.maximum(refs.top[...], lane_wise(jnp.maximum, scores))
+        refs.top[...] = jnp.maximum(refs.top[...], scores)
+
+    if plan.staged:
+        each(2 * CHUNK // LANES, write)
+    else:
+        for piece in range(2 * CHUNK // LANES):
+            write(piece)
 
 
 def _paired(products, plan):
-    """What first channels give on even lanes and second ones on odd lanes, added up on both: [2M, n] to [M, n]."""
-    pieces = []
-    for first in range(0, products.shape[1], LANES):
-        odd = _odd(LANES)
-        own = jnp.where(odd, products[plan.rows :, first : first + LANES], products[: plan.rows, first : first + LANES])
-        pieces.append(own + jnp.where(odd, pltpu.roll(own, 1, 1), pltpu.roll(own, LANES - 1, 1)))
-    return jnp.concatenate(pieces, axis=1)
+    """What first channels give on even lanes and second ones on odd lanes, added up on both: [2M, 128] to [M, 128]."""
+    odd = _odd(LANES)
+    own = jnp.where(odd, products[plan.rows :], products[: plan.rows])
+    return own + jnp.where(odd, pltpu.roll(own, 1, 1), pltpu.roll(own, LANES - 1, 1))
 
 
 def _odd(lanes: int):

@@ -18,10 +18,10 @@ from kvqjax.layout import split_bits
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.tpu_plan import LANES
 
-__all__ = ["CHUNK", "HiggsPlan", "plan_higgs"]
+__all__ = ["CHUNK", "TILE", "HiggsPlan", "plan_higgs"]
 
 TILE = 1024
-KEYS, VALUES = 2, 4
+VALUES = 4
 CHUNK = 256  # tokens that are looked up together: they have a first position of their own
 
 
@@ -60,19 +60,20 @@ class HiggsPlan:
         return self.lanes // LANES
 
     @property
-    def key_columns(self) -> int:
-        """Columns of keys that are worked off together: a lane permutation takes long, and many fill the time."""
-        return math.gcd(self.parts, KEYS)
-
-    @property
     def value_columns(self) -> int:
-        """Likewise of values."""
+        """Columns of values that are worked off together: a lane permutation takes long, and many fill the time."""
         return math.gcd(self.parts, VALUES)
 
     @property
+    def staged(self) -> bool:
+        """Whether transformed keys go through memory, and scores are written in a loop: slower, but with fewer
+        registers, of which float32, many query rows and wide codes want many."""
+        return self.wide or self.rows > 32 or self.spec.key_bits > 4
+
+    @property
     def piece(self) -> int:
-        """Lanes of scores, two a token, that are made at a time: few where numbers or rows need many registers."""
-        return LANES if self.wide or self.rows > 32 else 2 * LANES
+        """Lanes of scores, two a token, that are made at a time."""
+        return LANES if self.staged else 2 * LANES
 
     @property
     def pairs(self) -> int:

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
-from kvqjax.pallas_kernels.higgs import HiggsBody
+from kvqjax.pallas_kernels.higgs import HiggsStored
 from kvqjax.pallas_kernels.packed import PackedBody
 from kvqjax.pallas_kernels.tpu_plan import Plan
 from kvqjax.pallas_kernels.tpu_rope import swapped
@@ -16,7 +16,7 @@ from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["body_specs", "collect", "lane_queries", "row_bounds", "tile_ends"]
 
-Body = TypeVar("Body", PackedBody, HiggsBody)
+Body = TypeVar("Body", PackedBody, HiggsStored)
 
 
 def lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:

@@ -87,10 +87,10 @@ def oracle(case: Case):
 
 def near(case: Case, got):
     """Rounded to bfloat16, 2^-9 relative at most: the queries, sums and differences of grid numbers, keys transformed
-    within heads, the table of cos and sin, what they are multiplied to, twice: six times 2^-9 of the products of a query
-    with the transformed heads that share its scale. Those heads' norms add up to sqrt(n) times that of their vector, of
-    which the transform between heads makes another factor: |q| |all keys of the group| D^-1/2. Weights: 2^-9 of the
-    output, which scores move by e^error - 1."""
+    within heads, the table of cos and sin, and the two products: six times 2^-9 of the products of a query with the
+    transformed heads that share its scale. By Cauchy-Schwarz those are at most sqrt(n) |q| times the norm of all n,
+    and the transform between heads, which the keys still lack, is sqrt(n) long: |q| |all keys of the group| D^-1/2.
+    Weights: 2^-9 of the output, which scores move by e^error - 1."""
     want, (spec, _, q, *_, keys, _) = oracle(case), drawn(case)
     grouped = keys.reshape(BATCH, case.slots, -1, spec.group)
     size = float(jnp.linalg.norm(q, axis=-1).max() * jnp.linalg.norm(grouped, axis=-1).max()) / case.head_dim**0.5

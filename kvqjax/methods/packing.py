@@ -7,7 +7,7 @@ from kvqjax.codecs.higgs import Higgs, group_size, shipped_grid
 from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
 from kvqjax.config import ModelConfig
 from kvqjax.methods.wiring import Packed
-from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
+from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 from kvqjax.rope import inverse_frequencies
@@ -57,8 +57,10 @@ def _higgs_form(key: Higgs, value: Higgs, rope: str, config: ModelConfig) -> Pac
 
     def body(weights, constants, stored, positions) -> HiggsBody:
         keys, values = stored["k"], stored["v"]
-        tables = (jnp.asarray(grid) for grid in grids)
-        return HiggsBody(keys["codes"], *keys["scale"], values["codes"], *values["scale"], *tables, positions)
+        (key_scale,), (value_scale,) = keys["scale"], values["scale"]
+        fields = HiggsStored(keys["codes"], key_scale, values["codes"], value_scale)
+        key_grid, value_grid = map(jnp.asarray, grids)
+        return HiggsBody(fields, key_grid, value_grid, positions)
 
     return Packed(HiggsSpec(group=group, scales=key.dtype, **heads, **bits), body)
 
