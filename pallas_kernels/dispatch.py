@@ -31,7 +31,7 @@ MOST_ROWS_LATENT = 4  # of the kernel on latents; 8 rows spill on v6e and v7x
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # Rank, channels of the keys and head_dim of latents that were compiled: what vector memory and registers depend on.
 LATENT_SHAPES = ((1024, 1024, 128), (512, 512, 64))
-MOST_ROWS_HIGGS = 4
+MOST_ROWS_HIGGS = {"higgs 2 bits": 8}  # of others 4
 HIGGS_SHAPES = ((8, 128, 1024), (8, 64, 512))  # KV heads, head_dim and channels that share a scale, likewise
 
 
@@ -84,7 +84,7 @@ def _higgs_row(spec: HiggsSpec) -> str:
 FORMS = {
     PackedSpec: Form("", _packed_row, _packed_fits),
     LatentSpec: Form("_latents", _latent_row, lambda spec, rows: rows <= MOST_ROWS_LATENT),
-    HiggsSpec: Form("_higgs", _higgs_row, lambda spec, rows: rows <= MOST_ROWS_HIGGS),
+    HiggsSpec: Form("_higgs", _higgs_row, lambda spec, rows: rows <= MOST_ROWS_HIGGS.get(_higgs_row(spec), 4)),
 }
 
 

@@ -139,7 +139,9 @@ def test_dispatch_takes_what_was_compiled():
         packed = parse(spec).layer.build(config).packed
         return packed and dispatch.path(dataclasses.replace(packed.spec, target=target), rows, slots)
 
-    assert path("higgs:bits=2") == path("higgs:bits=2,sinks=0,window=64") == "tpu"
+    assert path("higgs:bits=2") == path("higgs:bits=3") == path("higgs:bits=4", target="v7x") == "tpu"
+    assert path("higgs:bits=2,sinks=0,window=64") == path("higgs:bits=2", rows=8) == "tpu"
+    assert path("higgs:bits=4", rows=8) == path("higgs:bits=2", target="v5e") == "reference"
     assert path("higgs:bits=2", target="cpu") == path("higgs:bits=2", target="sm90") == "reference"
     assert path("higgs:bits=2", rows=16) == path("higgs:bits=2,group=head") == "reference"
     assert path("higgs:bits=2,value_bits=4") == path("higgs:bits=2,scales=float32") == "reference"
@@ -163,7 +165,7 @@ def test_levels_follow_from_the_record():
 
 
 def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
-    """A decoding step of a model through the kernel; where there is no TPU, the program for one is the general path."""
+    """A decoding step of a model through the kernel, and the same program where there is no TPU: the general path."""
     model, length = tiny(head_dim=128, num_layers=1), 500
     cache = kvq.init_cache(model, kvq.parse("higgs:bits=2,sinks=3"), 2, 515)
     _, cache = kvq.prefill(model, tokens(2, length), jnp.asarray([length, length - 200]), cache)
@@ -173,8 +175,7 @@ def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
         step = lambda c: kvq.forward(model, tokens(2, 1, 3), jnp.ones(2, jnp.int32), c)[0]  # noqa: E731
         return np.asarray(jax.jit(step, compiler_options=QUICK)(cache))
 
-    plain, calls = logits(cache), []
-    np.testing.assert_array_equal(logits(for_tpu), plain)
+    plain, calls = logits(for_tpu), []
 
     def kernel(q, body, layer, start, stop, spec, general):
         calls.append(spec.target)
