@@ -1,5 +1,5 @@
-"""Compile the TPU kernels on XQuant's latents and on HIGGS bodies ahead of time and count the bundles of their
-schedules, beside XLA's program for the same attention: compile-time estimates, not speeds.
+"""Compile the TPU kernels on XQuant's latents, HIGGS bodies and CommVQ's codes ahead of time and count the bundles of
+their schedules, beside XLA's program for the same attention: compile-time estimates, not speeds.
 
     python benchmarks/latent_bundles.py [--chips v5e,v6e] [--cases 8b-2,higgs-8b-2] [--write]
 
@@ -33,6 +33,9 @@ CASES = {
     f"{name}-{bits}": (name, f"xquant:bits={bits}") for name in MODELS for bits in ((2, 3, 4) if name == "8b" else (4,))
 }
 CASES |= {f"higgs-8b-{bits}": ("8b", f"higgs:bits={bits}") for bits in (2, 3, 4)}
+CASES |= {
+    f"commvq-{name}-{bits}": (name, f"commvq:bits={bits}") for name in ("8b", "8b-draft", "1b") for bits in (1, 2)
+}
 CASES |= {f"higgs-{name}-2": (name, "higgs:bits=2") for name in ("8b-draft", "1b")}
 BUNDLE = re.compile(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{")
 

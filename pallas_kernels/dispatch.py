@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
 from kvqjax.pallas_kernels import reference
+from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
@@ -23,16 +24,20 @@ from kvqjax.pallas_kernels.support import ROWS, lookup
 
 __all__ = ["packed_attention", "path"]
 
+Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
 MOST_ROWS = 8  # query rows of a KV head that all kernels were compiled for
 # Bits of KIVI's keys and values in groups of 128, head_dim 128, at which twice as many do not spill.
 MANY_ROWS = {"v5e": (2, 3, 4, 8), "v5p": (2, 3, 4, 8), "v6e": (4, 8), "v7x": (4, 8)}
 MOST_SLOTS = 12  # outlier slots of a token's keys, or values, likewise
+MOST_ROWS_COMMVQ = 4  # of the kernel on CommVQ's codes; 8 rows spill
 MOST_ROWS_LATENT = 4  # of the kernel on latents; 8 rows spill on v6e and v7x
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # Rank, channels of the keys and head_dim of latents that were compiled: what vector memory and registers depend on.
 LATENT_SHAPES = ((1024, 1024, 128), (512, 512, 64))
 MOST_ROWS_HIGGS = {"higgs 2 bits": 8}  # of others 4
 HIGGS_SHAPES = ((8, 128, 1024), (8, 64, 512))  # KV heads, head_dim and channels that share a scale, likewise
+# Levels, KV heads, head_dim and then rounds of CommVQ's keys and bits of its values that were compiled.
+COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
 
 
 class Form(NamedTuple):
@@ -81,19 +86,27 @@ def _higgs_row(spec: HiggsSpec) -> str:
     return size if known and shape in HIGGS_SHAPES else ""
 
 
+def _commvq_row(spec: CommVQSpec) -> str:
+    bits = spec.value_width // (spec.kv_heads * spec.head_dim)
+    known = COMMVQ_SHAPES.get((spec.levels, spec.kv_heads, spec.head_dim), {}).get(bits) == spec.rounds
+    size = f"commvq {bits} bit{'s' * (bits > 1)}" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
+    return size if known else ""
+
+
 FORMS = {
     PackedSpec: Form("", _packed_row, _packed_fits),
     LatentSpec: Form("_latents", _latent_row, lambda spec, rows: rows <= MOST_ROWS_LATENT),
     HiggsSpec: Form("_higgs", _higgs_row, lambda spec, rows: rows <= MOST_ROWS_HIGGS.get(_higgs_row(spec), 4)),
+    CommVQSpec: Form("_commvq", _commvq_row, lambda spec, rows: rows <= MOST_ROWS_COMMVQ),
 }
 
 
-def row_of(spec: PackedSpec | LatentSpec | HiggsSpec) -> str:
+def row_of(spec: Spec) -> str:
     """The row of `support` that a body's form belongs to; "" for forms that no kernel was written for."""
     return FORMS[type(spec)].row(spec)
 
 
-def path(spec: PackedSpec | LatentSpec | HiggsSpec, rows: int, slots: int) -> str:
+def path(spec: Spec, rows: int, slots: int) -> str:
     """ "tpu", "gpu" or "reference": what computes a call with `rows` = T*G query rows of a KV head on a body of `slots`
     tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once its results were seen
     to be right (`support`)."""
@@ -109,11 +122,11 @@ def path(spec: PackedSpec | LatentSpec | HiggsSpec, rows: int, slots: int) -> st
 
 def packed_attention(
     q: Float[Array, "B T H D"],
-    body: PackedBody | LatentBody | HiggsBody,
+    body: PackedBody | LatentBody | HiggsBody | CommVQBody,
     layer: Int[Array, ""] | int,
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
-    spec: PackedSpec | LatentSpec | HiggsSpec,
+    spec: Spec,
     general: Callable[[], Partial] | None = None,
 ) -> Partial:
     """As `reference.packed_attention`, for every form of a body; kernels round the queries to bfloat16. `general()`

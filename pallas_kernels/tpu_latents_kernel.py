@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 
 from kvqjax.pallas_kernels.tpu_columns import columns, dot, lane_wise, load_row, place_of
 from kvqjax.pallas_kernels.tpu_latents_tile import Refs, each, prepare
-from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
+from kvqjax.pallas_kernels.tpu_plan import LANES
+from kvqjax.pallas_kernels.tpu_softmax import over_tiles, soften
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["kernel"]
@@ -21,26 +22,14 @@ __all__ = ["kernel"]
 def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
     """Grid (row, tile). `ends` holds the first tile of every row and the one after its last."""
     refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
-    row, tile = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(tile == 0)
-    def _():
-        refs.peak[...] = jnp.full(refs.peak.shape, NEVER)
-        refs.total[...] = jnp.zeros(refs.total.shape)
-        refs.out[...] = jnp.zeros(refs.out.shape)
-
-    @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
-    def _():
+    def work(tile):
         prepare(refs, plan, tile)
         each(plan.groups, lambda group: _score_group(refs, plan, group))
-        _soften(refs, plan)
+        soften(refs)
         each(plan.parts.lane_groups, lambda part: _sum_latents(refs, plan, part))
 
-    @pl.when(tile == pl.num_programs(1) - 1)
-    def _():
-        seen = refs.peak[...] > NEVER / 2
-        refs.out[0] = jnp.where(seen, refs.out[0] / refs.total[...], 0.0)
-        refs.lse[0] = jnp.where(seen, jnp.log(refs.total[...]) + refs.peak[...] / LOG2E, NEVER)
+    over_tiles(refs, ends, work)
 
 
 def _score_group(refs: Refs, plan, group):
@@ -97,20 +86,6 @@ def _score(refs: Refs, plan, group, number, top):
     scores = jnp.minimum(scores if size is None else scores * size, refs.limits[:, tokens])
     refs.scores[_rows(plan, group), tokens] = scores
     return jnp.maximum(top, lane_wise(jnp.maximum, scores))
-
-
-def _soften(refs: Refs, plan):
-    """Scores to weights under the raised maxima; rescale what was summed up before."""
-    peak = jnp.maximum(refs.peak[...], refs.top[...])
-    decay = jnp.exp2(refs.peak[...] - peak)
-    total = jnp.zeros((plan.parts.rows, LANES))
-    for lane in range(0, plan.parts.tile, LANES):
-        weights = jnp.exp2(refs.scores[:, lane : lane + LANES] - peak)
-        refs.scores[:, lane : lane + LANES] = weights
-        total = total + weights
-    refs.peak[...] = peak
-    refs.top[...] = decay
-    refs.total[...] = refs.total[...] * decay + total.sum(-1, keepdims=True)
 
 
 def _sum_latents(refs: Refs, plan, part):

@@ -16,6 +16,7 @@ from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.config import ModelConfig
+from kvqjax.methods.packing import commvq_form
 from kvqjax.methods.spec import Method, method_factory
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring, keys_and_values, shared_until, through_heads
 
@@ -50,7 +51,9 @@ class CommVQLayer:
     def build(self, config: ModelConfig) -> Wiring:
         codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
         wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre")
-        return wiring._replace(shared=_summed_bits(self.bits * config.kv_width, config), prepare=_prepare)
+        shared = _summed_bits(self.bits * config.kv_width, config)
+        packed = commvq_form(self.key(config), self.value(), config)
+        return wiring._replace(shared=shared, prepare=_prepare, packed=packed)
 
 
 def _prepare(constants):

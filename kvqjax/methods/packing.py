@@ -3,16 +3,19 @@
 import jax.numpy as jnp
 
 from kvqjax.codecs import CodecSpec, Uniform
+from kvqjax.codecs.commvq_keys import CommVQKeys
+from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.codecs.higgs import Higgs, group_size, shipped_grid
 from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
 from kvqjax.config import ModelConfig
 from kvqjax.methods.wiring import Packed
+from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 from kvqjax.rope import inverse_frequencies
 
-__all__ = ["latent_form", "packed_form"]
+__all__ = ["commvq_form", "latent_form", "packed_form"]
 
 # Tokens that the plain path reads at a time: whole planes of any width, and few enough for a CPU's cache.
 BLOCK = 1024
@@ -89,6 +92,21 @@ def latent_form(key: CodecSpec, value: CodecSpec, rank: int, config: ModelConfig
         return LatentBody(arrays, positions, up, weights.get("k_bias"), weights.get("k_norm"))
 
     return Packed(LatentSpec(stored=stored, epsilon=epsilon, **heads), body)
+
+
+def commvq_form(key: CommVQKeys, value: CommVQValues, config: ModelConfig) -> Packed | None:
+    """How packed kernels see CommVQ's codes, one pair of levels a round and head; None for what they do not read."""
+    if key.pairs != config.head_dim // 2 or (key.dtype, value.dtype) != ("bfloat16", "bfloat16"):
+        return None
+    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": _rope(config)}
+    width = value.bits * config.kv_width
+
+    def body(weights, constants, stored, positions) -> CommVQBody:
+        (prescale,), (bits,), (gain,) = stored["k"]["prescale"], stored["v"]["bits"], stored["v"]["gain"]
+        matrix = decoding_matrix(constants["k"]["codebook"])
+        return CommVQBody(stored["k"]["codes"], prescale, bits, gain, positions, matrix)
+
+    return Packed(CommVQSpec(rounds=key.rounds, levels=key.levels, value_width=width, **heads), body)
 
 
 def _rope(config: ModelConfig) -> Rope:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec
 from kvqjax.config import ModelConfig
+from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
@@ -75,11 +76,11 @@ def through_heads(
 class Packed(NamedTuple):
     """A body that can be attended to without decoding it: what is static about it, and its arrays as kernels take them,
 
-        body(weights, constants, stored, positions) -> PackedBody, LatentBody or HiggsBody
+        body(weights, constants, stored, positions) -> PackedBody, LatentBody, HiggsBody or CommVQBody
 
     from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]."""
 
-    spec: PackedSpec | LatentSpec | HiggsSpec
+    spec: PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
     body: Callable
 
 

@@ -1,0 +1,67 @@
+"""What a decode-attention kernel on CommVQ's codes is given (arXiv 2506.18879, sections 4.1 and 4.2).
+
+Keys before RoPE are k = prescale sum_r (C_r[A_r] + j C_r[B_r]) with one pair of levels (A, B) a round and KV head
+(kvqjax.codecs.commvq_keys). Of the values a body holds N bits a token that all heads share, and their gain: a kernel
+returns means of gain * bits, and the caller multiplies them by the codebook (kvqjax.methods.wiring.SharedValues).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt
+
+from kvqjax.pallas_kernels.packed import Rope
+
+__all__ = ["CommVQBody", "CommVQSpec", "decoding_matrix"]
+
+
+class CommVQBody(NamedTuple):
+    """The stored fields of one run of layers as `kvqjax.layout` writes them: S slots, words of key codes on the lanes,
+    in rows (round, A or B, head), one array per plane set, words of value bits; bfloat16 numbers as the integers that
+    hold their bits. `matrix` is what `decoding_matrix` makes of the codebook; `positions` as in `PackedBody`."""
+
+    key_codes: tuple[UInt[Array, "L B R2K _"], ...]
+    prescale: UInt[Array, "L B _ S"]
+    value_bits: UInt[Array, "L B _ N"]
+    gain: UInt[Array, "L B _ S"]
+    positions: Int[Array, " n"]
+    matrix: Float[Array, "KD R2V"]
+
+    @property
+    def slots(self) -> int:
+        return self.gain.shape[-1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommVQSpec:
+    """R `rounds` of `levels` = V levels, N = `value_width` bits of values. `target` names the chip, as in
+    `PackedSpec`."""
+
+    rounds: int
+    levels: int
+    value_width: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    target: str = "cpu"
+
+    @property
+    def bits(self) -> int:
+        """Of a level."""
+        return self.levels.bit_length() - 1
+
+    @property
+    def codes(self) -> int:
+        """Levels of a token for one KV head: 2R."""
+        return 2 * self.rounds
+
+
+def decoding_matrix(codebook: Float[Array, "R K V D"]) -> Float[Array, "KD R2V"]:
+    """What one-hot columns of a token's levels are multiplied by to be its keys: for every head's channels (rows) the
+    levels of A and then of B (columns), round after round; bfloat16."""
+    rounds, heads, levels, dim = codebook.shape
+    codebook = codebook.astype(jnp.bfloat16)
+    real, imag = jnp.split(codebook, 2, axis=-1)
+    both = jnp.stack([codebook, jnp.concatenate([-imag, real], axis=-1)])  # multiplied by j: a quarter turn
+    return both.transpose(2, 4, 1, 0, 3).reshape(heads * dim, 2 * rounds * levels)
