@@ -6,7 +6,6 @@ in turn. Scores are base-2 logarithms.
 """
 
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -14,18 +13,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.layout import PLANE, from_bits, split_bits
+from kvqjax.layout import from_bits
 from kvqjax.pallas_kernels.higgs import HiggsStored
 from kvqjax.pallas_kernels.tpu_columns import dot, quotient, within
+from kvqjax.pallas_kernels.tpu_higgs_lookup import by_steps, some
 from kvqjax.pallas_kernels.tpu_higgs_plan import CHUNK
 from kvqjax.pallas_kernels.tpu_latents_tile import each
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
-from kvqjax.pallas_kernels.tpu_signposts import gathered
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["Refs", "kernel"]
-
-PLANES = CHUNK // PLANE
 
 
 class Refs(NamedTuple):
@@ -83,11 +80,6 @@ def _both(x):
     return jnp.concatenate([x, x])
 
 
-def _some(first, count: int):
-    """`count` rows or lanes from a multiple of it on."""
-    return pl.ds(pl.multiple_of(first * count, count), count)
-
-
 def _spread_scales(refs: Refs, plan, tile):
     """This tile's scales on both lanes of every token."""
     groups = plan.spec.groups
@@ -111,62 +103,6 @@ def _own_rows(scales, plan):
     return chosen
 
 
-def _planes(ref, part: int, lanes, chunk):
-    """The fields of `part` bits of a chunk's planes of 32 tokens, [32, 128] each, as words with more bits above."""
-    blocks, planes = max(1, PLANES * part // 32), 32 // part  # of words that a chunk reaches, planes in a block
-    first = quotient(chunk * part * PLANES, 32) * PLANE
-    place = jax.lax.rem(chunk, jnp.int32(max(1, planes // PLANES))) * (PLANES * part)  # where a block has more
-    for block in range(blocks):
-        words = ref[0, 0, pl.ds(pl.multiple_of(first + block * PLANE, PLANE), PLANE), lanes]
-        words = words >> place.astype(jnp.uint32) if planes > PLANES else words
-        for plane in range(min(planes, PLANES)):
-            yield words >> jnp.uint32(plane * part) if plane else words
-
-
-def _numbers(words, table, bits: int, lanes, chunk):
-    """The words that the codes of a chunk of tokens name, on 128 lanes: [C, 128] uint32."""
-    parts = split_bits(bits)
-    sets, found = [_planes(ref, part, lanes, chunk) for ref, part in zip(words, parts, strict=True)], []
-    for fields in zip(*sets, strict=True):
-        pieces, low = [], 0
-        for field, part in zip(fields, parts, strict=True):
-            piece = field & jnp.uint32((1 << part) - 1)
-            pieces.append(piece << jnp.uint32(low) if low else piece)
-            low += part
-        found.append(gathered(functools.reduce(operator.or_, pieces).astype(jnp.int32), table))
-    return jnp.concatenate(found)
-
-
-def _steps(refs: Refs, plan, codes, table, bits: int, beside: int, begin, use, end) -> None:
-    """For every chunk `begin(chunk)`, `use(chunk, first, words)` for `beside` columns from `first` on, with their
-    numbers, and `end(chunk)`. Numbers were looked up one step before: that takes the lane permutation units, the rest
-    the matrix and vector units."""
-    steps = plan.parts // beside
-    last = plan.tile // CHUNK * steps - 1
-
-    def look_up(number):
-        chunk, first = quotient(number, steps), jax.lax.rem(number, jnp.int32(steps)) * beside
-        for i in range(beside):
-            words = _numbers(codes, table, bits, _some(first + i, LANES), chunk)
-            refs.words[jax.lax.rem(number, jnp.int32(2)), :, i * LANES : (i + 1) * LANES] = words
-
-    def step(chunk, turn):
-        number = chunk * steps + turn
-        use(chunk, turn * beside, refs.words.at[jax.lax.rem(number, jnp.int32(2))])
-        look_up(jnp.minimum(number + 1, last))
-
-    def visit(chunk):
-        begin(chunk)
-        if steps == 1:  # all that is done for a chunk can be scheduled together
-            step(chunk, jnp.int32(0))
-        else:
-            each(steps, functools.partial(step, chunk))
-        end(chunk)
-
-    look_up(jnp.int32(0))
-    each(plan.tile // CHUNK, visit)
-
-
 def _score(refs: Refs, plan, tile):
     """Scores of the tile, and their maxima."""
 
@@ -175,7 +111,7 @@ def _score(refs: Refs, plan, tile):
 
     refs.top[...] = jnp.full(refs.top.shape, NEVER)
     use, end = functools.partial(_meet, refs, plan), functools.partial(_write_scores, refs, plan, tile)
-    _steps(refs, plan, refs.body.key_codes, refs.key_words, plan.spec.key_bits, 1, begin, use, end)
+    by_steps(refs.words, plan, refs.body.key_codes, refs.key_words, plan.spec.key_bits, 1, begin, use, end)
 
 
 def _turned(refs: Refs, plan, chunk, part):
@@ -212,7 +148,7 @@ def _write_scores(refs: Refs, plan, tile, chunk):
 
     def write(piece):
         lanes = pl.ds(pl.multiple_of(chunk * (2 * CHUNK) + piece * LANES, LANES), LANES)
-        scores = _paired(refs.products[:, _some(piece, LANES)], plan) * _own_rows(refs.key_scales[:, lanes], plan)
+        scores = _paired(refs.products[:, some(piece, LANES)], plan) * _own_rows(refs.key_scales[:, lanes], plan)
         token = quotient(jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1), 2) + tile * plan.tile
         token = token + chunk * CHUNK + piece * (LANES // 2)
         seen = (token >= refs.bounds[0, :, 0:1]) & (token < refs.bounds[0, :, 1:2])
@@ -266,10 +202,9 @@ def _sum_values(refs: Refs, plan):
     def use(_, first, words):
         for i in range(plan.value_columns):
             numbers = pltpu.bitcast(words[:, i * LANES : (i + 1) * LANES], jnp.bfloat16)
-            lanes = _some(first + i, LANES)
+            lanes = some(first + i, LANES)
             refs.out[0, :, lanes] = refs.out[0, :, lanes] + dot(refs.weights[...], numbers, 0)
 
     begin, end = functools.partial(_weigh, refs, plan), lambda _: None
-    _steps(
-        refs, plan, refs.body.value_codes, refs.value_words, plan.spec.value_bits, plan.value_columns, begin, use, end
-    )
+    bits, columns = plan.spec.value_bits, plan.value_columns
+    by_steps(refs.words, plan, refs.body.value_codes, refs.value_words, bits, columns, begin, use, end)
