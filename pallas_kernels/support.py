@@ -70,7 +70,7 @@ ROWS = {
     "kvquant 2 bits, outliers": _row("v5e", "v6e"),
     "kvquant 3 bits, outliers": _row("v5e", "v6e"),
     "commvq 1 bit": _row(*TPUS),
-    "commvq 2 bits": _row(),
+    "commvq 2 bits": _row("v6e"),
     "commvq 1 bit, head_dim 64": _row(),
     "commvq 2 bits, head_dim 64": _row(),
     "commvq": _row(),
