@@ -42,8 +42,7 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 # or outliers on v7x. Outlier slots may be up to 12. XQuant: latents of the sizes in `dispatch`; 3 bits spill on
 # v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x. HIGGS: shapes in `dispatch`, pairs of channels, keys before
 # RoPE, no random signs, all heads sharing a scale; spills on v5e and v5p, whose vector units have no bfloat16, and
-# with 3 bits on v7x. CommVQ: the shapes in `dispatch`, 64 levels; 8 query rows spill, and what
-# is not in the record is left to the reference.
+# with 3 bits on v7x. CommVQ: the shapes in `dispatch`, 64 levels; 8 query rows spill.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row(*TPUS, compiled=("sm90",)),
@@ -70,9 +69,9 @@ ROWS = {
     "kvquant 2 bits, outliers": _row("v5e", "v6e"),
     "kvquant 3 bits, outliers": _row("v5e", "v6e"),
     "commvq 1 bit": _row(*TPUS),
-    "commvq 2 bits": _row("v6e"),
-    "commvq 1 bit, head_dim 64": _row(),
-    "commvq 2 bits, head_dim 64": _row(),
+    "commvq 2 bits": _row(*TPUS),
+    "commvq 1 bit, head_dim 64": _row(*TPUS),
+    "commvq 2 bits, head_dim 64": _row(*TPUS),
     "commvq": _row(),
     "higgs 2 bits": _row("v6e", "v7x"),
     "higgs 3 bits": _row("v6e"),
