@@ -34,6 +34,7 @@ METHODS = (
     "kivi:bits=2",
     "kivi_star:bits=2",
     "kvquant:bits=3",
+    "kvquant:bits=3,buffer=32",
     "higgs:bits=2",
     "commvq:bits=1",
     "xquant:bits=4",

@@ -33,6 +33,7 @@ CONFIG = ModelConfig(
 SINKS, LENGTH = 2, 24  # below a plane of 32 tokens, whose own path tests/test_cache_words.py covers
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, LENGTH + 1))
 METHOD = kvquant(bits=3, outliers=0.1, sinks=SINKS)
+LATE = kvquant(bits=3, outliers=0.1, sinks=SINKS, buffer=32)
 
 
 @functools.cache
@@ -134,6 +135,25 @@ def test_every_prefix_streams_to_the_same_words():
         for source, name in fields:
             # The projections are matmuls of other shapes: a code may differ where it lies on a border.
             assert (found[source][name] != wanted[source][name]).mean() < 0.01, (source, name)
+
+
+def test_a_buffer_encodes_to_the_same_words():
+    """With `buffer=32` nothing is encoded before 32 tokens are due; then they are stored as they are one by one."""
+    model, length = calibrated(), 32 + SINKS
+    tokens = jnp.asarray(np.random.default_rng(5).integers(0, CONFIG.vocab_size, (2, length)))
+
+    def filled(method, count):
+        empty = init_cache(model, method, 2, 64)
+        return jax.jit(prefill)(model, tokens[:, :count], jnp.full(2, count), empty)[1]
+
+    late, wanted = filled(LATE, length - 1), body(filled(METHOD, length))
+    assert late.runs[0].flushed[0].tolist() == [0, 0]
+    assert not any(leaf.any() for leaf in jax.tree.leaves(late.runs[0].body))
+    step = jax.jit(functools.partial(forward, last=True))(model, tokens[:, -1:], jnp.ones(2, jnp.int32), late)[1]
+    for source, fields in body(step).items():
+        for name, found in fields.items():
+            # The projections are matmuls of other shapes: a code may differ where it lies on a border.
+            assert (found != wanted[source][name]).mean() < 0.01, (source, name)
 
 
 def test_sinks_are_exact_and_not_in_the_body():

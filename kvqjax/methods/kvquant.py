@@ -20,6 +20,7 @@ def kvquant(
     rope: str = "pre",
     q_norm: bool = False,
     window: int = 0,
+    buffer: int = 1,
     scales: str = "bfloat16",
     outlier_dtype: str = "bfloat16",
 ) -> Method:
@@ -28,8 +29,9 @@ def kvquant(
     `outliers` of each token's channels stay exact, in a fixed number of slots (`slots` gives keys another number than
     the fraction rounded up); `sinks` first tokens stay exact (section 3.5); no window, as in the paper. `datatype`
     "nuq" needs calibrated signposts, "nf" and "int" are the paper's baselines, whose keys still need thresholds.
-    `q_norm` is the released code's correction for 2 bits. `scales` and `outlier_dtype` are the dtypes of the values'
-    scales and of outliers.
+    `q_norm` is the released code's correction for 2 bits. `buffer` tokens are encoded together: 1, as in the paper, or
+    a multiple of 32, which stay exact until they are as many; on TPUs each then costs a fraction (benchmarks/scale.md).
+    `scales` and `outlier_dtype` are the dtypes of the values' scales and of outliers.
     """
     shared = {
         "outliers": outliers,
@@ -40,5 +42,5 @@ def kvquant(
     }
     key = Nuq(bits=key_bits or bits, per="channel", slots=slots, **shared)
     value = Nuq(bits=value_bits or bits, per="token", **shared)
-    layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=1)
+    layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=buffer)
     return Method(name="kvquant", layer=layer, sinks=sinks)
