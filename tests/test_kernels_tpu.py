@@ -123,12 +123,15 @@ def recorded_case(method: str) -> str:
     return f"k{key}v{value}-g{group}{size}" + ("-pre" if kind == "kivi_star" else "")
 
 
+OWN_RECORD = ("xquant", "higgs", "commvq")  # and tests of their own that levels follow from it
+
+
 def test_fast_means_within_budget():
     """The table's levels follow from the recorded bundles."""
     record = json.loads((Path(__file__).parents[1] / "benchmarks" / "records" / "tpu_bundles.json").read_text())
     for method, row in support.ROWS.items():
         for target in ("v5e", "v5p", "v6e", "v7x"):
-            if row[target] not in ("fast", "correct") or method.startswith("xquant"):  # a record of their own
+            if row[target] not in ("fast", "correct") or method.startswith(OWN_RECORD):
                 continue
             found = record[target][recorded_case(method)]
             assert found["spills"] == 0, (method, target)
