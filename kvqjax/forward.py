@@ -286,11 +286,8 @@ def _prefill_run(
         elif run.slots and chosen is not None and chosen.token.shape[1]:
             picked = {name: jnp.take_along_axis(x, chosen.token[:, :, None], 1) for name, x in new.items()}
             body, _, carry = flush_layer(run, body, index, picked, empty, (chosen.units,), fixed, carry)
-        fresh = state.replace(
-            body={},
-            sinks={name: jnp.zeros_like(a[:1]) for name, a in state.sinks.items()},
-            window={name: jnp.zeros_like(a[:1]) for name, a in state.window.items()},
-        )
+        blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
+        fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
         fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         return h, carry, body, jax.tree.map(put, exact, (fresh.sinks, fresh.window))

@@ -19,7 +19,8 @@ from kvqjax.pallas_kernels.tpu_columns import dot, quotient, within
 from kvqjax.pallas_kernels.tpu_higgs_lookup import by_steps, some
 from kvqjax.pallas_kernels.tpu_higgs_plan import CHUNK
 from kvqjax.pallas_kernels.tpu_latents_tile import each
-from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
+from kvqjax.pallas_kernels.tpu_plan import LANES
+from kvqjax.pallas_kernels.tpu_softmax import over_tiles
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["Refs", "kernel"]
@@ -53,26 +54,14 @@ class Refs(NamedTuple):
 def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
     """Grid (row, tile). `ends` holds the first tile of every row and the one after its last."""
     refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
-    row, tile = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(tile == 0)
-    def _():
-        refs.peak[...] = jnp.full(refs.peak.shape, NEVER)
-        refs.total[...] = jnp.zeros(refs.total.shape)
-        refs.out[...] = jnp.zeros(refs.out.shape)
-
-    @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
-    def _():
+    def work(tile):
         _spread_scales(refs, plan, tile)
         _score(refs, plan, tile)
         _raise_peak(refs, plan)
         _sum_values(refs, plan)
 
-    @pl.when(tile == pl.num_programs(1) - 1)
-    def _():
-        seen, total = refs.peak[...] > NEVER / 2, refs.total[...] / 2  # every token was counted on two lanes
-        refs.out[0] = jnp.where(_both(seen), refs.out[0] / _both(total), 0.0)
-        refs.lse[0] = jnp.where(seen, jnp.log(total) + refs.peak[...] / LOG2E, NEVER)
+    over_tiles(refs, ends, work)
 
 
 def _both(x):
@@ -193,7 +182,7 @@ def _weigh(refs: Refs, plan, chunk):
         scaled = weights * _own_rows(refs.value_scales[:, lanes], plan)
         both = jnp.concatenate([jnp.where(odd, 0.0, scaled), jnp.where(odd, scaled, 0.0)])
         refs.weights[:, first : first + LANES] = both.astype(jnp.bfloat16)
-    refs.total[...] = refs.total[...] + total.sum(-1, keepdims=True)
+    refs.total[...] = refs.total[...] + total.sum(-1, keepdims=True) / 2  # every token was counted on two lanes
 
 
 def _sum_values(refs: Refs, plan):

@@ -1,8 +1,9 @@
 """The running softmax of TPU kernels that score all query rows of a tile before they sum its values. Scores are base-2
 logarithms.
 
-Shapes: M query rows, S tokens of the tile, W lanes of the output. `refs` holds out [1, M, W] (the accumulator as well),
-lse [1, M, 1], peak, total and top [M, 1], and scores [M, S].
+Shapes: M query rows, S tokens of the tile, W lanes of the output. `refs` holds out [1, M, W] (the accumulator as well;
+it may have all rows several times, one set below the other), lse [1, M, 1], peak, total and top [M, 1], and scores
+[M, S].
 """
 
 import jax.numpy as jnp
@@ -31,8 +32,9 @@ def over_tiles(refs, ends, work) -> None:
 
     @pl.when(tile == pl.num_programs(1) - 1)
     def _():
-        seen = refs.peak[...] > NEVER / 2
-        refs.out[0] = jnp.where(seen, refs.out[0] / refs.total[...], 0.0)
+        seen, sets = refs.peak[...] > NEVER / 2, refs.out.shape[1] // refs.total.shape[0]
+        every_seen, every_total = (jnp.concatenate([x] * sets) for x in (seen, refs.total[...]))
+        refs.out[0] = jnp.where(every_seen, refs.out[0] / every_total, 0.0)
         refs.lse[0] = jnp.where(seen, jnp.log(refs.total[...]) + refs.peak[...] / LOG2E, NEVER)
 
 

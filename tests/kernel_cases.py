@@ -10,11 +10,31 @@ from jax.interpreters import mlir
 
 from kvqjax.attention import Partial, segment_attention
 from kvqjax.codecs.uniform import Uniform
+from kvqjax.config import ModelConfig
 from kvqjax.layout import split_bits, to_bits
+from kvqjax.methods import parse
+from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope
 
 BATCH, LAYERS = 2, 2
 QUICK = {"xla_backend_optimization_level": 0}  # a kernel under test runs once: compiling it takes all the time
+
+LLAMA31_8B = ModelConfig(
+    vocab_size=8, width=4096, mlp_width=8, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128
+)
+
+
+def path(spec: str, config=LLAMA31_8B, rows=4, target="v6e", slots=4096) -> str | None:
+    """What reads a body of the method that `spec` names; None: no kernel knows its form."""
+    packed = parse(spec).layer.build(config).packed
+    return packed and dispatch.path(dataclasses.replace(packed.spec, target=target), rows, slots)
+
+
+def check_second_row_sees_nothing(part: Partial) -> None:
+    """It merges as nothing, and the first row is sound."""
+    np.testing.assert_array_equal(part.out[1], 0)
+    np.testing.assert_array_equal(part.lse[1], -jnp.inf)
+    assert np.isfinite(part.lse[0]).all()
 
 
 def _packed_halves(low, high, *, packed_dtype):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import BATCH, QUICK, packed_codes
+from kernel_cases import BATCH, LLAMA31_8B, QUICK, check_second_row_sees_nothing, packed_codes, path
 
 from kvqjax.attention import blockwise_attention
 from kvqjax.config import ModelConfig
@@ -147,21 +147,10 @@ def test_race_free_on_simulated_memory():
 def test_rows_that_see_nothing_merge_as_nothing():
     _, body, q, start, stop, *_ = drawn(HALVES)
     part = run(HALVES, True)(q, body, jnp.int32(1), start, stop.at[1].set(0))
-    np.testing.assert_array_equal(part.out[1], 0)
-    np.testing.assert_array_equal(part.lse[1], -jnp.inf)
-    assert np.isfinite(part.lse[0]).all()
-
-
-LLAMA31_8B = ModelConfig(
-    vocab_size=8, width=4096, mlp_width=8, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128
-)
+    check_second_row_sees_nothing(part)
 
 
 def test_dispatch_takes_what_was_compiled():
-    def path(spec, config=LLAMA31_8B, rows=4, target="v6e", slots=4096):
-        packed = parse(spec).layer.build(config).packed
-        return packed and dispatch.path(dataclasses.replace(packed.spec, target=target), rows, slots)
-
     small = dataclasses.replace(LLAMA31_8B, width=2048, head_dim=64)
     for target in support.TPUS:
         for bits, row in ((1, "1 bit"), (2, "2 bits")):

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import BATCH, QUICK, packed_codes, vectors
+from kernel_cases import (
+    BATCH,
+    LLAMA31_8B,
+    QUICK,
+    check_second_row_sees_nothing,
+    packed_codes,
+    path,
+    vectors,
+)
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -22,7 +30,7 @@ from kvqjax.codecs.higgs import Higgs
 from kvqjax.config import ModelConfig
 from kvqjax.layout import to_bits
 from kvqjax.methods import parse
-from kvqjax.pallas_kernels import dispatch, support, tpu_higgs
+from kvqjax.pallas_kernels import support, tpu_higgs
 from kvqjax.rope import rotate
 
 
@@ -124,21 +132,10 @@ def test_race_free_on_simulated_memory():
 def test_rows_that_see_nothing_merge_as_nothing():
     _, body, q, start, stop, *_ = drawn(SHARED)
     part = run(SHARED, 512, True)(q, body, jnp.int32(1), start, stop.at[1].set(0))
-    np.testing.assert_array_equal(part.out[1], 0)
-    np.testing.assert_array_equal(part.lse[1], -jnp.inf)
-    assert np.isfinite(part.lse[0]).all()
-
-
-LLAMA31_8B = ModelConfig(
-    vocab_size=8, width=4096, mlp_width=8, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128
-)
+    check_second_row_sees_nothing(part)
 
 
 def test_dispatch_takes_what_was_compiled():
-    def path(spec, config=LLAMA31_8B, rows=4, target="v6e", slots=4096):
-        packed = parse(spec).layer.build(config).packed
-        return packed and dispatch.path(dataclasses.replace(packed.spec, target=target), rows, slots)
-
     assert path("higgs:bits=2") == path("higgs:bits=3") == path("higgs:bits=4", target="v7x") == "tpu"
     assert path("higgs:bits=2,sinks=0,window=64") == path("higgs:bits=2", rows=8) == "tpu"
     assert path("higgs:bits=4", rows=8) == path("higgs:bits=2", target="v5e") == "reference"

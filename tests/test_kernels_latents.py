@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import BATCH, _stored, vectors
+from kernel_cases import BATCH, LLAMA31_8B, _stored, check_second_row_sees_nothing, path, vectors
 
 from kvqjax.attention import blockwise_attention
 from kvqjax.codecs.uniform import Uniform
@@ -129,21 +129,10 @@ def test_race_free_on_simulated_memory():
 def test_rows_that_see_nothing_merge_as_nothing():
     _, body, _, q, start, stop, *_ = drawn(HALVES)
     part = run(HALVES, 512, True)(q, body, jnp.int32(1), start, stop.at[1].set(0))
-    np.testing.assert_array_equal(part.out[1], 0)
-    np.testing.assert_array_equal(part.lse[1], -jnp.inf)
-    assert np.isfinite(part.lse[0]).all()
-
-
-LLAMA31_8B = ModelConfig(
-    vocab_size=8, width=4096, mlp_width=8, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128
-)
+    check_second_row_sees_nothing(part)
 
 
 def test_dispatch_takes_what_was_compiled():
-    def path(spec, config=LLAMA31_8B, rows=4, target="v6e", slots=4096):
-        packed = parse(spec).layer.build(config).packed
-        return packed and dispatch.path(dataclasses.replace(packed.spec, target=target), rows, slots)
-
     assert path("xquant:bits=2") == path("xquant:bits=3", target="v5e") == path("xquant:bits=4", target="v7x") == "tpu"
     normed = dataclasses.replace(LLAMA31_8B, qk_norm=True)
     assert path("xquant:bits=4", normed) == "tpu"
