@@ -12,13 +12,11 @@ the product that makes XQuant's keys. `--write` renews benchmarks/records/latent
 import dataclasses
 import functools
 import importlib
-import math
-import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tpu_bundles import CHIPS, dumped, measure_all, options_of
+from tpu_bundles import CHIPS, count, measure_all, options_of
 
 RECORD = Path(__file__).parent / "records" / "latent_bundles.json"
 SLOTS, LAYERS, BATCH = 16384, 4, 1
@@ -37,27 +35,6 @@ CASES |= {
     f"commvq-{name}-{bits}": (name, f"commvq:bits={bits}") for name in ("8b", "8b-draft", "1b") for bits in (1, 2)
 }
 CASES |= {f"higgs-{name}-2": (name, "higgs:bits=2") for name in ("8b-draft", "1b")}
-BUNDLE = re.compile(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{")
-
-
-def bundles(listing: str) -> int:
-    """Bundles of one grid step: those of a loop count as often as its exit test says, nested ones as the product."""
-    found, open_loops, trips, total = list(BUNDLE.finditer(listing)), [], [], []
-    for match, after in zip(found, [*found[1:], None], strict=True):
-        depth = match[2].count(">")
-        if not depth:  # outside the grid, or empty and without its mark
-            continue
-        if match[1] == "LB":  # a bundle of fewer marks may stand within a loop: only the next loop ends one
-            open_loops = [loop for loop in open_loops if loop[0] < depth]
-            open_loops.append((depth, len(trips)))
-            trips.append(0)
-        text = listing[match.end() : after.start() if after else None]
-        for count in re.findall(r"scmp\.ge[^;]*, (\d+) /\* loop exit test", text):
-            waiting = [number for begun, number in open_loops if begun <= depth and not trips[number]]
-            if waiting:
-                trips[waiting[-1]] = int(count)
-        total.append([number for begun, number in open_loops if begun <= depth])
-    return sum(math.prod(trips[number] for number in inside[1:]) for inside in total)
 
 
 def _arguments(case, chip: str):
@@ -124,12 +101,9 @@ def kernel(case, chip: str, folder: Path) -> dict:
     """The kernel's bundles per 512 tokens, spills and temporary bytes."""
     run, arguments = _arguments(case, chip)
     memory = _compiled(_through_kernel(run, chip), arguments).memory_analysis()
-    listing, spills = dumped(folder)
-    return {
-        "bundles": round(bundles(listing) * 512 / _module(run, "_plan").TILE),
-        "spills": spills,
-        "temp_bytes": memory.temp_size_in_bytes,
-    }
+    found = count(folder)
+    found["bundles"] = round(found["bundles"] * 512 / _module(run, "_plan").TILE)
+    return {**found, "temp_bytes": memory.temp_size_in_bytes}
 
 
 def xla(case, chip: str) -> dict:

@@ -1,17 +1,21 @@
 """Compile the TPU kernels ahead of time and count the bundles of their schedules: a compile-time estimate, not a speed.
 
-    python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4-g128,k2-g128] [--write]
+    python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4v4-g128,k2v2-g128] [--write]
+    python benchmarks/tpu_bundles.py --attempt 2048:4,1024:2 [--chips v5e] [--cases k2v2-g128-pre]
 
-Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of
-a loop count once per turn, those outside the loops once per tile, branches in full.
-`marginal` is what 512 tokens of K and V of one KV head add, `fixed` what remains per tile and KV head; head_dim is 128
-and there are 8 query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq`
-KVQuant's signposts (keys before RoPE too), `o` the outlier slots of a token's keys and of its values. `--write` renews
-benchmarks/records/tpu_bundles.json for what was compiled.
+Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of a
+loop count as often as it runs, branches in full. `marginal` is what 512 tokens of K and V of one KV head add, `fixed`
+what remains per tile and KV head; head_dim is 128 and there are 8 query rows per KV head unless a case's name says
+otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts (keys before RoPE too), `o` the outlier slots of
+a token's keys and of its values. `--write` renews benchmarks/records/tpu_bundles.json for what was compiled.
+`--attempt` tries tiles with numbers of pieces (0: interleaved) other than those of kvqjax/pallas_kernels/tpu_work.py:
+all bundles for 512 tokens of a KV head, and spills.
 """
 
 import argparse
+import functools
 import json
+import math
 import os
 import re
 import sys
@@ -40,21 +44,30 @@ CASES = {
     "k3v2-g128": (3, 2, 128, 128),
     "k2v2-g128-d64": (2, 2, 128, 64, 64),
     "k4v4-g128-d64": (4, 4, 128, 64, 64),
-    "k4v4-g128-d96": (4, 4, 128, 96, 96),
+    "k2v2-g128-d96-r2": (2, 2, 128, 96, 96, 2),
+    "k4v4-g128-d96-r2": (4, 4, 128, 96, 96, 2),
+    "k2v2-g128-d256": (2, 2, 128, 256, 256),
     "k4v4-g128-d256": (4, 4, 128, 256, 256),
     "k4v4-g128-r1": (4, 4, 128, 128, 128, 1),
     "k4v4-g128-r16": (4, 4, 128, 128, 128, 16),
     "k2v2-g128-pre": (2, 2, 128, 128),
     "k2v2-g32-pre": (2, 2, 32, 32),
+    "k4v4-g32-pre": (4, 4, 32, 32),
     "k3v3-g128-pre": (3, 3, 128, 128),
     "k4v4-g128-pre": (4, 4, 128, 128),
+    "k2v2-g128-d64-r4-pre": (2, 2, 128, 64, 64, 4),
+    "k4v4-g128-d64-r4-pre": (4, 4, 128, 64, 64, 4),
     "nuq2": (2, 2, 0, 1024),
     "nuq3": (3, 3, 0, 1024),
     "nuq4": (4, 4, 0, 1024),
+    "nuq2-d64-r4": (2, 2, 0, 512, 64, 4),
+    "nuq3-d64-r4": (3, 3, 0, 512, 64, 4),
+    "nuq4-d64-r4": (4, 4, 0, 512, 64, 4),
     "nuq2-o12": (2, 2, 0, 1024),
     "nuq3-o12": (3, 3, 0, 1024),
     "nuq4-o12": (4, 4, 0, 1024),
 }
+BUNDLE = re.compile(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{")
 SLOTS, LAYERS, BATCH, KV_HEADS, USUAL = 16384, 4, 2, 8, (128, 8)
 
 
@@ -97,63 +110,64 @@ def _arguments(name: str, chip: str):
     return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding=place), arguments), spec
 
 
-def dumped(folder: Path) -> tuple[str, int]:
-    """The listing of the kernel last compiled, and its vector spills; the dump is emptied."""
+def bundles(listing: str) -> int:
+    """Bundles of one grid step: those of a loop count as often as its exit test says, nested ones as the product."""
+    found, open_loops, trips, total = list(BUNDLE.finditer(listing)), [], [], []
+    for match, after in zip(found, [*found[1:], None], strict=True):
+        depth = match[2].count(">")
+        if not depth:  # outside the grid, or empty and without its mark
+            continue
+        if match[1] == "LB":  # a bundle of fewer marks may stand within a loop: only the next loop ends one
+            open_loops = [loop for loop in open_loops if loop[0] < depth]
+            open_loops.append((depth, len(trips)))
+            trips.append(0)
+        text = listing[match.end() : after.start() if after else None]
+        for trip in re.findall(r"scmp\.ge[^;]*, (\d+) /\* loop exit test", text):
+            waiting = [number for begun, number in open_loops if begun <= depth and not trips[number]]
+            if waiting:
+                trips[waiting[-1]] = int(trip)
+        total.append([number for begun, number in open_loops if begun <= depth])
+    return sum(math.prod(trips[number] for number in inside[1:]) for inside in total)
+
+
+def count(folder: Path) -> dict:
+    """Bundles of a grid step, and vector spills, of the kernel last compiled; its dump is emptied."""
     listing = next(folder.glob("*packed_attention*-final_bundles.txt")).read_text()
     slots = next(folder.glob("*packed_attention*final_hlo-static-per-bundle-utilization.txt")).read_text()
     rows = [line.split() for line in slots.split("UTILIZATION:")[1].splitlines()]
     for file in folder.iterdir():
         if file.is_file():
             file.unlink()
-    return listing, sum(int(row[8]) for row in rows if len(row) == 10)
+    return {"bundles": bundles(listing), "spills": sum(int(row[8]) for row in rows if len(row) == 10)}
 
 
-def count(folder: Path, turns: list[int]) -> dict:
-    """Bundles of a tile, its loops being run `turns` times in their order, and vector spills of the kernel last dumped;
-    the dump is emptied."""
-    listing, spills = dumped(folder)
-    # One ">" for every loop a bundle lies in, the outermost being the grid; LB where a loop begins.
-    found = re.findall(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{", listing)
-    inside = [(label == "LB", marks.count(">") > 1) for label, marks in found]
-    loops = [0] * (len(turns) + 1)  # before any loop there are no bundles inside one
-    number = 0
-    for begins, within in inside:
-        number += begins and within
-        loops[number] += within
-    if number != len(turns):
-        raise ValueError(f"{number} loops in the kernel, {len(turns)} expected")
-    outside = sum(marks.count(">") == 1 for _, marks in found)
-    bundles = outside + sum(turn * size for turn, size in zip(turns, loops[1:], strict=True))
-    return {"bundles": bundles, "spills": spills}
-
-
-def compile_case(chip: str, name: str, tile: int, folder: Path) -> dict:
+def compile_case(chip: str, name: str, tile: int, pieces: int | None, folder: Path) -> dict:
     """Compile one kernel; its bundles per tile, spills and temporary bytes."""
     import jax
 
-    from kvqjax.pallas_kernels import tpu, tpu_plan
+    from kvqjax.pallas_kernels import tpu
 
     arguments, spec = _arguments(name, chip)
-    call = jax.jit(lambda *args: tpu.packed_attention(*args, spec, tile=tile))
+    call = jax.jit(lambda *args: tpu.packed_attention(*args, spec, tile=tile, pieces=pieces))
     compiled = call.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    q, body = arguments[:2]
-    found = count(folder, tpu_plan.make_plan(q, body, spec, None, tile, 1).turns)
-    return {**found, "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    return {**count(folder), "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
 def measure(chip: str, name: str, folder: Path) -> dict:
-    """Marginal bundles per 512 tokens and KV head, fixed ones per tile and KV head; spills and temporaries at the
-    default tile."""
+    """Marginal bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of the tile
+    and pieces that `tpu_work` chose; a tile of half or twice the size has half or twice as many pieces."""
     from kvqjax.pallas_kernels import tpu_plan
 
-    small, large = (compile_case(chip, name, tile, folder) for tile in TILES)
-    marginal = (large["bundles"] - small["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
-    fixed = large["bundles"] / KV_HEADS - marginal * TILES[1] / 512
-    (q, *_), spec = _arguments(name, chip)
-    tile = tpu_plan.default_tile(spec, q.shape[2] // KV_HEADS)
-    used = small if tile == TILES[0] else large
-    numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "tile": tile}
-    return {**numbers, "spills": used["spills"], "temp_bytes": used["temp_bytes"]}
+    (q, body, *_), spec = _arguments(name, chip)
+    plan = tpu_plan.make_plan(q, body, spec)
+    found = {}
+    for tile in {*TILES, plan.tile}:
+        pieces = max(1, plan.pieces * tile // plan.tile) if plan.pieces else 0
+        found[tile] = compile_case(chip, name, tile, pieces, folder)
+    marginal = (found[TILES[1]]["bundles"] - found[TILES[0]]["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
+    fixed = found[TILES[1]]["bundles"] / KV_HEADS - marginal * TILES[1] / 512
+    numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "tile": plan.tile, "pieces": plan.pieces}
+    return {**numbers, **{name: found[plan.tile][name] for name in ("spills", "temp_bytes")}}
 
 
 def options_of(description: str, cases) -> argparse.ArgumentParser:
@@ -179,8 +193,24 @@ def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str
                     path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
+def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
+    """Bundles per 512 tokens and KV head, and spills, of every choice "tile:pieces"."""
+    found = {}
+    for choice in choices:
+        tile, pieces = map(int, choice.split(":"))
+        one = compile_case(chip, name, tile, pieces, folder)
+        found[choice] = {"bundles": round(one["bundles"] / KV_HEADS * 512 / tile, 1), "spills": one["spills"]}
+    return found
+
+
 def main() -> None:
-    measure_all(options_of(__doc__.splitlines()[0], CASES).parse_args(), RECORD, measure)
+    parser = options_of(__doc__.splitlines()[0], CASES)
+    parser.add_argument("--attempt", default="")
+    options = parser.parse_args()
+    if options.attempt and options.write:
+        parser.error("attempts are not recorded: leave out --write")
+    measured = functools.partial(attempt, options.attempt.split(",")) if options.attempt else measure
+    measure_all(options, RECORD, measured)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import Partial
@@ -25,16 +26,16 @@ from kvqjax.pallas_kernels.support import ROWS, lookup
 __all__ = ["packed_attention", "path"]
 
 Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
-MOST_ROWS = 8  # query rows of a KV head that all kernels were compiled for
+# Query rows of a KV head that kernels were compiled for without spills; more are several calls, up to so many.
+MOST_ROWS, MOST_CALLS = 8, 4
 # Bits of KIVI's keys and values in groups of 128, head_dim 128, at which twice as many do not spill.
 MANY_ROWS = {"v5e": (2, 3, 4, 8), "v5p": (2, 3, 4, 8), "v6e": (4, 8), "v7x": (4, 8)}
+SHARED = {96: 2}  # where several heads share their lanes: so many each
+SHARED_BEFORE = {64: 4}  # keys before RoPE likewise
 MOST_SLOTS = 12  # outlier slots of a token's keys, or values, likewise
-MOST_ROWS_COMMVQ = 4  # of the kernel on CommVQ's codes; 8 rows spill
-MOST_ROWS_LATENT = 4  # of the kernel on latents; 8 rows spill on v6e and v7x
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # Rank, channels of the keys and head_dim of latents that were compiled: what vector memory and registers depend on.
 LATENT_SHAPES = ((1024, 1024, 128), (512, 512, 64))
-MOST_ROWS_HIGGS = {"higgs 2 bits": 8}  # of others 4
 HIGGS_SHAPES = ((8, 128, 1024), (8, 64, 512))  # KV heads, head_dim and channels that share a scale, likewise
 # Levels, KV heads, head_dim and then rounds of CommVQ's keys and bits of its values that were compiled.
 COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
@@ -42,33 +43,20 @@ COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
 
 class Form(NamedTuple):
     """How calls with one type of spec find their kernel: what the name of its module ends with, the row of `support`
-    that a spec belongs to ("" for what no kernel was written for), and whether the kernels were compiled for so many
-    query rows of a KV head."""
+    that a spec belongs to ("" for what no kernel was written for), and how many query rows of a KV head the kernels
+    were compiled for."""
 
     suffix: str
     row: Callable[[Any], str]
-    fits: Callable[[Any, int], bool]
+    most: Callable[[Any], int]
 
 
-def _packed_row(spec: PackedSpec) -> str:
-    if spec.scales != "bfloat16":
-        return ""
-    bits = f"{spec.key_bits}" if spec.key_bits == spec.value_bits else f"{spec.key_bits} and {spec.value_bits}"
-    size = f"{bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
-    if spec.datatype == "nuq":
-        known = spec.rope is not None and (spec.key_group, spec.value_group) == (0, spec.width)
-        size = "kvquant " + size + (", outliers" if spec.key_slots or spec.value_slots else "")
-    else:
-        groups = spec.key_group, spec.value_group
-        known = groups in ((128, spec.head_dim), (32, 32))
-        size += ", groups of 32" if groups == (32, 32) else ""
-        size = ("kivi " if spec.rope is None else "kivi_star ") + size
-    return size if known else ""
-
-
-def _packed_fits(spec: PackedSpec, rows: int) -> bool:
-    many = _packed_row(spec) in [f"kivi {bits} bits" for bits in MANY_ROWS.get(spec.target, ())]
-    return rows <= (2 * MOST_ROWS if many else MOST_ROWS) and max(spec.key_slots, spec.value_slots) <= MOST_SLOTS
+def _packed_rows(spec: PackedSpec) -> int:
+    if max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
+        return 0
+    if spec.row in [f"kivi {bits} bits" for bits in MANY_ROWS.get(spec.target, ())]:
+        return 2 * MOST_ROWS
+    return (SHARED if spec.rope is None else SHARED_BEFORE).get(spec.head_dim, MOST_ROWS)
 
 
 def _latent_row(spec: LatentSpec) -> str:
@@ -94,10 +82,10 @@ def _commvq_row(spec: CommVQSpec) -> str:
 
 
 FORMS = {
-    PackedSpec: Form("", _packed_row, _packed_fits),
-    LatentSpec: Form("_latents", _latent_row, lambda spec, rows: rows <= MOST_ROWS_LATENT),
-    HiggsSpec: Form("_higgs", _higgs_row, lambda spec, rows: rows <= MOST_ROWS_HIGGS.get(_higgs_row(spec), 4)),
-    CommVQSpec: Form("_commvq", _commvq_row, lambda spec, rows: rows <= MOST_ROWS_COMMVQ),
+    PackedSpec: Form("", lambda spec: spec.row, _packed_rows),
+    LatentSpec: Form("_latents", _latent_row, lambda _: MOST_ROWS // 2),
+    HiggsSpec: Form("_higgs", _higgs_row, lambda spec: MOST_ROWS // (1 if _higgs_row(spec) == "higgs 2 bits" else 2)),
+    CommVQSpec: Form("_commvq", _commvq_row, lambda _: MOST_ROWS // 2),
 }
 
 
@@ -106,18 +94,40 @@ def row_of(spec: Spec) -> str:
     return FORMS[type(spec)].row(spec)
 
 
-def path(spec: Spec, rows: int, slots: int) -> str:
-    """ "tpu", "gpu" or "reference": what computes a call with `rows` = T*G query rows of a KV head on a body of `slots`
-    tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once its results were seen
-    to be right (`support`)."""
+def at_once(spec: Spec, group: int, length: int = 1) -> int:
+    """How many of the G = `group` query heads of a KV head a call takes, with T = `length` new tokens, so that no
+    kernel gets more rows than it was compiled for; 0 where that would be too many calls."""
+    most = FORMS[type(spec)].most(spec) // length
+    number = -(-group // most) if most else MOST_CALLS + 1
+    return -(-group // number) if number <= MOST_CALLS else 0
+
+
+def path(spec: Spec, group: int, slots: int, length: int = 1) -> str:
+    """ "tpu", "gpu" or "reference": what computes a call with `length` new tokens and `group` query heads of a KV head
+    on a body of `slots` tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once
+    its results were seen to be right (`support`)."""
     kernel, row = "gpu" if spec.target.startswith("sm") else "tpu", row_of(spec)
-    if not FORMS[type(spec)].fits(spec, rows):
-        return "reference"
-    if row not in ROWS or lookup(row, spec.target) not in ("fast", "correct"):
+    if row not in ROWS or lookup(row, spec.target) not in ("fast", "correct") or not at_once(spec, group, length):
         return "reference"
     if kernel == "tpu" and slots % 256:  # what the widest product takes
         return "reference"
     return kernel
+
+
+def _shared_out(kernel: Callable[..., Partial], some: int, spec: Spec) -> Callable[..., Partial]:
+    """`kernel` on `some` query heads of every KV head after the other."""
+
+    def attend(q, *rest) -> Partial:
+        q = q.reshape(*q.shape[:2], spec.kv_heads, -1, q.shape[3])
+        done = []
+        for first in range(0, q.shape[3], some):
+            part = q[:, :, :, first : first + some]
+            out, lse = kernel(part.reshape(*q.shape[:2], -1, q.shape[4]), *rest)
+            done.append((out.reshape(*part.shape[:4], -1), lse.reshape(part.shape[:4])))
+        out, lse = (jnp.concatenate(parts, axis=3) for parts in zip(*done, strict=True))
+        return Partial(out.reshape(*q.shape[:2], -1, out.shape[4]), lse.reshape(*q.shape[:2], -1))
+
+    return attend
 
 
 def packed_attention(
@@ -131,7 +141,8 @@ def packed_attention(
 ) -> Partial:
     """As `reference.packed_attention`, for every form of a body; kernels round the queries to bfloat16. `general()`
     computes the same where the form is not `plain`."""
-    chosen = path(spec, q.shape[1] * q.shape[2] // spec.kv_heads, body.slots)
+    length, group = q.shape[1], q.shape[2] // spec.kv_heads
+    chosen = path(spec, group, body.slots, length)
     if isinstance(spec, PackedSpec) and spec.plain:
         plain: Callable[..., Partial] = functools.partial(reference.packed_attention, spec=spec)
     elif general is None:
@@ -143,5 +154,6 @@ def packed_attention(
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
     module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}{FORMS[type(spec)].suffix}")
-    kernels = {PLATFORMS[chosen]: functools.partial(module.packed_attention, spec=spec)}
+    kernel, some = functools.partial(module.packed_attention, spec=spec), at_once(spec, group, length)
+    kernels = {PLATFORMS[chosen]: kernel if some == group else _shared_out(kernel, some, spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=plain)

@@ -63,16 +63,18 @@ def packed_attention(
     ways: int | None = None,
     tile: int | None = None,
     splits: int = 1,
+    pieces: int | None = None,
     interpret: object = False,
 ) -> Partial:
     """As `reference.packed_attention`, with the queries rounded to bfloat16. `tile` is a multiple of the plan's block
-    and of eight key groups; `splits` programs share a row's tokens where the batch alone does not fill the chip."""
+    and of eight key groups; `splits` programs share a row's tokens where the batch alone does not fill the chip;
+    `pieces` as in `Plan`."""
     check(q, body, spec)
     if (spec.datatype == "nuq") != (spec.key_group == 0) or (spec.datatype == "nuq" and spec.rope is None):
         raise ValueError(f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only")
     if spec.scales != "bfloat16":
         raise ValueError(f"scales={spec.scales!r}; the TPU kernel takes bfloat16 scales")
-    plan = make_plan(q, body, spec, ways, tile, splits)
+    plan = make_plan(q, body, spec, ways, tile, splits, pieces)
     if (spec.key_slots or spec.value_slots) and plan.lanes != LANES:
         raise ValueError(f"{spec}: this kernel has outliers of heads that fill {LANES} lanes")
     if plan.tile % plan.block:

@@ -24,6 +24,7 @@ __all__ = [
     "pick",
     "place_of",
     "quotient",
+    "stretch",
     "within",
     "words_of",
 ]
@@ -64,16 +65,21 @@ def within(x, first, limit: int, axis: int):
     return jnp.where(index < limit, x, jnp.zeros_like(x))
 
 
-def words_of(words, bits: int, place: Place, index: int, plan: Plan) -> list:
+def stretch(index, size: int):
+    """Stretch number `index`, which may be traced, of an axis cut into stretches of `size`."""
+    return pl.ds(index * size if isinstance(index, int) else pl.multiple_of(index * size, size), size)
+
+
+def words_of(words, bits: int, place: Place, index, plan: Plan) -> list:
     """The words of block `index` of the tile, of every plane set."""
     stored = []
     for ref, part in zip(words, split_bits(bits), strict=True):
         rows = plan.block * part // 32
-        stored.append(ref[0, 0, index * rows : (index + 1) * rows, place.lanes])
+        stored.append(ref[0, 0, stretch(index, rows), place.lanes])
     return stored
 
 
-def columns(words, signposts, bits: int, place: Place, index: int, plan: Plan, mixed: bool):
+def columns(words, signposts, bits: int, place: Place, index, plan: Plan, mixed: bool):
     """Codes of block `index` of the tile, [column, W] at a time: narrow integers if `mixed`, else bfloat16."""
     stored = words_of(words, bits, place, index, plan)
     if signposts is None:
@@ -113,7 +119,7 @@ def load_row(ref, row, rows: int, column, width: int):
     return jnp.concatenate([jnp.broadcast_to(piece, (8, LANES)) for piece in pieces], axis=1)
 
 
-def key_rows(refs, plan: Plan, lane_group, part: int) -> tuple:
+def key_rows(refs, plan: Plan, lane_group, part) -> tuple:
     """Factors and minima of the keys of group `part` of the tile in a lane group, on the query rows: [M, W] twice."""
     row, column = part if plan.spec.key_group else 0, lane_group * (plan.lanes // LANES)
     rows = (load_row(ref, row, plan.key_rows, column, plan.lanes) for ref in (refs.factors, refs.zeros))

@@ -1,8 +1,5 @@
 """The body of the TPU decode-attention kernel: one tile of tokens, all lane groups (see `tpu` for the mathematics).
 
-The scores of a lane group are computed while the values of the one before are summed up, block by block: one needs the
-matrix unit most, the other the vector unit, and neither waits for the other's results.
-
 Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S tokens of the tile, N
 key groups of the tile, C rows of value scales. Scores are base-2 logarithms.
 """
@@ -23,6 +20,7 @@ from kvqjax.pallas_kernels.tpu_columns import (
     pick,
     place_of,
     quotient,
+    stretch,
 )
 from kvqjax.pallas_kernels.tpu_outlier_values import add_values
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
@@ -44,20 +42,10 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
         refs.total[...] = jnp.zeros(refs.total.shape)
         refs.out[...] = jnp.zeros(refs.out.shape)
 
-    inside = (tile >= ends[0, row]) & (tile < ends[1, row])
-
-    @pl.when(inside)
+    @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
     def _():
         prepare(refs, plan, tile)
-        if not plan.apart:
-            _attend(refs, plan)
-
-    if plan.apart:
-        attend = _attend if plan.spec.rope is None else _attend_unrotated
-
-        @pl.when(tile >= ends[0, row])
-        def _():
-            pl.when(tile < ends[1, row])(lambda: attend(refs, plan))
+        (_attend if plan.pieces else _attend_interleaved)(refs, plan)
 
     @pl.when(step == per_split - 1)
     def _():
@@ -67,55 +55,62 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
 
 
 def _attend(refs: Refs, plan):
-    """Fold the tile into the running softmax of every lane group."""
-    first, last = place_of(jnp.int32(0), plan), place_of(jnp.int32(plan.lane_groups - 1), plan)
+    """Fold the tile into the running softmax of every lane group: its scores, then its values."""
 
-    def step(group, peak):
-        before, place = place_of(group - 1, plan), place_of(group, plan)
-        sums, top = _advance(refs, plan, before, place, peak)
-        _fold(refs, plan, before, peak, sums)
-        return _raised(refs, place, top)
+    def step(group, _):
+        place = place_of(group, plan)
+        top = _pieces(plan, lambda blocks, top: _last(_score(refs, plan, place, blocks, top)), _no_top(plan))
+        peak = _raised(refs, place, top)
+        sums = _pieces(plan, lambda blocks, sums: _last(_sum(refs, plan, place, peak, blocks, sums)), _no_sums(plan))
+        _fold(refs, plan, place, peak, sums)
 
-    *_, top = _score(refs, plan, first)
-    peak = jax.lax.fori_loop(1, plan.lane_groups, step, _raised(refs, first, top))
-    *_, sums = _sum(refs, plan, last, peak)
-    _fold(refs, plan, last, peak, sums)
-
-
-def _attend_unrotated(refs: Refs, plan):
-    """As `_attend`, for keys before RoPE: the first scores and the last values, too, are computed beside what no one
-    needs. By themselves the scores would be scheduled so tightly that they do not fit the registers."""
-
-    def step(group, peak):
-        before = place_of(jnp.maximum(group - 1, 0), plan)
-        place = place_of(jnp.minimum(group, plan.lane_groups - 1), plan)
-        sums, top = _advance(refs, plan, before, place, peak)
-        pl.when(group > 0)(lambda: _fold(refs, plan, before, peak, sums))
-        return _raised(refs, place, top)
-
-    jax.lax.fori_loop(0, plan.lane_groups + 1, step, jnp.full((plan.rows, 1), NEVER))
+    jax.lax.fori_loop(0, plan.lane_groups, step, None)
     if plan.spec.value_slots:
         add_values(refs, plan)
 
 
-def _advance(refs: Refs, plan, before: Place, place: Place, peak):
-    """Scores of a lane group, values of the one before, whose maxima are `peak`: its sums, and the scores' maxima."""
-    summing, scoring = _sum(refs, plan, before, peak), _score(refs, plan, place)
-    # 512 tokens in turn, so that every matrix unit gets products of keys and of values; less where registers are short.
-    count = plan.stretch // plan.column
-    last = [
-        (list(itertools.islice(summing, count))[-1], list(itertools.islice(scoring, count))[-1])
-        for _ in range(0, plan.tile, count * plan.column)
-    ]
-    return last[-1]
+def _pieces(plan, work, carry):
+    """`work(blocks, carry)` for every piece of the tile in turn, `blocks` being the numbers of its blocks."""
+    each = plan.blocks // plan.pieces
+    if plan.pieces == 1:
+        return work(range(each), carry)
+    return jax.lax.fori_loop(0, plan.pieces, lambda n, carry: work([n * each + i for i in range(each)], carry), carry)
 
 
-def _score(refs: Refs, plan, place: Place):
-    """Write the tile's scores [M, S] in lane order, a column at a time; yields their maxima so far, [M, 128]."""
-    score, top = rotated_scores if plan.spec.rope is None else unrotated_scores, jnp.full((plan.rows, LANES), NEVER)
-    for index in range(plan.blocks):
+def _attend_interleaved(refs: Refs, plan):
+    """As `_attend`; the scores of a lane group are computed while the values of the one before are summed up, block by
+    block: one needs the matrix unit most, the other the vector unit, and neither waits for the other's results."""
+    first, last = place_of(jnp.int32(0), plan), place_of(jnp.int32(plan.lane_groups - 1), plan)
+    blocks = range(plan.blocks)
+
+    def step(number, peak):
+        before, place = place_of(number, plan), place_of(number + 1, plan)
+        summing = _sum(refs, plan, before, peak, blocks, _no_sums(plan))
+        scoring = _score(refs, plan, place, blocks, _no_top(plan))
+        # 512 tokens in turn, so that every matrix unit gets products of keys and of values; less where registers are
+        # short.
+        count = plan.stretch // plan.column
+        for _ in range(0, plan.tile, count * plan.column):
+            sums, top = _last(itertools.islice(summing, count)), _last(itertools.islice(scoring, count))
+        _fold(refs, plan, before, peak, sums)
+        return _raised(refs, place, top)
+
+    top = _last(_score(refs, plan, first, blocks, _no_top(plan)))
+    peak = jax.lax.fori_loop(0, plan.lane_groups - 1, step, _raised(refs, first, top))
+    _fold(refs, plan, last, peak, _last(_sum(refs, plan, last, peak, blocks, _no_sums(plan))))
+
+
+def _last(found):
+    *_, last = found
+    return last
+
+
+def _score(refs: Refs, plan, place: Place, blocks, top):
+    """Write scores [M, S] of these blocks in lane order, a column at a time; yields the maxima so far, [M, 128]."""
+    score = rotated_scores if plan.spec.rope is None else unrotated_scores
+    for index in blocks:
         for i, found in enumerate(score(refs, plan, place, index)):
-            tokens = slice(index * plan.block + i * plan.column, index * plan.block + (i + 1) * plan.column)
+            tokens = stretch(index * (plan.block // plan.column) + i, plan.column)
             scores = jnp.minimum(found, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores
             for lane in range(0, plan.column, LANES):
@@ -128,19 +123,24 @@ def _raised(refs: Refs, place: Place, top):
     return jnp.maximum(refs.peak[place.group], top.max(-1, keepdims=True))
 
 
+def _no_top(plan):
+    return jnp.full((plan.rows, LANES), NEVER)
+
+
 def _no_sums(plan):
     """Sums of weights [M, 128], of weights times minima for each value slice, and of values [slices*M, W]."""
     zeros = jnp.zeros((plan.rows, LANES))
     return zeros, [zeros] * plan.value_slices, jnp.zeros((plan.value_slices * plan.rows, plan.lanes))
 
 
-def _own_rows(ref, plan, place: Place, part: int, begin: int):
-    """Value scales or minima of slice `part` of every head of the lane group, on the rows of its queries: [M, S]."""
+def _own_rows(ref, plan, place: Place, part: int, column):
+    """Value scales or minima of slice `part` of every head of the lane group, on the rows of its queries: [M, S].
+    `column` of 128 tokens is the first."""
     spec, heads = plan.spec, []
     first = jax.lax.div(place.group * plan.lanes, jnp.int32(spec.value_group))
     for head in range(plan.shared):
         within = (head * spec.head_dim + part * spec.value_slice) // spec.value_group
-        heads.append(load_row(ref, first + within, plan.value_rows, begin // LANES, plan.column))
+        heads.append(load_row(ref, first + within, plan.value_rows, column, plan.column))
     row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
     chosen = filled(heads[0], plan)
     for head in range(1, plan.shared):
@@ -148,21 +148,21 @@ def _own_rows(ref, plan, place: Place, part: int, begin: int):
     return chosen
 
 
-def _sum(refs: Refs, plan, place: Place, peak):
-    """Sum up weights, minima and values of the tile, a column at a time; yields the sums so far."""
-    total, lows, product = _no_sums(plan)
+def _sum(refs: Refs, plan, place: Place, peak, blocks, sums):
+    """Add weights, minima and values of these blocks to `sums`, a column at a time; yields the sums so far."""
+    total, lows, product = sums
     parts, bits = range(plan.value_slices), plan.spec.value_bits
-    for index in range(plan.blocks):
+    for index in blocks:
         found = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
         for i, codes in enumerate(found):
-            begin = index * plan.block + i * plan.column
-            tokens = slice(begin, begin + plan.column)
+            number = index * (plan.block // plan.column) + i
+            tokens, first = stretch(number, plan.column), number * (plan.column // LANES)
             weights = jnp.exp2(refs.scores[:, tokens] - peak)
             if plan.spec.value_slots:
                 refs.weights[place.group, :, tokens] = weights
             total = total + lane_wise(jnp.add, weights)
-            scaled = [weights * _own_rows(refs.scales, plan, place, part, begin) for part in parts]
-            minima = [weights * _own_rows(refs.lows, plan, place, part, begin) for part in parts]
+            scaled = [weights * _own_rows(refs.scales, plan, place, part, first) for part in parts]
+            minima = [weights * _own_rows(refs.lows, plan, place, part, first) for part in parts]
             lows = [low + lane_wise(jnp.add, x) for low, x in zip(lows, minima, strict=True)]
             product = product + dot(jnp.concatenate(scaled).astype(jnp.bfloat16), codes, 0)
             yield total, lows, product

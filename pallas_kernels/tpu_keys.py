@@ -11,12 +11,11 @@ them out like the codes, by what the chip's vector unit computes with:
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kvqjax.layout import PLANE
-from kvqjax.pallas_kernels.tpu_columns import Place, dot, load_row
+from kvqjax.pallas_kernels.tpu_columns import Place, dot, load_row, stretch
 from kvqjax.pallas_kernels.tpu_plan import Plan
 
 __all__ = ["halves", "packed", "patterns", "slab_keys", "store_patterns"]
@@ -45,30 +44,29 @@ def store_patterns(refs, scale, zero) -> None:
         ref[...] = dot(refs.patterns[...], x.astype(jnp.bfloat16), 0).astype(jnp.bfloat16)
 
 
-def slab_keys(codes, refs, plan: Plan, place: Place, index: int, i: int):
+def slab_keys(codes, refs, plan: Plan, place: Place, index, i: int):
     """Keys of column `i` of a block, [column, W] bfloat16."""
     scale, zero = (_slabs(ref, plan, place, index, i) for ref in (refs.slab_scales, refs.slab_zeros))
     return codes * scale + zero
 
 
-def _slabs(ref, plan: Plan, place: Place, index: int, i: int):
+def _slabs(ref, plan: Plan, place: Place, index, i: int):
     """Scales or minima of every token of a column, [column, W] bfloat16: few different slabs, repeated."""
     kinds, which = _kinds(plan)
     each = plan.column // SLAB
-    stored = [
-        ref[pl.ds((index * len(kinds) + kind) * SLAB, SLAB), place.lanes] for kind in which[i * each : (i + 1) * each]
-    ]
+    slabs = [stretch(index * len(kinds) + kind, SLAB) for kind in which[i * each : (i + 1) * each]]
+    stored = [ref[slab, place.lanes] for slab in slabs]
     return jnp.concatenate(stored)
 
 
-def halves(codes, refs, plan: Plan, place: Place, index: int, i: int) -> list:
+def halves(codes, refs, plan: Plan, place: Place, index, i: int) -> list:
     """Keys of the tokens in the lower and in the upper halves of a column's words, [column/2, W] float32 each."""
     words = pltpu.bitcast(codes, jnp.uint32)
     parts = words << jnp.uint32(16), words & jnp.uint32(0xFFFF0000)
     return [_half(part, refs, plan, place, index, i, n) for n, part in enumerate(parts)]
 
 
-def _half(part, refs, plan: Plan, place: Place, index: int, i: int, n: int):
+def _half(part, refs, plan: Plan, place: Place, index, i: int, n: int):
     """The keys of half `n`: every 32 rows of words are of one group."""
     numbers = jax.lax.bitcast_convert_type(part, jnp.float32)
     groups = (plan.order[i * plan.column : (i + 1) * plan.column][n::2] // plan.group).reshape(-1, PLANE)

@@ -72,7 +72,7 @@ def plan_latents(
     used = heads * per_head
     rows = spec.kv_heads // heads * -(-used // 8) * 8
     tile = min(tile or TILE, slots)
-    parts = Plan(stored, slots, rows, rows, tile, ways or cheapest_ways(stored), LANES, 1)
+    parts = Plan(stored, slots, rows, rows, tile, ways or cheapest_ways(stored), LANES)
     columns, stretch = LANES if spec.target in ("v5e", "v5p") else 2 * LANES, min(stretch, tile)
     if tile % parts.block or tile % stretch or stretch % parts.block:
         raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows, within
+from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows, stretch, within
 from kvqjax.pallas_kernels.tpu_plan import LANES, SHARE, Plan
 from kvqjax.pallas_kernels.tpu_rope import turned
 
@@ -47,7 +47,7 @@ def scratch(plan: Plan) -> dict:
     if values:
         sizes |= {"weights": scores, "value_slots": (3 * values, plan.tile), "shares": (SHARE, values, LANES)}
     memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
-    return memory | ({"staged": pltpu.VMEM((3 * max(keys, values), plan.tile), jnp.bfloat16)} if memory else {})
+    return memory | ({"staged": pltpu.VMEM((3 * max(keys, values), plan.period), jnp.bfloat16)} if memory else {})
 
 
 def prepare(refs, plan: Plan, tile) -> None:
@@ -56,23 +56,28 @@ def prepare(refs, plan: Plan, tile) -> None:
     for given, (slots, count) in ((refs.body.key_outliers, keys), (refs.body.value_outliers, values)):
         if given is None:
             continue
-        rows = slots.shape[0]
-        _stage(refs.staged, given, plan, tile, rows // 3, count)
-        for first in range(0, plan.tile, plan.period):
-            lanes = slice(first, first + plan.period)
-            slots[:, lanes] = dot(refs.staged[:rows, lanes], refs.onehot[...], 0)
+
+        def bring(number, _, given=given, slots=slots, count=count):
+            _stage(refs.staged, given, plan, tile, number, slots.shape[0] // 3, count)
+            staged = refs.staged[: slots.shape[0]]
+            slots[:, stretch(number, plan.period)] = dot(staged, refs.onehot[...], 0)
+
+        # A loop: all of a tile's words at once would not fit the registers.
+        jax.lax.fori_loop(0, plan.tile // plan.period, bring, None)
 
 
-def _stage(staged, given, plan: Plan, tile, rows: int, count: int) -> None:
-    """Values, lanes and lane groups of the slots one below the other, as bfloat16: exact, as all are small."""
+def _stage(staged, given, plan: Plan, tile, number, rows: int, count: int) -> None:
+    """Values, lanes and lane groups of the slots of a tile's period `number` one below the other, as bfloat16: exact,
+    as all are small."""
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
-    words = given[0, 0].astype(jnp.int32)
+    words = given[0, 0, :, stretch(number, plan.period)].astype(jnp.int32)
     values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)
     channels = words[count : 2 * count]
     parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
     for i, part in enumerate((values, *(x.astype(jnp.float32) for x in parts))):
         part = part.astype(jnp.bfloat16)
-        inside = within(part, tile * plan.tile, plan.slots, 1) if plan.slots % plan.tile else part
+        first = tile * plan.tile + number * plan.period
+        inside = within(part, first, plan.slots, 1) if plan.slots % plan.tile else part
         staged[i * rows : i * rows + part.shape[0]] = inside
 
 
@@ -115,12 +120,16 @@ def add_keys(refs, plan: Plan) -> None:
     refs.added[...] = jnp.zeros(refs.added.shape)
     rate = jnp.broadcast_to(refs.rates[...], (8, LANES))
     rows = padded(plan.spec.key_slots)
-    for first in range(0, plan.tile, LANES):
-        lanes, within = slice(first, first + LANES), first % plan.block
+
+    def wave(number, _):
+        lanes = stretch(number, LANES)
+        own = stretch(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
         index = split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
-        token = jnp.broadcast_to(refs.order[:, within : within + LANES].astype(jnp.float32), index.shape)
+        token = jnp.broadcast_to(refs.order[:, own].astype(jnp.float32), index.shape)
         turns = _take(rate, index) * token
         refs.waves[:rows, lanes], refs.waves[rows:, lanes] = _cosine(turns), _cosine(turns - 0.25)
+
+    jax.lax.fori_loop(0, plan.tile // LANES, wave, None)
     jax.lax.fori_loop(0, plan.lane_groups, lambda group, _: _add_group(refs, plan, group), None)
 
 

@@ -9,8 +9,9 @@ from kvqjax.layout import split_bits
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.tpu_signposts import pair_order
 from kvqjax.pallas_kernels.tpu_unpack import fitting_ways, token_order
+from kvqjax.pallas_kernels.tpu_work import work_of
 
-__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "cheapest_ways", "default_tile", "lane_groups", "make_plan"]
+__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "cheapest_ways", "lane_groups", "make_plan"]
 
 LANES = 128
 LOG2E = math.log2(math.e)
@@ -21,7 +22,8 @@ VMEM_BYTES = 64 * 2**20  # of a v7x core and of a v5p
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Static choices of one call: query rows of a lane group (padded to 8), tokens per tile, fields per word (see
-    tpu_unpack), lanes that are handled together, parallel splits of the token axis."""
+    tpu_unpack), lanes that are handled together, parallel splits of the token axis, loops over pieces of a tile (0:
+    scores and values of lane groups are interleaved)."""
 
     spec: PackedSpec
     slots: int
@@ -30,7 +32,8 @@ class Plan:
     tile: int
     ways: int
     lanes: int
-    splits: int
+    splits: int = 1
+    pieces: int = 1
 
     @property
     def lane_groups(self) -> int:
@@ -62,10 +65,10 @@ class Plan:
         """Tokens for which a query is scaled, and rotated, once."""
         return self.spec.key_group or self.block
 
-    def groups(self, index: int) -> range:
+    def groups(self, index) -> list:
         """Numbers of the groups of block `index` of a tile."""
         each = self.block // self.group
-        return range(index * each, (index + 1) * each)
+        return [index * each + i for i in range(each)]
 
     @property
     def column(self) -> int:
@@ -80,17 +83,12 @@ class Plan:
 
     @property
     def stretch(self) -> int:
-        """Tokens of keys, and of values, that are worked off in turn: what spills least by benchmarks/records."""
-        spec, short = self.spec, max(512, self.block)
-        if spec.datatype == "nuq":
-            return 256 if spec.value_slots and spec.value_bits == 2 else 512
-        if self.multiplied:
-            # Small groups: as bfloat16 whole tiles after RoPE, as float32 before it.
-            whole = self.wide != (spec.rope is None) and 0 < spec.key_group < LANES
-            return self.tile if whole else short
-        if spec.target == "v7x":
+        """Tokens of keys, and of values, that are worked off in turn where they are interleaved: what spills least by
+        benchmarks/records."""
+        if self.spec.target == "v7x" and not self.multiplied:
             return 256 if self.rows_per_head > 8 else 512
-        return self.tile if (self.wide and self.ways == 4) or not _roomy(spec, self.rows) else short
+        crowded = self.multiplied or self.rows * self.lanes > 8 * LANES or self.spec.key_bits == 3
+        return self.tile if crowded or (self.wide and self.ways == 4) else 512
 
     @property
     def mixed(self) -> bool:
@@ -104,8 +102,10 @@ class Plan:
 
     @property
     def paired(self) -> bool:
-        """Whether signposts are gathered two at a time (see tpu_signposts): where 16-bit numbers cannot be compared."""
-        return self.spec.datatype == "nuq" and self.spec.target in ("v5e", "v5p")
+        """Whether signposts are gathered two at a time (see tpu_signposts): where 16-bit numbers cannot be compared, or
+        comparing them spills."""
+        scarce = self.spec.target == "v7x" and 3 in (self.spec.key_bits, self.spec.value_bits)
+        return self.spec.datatype == "nuq" and (self.wide or scarce)
 
     @property
     def wide(self) -> bool:
@@ -117,12 +117,6 @@ class Plan:
         """Whether codes of keys are multiplied by their scales. Else queries are, once for every group: cheaper where
         a product meets few groups, but each of them has its own rows in it."""
         return self.spec.rope is not None or (0 < self.spec.key_group < LANES and (self.ways == 2 or not self.wide))
-
-    @property
-    def apart(self) -> bool:
-        """Whether the scores are scheduled apart from what is prepared for a tile: together they need too many
-        registers."""
-        return self.spec.rope is not None or (self.wide and (self.multiplied or self.spec.key_bits == 3))
 
     @property
     def tiles(self) -> int:
@@ -156,14 +150,6 @@ class Plan:
         return self.tile // self.spec.key_group if self.spec.key_group else 1
 
     @property
-    def turns(self) -> list[int]:
-        """How often each loop of the kernel runs per tile, in their order."""
-        keys = [self.lane_groups] if self.spec.key_slots else []
-        columns = self.lane_groups // math.gcd(self.lane_groups, SHARE) * self.tile // LANES
-        steps = self.lane_groups + (-1 if self.spec.rope is None else 1)
-        return [*keys, steps, *([columns] if self.spec.value_slots else [])]
-
-    @property
     def value_rows(self) -> int:
         """Value scales of a token."""
         return self.spec.width // self.spec.value_group
@@ -195,25 +181,25 @@ def _rows(spec: PackedSpec, per_head: int) -> int:
     return -(-spec.width // lane_groups(spec) // spec.head_dim * per_head // 8) * 8
 
 
-def _roomy(spec: PackedSpec, rows: int) -> bool:
-    """Whether the `rows` of queries of a lane group fill one register at most, and its codes need few others."""
-    one_register = rows * spec.width // lane_groups(spec) <= 8 * LANES
-    simple = spec.key_bits == spec.value_bits and spec.key_bits in (2, 4, 8) and spec.key_group >= LANES
-    return one_register and simple and spec.rope is None
-
-
-def default_tile(spec: PackedSpec, per_head: int) -> int:
-    """Tokens per tile: 2048 where that needs no spills by benchmarks/records, else 1024. Half of a small chip's vector
-    memory holds the words of two tiles."""
-    tile = 2048 if _roomy(spec, _rows(spec, per_head)) else 1024
-    while 2 * tile * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
-        tile //= 2
-    return tile
-
-
-def make_plan(q, body: PackedBody, spec: PackedSpec, ways: int | None, tile: int | None, splits: int) -> Plan:
+def make_plan(
+    q,
+    body: PackedBody,
+    spec: PackedSpec,
+    ways: int | None = None,
+    tile: int | None = None,
+    splits: int = 1,
+    pieces: int | None = None,
+) -> Plan:
+    """The plan of a call; what is None is what `tpu_work` chose, tiles being halved until half of a small chip's vector
+    memory holds the words of two."""
     slots, lanes = body.value_scale.shape[-1], spec.width // lane_groups(spec)
     per_head = q.shape[1] * q.shape[2] // spec.kv_heads
-    tile = min(tile or default_tile(spec, per_head), slots)
-    rows, splits = _rows(spec, per_head), min(splits, -(-slots // tile))
-    return Plan(spec, slots, rows, per_head, tile, ways or cheapest_ways(spec), lanes, splits)
+    rows = _rows(spec, per_head)
+    usual, chosen = work_of(spec, per_head)
+    while 2 * usual * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
+        usual //= 2
+    tile = min(tile or usual, slots)
+    splits, ways = min(splits, -(-slots // tile)), ways or cheapest_ways(spec)
+    wanted = chosen if pieces is None else pieces
+    plan = Plan(spec, slots, rows, per_head, tile, ways, lanes, splits)
+    return dataclasses.replace(plan, pieces=math.gcd(wanted, plan.blocks) if wanted else 0)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.pallas_kernels.tpu_columns import Place
 from kvqjax.pallas_kernels.tpu_keys import halves, packed, slab_keys
-from kvqjax.pallas_kernels.tpu_plan import Plan
+from kvqjax.pallas_kernels.tpu_plan import LANES, Plan
 
 __all__ = ["angles", "rotated", "swapped", "table", "turned", "turns"]
 
@@ -57,8 +57,8 @@ def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"
     return high * turn[None].astype(np.float32) + low * rates[None].astype(np.float32)
 
 
-def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles blocks C"]:
-    """cos | sin of the position of every block's first token. ValueError unless blocks are contiguous."""
+def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles rows 128"]:
+    """cos | sin of every block's first position, 128 lanes a row. ValueError unless blocks are contiguous."""
     stretch = plan.slots // len(positions)
     if stretch % plan.block:
         raise ValueError(f"positions of every {stretch} tokens; this kernel takes {plan.block} in a row")
@@ -66,18 +66,20 @@ def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles blocks
     turn = angles(first.reshape(-1), _across(plan.frequencies, plan)[0])
     both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=1)
     both = jnp.pad(both, ((0, plan.tiles * plan.blocks - len(both)), (0, 0)))
-    return both.reshape(plan.tiles, plan.blocks, 2 * plan.lanes)
+    return both.reshape(plan.tiles, -1, LANES)
 
 
-def turned(refs, plan: Plan, group, index: int):
+def turned(refs, plan: Plan, group, index):
     """y and y~ of a lane group for a block of the tile, [M, W] float32 each."""
     parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
     q, other = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)
-    cos, sin = (jnp.broadcast_to(refs.turns[0, index : index + 1, part], q.shape) for part in parts)
+    each = plan.lanes // LANES
+    rows = ([refs.turns[0, pl.ds((2 * index + i) * each + n, 1)] for n in range(each)] for i in range(2))
+    cos, sin = (jnp.broadcast_to(jnp.concatenate(row, axis=1), q.shape) for row in rows)
     return q * cos + other * sin, other * cos - q * sin
 
 
-def rotated(codes, refs, plan: Plan, place: Place, index: int, i: int):
+def rotated(codes, refs, plan: Plan, place: Place, index, i: int):
     """Codes of column `i` of a block to keys times cos and sin, [column, W] to [column, 2W] bfloat16."""
     cells = refs.table[i * plan.column : (i + 1) * plan.column]
     parts = [slice(0, plan.lanes), slice(plan.lanes, 2 * plan.lanes)]

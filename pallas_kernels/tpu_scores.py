@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, groups_met, key_rows, owners, pick
+from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, groups_met, key_rows, owners, pick, stretch
 from kvqjax.pallas_kernels.tpu_keys import halves, packed, slab_keys
 from kvqjax.pallas_kernels.tpu_plan import Plan
 from kvqjax.pallas_kernels.tpu_rope import rotated, turned
@@ -10,7 +10,7 @@ from kvqjax.pallas_kernels.tpu_rope import rotated, turned
 __all__ = ["rotated_scores", "unrotated_scores"]
 
 
-def _scaled_queries(refs, plan: Plan, place: Place, index: int):
+def _scaled_queries(refs, plan: Plan, place: Place, index):
     """For each group of a block: the queries scaled, [M, W] bf16, and what its minima add, [M, 1] f32."""
     q = refs.queries[0, place.group].astype(jnp.float32)
     for group in plan.groups(index):
@@ -18,7 +18,7 @@ def _scaled_queries(refs, plan: Plan, place: Place, index: int):
         yield (q * factor).astype(jnp.bfloat16), (q * zero).sum(-1, keepdims=True)
 
 
-def rotated_scores(refs, plan: Plan, place: Place, index: int):
+def rotated_scores(refs, plan: Plan, place: Place, index):
     """Scores of a block's columns before their limits, [M, column] each in lane order."""
     if plan.multiplied:
         yield from _multiplied_scores(refs, plan, place, index)
@@ -32,7 +32,7 @@ def rotated_scores(refs, plan: Plan, place: Place, index: int):
         yield scores + pick([zeros[group] for group in met], owner, met)
 
 
-def _multiplied_scores(refs, plan: Plan, place: Place, index: int):
+def _multiplied_scores(refs, plan: Plan, place: Place, index):
     """As `rotated_scores`, where scales multiply the codes."""
     found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, False)
     for i, codes in enumerate(found):
@@ -44,11 +44,11 @@ def _multiplied_scores(refs, plan: Plan, place: Place, index: int):
         yield dot(refs.queries[0, place.group], keys, 1) * plan.spread
 
 
-def unrotated_scores(refs, plan: Plan, place: Place, index: int):
+def unrotated_scores(refs, plan: Plan, place: Place, index):
     """As `rotated_scores`, for keys before RoPE."""
     queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
     found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
     for i, codes in enumerate(found):
         scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
-        first = index * plan.block + i * plan.column
-        yield scores + refs.added[place.group, :, first : first + plan.column] if plan.spec.key_slots else scores
+        tokens = stretch(index * (plan.block // plan.column) + i, plan.column)
+        yield scores + refs.added[place.group, :, tokens] if plan.spec.key_slots else scores

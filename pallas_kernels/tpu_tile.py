@@ -27,7 +27,7 @@ class Refs(NamedTuple):
     onehot: Any  # [period, period] bf16: brings scales into lane order
     table: Any  # [block, 2W] bf16 or f32: cos | sin of tokens counted from the block's first (keys before RoPE)
     patterns: Any  # [rows, N] bf16: groups of the tokens of a slab (tpu_keys)
-    turns: Any  # [1, blocks, 2W] f32: cos | sin of the blocks' first positions
+    turns: Any  # [1, blocks * 2W/128, 128] f32: cos | sin of the blocks' first positions
     key_signposts: Any  # [1, 2^b] f32, or [8, 128 or 256] u32 (see tpu_signposts)
     value_signposts: Any
     ends: Any  # [2, 2] f32 scalars: outermost signposts of keys and of values
@@ -46,7 +46,7 @@ class Refs(NamedTuple):
     slab_scales: Any = None  # [rows, P*W] bf16: scales of the keys of a slab (tpu_keys)
     slab_zeros: Any = None
     added: Any = None  # [P, M, S] f32: what outliers of keys add to the scores
-    staged: Any = None  # [3R, S] bf16
+    staged: Any = None  # [3R, period] bf16
     key_slots: Any = None  # [3R, S] f32: values, lanes and lane groups of R outlier slots in lane order (tpu_outliers)
     waves: Any = None  # [2R, S] f32: cos | sin of the slots' lanes and tokens
     changes: Any = None  # [2R, S] f32: what a lane group's outliers change, times cos | sin

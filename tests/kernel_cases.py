@@ -24,10 +24,10 @@ LLAMA31_8B = ModelConfig(
 )
 
 
-def path(spec: str, config=LLAMA31_8B, rows=4, target="v6e", slots=4096) -> str | None:
+def path(spec: str, config=LLAMA31_8B, group=4, target="v6e", slots=4096) -> str | None:
     """What reads a body of the method that `spec` names; None: no kernel knows its form."""
     packed = parse(spec).layer.build(config).packed
-    return packed and dispatch.path(dataclasses.replace(packed.spec, target=target), rows, slots)
+    return packed and dispatch.path(dataclasses.replace(packed.spec, target=target), group, slots)
 
 
 def check_second_row_sees_nothing(part: Partial) -> None:

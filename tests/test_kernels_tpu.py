@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import QUICK, Case, agree, make_body, make_query, near, oracle
 
-from kvqjax.pallas_kernels import dispatch, support, tpu
+from kvqjax.pallas_kernels import dispatch, reference, support, tpu
 from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.pallas_kernels.tpu_unpack import token_order
 
@@ -44,6 +44,9 @@ RUNS = [
     (dataclasses.replace(SMALL4, value_bits=2, target="v7x"), {}),
     (SMALL4, {"tile": 256, "splits": 2}),
     (dataclasses.replace(FOUR, kv_heads=1, group=16, slots=256, target="v6e"), {}),
+    (FOUR, {"tile": 512, "pieces": 2}),
+    (dataclasses.replace(SMALL, target="v7x"), {}),
+    (dataclasses.replace(FOUR, kv_heads=4, head_dim=96, value_group=96, group=2, target="v6e"), {}),
 ]
 
 
@@ -65,11 +68,13 @@ def test_kernel_equals_the_oracle(case, options):
     near(*attend(case, interpret=True, **options))
 
 
-@pytest.mark.parametrize(("case", "options"), [(FOUR, {"ways": 2}), (SMALL4, {})], ids=str)
+@pytest.mark.parametrize(
+    ("case", "options"), [(FOUR, {"ways": 2}), (SMALL4, {}), (FOUR, {"tile": 512, "pieces": 2})], ids=str
+)
 def test_race_free_on_simulated_memory(case, options):
     """Buffers start as NaN, reads out of bounds raise, races are detected."""
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-    near(*attend(case, tile=256, interpret=params, **options))
+    near(*attend(case, interpret=params, **{"tile": 256} | options))
 
 
 @pytest.mark.parametrize(("base", "ways"), [(1, 8), (2, 2), (2, 8), (4, 2), (4, 4), (4, 8), (8, 4)])
@@ -97,13 +102,29 @@ def test_dispatch_guards_by_platform():
         dispatch.packed_attention(q, body, 1, start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q
     )
     assert dispatch.path(case.spec, 4, case.slots) == "tpu"
-    assert dispatch.path(case.spec, 17, case.slots) == "reference"
-    assert dispatch.path(case.spec, 16, case.slots) == "tpu"
-    assert dispatch.path(dataclasses.replace(SMALL, target="v6e").spec, 16, case.slots) == "reference"
+    assert dispatch.path(case.spec, 16, case.slots, length=4) == "tpu"
+    assert dispatch.path(case.spec, 16, case.slots, length=5) == "reference"
     assert dispatch.path(dataclasses.replace(case.spec, scales="float32"), 4, case.slots) == "reference"
     assert dispatch.path(FOUR.spec, 4, case.slots) == "reference"
     assert dispatch.row_of(dataclasses.replace(SMALL4, value_bits=2).spec) == "kivi 4 and 2 bits, groups of 32"
     assert dispatch.row_of(dataclasses.replace(case, value_group=64).spec) == ""
+
+
+def test_heads_are_shared_out_evenly_among_calls():
+    spec = dataclasses.replace(FOUR, target="v6e").spec  # up to 16 rows
+    assert [dispatch.at_once(spec, *n) for n in ((8,), (16,), (24,), (8, 4), (4, 16), (4, 17), (65,))] == [
+        *(8, 16, 12, 4, 1, 0, 0)
+    ]
+    assert dispatch.at_once(dataclasses.replace(spec, key_slots=13, target="v6e"), 1) == 0
+
+
+@pytest.mark.parametrize("some", [1, 2, 3])
+def test_shared_out_heads_come_back_in_order(some):
+    body, key, value = make_body(FOUR)
+    q, start, stop = make_query(dataclasses.replace(FOUR, length=2))
+    plain = functools.partial(reference.packed_attention, spec=FOUR.spec)
+    got = dispatch._shared_out(plain, some, FOUR.spec)(q, body, 1, start, stop)
+    agree(got, oracle(q, key, value, start, stop), key, value, q)
 
 
 def test_table_covers_every_target(capsys):
@@ -116,11 +137,12 @@ def test_table_covers_every_target(capsys):
 def recorded_case(method: str) -> str:
     """The case of benchmarks/tpu_bundles.py that a row of the table stands on."""
     kind, (key, *_, value) = method.split()[0], 2 * re.findall(r"\d+", method.split(" bits")[0])
-    if kind == "kvquant":
-        return f"nuq{key}" + ("-o12" if "outliers" in method else "")
-    group = 32 if "groups of 32" in method else 128
     size = "".join("-d" + dim for dim in re.findall(r"head_dim (\d+)", method))
-    return f"k{key}v{value}-g{group}{size}" + ("-pre" if kind == "kivi_star" else "")
+    rows = {"-d96": "-r2", "-d64": "" if kind == "kivi" else "-r4"}.get(size, "")  # the most that dispatch allows
+    if kind == "kvquant":
+        return f"nuq{key}{size}{rows}" + ("-o12" if "outliers" in method else "")
+    group = 32 if "groups of 32" in method else 128
+    return f"k{key}v{value}-g{group}{size}{rows}" + ("-pre" if kind == "kivi_star" else "")
 
 
 OWN_RECORD = ("xquant", "higgs", "commvq")  # and tests of their own that levels follow from it

@@ -25,6 +25,9 @@ RUNS = [
     (SMALL, {}, {}),
     (changed(SMALL, target="v5p"), FAR, {}),
     (changed(NUQ2, key_slots=3, value_slots=2), FAR, {"tile": 512}),
+    (case_of(4, target="v6e", slots=512, kv_heads=1), FAR, {"tile": 512, "pieces": 2}),
+    (case_of(4, datatype="nuq", target="v5p", slots=512, kv_heads=1, key_slots=2), FAR, {"tile": 512, "pieces": 2}),
+    (case_of(3, datatype="nuq", target="v7x", kv_heads=1), {}, {}),
     (case_of(4, datatype="nuq", target="v5e", head_dim=64, slots=256, key_slots=2, value_slots=4), {}, {"tile": 256}),
 ]
 
