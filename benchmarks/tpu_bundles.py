@@ -5,11 +5,11 @@
 
 Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of a
 loop count as often as it runs, branches in full. `marginal` is what 512 tokens of K and V of one KV head add, `fixed`
-what remains per tile and KV head; head_dim is 128 and there are 8 query rows per KV head unless a case's name says
-otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts (keys before RoPE too), `o` the outlier slots of
-a token's keys and of its values. `--write` renews benchmarks/records/tpu_bundles.json for what was compiled.
-`--attempt` tries tiles with numbers of pieces (0: interleaved) other than those of kvqjax/pallas_kernels/tpu_work.py:
-all bundles for 512 tokens of a KV head, and spills.
+what remains per tile and KV head, `total` both for 512 tokens in the tile that is used; head_dim is 128 and there are 8
+query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
+(keys before RoPE too), `o` the outlier slots of a token's keys and of its values. `--write` renews
+benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries tiles with numbers of pieces (0:
+interleaved) other than those of kvqjax/pallas_kernels/tpu_work.py: total and spills.
 """
 
 import argparse
@@ -154,8 +154,8 @@ def compile_case(chip: str, name: str, tile: int, pieces: int | None, folder: Pa
 
 
 def measure(chip: str, name: str, folder: Path) -> dict:
-    """Marginal bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of the tile
-    and pieces that `tpu_work` chose; a tile of half or twice the size has half or twice as many pieces."""
+    """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of
+    the tile and pieces that `tpu_work` chose; a tile of half or twice the size has half or twice as many pieces."""
     from kvqjax.pallas_kernels import tpu_plan
 
     (q, body, *_), spec = _arguments(name, chip)
@@ -166,7 +166,9 @@ def measure(chip: str, name: str, folder: Path) -> dict:
         found[tile] = compile_case(chip, name, tile, pieces, folder)
     marginal = (found[TILES[1]]["bundles"] - found[TILES[0]]["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
     fixed = found[TILES[1]]["bundles"] / KV_HEADS - marginal * TILES[1] / 512
-    numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "tile": plan.tile, "pieces": plan.pieces}
+    total = found[plan.tile]["bundles"] / KV_HEADS * 512 / plan.tile
+    numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "total": round(total, 1)}
+    numbers |= {"tile": plan.tile, "pieces": plan.pieces}
     return {**numbers, **{name: found[plan.tile][name] for name in ("spills", "temp_bytes")}}
 
 
@@ -194,12 +196,12 @@ def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str
 
 
 def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
-    """Bundles per 512 tokens and KV head, and spills, of every choice "tile:pieces"."""
+    """Total and spills of every choice "tile:pieces"."""
     found = {}
     for choice in choices:
         tile, pieces = map(int, choice.split(":"))
         one = compile_case(chip, name, tile, pieces, folder)
-        found[choice] = {"bundles": round(one["bundles"] / KV_HEADS * 512 / tile, 1), "spills": one["spills"]}
+        found[choice] = {"total": round(one["bundles"] / KV_HEADS * 512 / tile, 1), "spills": one["spills"]}
     return found
 
 

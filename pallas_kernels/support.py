@@ -11,22 +11,20 @@ reference: blockwise jnp, compiled by XLA.
 
 from kvqjax.pallas_kernels.packed import TARGETS
 
-__all__ = ["BUDGETS", "FIXED_BUDGET", "ROWS", "lookup", "main"]
+__all__ = ["BUDGETS", "EXACT", "FIXED_BUDGET", "ROWS", "lookup", "main"]
 
 TPUS = "v5e", "v5p", "v6e", "v7x"
 
-# Bundles for 512 tokens of K and V of a KV head, head_dim 128, 8 query rows; and what a tile may cost besides. For keys
-# before RoPE they are those in which the chip's memory delivers as many keys and values as bfloat16: within them no
-# exact cache can be faster.
-EXACT = {"v5e": 480, "v6e": 280, "v7x": 156}
+# Bundles that 512 tokens of K and V of a KV head add, head_dim 128, 8 query rows; and what a tile may cost besides.
 BUDGETS = {
     "kivi 2 bits": {"v5e": 135, "v6e": 85, "v7x": 78},
     "kivi 4 bits": {"v5e": 125, "v6e": 88, "v7x": 60},
     "kivi 8 bits": {"v5e": 130, "v6e": 90, "v7x": 85},
-    **{f"kivi_star {bits} bits": EXACT for bits in (2, 3, 4)},
-    **{f"kvquant {bits} bits": EXACT for bits in (2, 3, 4)},
 }
 FIXED_BUDGET = 220
+# For keys before RoPE all bundles for as many tokens, head_dim 128, and of other sizes in proportion: those in which
+# the chip's memory delivers as many keys and values as bfloat16. Within them no exact cache can be faster.
+EXACT = {"v5e": 480, "v6e": 280, "v7x": 156}
 
 
 def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = ()) -> dict[str, str]:
@@ -35,39 +33,46 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 
 
 # Groups of 128 tokens and of as many channels as a head has unless they are said to be of 32 of each, head_dim 128
-# unless said otherwise; two widths are those of keys and of values. What compiles but spills on a chip is left to the
-# reference there: after RoPE all with head_dim 96, 2 bits with head_dim 64 on v6e and v7x, and in groups of 32
-# head_dim 64 on v7x and 4 and 2 bits on v6e and v7x; before RoPE kivi_star with 4 bits on v5e and v5p, with 3 bits on
-# v5p, in groups of 32 with 2 bits on v7x and with 4 bits everywhere; kvquant with 4 bits on v5e and v5p, with 3 bits
-# or outliers on v7x. Outlier slots may be up to 12. XQuant: latents of the sizes in `dispatch`; 3 bits spill on
-# v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x. HIGGS: shapes in `dispatch`, pairs of channels, keys before
-# RoPE, no random signs, all heads sharing a scale; spills on v5e and v5p, whose vector units have no bfloat16, and
-# with 3 bits on v7x. CommVQ: the shapes in `dispatch`, 64 levels; 8 query rows spill.
+# unless said otherwise; two widths are those of keys and of values. Query rows are those that `dispatch` puts into a
+# call; outlier slots may be up to 12. What compiles but spills on a chip is left to the reference there. XQuant:
+# latents of the sizes in `dispatch`; 3 bits spill on v6e, QK-norm on v5e and v5p. HIGGS: shapes in `dispatch`, pairs of
+# channels, keys before RoPE, no random signs, all heads sharing a scale; spills on v5e and v5p, whose vector units have
+# no bfloat16, and with 3 bits on v7x. CommVQ: the shapes in `dispatch`, 64 levels.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row(*TPUS, compiled=("sm90",)),
-    "kivi 4 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
+    "kivi 4 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
     "kivi 8 bits": _row("v5p", fast=("v5e", "v6e", "v7x")),
+    "kivi 4 and 2 bits": _row(*TPUS),
+    "kivi 3 and 2 bits": _row(*TPUS),
     "kivi 2 bits, groups of 32": _row(*TPUS),
     "kivi 4 bits, groups of 32": _row(*TPUS),
-    "kivi 4 and 2 bits": _row(*TPUS),
-    "kivi 4 and 2 bits, groups of 32": _row("v5e", "v5p"),
-    "kivi 3 and 2 bits": _row("v6e"),
-    "kivi 2 bits, head_dim 64": _row("v5e", "v5p"),
+    "kivi 4 and 2 bits, groups of 32": _row(*TPUS),
+    "kivi 2 bits, head_dim 64": _row(*TPUS),
     "kivi 4 bits, head_dim 64": _row(*TPUS),
-    "kivi 2 bits, head_dim 64, groups of 32": _row("v5e", "v5p", "v6e"),
-    "kivi 4 bits, head_dim 64, groups of 32": _row("v5e", "v5p", "v6e"),
-    "kivi 4 bits, head_dim 256": _row("v6e", "v7x"),
+    "kivi 2 bits, head_dim 64, groups of 32": _row(*TPUS),
+    "kivi 4 bits, head_dim 64, groups of 32": _row(*TPUS),
+    "kivi 2 bits, head_dim 96": _row(*TPUS),
+    "kivi 4 bits, head_dim 96": _row(*TPUS),
+    "kivi 2 bits, head_dim 256": _row(*TPUS),
+    "kivi 4 bits, head_dim 256": _row(*TPUS),
     "uniform": _row(),
     "kivi_star 2 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
-    "kivi_star 3 bits": _row("v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
-    "kivi_star 4 bits": _row("v7x", fast=("v6e",), compiled=("sm90",)),
-    "kivi_star 2 bits, groups of 32": _row("v5e", "v5p", "v6e"),
+    "kivi_star 3 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
+    "kivi_star 4 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
+    "kivi_star 2 bits, groups of 32": _row("v5p", "v6e", "v7x", fast=("v5e",)),
+    "kivi_star 4 bits, groups of 32": _row("v5p", "v6e", "v7x", fast=("v5e",)),
+    "kivi_star 2 bits, head_dim 64": _row("v5p", "v7x", fast=("v5e", "v6e")),
+    "kivi_star 4 bits, head_dim 64": _row("v5p", "v7x", fast=("v5e", "v6e")),
     "kvquant 2 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
-    "kvquant 3 bits": _row("v5p", "v6e", fast=("v5e",), compiled=("sm90",)),
-    "kvquant 4 bits": _row("v6e", "v7x", compiled=("sm90",)),
-    "kvquant 2 bits, outliers": _row("v5e", "v6e"),
-    "kvquant 3 bits, outliers": _row("v5e", "v6e"),
+    "kvquant 3 bits": _row("v5p", "v6e", "v7x", fast=("v5e",), compiled=("sm90",)),
+    "kvquant 4 bits": _row(*TPUS, compiled=("sm90",)),
+    "kvquant 2 bits, outliers": _row(*TPUS),
+    "kvquant 3 bits, outliers": _row(*TPUS),
+    "kvquant 4 bits, outliers": _row(*TPUS),
+    "kvquant 2 bits, head_dim 64": _row("v5p", "v7x", fast=("v5e", "v6e")),
+    "kvquant 3 bits, head_dim 64": _row("v5p", "v6e", "v7x", fast=("v5e",)),
+    "kvquant 4 bits, head_dim 64": _row(*TPUS),
     "commvq 1 bit": _row(*TPUS),
     "commvq 2 bits": _row(*TPUS),
     "commvq 1 bit, head_dim 64": _row(*TPUS),
