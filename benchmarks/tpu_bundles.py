@@ -2,6 +2,7 @@
 
     python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4v4-g128,k2v2-g128] [--write]
     python benchmarks/tpu_bundles.py --attempt 2048:4,1024:2 [--chips v5e] [--cases k2v2-g128-pre]
+    python benchmarks/tpu_bundles.py --table
 
 Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of a
 loop count as often as it runs, branches in full. `marginal` is what 512 tokens of K and V of one KV head add, `fixed`
@@ -9,7 +10,7 @@ what remains per tile and KV head, `total` both for 512 tokens in the tile that 
 query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
 (keys before RoPE too), `o` the outlier slots of a token's keys and of its values. `--write` renews
 benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries tiles with numbers of pieces (0:
-interleaved) other than those of kvqjax/pallas_kernels/tpu_work.py: total and spills.
+interleaved) other than those of kvqjax/pallas_kernels/tpu_work.py: total and spills. `--table` prints the record.
 """
 
 import argparse
@@ -205,10 +206,26 @@ def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
     return found
 
 
+def table(record: dict) -> str:
+    """The record as Markdown: total, marginal and fixed bundles, and spills where there are any."""
+
+    def cell(found: dict) -> str:
+        numbers = f"{found['total']:.0f} ({found['marginal']:.0f} + {found['fixed']:.0f})"
+        return numbers + (f", {found['spills']} spills" if found["spills"] else "")
+
+    lines = [f"| case | {' | '.join(CHIPS)} |", "|---" * (1 + len(CHIPS)) + "|"]
+    lines += [f"| {name} | {' | '.join(cell(record[chip][name]) for chip in CHIPS)} |" for name in CASES]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = options_of(__doc__.splitlines()[0], CASES)
     parser.add_argument("--attempt", default="")
+    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(RECORD.read_text())))
+        return
     if options.attempt and options.write:
         parser.error("attempts are not recorded: leave out --write")
     measured = functools.partial(attempt, options.attempt.split(",")) if options.attempt else measure

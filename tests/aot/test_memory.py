@@ -48,7 +48,7 @@ def check(compiled, cache, limit: float) -> None:
         ("v6e", "kivi_star:bits=2,protected=0", 2, 65536, 0.25, "packed_attention_uniform_pre_k2v2"),
         ("v6e", "kvquant:bits=3,outliers=0", 2, 65536, 0.25, "packed_attention_nuq_pre_k3v3"),
         ("v6e", "kvquant:bits=3", 2, 65536, 0.25, "packed_attention_nuq_pre_k3v3"),
-        ("v5p", "kvquant:bits=3", 2, 65536, 0.25, None),
+        ("v5p", "kvquant:bits=3", 2, 65536, 0.25, "packed_attention_nuq_pre_k3v3"),
         ("v5p", "commvq:bits=1", 2, 65536, 0.25, "packed_attention_commvq_k6v1"),
         ("v6e", "higgs:bits=2", 2, 65536, 0.25, "packed_attention_higgs_k4v4"),
         # XLA for GPUs takes one layer's matrices out of the stack, 0.4 GiB
