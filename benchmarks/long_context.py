@@ -11,26 +11,40 @@ promises for weights, cache and workspace. Where a device does not tell its peak
 
 import argparse
 import dataclasses
+import functools
 import json
 import resource
 import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 import kvqjax as kvq
 from kvqjax.catalogue import config_of
 from kvqjax.cli.bench import decoding
-from kvqjax.decoder import init_params
-from kvqjax.planner import plan_memory
+from kvqjax.planner import parameter_shapes, plan_memory
 from kvqjax.timing import machine, median_seconds
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _weight(key, shape: tuple[int, ...], dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+
+
 def random_model(name: str, layers: int, dtype: str) -> kvq.Model:
-    """The first `layers` layers of a known geometry with random weights."""
+    """The first `layers` layers of a known geometry with random weights, made one array after the other: all at once
+    would need room for several."""
     config = config_of(name)
-    config = dataclasses.replace(config, num_layers=layers, windows=config.windows and config.windows[:layers])
-    params = jax.jit(lambda: init_params(jax.random.key(0), config, dtype))()
+    config = dataclasses.replace(config, num_layers=layers, windows=config.windows[:layers])
+    keys = iter(jax.random.split(jax.random.key(0), 64))
+
+    def array(path, shaped):
+        norm = "norm" in jax.tree_util.keystr(path)
+        made = jnp.ones(shaped.shape, shaped.dtype) if norm else _weight(next(keys), shaped.shape, shaped.dtype)
+        return jax.block_until_ready(made)
+
+    params = jax.tree_util.tree_map_with_path(array, parameter_shapes(config, dtype))
     return kvq.Model(params=params, constants=(), config=config)
 
 
@@ -54,7 +68,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     model, method = random_model(options.model, options.layers, options.dtype), kvq.parse(options.cache)
-    jax.block_until_ready(model.params)
     begun = time.perf_counter()
     size, run = decoding(model, method, options.tokens, 1, options.steps, options.repeats + 2)
     jax.block_until_ready(run())  # nothing waits for the fill before a step does
