@@ -60,8 +60,7 @@ def _arguments(case, chip: str):
     cache = jax.tree.map(lambda x: shaped(x.dtype, *x.shape), jax.eval_shape(lambda: allocate_cache(layout, BATCH)))
     weights = {name: shaped(jnp.bfloat16, width, config.kv_width) for name in "kv"}
     weights |= {"k_norm": shaped(jnp.bfloat16, dim)} if normed else {}
-    wanted = run.wiring.wanted()
-    constants = {g: {n: shaped(jnp.float32, LAYERS, *s) for n, s in names.items()} for g, names in wanted.items()}
+    constants = jax.tree.map(lambda x: shaped(x.dtype, *x.shape), run.wiring.constants(LAYERS, "bfloat16"))
     new = {name: shaped(jnp.bfloat16, BATCH, length, n) for name, n in run.wiring.sources.items()}
 
     q = shaped(jnp.bfloat16, BATCH, length, heads, dim)

@@ -10,7 +10,7 @@ import numpy as np
 from kvqjax.calibrate.mlp import train_mlp
 from kvqjax.calibrate.moments import Moments, Score, add, gptq, low_rank, refit_bias, ridge, score
 from kvqjax.methods.aqua import AquaLayer, encode_source, predictor_inputs
-from kvqjax.methods.predictors import predict, shapes
+from kvqjax.methods.predictors import DTYPES, predict, shapes
 from kvqjax.weight_codes import pack_nibbles
 
 __all__ = ["MEASURES", "Pair", "Recipe", "cast", "fit_layer", "fit_linear"]
@@ -38,9 +38,8 @@ class Recipe:
 
 
 def cast(constants: dict, dtype) -> dict[str, jax.Array]:
-    """Constants as a model of compute dtype `dtype` holds them; codes stay integers, 4-bit scales bfloat16."""
-    kinds = {"codes": jnp.uint32, "scale": jnp.bfloat16, "low": jnp.bfloat16, "bias": jnp.float32}
-    return {name: jnp.asarray(a, kinds.get(name, dtype)) for name, a in constants.items()}
+    """Constants as a model of compute dtype `dtype` holds them."""
+    return {name: jnp.asarray(a, DTYPES.get(name, dtype)) for name, a in constants.items()}
 
 
 def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tuple[dict, np.ndarray, np.ndarray]:

@@ -68,13 +68,14 @@ def _layer_constants(spec: LayerSpec, params: Params, number: int, config: Model
 
 
 def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict, ...]:
-    """What every run of layers needs, stacked over its layers, float32 on the host; {} for layers that need nothing."""
-    specs = method.layers(config)
-    stacks = []
-    for run in plan(CacheLayout(config=config, method=method, capacity=1, dtype="float32")):
+    """What every run of layers needs, stacked over its layers, on the host and in the dtype that a model of the params'
+    dtype holds it in; {} for layers that need nothing."""
+    specs, dtype, stacks = method.layers(config), str(params["embed"].dtype), []
+    for run in plan(CacheLayout(config=config, method=method, capacity=1, dtype=dtype)):
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
-        stacks.append(jax.tree.map(lambda *arrays: np.stack(arrays), *layers))
+        wanted = run.wiring.constants(run.count, dtype)
+        stacks.append(jax.tree.map(lambda whole, *parts: np.stack(parts).astype(whole.dtype), wanted, *layers))
     return tuple(stacks)
 
 

@@ -37,16 +37,10 @@ class Compiled(NamedTuple):
 
 
 def abstract_model(config: ModelConfig, method: Method, dtype: str = "bfloat16") -> Model:
-    """A model of shapes, its calibrated constants as the method wants them, float32."""
+    """A model of shapes, its calibrated constants as a calibrated model has them."""
     runs = plan(CacheLayout(config=config, method=method, capacity=1, dtype=dtype))
-
-    def constants(run):
-        return {
-            group: {name: jax.ShapeDtypeStruct((run.count, *shape), jnp.float32) for name, shape in names.items()}
-            for group, names in run.wiring.wanted().items()
-        }
-
-    return Model(parameter_shapes(config, dtype), tuple(constants(run) for run in runs), config=config)
+    constants = tuple(run.wiring.constants(run.count, dtype) for run in runs)
+    return Model(parameter_shapes(config, dtype), constants, config=config)
 
 
 def _placed(tree, mesh, specs):

@@ -6,14 +6,13 @@ at a time; `kvqjax.aot` compiles the step and measures it.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.state import CacheLayout, RunPlan, allocate_cache, plan
+from kvqjax.cache.state import CacheLayout, allocate_cache, plan
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import init_params
 from kvqjax.ledger import Ledger, ledger
@@ -75,12 +74,6 @@ def _bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _constant_bytes(runs: tuple[RunPlan, ...]) -> int:
-    """Calibrated constants at 4 bytes a number, the widest that any method keeps them in."""
-    shapes = ((run.count, shape) for run in runs for names in run.wiring.wanted().values() for shape in names.values())
-    return sum(4 * count * math.prod(shape) for count, shape in shapes)
-
-
 def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
     """Bytes of a decode step beside its arguments: float32 logits (drawn from and sorted), the exact tokens of a layer
     as keys and values, one block of the body unpacked and decoded with its scores, and what the method carries."""
@@ -109,7 +102,7 @@ def plan_memory(
     weights = parameter_shapes(config, dtype)
     return Plan(
         weights=_bytes(rules.shares(weights, rules.parameters(weights))),
-        constants=_constant_bytes(plan(layout)),
+        constants=_bytes([run.wiring.constants(run.count, dtype) for run in plan(layout)]),
         cache=_bytes(rules.shares(cache, rules.cache(cache))),
         workspace=_workspace(rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)),
         book=ledger(cache),

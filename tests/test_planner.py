@@ -47,11 +47,12 @@ def test_bytes_are_those_of_the_cache_that_would_be_made():
 
 
 def test_constants_are_counted():
-    """AQUA-KV's linear predictors: keys from W, values from 2 W, a bias each, in every layer but the first."""
+    """AQUA-KV's linear predictors: bfloat16 matrices for keys from W and values from 2 W, and a float32 bias each, in
+    every layer but the first."""
     config = config_of("llama-3.1-8b")
     width, layers = config.kv_width, config.num_layers - 1
     found = plan_memory(config, kvq.parse("aqua"), 4096, 1)
-    assert found.constants == 4 * layers * (3 * width * width + 2 * width)
+    assert found.constants == layers * (2 * 3 * width * width + 4 * 2 * width)
 
 
 def test_largest_is_the_edge():

@@ -160,6 +160,19 @@ def test_constants_from_the_weights_are_those_of_the_artifact(tmp_path, monkeypa
     jax.tree.map(np.testing.assert_array_equal, model.with_artifact(artifact).constants, wanted)
 
 
+def test_maps_are_held_as_the_model_holds_its_weights():
+    """Float32 ones would take twice the bytes, and XLA would round them all ahead of a decode loop."""
+    method, layers = parse("xquant:bits=2,group=32"), GQA.num_layers
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), decoder.init_params(jax.random.key(0), GQA))
+    (found,) = constants(params, GQA, method)
+    for name in ("k", "v"):
+        assert found[name]["down"].shape[0] == layers
+        assert {x.dtype for x in found[name].values()} == {jnp.dtype("bfloat16")}
+        exact = np.asarray(params["layers"][name], np.float64)
+        product = found[name]["down"].astype(np.float64) @ found[name]["up"].astype(np.float64)
+        np.testing.assert_allclose(product, exact, atol=2**-7 * np.linalg.norm(exact, axis=(1, 2)).max())
+
+
 def test_missing_constants_and_sliding_windows_are_refused():
     method = parse("xquant:bits=2,group=32")
     model = make(GQA, method).replace(constants=None)

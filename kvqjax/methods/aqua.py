@@ -21,7 +21,7 @@ from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.config import ModelConfig
 from kvqjax.layout import Field
-from kvqjax.methods.predictors import predict, shapes
+from kvqjax.methods.predictors import DTYPES, predict, shapes
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 
@@ -171,7 +171,9 @@ def _aqua_wiring(layer: AquaLayer, config: ModelConfig, codecs: dict[str, Codec]
         return recon, recon
 
     needs = {source: shape for source in ("k", "v") if (shape := layer.needs(source, width))}
-    return base._replace(encode=encode, decode=decode, carry={"k": width, "v": width}, needs=needs, copy=layer.copy)
+    kinds = {name: DTYPES.get(name, "compute") for names in needs.values() for name in names}
+    carry = {"k": width, "v": width}
+    return base._replace(encode=encode, decode=decode, carry=carry, needs=needs, kinds=kinds, copy=layer.copy)
 
 
 def _backbone(name: str, bits: int, dim: int, group: int | None, seed: int | None) -> CodecSpec:

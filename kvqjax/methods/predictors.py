@@ -18,9 +18,10 @@ from jaxtyping import Array, Float
 
 from kvqjax.weight_codes import WEIGHT_GROUP, unpack_nibbles
 
-__all__ = ["KINDS", "predict", "shapes", "unpack_weight"]
+__all__ = ["DTYPES", "KINDS", "predict", "shapes", "unpack_weight"]
 
 KINDS = ("linear", "int4", "low_rank", "mlp", "none")
+DTYPES = {"codes": "uint32", "scale": "bfloat16", "low": "bfloat16", "bias": "float32"}  # others: the compute dtype
 NORM_EPS = 1e-5
 
 

@@ -18,6 +18,7 @@ what flows from layer to layer for the same tokens (AQUA-KV's reconstructed K an
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -91,6 +92,7 @@ class Wiring(NamedTuple):
     from layer to layer; "none", it is computed anew for every block from the first layer on; "all", it is not needed,
     because every layer stores what it reconstructs. `packed` is set where a body can be attended to without decoding
     it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them.
+    `kinds` names the constants that a model holds other than as float32: their dtype, "compute" being the model's.
     `prepare(constants)` adds to a layer's constants what reading its body wants made of them once.
     `reading` tokens are read at a time where the body's block is smaller and divides them."""
 
@@ -106,6 +108,7 @@ class Wiring(NamedTuple):
     packed: Packed | None = None
     shared: SharedValues | None = None
     copy: str = "layer"
+    kinds: dict[str, str] = {}  # noqa: RUF012 - never written to
     prepare: Callable = dict
     reading: int = 1
 
@@ -113,6 +116,20 @@ class Wiring(NamedTuple):
         """Every calibrated constant of a layer: {group: {name: shape}}, a codec's under its source's name."""
         own = {source: dict(codec.needs) for source, codec in self.codecs.items() if codec.needs}
         return {group: own.get(group, {}) | dict(self.needs.get(group, {})) for group in [*own, *self.needs]}
+
+    def kind(self, name: str, dtype: str) -> jnp.dtype:
+        """The dtype in which a model of compute dtype `dtype` holds the constant `name`."""
+        kind = self.kinds.get(name, "float32")
+        return jnp.dtype(dtype if kind == "compute" else kind)
+
+    def constants(self, count: int, dtype: str) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+        """What `wanted` says as arrays of `count` layers of a model of compute dtype `dtype`."""
+
+        def array(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((count, *shape), self.kind(name, dtype))
+
+        wanted = self.wanted().items()
+        return {group: {name: array(name, shape) for name, shape in names.items()} for group, names in wanted}
 
 
 def _heads(x, config: ModelConfig):

@@ -131,7 +131,8 @@ def latents(config: ModelConfig, codecs: dict[str, Codec], clock: Clock) -> Wiri
         return sources["v"]
 
     shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
-    return _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, shared)
+    wiring = _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, shared)
+    return wiring._replace(kinds=dict.fromkeys(needs, "compute"))  # they stand for weights
 
 
 def quantiser(bits: int, along: str, group: int, scales: str) -> Exact | Uniform:
