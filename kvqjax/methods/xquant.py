@@ -24,6 +24,7 @@ from kvqjax.codecs import Codec, Exact, Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Layer, heads, norm
+from kvqjax.layout import row_major
 from kvqjax.methods.packing import latent_form
 from kvqjax.methods.spec import Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring, shared_until, through_heads
@@ -65,8 +66,9 @@ def attended(
 
 
 def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float[Array, "B n N"]:
-    """x @ matrix in the compute dtype."""
-    return jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype))
+    """x @ matrix in the compute dtype. In row-major order: for what is made of it XLA would rather have its transpose,
+    and turns the matrices of all layers for that."""
+    return row_major(jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype)))
 
 
 def summed_first(width: int, config: ModelConfig, read, up) -> SharedValues:

@@ -1,4 +1,4 @@
-"""No cache array is copied: Llama-3.1-8B's geometry in bfloat16, compiled ahead of time for TPUs and for a GPU."""
+"""No cache array is copied: Llama-3.1-8B and Llama-2-7B in bfloat16, compiled ahead of time for TPUs and for a GPU."""
 
 import re
 
@@ -18,9 +18,9 @@ from kvqjax.sharding import rules_for
 pytestmark = pytest.mark.slow
 
 
-def case(chip: str, spec: str, batch: int, capacity: int):
+def case(chip: str, spec: str, batch: int, capacity: int, model: str = "llama-3.1-8b"):
     """Where everything lies, and what a decode loop takes, as shapes there."""
-    config, method = config_of("llama-3.1-8b"), kvq.parse(spec)
+    config, method = config_of(model), kvq.parse(spec)
     try:
         rules = rules_for(config, method, ALONE, chip_devices(chip))
     except kvq.UserError as error:
@@ -51,6 +51,9 @@ def check(compiled, cache, limit: float) -> None:
         ("v5p", "kvquant:bits=3", 2, 65536, 0.25, "packed_attention_nuq_pre_k3v3"),
         ("v5p", "commvq:bits=1", 2, 65536, 0.25, "packed_attention_commvq_k6v1"),
         ("v6e", "higgs:bits=2", 2, 65536, 0.25, "packed_attention_higgs_k4v4"),
+        ("v6e", "xquant:bits=2", 2, 65536, 0.25, "packed_attention_latents_k2v2"),
+        # The carry: one layer's keys and values, 0.25 GiB
+        ("v6e", "aqua:bits=2", 1, 65536, 0.3, None),
         # XLA for GPUs takes one layer's matrices out of the stack, 0.4 GiB
         ("h100", "kivi:bits=2", 1, 131072, 0.45, None),
         ("h100", "exact", 1, 65536, 0.45, None),
@@ -64,6 +67,12 @@ def test_decode_loop(chip, spec, batch, capacity, limit, kernel):
     check(compiled, state.cache, limit)
     found = set(re.findall(r"packed_attention_\w*k\dv\d", compiled.as_text()))
     assert found == ({kernel} if kernel else set())
+
+
+def test_projections_stay_as_they_are():
+    """XQuant reads a layer's input times W_k and W_v; turned for that, those of all layers would take 2 GiB."""
+    _, (model, state, *rest) = case("v6e", "xquant:bits=2", 1, 65536, "llama-2-7b")
+    check(decode_steps.lower(model, state, *rest).compile(), state.cache, 0.25)
 
 
 def test_chunk():
