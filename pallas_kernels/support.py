@@ -39,10 +39,9 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 # reference there: after RoPE all with head_dim 96, 2 bits with head_dim 64 on v6e and v7x, and in groups of 32
 # head_dim 64 on v7x and 4 and 2 bits on v6e and v7x; before RoPE kivi_star with 4 bits on v5e and v5p, with 3 bits on
 # v5p, in groups of 32 with 2 bits on v7x and with 4 bits everywhere; kvquant with 4 bits on v5e and v5p, with 3 bits
-# or outliers on v7x. Outlier slots may be up to 12. XQuant: latents of the sizes in `dispatch`; 3 bits spill on
-# v6e, QK-norm on v5e and v5p, 8 query rows on v6e and v7x. HIGGS: shapes in `dispatch`, pairs of channels, keys before
-# RoPE, no random signs, all heads sharing a scale; spills on v5e and v5p, whose vector units have no bfloat16, and
-# with 3 bits on v7x. CommVQ: the shapes in `dispatch`, 64 levels; 8 query rows spill.
+# or outliers on v7x. Outlier slots may be up to 12. XQuant: latents of the sizes in `dispatch`. HIGGS: shapes in
+# `dispatch`, pairs of channels, keys before RoPE, no random signs, all heads sharing a scale. CommVQ: the shapes in
+# `dispatch`, 64 levels; 8 query rows spill.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row(*TPUS, compiled=("sm90",)),
@@ -73,16 +72,16 @@ ROWS = {
     "commvq 1 bit, head_dim 64": _row(*TPUS),
     "commvq 2 bits, head_dim 64": _row(*TPUS),
     "commvq": _row(),
-    "higgs 2 bits": _row("v6e", "v7x"),
-    "higgs 3 bits": _row("v6e"),
-    "higgs 4 bits": _row("v6e", "v7x"),
-    "higgs 2 bits, head_dim 64": _row("v6e", "v7x"),
+    "higgs 2 bits": _row(*TPUS),
+    "higgs 3 bits": _row(*TPUS),
+    "higgs 4 bits": _row(*TPUS),
+    "higgs 2 bits, head_dim 64": _row(*TPUS),
     "higgs": _row(),
     "aqua": _row(),
     "xquant 2 bits": _row(*TPUS),
-    "xquant 3 bits": _row("v5e", "v5p", "v7x"),
+    "xquant 3 bits": _row(*TPUS),
     "xquant 4 bits": _row(*TPUS),
-    "xquant 4 bits, QK-norm": _row("v6e", "v7x"),
+    "xquant 4 bits, QK-norm": _row(*TPUS),
     "xquant 4 bits, head_dim 64": _row(*TPUS),
     "xquant": _row(),
     "xquant_cl": _row(),
