@@ -15,12 +15,13 @@ GATHER = re.compile(r" = \w+\[([\d,]*)\]\S* gather\(.*slice_sizes=\{([\d,]*)\}")
 
 class Computation(NamedTuple):
     """One computation of a compiled program: estimated cycles of its instructions, the loops in it with their trips,
-    the computations its instructions call, rows its gathers fetch."""
+    the computations its instructions call, rows its gathers fetch; and of the cycles those of matrix fusions."""
 
     cycles: list[int]
     loops: list[tuple[str, int]]
     calls: list[str]
     rows: int
+    products: list[int]
 
 
 def _trips(condition: str) -> int:
@@ -31,6 +32,11 @@ def _trips(condition: str) -> int:
 
 def _size(dimensions: str) -> int:
     return math.prod(int(n) for n in dimensions.split(",") if n)
+
+
+def _estimates(before: str, part: str) -> list[int]:
+    """The estimated cycles of instructions that have `before`, a pattern, before them."""
+    return [int(n) for n in re.findall(before + r'"estimated_cycles":"(\d+)"', part) if int(n) < NONE]
 
 
 def computations(text: str) -> dict[str, Computation]:
@@ -44,10 +50,11 @@ def computations(text: str) -> dict[str, Computation]:
     for name, part in parts.items():
         loops = re.findall(r"\bwhile\(.*condition=%?([^,\s]+), body=%?([^,\s]+)", part)
         found[name] = Computation(
-            [int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', part) if int(n) < NONE],
+            _estimates("", part),
             [(body, _trips(parts[condition])) for condition, body in loops],
             re.findall(r"calls=%?([^,\s]+)", part),
             sum(_size(shape) // _size(slices) for shape, slices in GATHER.findall(part)),
+            _estimates("kind=kOutput.*", part),
         )
     return found
 
@@ -71,13 +78,25 @@ def total(compiled) -> int:
     return _summed(computations(text), re.findall(r"\nENTRY %?([^ ]+) ", text)[0], _cycles)
 
 
+def _largest(found: dict[str, Computation]) -> str:
+    """The loop body with most cycles, which is what reads a block of a cache."""
+    return max((body for part in found.values() for body, _ in part.loops), key=lambda n: _summed(found, n, _cycles))
+
+
 def largest_body(compiled) -> tuple[list[int], int]:
-    """Of the loop body with most cycles, which is what reads a block of a cache: estimated cycles of its instructions
-    and of the loops in it, and the rows that are gathered there."""
+    """Of the loop body with most cycles: estimated cycles of its instructions and of the loops in it, and the rows that
+    are gathered there."""
     found = computations(compiled.as_text())
-    body = max((body for part in found.values() for body, _ in part.loops), key=lambda n: _summed(found, n, _cycles))
+    body = _largest(found)
     loops = [trips * _summed(found, inner, _cycles) for inner, trips in found[body].loops]
     return found[body].cycles + loops, _summed(found, body, lambda part: part.rows, calls=True)
+
+
+def largest_product(compiled) -> int:
+    """Estimated cycles of the largest matrix fusion of the loop body with most cycles, whatever else is in it; 0 where
+    there is none."""
+    found = computations(compiled.as_text())
+    return max(found[_largest(found)].products, default=0)
 
 
 def by_blocks(run, kv_heads: int):

@@ -5,8 +5,9 @@ their schedules, beside XLA's program for the same attention: compile-time estim
 
 Needs libtpu, no TPU. For every chip and case: bundles of the kernel per 512 tokens (loops times their trips, branches
 in full, at the tile it uses), vector spills, temporary bytes; and for the blockwise path without a kernel, `xla`: the
-sum of XLA's own estimated cycles over the loop body that reads 512 tokens, of which `product` is the largest fusion,
-the product that makes XQuant's keys. `--write` renews benchmarks/records/latent_bundles.json for what was compiled.
+sum of XLA's own estimated cycles over the loop body that reads 512 tokens, of which `product` is the largest matrix
+fusion, the product that makes XQuant's keys. `--write` renews benchmarks/records/latent_bundles.json for what was
+compiled.
 """
 
 import dataclasses
@@ -25,10 +26,14 @@ MODELS = {
     "8b": (4096, 32, 8, 128, False, 1),  # Llama-3.1-8B and Mistral-7B
     "8b-norm": (4096, 32, 8, 128, True, 1),  # Qwen3-8B
     "8b-draft": (4096, 32, 8, 128, False, 2),
+    "8b-norm-draft": (4096, 32, 8, 128, True, 2),
     "1b": (2048, 32, 8, 64, False, 1),  # Llama-3.2-1B
+    "1b-draft": (2048, 32, 8, 64, False, 2),
 }
 CASES = {
-    f"{name}-{bits}": (name, f"xquant:bits={bits}") for name in MODELS for bits in ((2, 3, 4) if name == "8b" else (4,))
+    f"{name}-{bits}": (name, f"xquant:bits={bits}")
+    for name in MODELS
+    for bits in ((2, 3, 4) if name in ("8b", "8b-draft") else (4,))
 }
 CASES |= {f"higgs-8b-{bits}": ("8b", f"higgs:bits={bits}") for bits in (2, 3, 4)}
 CASES |= {
@@ -107,12 +112,13 @@ def kernel(case, chip: str, folder: Path) -> dict:
 
 def xla(case, chip: str) -> dict:
     """XLA's estimated cycles for 512 tokens of the path without a kernel, and those of the product alone."""
-    from estimated_cycles import by_blocks, largest_body
+    from estimated_cycles import by_blocks, largest_body, largest_product
 
     run, (q, cache, *more) = _arguments(case, chip)
     attend = by_blocks(run, run.wiring.packed.spec.kv_heads)
-    cycles, _ = largest_body(_compiled(attend, (q, cache.runs[0], *more)))
-    return {"xla": round(sum(cycles) * 512 / run.reading), "product": round(max(cycles) * 512 / run.reading)}
+    compiled = _compiled(attend, (q, cache.runs[0], *more))
+    found = {"xla": sum(largest_body(compiled)[0]), "product": largest_product(compiled)}
+    return {name: round(cycles * 512 / run.reading) for name, cycles in found.items()}
 
 
 def measure(chip: str, name: str, folder: Path, *, kernel_only: bool) -> dict:

@@ -83,7 +83,7 @@ def _commvq_row(spec: CommVQSpec) -> str:
 
 FORMS = {
     PackedSpec: Form("", lambda spec: spec.row, _packed_rows),
-    LatentSpec: Form("_latents", _latent_row, lambda _: MOST_ROWS // 2),
+    LatentSpec: Form("_latents", _latent_row, lambda _: MOST_ROWS),
     HiggsSpec: Form("_higgs", _higgs_row, lambda spec: MOST_ROWS // (1 if _higgs_row(spec) == "higgs 2 bits" else 2)),
     CommVQSpec: Form("_commvq", _commvq_row, lambda _: MOST_ROWS // 2),
 }

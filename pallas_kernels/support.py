@@ -34,10 +34,8 @@ def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = 
 
 # Groups of 128 tokens and of as many channels as a head has unless they are said to be of 32 of each, head_dim 128
 # unless said otherwise; two widths are those of keys and of values. Query rows are those that `dispatch` puts into a
-# call; outlier slots may be up to 12. What compiles but spills on a chip is left to the reference there. XQuant:
-# latents of the sizes in `dispatch`; 3 bits spill on v6e, QK-norm on v5e and v5p. HIGGS: shapes in `dispatch`, pairs of
-# channels, keys before RoPE, no random signs, all heads sharing a scale; spills on v5e and v5p, whose vector units have
-# no bfloat16, and with 3 bits on v7x. CommVQ: the shapes in `dispatch`, 64 levels.
+# call; outlier slots may be up to 12. XQuant: latents of the sizes in `dispatch`. HIGGS: shapes in `dispatch`, pairs of
+# channels, keys before RoPE, no random signs, all heads sharing a scale. CommVQ: the shapes in `dispatch`, 64 levels.
 ROWS = {
     "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
     "kivi 3 bits": _row(*TPUS, compiled=("sm90",)),
@@ -78,16 +76,16 @@ ROWS = {
     "commvq 1 bit, head_dim 64": _row(*TPUS),
     "commvq 2 bits, head_dim 64": _row(*TPUS),
     "commvq": _row(),
-    "higgs 2 bits": _row("v6e", "v7x"),
-    "higgs 3 bits": _row("v6e"),
-    "higgs 4 bits": _row("v6e", "v7x"),
-    "higgs 2 bits, head_dim 64": _row("v6e", "v7x"),
+    "higgs 2 bits": _row(*TPUS),
+    "higgs 3 bits": _row(*TPUS),
+    "higgs 4 bits": _row(*TPUS),
+    "higgs 2 bits, head_dim 64": _row(*TPUS),
     "higgs": _row(),
     "aqua": _row(),
     "xquant 2 bits": _row(*TPUS),
-    "xquant 3 bits": _row("v5e", "v5p", "v7x"),
+    "xquant 3 bits": _row(*TPUS),
     "xquant 4 bits": _row(*TPUS),
-    "xquant 4 bits, QK-norm": _row("v6e", "v7x"),
+    "xquant 4 bits, QK-norm": _row(*TPUS),
     "xquant 4 bits, head_dim 64": _row(*TPUS),
     "xquant": _row(),
     "xquant_cl": _row(),

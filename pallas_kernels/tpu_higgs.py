@@ -26,7 +26,7 @@ from kvqjax.attention import Partial
 from kvqjax.layout import to_bits
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.tpu_higgs_kernel import kernel
-from kvqjax.pallas_kernels.tpu_higgs_plan import CHUNK, HiggsPlan, plan_higgs
+from kvqjax.pallas_kernels.tpu_higgs_plan import HiggsPlan, plan_higgs
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, VMEM_BYTES
 from kvqjax.pallas_kernels.tpu_rope import angles, swapped
 from kvqjax.pallas_kernels.tpu_rows import body_specs, row_bounds, tile_ends
@@ -93,15 +93,16 @@ def _rates(plan: HiggsPlan) -> np.ndarray:
 
 def _rope_inputs(body: HiggsBody, plan: HiggsPlan) -> tuple:
     """Cosine and sine of every chunk's first position, [tiles, chunks * 4, 128]; of every offset in a chunk, cos | sin,
-    [2 * CHUNK, 2 * 128]."""
+    [2C, 2 * 128]."""
     positions, rates = body.positions, _rates(plan)
-    each = plan.slots // len(positions) // CHUNK
-    first = (positions[:, None] + jnp.arange(each)[None] * CHUNK).reshape(-1)
-    first = jnp.pad(first, (0, plan.tiles * (plan.tile // CHUNK) - first.size))  # the last tile may reach beyond
+    each = plan.slots // len(positions) // plan.chunk
+    first = (positions[:, None] + jnp.arange(each)[None] * plan.chunk).reshape(-1)
+    first = jnp.pad(first, (0, plan.tiles * (plan.tile // plan.chunk) - first.size))  # the last tile may reach beyond
     turn = angles(first, rates)
     turns = jnp.stack([jnp.cos(turn), jnp.sin(turn)], 1) * plan.spec.rope.factor
-    turn = np.arange(CHUNK)[:, None] * rates[None]
-    table = jnp.asarray(np.concatenate([f(turn).reshape(2 * CHUNK, LANES) for f in (np.cos, np.sin)], 1), jnp.float32)
+    turn = np.arange(plan.chunk)[:, None] * rates[None]
+    tables = [f(turn).reshape(2 * plan.chunk, LANES) for f in (np.cos, np.sin)]
+    table = jnp.asarray(np.concatenate(tables, 1), jnp.float32)
     table = table if plan.wide else _halves(table[0::2], table[1::2])
     return turns.reshape(plan.tiles, -1, LANES), table
 
@@ -155,10 +156,10 @@ def _scratch(plan: HiggsPlan) -> dict:
     sizes |= dict.fromkeys(("key_scales", "value_scales"), (plan.spec.groups, 2 * plan.tile))
     sizes |= {"scores": (plan.rows, 2 * plan.tile)}
     memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
-    memory |= {"weights": pltpu.VMEM((2 * plan.rows, 2 * CHUNK), jnp.bfloat16)}
-    memory |= {"words": pltpu.VMEM((2, CHUNK, plan.value_columns * LANES), jnp.uint32)}
-    memory |= {"keys": pltpu.VMEM((2 * CHUNK, LANES), jnp.float32 if plan.wide else jnp.bfloat16)}
-    return memory | {"products": pltpu.VMEM((2 * plan.rows, 2 * CHUNK), jnp.float32)}
+    memory |= {"weights": pltpu.VMEM((2 * plan.rows, 2 * plan.chunk), jnp.bfloat16)}
+    memory |= {"words": pltpu.VMEM((2, plan.chunk, plan.value_columns * LANES), jnp.uint32)}
+    memory |= {"keys": pltpu.VMEM((2 * plan.chunk, LANES), jnp.float32 if plan.wide else jnp.bfloat16)}
+    return memory | {"products": pltpu.VMEM((2 * plan.rows, 2 * plan.chunk), jnp.float32)}
 
 
 def _specs(plan: HiggsPlan, inputs: Inputs, body: HiggsStored, tile):

@@ -17,7 +17,7 @@ from kvqjax.layout import from_bits
 from kvqjax.pallas_kernels.higgs import HiggsStored
 from kvqjax.pallas_kernels.tpu_columns import dot, quotient, within
 from kvqjax.pallas_kernels.tpu_higgs_lookup import by_steps, some
-from kvqjax.pallas_kernels.tpu_higgs_plan import CHUNK
+from kvqjax.pallas_kernels.tpu_higgs_plan import SPREAD
 from kvqjax.pallas_kernels.tpu_latents_tile import each
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_softmax import over_tiles
@@ -71,14 +71,20 @@ def _both(x):
 
 def _spread_scales(refs: Refs, plan, tile):
     """This tile's scales on both lanes of every token."""
-    groups = plan.spec.groups
-    both = from_bits(jnp.concatenate([refs.body.key_scale[0, 0], refs.body.value_scale[0, 0]]), plan.spec.scales)
-    if plan.slots % plan.tile:
-        both = within(both, tile * plan.tile, plan.slots, 1)
-    for first in range(0, plan.tile, LANES):
-        wide = dot(both[:, first : first + LANES], refs.onehot[...], 0)
-        refs.key_scales[:, 2 * first : 2 * (first + LANES)] = wide[:groups]
-        refs.value_scales[:, 2 * first : 2 * (first + LANES)] = wide[groups:]
+    groups, body = plan.spec.groups, refs.body
+
+    def spread(piece):
+        stored = (x[0, 0, :, some(piece, SPREAD)] for x in (body.key_scale, body.value_scale))
+        both = from_bits(jnp.concatenate(list(stored)), plan.spec.scales)
+        if plan.slots % plan.tile:
+            both = within(both, tile * plan.tile + piece * SPREAD, plan.slots, 1)
+        for first in range(0, SPREAD, LANES):
+            wide = dot(both[:, first : first + LANES], refs.onehot[...], 0)
+            lanes = some(piece * (SPREAD // LANES) + first // LANES, 2 * LANES)
+            refs.key_scales[:, lanes] = wide[:groups]
+            refs.value_scales[:, lanes] = wide[groups:]
+
+    each(plan.tile // SPREAD, spread)
 
 
 def _own_rows(scales, plan):
@@ -121,7 +127,7 @@ def _meet(refs: Refs, plan, chunk, part, words):
     if plan.staged:
         numbers = pltpu.bitcast(words[:, :LANES], jnp.bfloat16)
         refs.keys[...] = dot(numbers, refs.within[...], 0).astype(refs.keys.dtype)
-    for token in range(0, CHUNK, plan.piece // 2):
+    for token in range(0, plan.chunk, plan.piece // 2):
         tokens, rows = slice(token, token + plan.piece // 2), slice(2 * token, 2 * token + plan.piece)
         cells = refs.table[rows] if plan.wide else pltpu.bitcast(refs.table[tokens], jnp.bfloat16)
         if plan.staged:
@@ -136,19 +142,19 @@ def _write_scores(refs: Refs, plan, tile, chunk):
     """Scale and mask the chunk's scores."""
 
     def write(piece):
-        lanes = pl.ds(pl.multiple_of(chunk * (2 * CHUNK) + piece * LANES, LANES), LANES)
+        lanes = pl.ds(pl.multiple_of(chunk * (2 * plan.chunk) + piece * LANES, LANES), LANES)
         scores = _paired(refs.products[:, some(piece, LANES)], plan) * _own_rows(refs.key_scales[:, lanes], plan)
         token = quotient(jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1), 2) + tile * plan.tile
-        token = token + chunk * CHUNK + piece * (LANES // 2)
+        token = token + chunk * plan.chunk + piece * (LANES // 2)
         seen = (token >= refs.bounds[0, :, 0:1]) & (token < refs.bounds[0, :, 1:2])
         scores = jnp.where(seen, scores, NEVER)
         refs.scores[:, lanes] = scores
         refs.top[...] = jnp.maximum(refs.top[...], scores)
 
     if plan.staged:
-        each(2 * CHUNK // LANES, write)
+        each(2 * plan.chunk // LANES, write)
     else:
-        for piece in range(2 * CHUNK // LANES):
+        for piece in range(2 * plan.chunk // LANES):
             write(piece)
 
 
@@ -175,8 +181,8 @@ def _raise_peak(refs: Refs, plan):
 def _weigh(refs: Refs, plan, chunk):
     """Scores of a chunk to weights of its values."""
     total, odd = jnp.zeros((plan.rows, LANES)), _odd(LANES)
-    for first in range(0, 2 * CHUNK, LANES):
-        lanes = pl.ds(pl.multiple_of(chunk * (2 * CHUNK) + first, LANES), LANES)
+    for first in range(0, 2 * plan.chunk, LANES):
+        lanes = pl.ds(pl.multiple_of(chunk * (2 * plan.chunk) + first, LANES), LANES)
         weights = jnp.exp2(refs.scores[:, lanes] - refs.peak[...])
         total = total + weights
         scaled = weights * _own_rows(refs.value_scales[:, lanes], plan)

@@ -9,14 +9,11 @@ from jax.experimental import pallas as pl
 
 from kvqjax.layout import PLANE, split_bits
 from kvqjax.pallas_kernels.tpu_columns import quotient
-from kvqjax.pallas_kernels.tpu_higgs_plan import CHUNK
 from kvqjax.pallas_kernels.tpu_latents_tile import each
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_signposts import gathered
 
 __all__ = ["by_steps", "some"]
-
-PLANES = CHUNK // PLANE
 
 
 def some(first, count: int):
@@ -24,22 +21,23 @@ def some(first, count: int):
     return pl.ds(pl.multiple_of(first * count, count), count)
 
 
-def _planes(ref, part: int, lanes, chunk):
-    """The fields of `part` bits of a chunk's planes of 32 tokens, [32, 128] each, as words with more bits above."""
-    blocks, planes = max(1, PLANES * part // 32), 32 // part  # of words that a chunk reaches, planes in a block
-    first = quotient(chunk * part * PLANES, 32) * PLANE
-    place = jax.lax.rem(chunk, jnp.int32(max(1, planes // PLANES))) * (PLANES * part)  # where a block has more
+def _planes(ref, part: int, count: int, lanes, chunk):
+    """The fields of `part` bits of a chunk's `count` planes of 32 tokens, [32, 128] each, as words with more bits
+    above."""
+    blocks, planes = max(1, count * part // 32), 32 // part  # of words that a chunk reaches, planes in a block
+    first = quotient(chunk * part * count, 32) * PLANE
+    place = jax.lax.rem(chunk, jnp.int32(max(1, planes // count))) * (count * part)  # where a block has more
     for block in range(blocks):
         words = ref[0, 0, pl.ds(pl.multiple_of(first + block * PLANE, PLANE), PLANE), lanes]
-        words = words >> place.astype(jnp.uint32) if planes > PLANES else words
-        for plane in range(min(planes, PLANES)):
+        words = words >> place.astype(jnp.uint32) if planes > count else words
+        for plane in range(min(planes, count)):
             yield words >> jnp.uint32(plane * part) if plane else words
 
 
-def _numbers(words, table, bits: int, lanes, chunk):
-    """The words that the codes of a chunk of tokens name, on 128 lanes: [C, 128] uint32."""
+def _numbers(words, table, bits: int, count: int, lanes, chunk):
+    """The words that the codes of a chunk of `count` planes name, on 128 lanes: [C, 128] uint32."""
     parts = split_bits(bits)
-    sets, found = [_planes(ref, part, lanes, chunk) for ref, part in zip(words, parts, strict=True)], []
+    sets, found = [_planes(ref, part, count, lanes, chunk) for ref, part in zip(words, parts, strict=True)], []
     for fields in zip(*sets, strict=True):
         pieces, low = [], 0
         for field, part in zip(fields, parts, strict=True):
@@ -55,12 +53,12 @@ def by_steps(numbers, plan, codes, table, bits: int, beside: int, begin, use, en
     of `numbers` that hold theirs, and `end(chunk)`. They were looked up one step before: that takes the units that
     permute lanes, the rest the matrix and vector units."""
     steps = plan.parts // beside
-    last = plan.tile // CHUNK * steps - 1
+    last = plan.tile // plan.chunk * steps - 1
 
     def look_up(number):
         chunk, first = quotient(number, steps), jax.lax.rem(number, jnp.int32(steps)) * beside
         for i in range(beside):
-            words = _numbers(codes, table, bits, some(first + i, LANES), chunk)
+            words = _numbers(codes, table, bits, plan.chunk // PLANE, some(first + i, LANES), chunk)
             numbers[jax.lax.rem(number, jnp.int32(2)), :, i * LANES : (i + 1) * LANES] = words
 
     def step(chunk, turn):
@@ -77,4 +75,4 @@ def by_steps(numbers, plan, codes, table, bits: int, beside: int, begin, use, en
         end(chunk)
 
     look_up(jnp.int32(0))
-    each(plan.tile // CHUNK, visit)
+    each(plan.tile // plan.chunk, visit)

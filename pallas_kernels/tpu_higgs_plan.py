@@ -18,22 +18,25 @@ from kvqjax.layout import split_bits
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.tpu_plan import LANES
 
-__all__ = ["CHUNK", "TILE", "HiggsPlan", "plan_higgs"]
+__all__ = ["SPREAD", "TILE", "HiggsPlan", "plan_higgs"]
 
 TILE = 1024
 VALUES = 4
-CHUNK = 256  # tokens that are looked up together: they have a first position of their own
+SPREAD = 256  # tokens whose scales are spread at a time
+WIDE = "v5e", "v5p"  # their vector units have no bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
 class HiggsPlan:
     """Static choices of one call: `used` query rows, T*G for each KV head; tokens per tile. Rows of numbers are the two
-    channels of a pair in turn, so that a token has two, and two lanes of the scores."""
+    channels of a pair in turn, so that a token has two, and two lanes of the scores. The tokens of a `chunk` are looked
+    up together, and have a first position of their own."""
 
     spec: HiggsSpec
     slots: int
     used: int
     tile: int
+    chunk: int
 
     @property
     def rows(self) -> int:
@@ -67,8 +70,8 @@ class HiggsPlan:
     @property
     def staged(self) -> bool:
         """Whether transformed keys go through memory, and scores are written in a loop: slower, but with fewer
-        registers, of which float32, many query rows and wide codes want many."""
-        return self.wide or self.rows > 32 or self.spec.key_bits > 4
+        registers, of which many query rows and wide codes want many; float32 has smaller chunks."""
+        return self.rows > 32 or (self.spec.key_bits > 4 and not self.wide)
 
     @property
     def piece(self) -> int:
@@ -87,8 +90,8 @@ class HiggsPlan:
 
     @property
     def wide(self) -> bool:
-        """Whether keys are turned as float32: these chips' vector units have no bfloat16."""
-        return self.spec.target in ("v5e", "v5p")
+        """Whether keys are turned as float32."""
+        return self.spec.target in WIDE
 
     @property
     def within(self) -> np.ndarray:
@@ -110,7 +113,10 @@ def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: i
     if spec.width % (2 * LANES) or not 2 * 8 <= dim <= 2 * LANES or max(spec.key_bits, spec.value_bits) > 8:
         raise ValueError(f"{spec}: want channels in {2 * LANES}s, heads of up to as many, codes of up to 8 bits")
     tile = min(tile or TILE, slots)
-    unit = max(CHUNK, *(1024 // part for bits in (spec.key_bits, spec.value_bits) for part in split_bits(bits)))
-    if tile % unit or stretch % CHUNK:
-        raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {unit} and of {CHUNK}")
-    return HiggsPlan(spec, slots, spec.kv_heads * per_head, tile)
+    chunk = 2 * LANES
+    if spec.target in WIDE:  # float32 wants twice the registers
+        chunk = LANES if spec.kv_heads * per_head <= 32 else LANES // 2
+    unit = max(SPREAD, *(1024 // part for bits in (spec.key_bits, spec.value_bits) for part in split_bits(bits)))
+    if tile % unit or stretch % chunk:
+        raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {unit} and of {chunk}")
+    return HiggsPlan(spec, slots, spec.kv_heads * per_head, tile, chunk)

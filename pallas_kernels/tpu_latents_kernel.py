@@ -27,6 +27,8 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
         prepare(refs, plan, tile)
         each(plan.groups, lambda group: _score_group(refs, plan, group))
         soften(refs)
+        if plan.apart:
+            each(plan.parts.lane_groups, lambda part: _sum_minima(refs, plan, part))
         each(plan.parts.lane_groups, lambda part: _sum_latents(refs, plan, part))
 
     over_tiles(refs, ends, work)
@@ -88,20 +90,40 @@ def _score(refs: Refs, plan, group, number, top):
     return jnp.maximum(top, lane_wise(jnp.maximum, scores))
 
 
-def _sum_latents(refs: Refs, plan, part):
-    """Add 128 channels of the tile's value latents, weighted, to the running means."""
-    parts = plan.parts
-    place = place_of(part, parts)
+def _own_rows(ref, parts, part, begin: int):
+    """Value scales or minima of 128 channels for the tokens of the column from `begin` on, on all query rows."""
     row = jax.lax.div(part * LANES, jnp.int32(parts.spec.value_group))
+    own = load_row(ref, row, parts.value_rows, begin // LANES, parts.column)
+    return jnp.concatenate([own] * (parts.rows // 8))
+
+
+def _minima(refs: Refs, parts, part, begin: int):
+    """What the minima of 128 channels add up to over a column of tokens, weighted: [P*M, 128]."""
+    weights = refs.scores[:, begin : begin + parts.column]
+    return lane_wise(jnp.add, weights * _own_rows(refs.lows, parts, part, begin))
+
+
+def _sum_minima(refs: Refs, plan, part):
+    """Add the minima of 128 channels of the tile's value latents, weighted, to the running means."""
+    parts, lanes = plan.parts, place_of(part, plan.parts).lanes
+    lows = jnp.zeros((parts.rows, LANES))
+    for begin in range(0, parts.tile, parts.column):
+        lows = lows + _minima(refs, parts, part, begin)
+    refs.out[0, :, lanes] = refs.out[0, :, lanes] * refs.top[...] + lows.sum(-1, keepdims=True)
+
+
+def _sum_latents(refs: Refs, plan, part):
+    """Add 128 channels of the tile's value latents, weighted, to the running means: all of them, or without the
+    minima where those are summed apart."""
+    parts, place = plan.parts, place_of(part, plan.parts)
     lows, product = jnp.zeros((parts.rows, LANES)), jnp.zeros((parts.rows, LANES))
     for index in range(parts.tile // parts.block):
         codes = columns(refs.body.value_codes, None, parts.spec.value_bits, place, index, parts, parts.mixed)
         for i, column in enumerate(codes):
             begin = index * parts.block + i * parts.column
-            weights = refs.scores[:, begin : begin + parts.column]
-            own = (load_row(x, row, parts.value_rows, begin // LANES, parts.column) for x in (refs.scales, refs.lows))
-            scale, low = (jnp.concatenate([x] * (parts.rows // 8)) for x in own)
-            lows = lows + lane_wise(jnp.add, weights * low)
-            product = product + dot((weights * scale).astype(jnp.bfloat16), column, 0)
-    decay = refs.top[...]
-    refs.out[0, :, place.lanes] = refs.out[0, :, place.lanes] * decay + product + lows.sum(-1, keepdims=True)
+            weights = refs.scores[:, begin : begin + parts.column] * _own_rows(refs.scales, parts, part, begin)
+            lows = lows if plan.apart else lows + _minima(refs, parts, part, begin)
+            product = product + dot(weights.astype(jnp.bfloat16), column, 0)
+    before = refs.out[0, :, place.lanes]
+    before = before if plan.apart else before * refs.top[...] + lows.sum(-1, keepdims=True)
+    refs.out[0, :, place.lanes] = before + product

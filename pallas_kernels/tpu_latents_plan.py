@@ -49,6 +49,12 @@ class LatentPlan:
         return self.lanes // 2
 
     @property
+    def apart(self) -> bool:
+        """Whether the minima of values are summed in a loop of their own: slower, but with fewer registers, of which
+        many query rows want many, and so do two plane sets on a v6e."""
+        return self.parts.rows > 32 or (self.spec.target == "v6e" and self.spec.stored.value_bits == 3)
+
+    @property
     def pattern(self) -> np.ndarray:
         """Key group of each of the 8 rows that repeat themselves in every unpacked chunk of a tile: [chunks * 8]."""
         return self.parts.tile_order.reshape(-1, 32 * self.parts.ways)[:, :8].reshape(-1) // self.parts.spec.key_group
@@ -76,4 +82,5 @@ def plan_latents(
     columns, stretch = LANES if spec.target in ("v5e", "v5p") else 2 * LANES, min(stretch, tile)
     if tile % parts.block or tile % stretch or stretch % parts.block:
         raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}")
-    return LatentPlan(parts, spec, heads, used, min(tile, 512), columns, min(stretch, 512), stretch)
+    some = LANES if spec.epsilon and columns == LANES else 512  # the norm wants its keys twice
+    return LatentPlan(parts, spec, heads, used, min(tile, 512), columns, min(stretch, some), stretch)
