@@ -85,8 +85,9 @@ def _attend_interleaved(refs: Refs, plan):
 
     def step(number, peak):
         before, place = place_of(number, plan), place_of(number + 1, plan)
-        summing = _sum(refs, plan, before, peak, blocks, _no_sums(plan))
-        scoring = _score(refs, plan, place, blocks, _no_top(plan))
+        sums, top = _no_sums(plan), _no_top(plan)
+        summing = _sum(refs, plan, before, peak, blocks, sums)
+        scoring = _score(refs, plan, place, blocks, top)
         # 512 tokens in turn, so that every matrix unit gets products of keys and of values; less where registers are
         # short.
         count = plan.stretch // plan.column
