@@ -27,7 +27,7 @@ __all__ = ["packed_attention", "path"]
 
 Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
 # Query rows of a KV head that kernels were compiled for without spills; more are several calls, up to so many.
-MOST_ROWS, MOST_CALLS = 8, 4
+MOST_ROWS, MOST_CALLS = 8, 8
 # Bits of KIVI's keys and values in groups of 128, head_dim 128, at which twice as many do not spill.
 MANY_ROWS = {"v5e": (2, 4, 8), "v5p": (2, 4, 8), "v6e": (4, 8), "v7x": (4, 8)}
 SHARED = {96: 2}  # where several heads share their lanes: so many each

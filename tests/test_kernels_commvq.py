@@ -161,7 +161,7 @@ def test_dispatch_takes_what_was_compiled():
     assert path("commvq:bits=1,rounds=7") == path("commvq:bits=1,levels=16") == "reference"
     assert path("commvq:bits=1", target="cpu") == path("commvq:bits=1", target="sm90") == "reference"
     assert path("commvq:bits=1", group=16) == "tpu"  # four calls of four rows
-    assert path("commvq:bits=1", group=17) == "reference"
+    assert path("commvq:bits=1", group=33) == "reference"
     assert path("commvq:bits=1,group=32") is None
 
 

@@ -130,7 +130,7 @@ def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
     assert dispatch.path(case.spec, 8, case.slots) == "reference"
     monkeypatch.setitem(support.ROWS["kivi 2 bits"], "sm90", "correct")
     assert dispatch.path(case.spec, 8, case.slots) == "gpu"
-    assert dispatch.path(case.spec, 33, case.slots) == "reference"
+    assert dispatch.path(case.spec, 65, case.slots) == "reference"
     q, body, key, value, start, stop = inputs(case)
     call = jax.jit(lambda *args: dispatch.packed_attention(*args, case.spec))
     arguments = q, body, jnp.int32(1), start, stop

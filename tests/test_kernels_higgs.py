@@ -141,10 +141,10 @@ def test_dispatch_takes_what_was_compiled():
     assert path("higgs:bits=2") == path("higgs:bits=3") == path("higgs:bits=4", target="v7x") == "tpu"
     assert path("higgs:bits=2,sinks=0,window=64") == path("higgs:bits=2", group=8) == "tpu"
     assert path("higgs:bits=2", target="v5e") == path("higgs:bits=4", target="v5p") == "tpu"
-    assert path("higgs:bits=4", group=17) == "reference"
+    assert path("higgs:bits=4", group=33) == "reference"
     assert path("higgs:bits=2", target="cpu") == path("higgs:bits=2", target="sm90") == "reference"
     assert path("higgs:bits=4", group=16) == "tpu"  # four calls of four rows
-    assert path("higgs:bits=2", group=33) == path("higgs:bits=2,group=head") == "reference"
+    assert path("higgs:bits=2", group=65) == path("higgs:bits=2,group=head") == "reference"
     assert path("higgs:bits=2,value_bits=4") == path("higgs:bits=2,scales=float32") == "reference"
     for other in ("rope=post", "seed=1", "dim=4", "centre=mean", "group=64"):
         assert path(f"higgs:bits=2,{other}") is None, other

@@ -145,7 +145,7 @@ def test_dispatch_takes_what_was_compiled():
     assert path("xquant:bits=8") == path("xquant:bits=2,group=64") == "reference"
     assert path("xquant:bits=2", target="cpu") == path("xquant:bits=2", target="sm90") == "reference"
     assert path("xquant:bits=2", group=32) == "tpu"  # four calls of eight rows
-    assert path("xquant:bits=2", group=33) == "reference"
+    assert path("xquant:bits=2", group=65) == "reference"
     assert path("xquant:bits=4,value_bits=2") == "reference"
     assert path("xquant:bits=2,outliers=1") is path("xquant:bits=16") is None
 

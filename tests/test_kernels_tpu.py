@@ -102,8 +102,9 @@ def test_dispatch_guards_by_platform():
         dispatch.packed_attention(q, body, 1, start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q
     )
     assert dispatch.path(case.spec, 4, case.slots) == "tpu"
-    assert dispatch.path(case.spec, 16, case.slots, length=4) == "tpu"
-    assert dispatch.path(case.spec, 16, case.slots, length=5) == "reference"
+    wide = dataclasses.replace(case, head_dim=96, value_group=96, kv_heads=4)
+    assert dispatch.path(case.spec, 16, case.slots, length=4) == dispatch.path(wide.spec, 16, case.slots) == "tpu"
+    assert dispatch.path(case.spec, 16, case.slots, length=9) == "reference"
     assert dispatch.path(dataclasses.replace(case.spec, scales="float32"), 4, case.slots) == "reference"
     assert dispatch.path(FOUR.spec, 4, case.slots) == "reference"
     assert dispatch.row_of(dataclasses.replace(SMALL4, value_bits=2).spec) == "kivi 4 and 2 bits, groups of 32"
@@ -112,7 +113,7 @@ def test_dispatch_guards_by_platform():
 
 def test_heads_are_shared_out_evenly_among_calls():
     spec = dataclasses.replace(FOUR, target="v6e").spec  # up to 16 rows
-    assert [dispatch.at_once(spec, *n) for n in ((8,), (16,), (24,), (8, 4), (4, 16), (4, 17), (65,))] == [
+    assert [dispatch.at_once(spec, *n) for n in ((8,), (16,), (24,), (8, 4), (4, 16), (4, 17), (129,))] == [
         *(8, 16, 12, 4, 1, 0, 0)
     ]
     assert dispatch.at_once(dataclasses.replace(spec, key_slots=13, target="v6e"), 1) == 0
