@@ -142,7 +142,7 @@ def count(folder: Path) -> dict:
     return {"bundles": bundles(listing), "spills": sum(int(row[8]) for row in rows if len(row) == 10)}
 
 
-def compile_case(chip: str, name: str, tile: int, pieces: int | None, folder: Path) -> dict:
+def compile_case(chip: str, name: str, tile: int, pieces: int, folder: Path) -> dict:
     """Compile one kernel; its bundles per tile, spills and temporary bytes."""
     import jax
 

@@ -1,6 +1,6 @@
 """Which decode attention each method gets on each chip, as data. `python -m kvqjax.pallas_kernels` prints it.
 
-fast:      as correct, and within its budget of bundles, marginal and fixed (`BUDGETS`).
+fast:      as correct, and within its budget of bundles (`BUDGETS`, before RoPE `EXACT`).
 correct:   the kernel compiles for the chip without spills and copies, equals the reference in interpret mode, and its
            bundles are recorded (benchmarks/records); it is over its budget or has none.
 compiled:  the kernel compiles for the chip without spills and copies (benchmarks/records), and equals the reference

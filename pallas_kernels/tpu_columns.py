@@ -15,6 +15,7 @@ __all__ = [
     "Place",
     "columns",
     "dot",
+    "each",
     "filled",
     "groups_met",
     "key_rows",
@@ -24,7 +25,7 @@ __all__ = [
     "pick",
     "place_of",
     "quotient",
-    "stretch",
+    "some",
     "within",
     "words_of",
 ]
@@ -65,9 +66,15 @@ def within(x, first, limit: int, axis: int):
     return jnp.where(index < limit, x, jnp.zeros_like(x))
 
 
-def stretch(index, size: int):
-    """Stretch number `index`, which may be traced, of an axis cut into stretches of `size`."""
-    return pl.ds(index * size if isinstance(index, int) else pl.multiple_of(index * size, size), size)
+def some(number, count: int):
+    """`count` rows, or lanes, or tokens, from a multiple of it on: number `number` of such stretches, which may be
+    traced."""
+    return pl.ds(number * count if isinstance(number, int) else pl.multiple_of(number * count, count), count)
+
+
+def each(count: int, step) -> None:
+    """A loop: a step of its own keeps its registers to itself."""
+    jax.lax.fori_loop(0, count, lambda number, _: step(number), None)
 
 
 def words_of(words, bits: int, place: Place, index, plan: Plan) -> list:
@@ -75,7 +82,7 @@ def words_of(words, bits: int, place: Place, index, plan: Plan) -> list:
     stored = []
     for ref, part in zip(words, split_bits(bits), strict=True):
         rows = plan.block * part // 32
-        stored.append(ref[0, 0, stretch(index, rows), place.lanes])
+        stored.append(ref[0, 0, some(index, rows), place.lanes])
     return stored
 
 

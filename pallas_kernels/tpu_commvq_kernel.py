@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.pallas_kernels.tpu_columns import dot, lane_wise
+from kvqjax.pallas_kernels.tpu_columns import dot, each, lane_wise, some
 from kvqjax.pallas_kernels.tpu_commvq_tile import Refs, prepare
-from kvqjax.pallas_kernels.tpu_latents_tile import each
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_softmax import over_tiles, soften
 from kvqjax.pallas_kernels.tpu_tile import NEVER
@@ -42,12 +41,7 @@ def _score_group(refs: Refs, plan, group):
     each(plan.tile // plan.chunk, functools.partial(_multiply, refs, plan, group))
     step, empty = functools.partial(_score, refs, plan, group), jnp.full((plan.rows, LANES), NEVER)
     top = jax.lax.fori_loop(0, plan.tile // plan.slice, step, empty)
-    refs.top[_some(group, plan.rows)] = top.max(-1, keepdims=True)
-
-
-def _some(first, count: int):
-    """`count` rows or lanes from a multiple of it on."""
-    return pl.ds(pl.multiple_of(first * count, count), count)
+    refs.top[some(group, plan.rows)] = top.max(-1, keepdims=True)
 
 
 def _multiply(refs: Refs, plan, group, number):
@@ -55,18 +49,18 @@ def _multiply(refs: Refs, plan, group, number):
     product waits for the sum of those before it."""
     dim, levels = plan.spec.head_dim, plan.spec.levels
     for own in range(plan.shared):
-        head, tokens = group * plan.shared + own, _some(number, plan.chunk)
+        head, tokens = group * plan.shared + own, some(number, plan.chunk)
         for step, codes in enumerate(plan.steps):
             lanes = slice(codes[0] * levels, (codes[-1] + 1) * levels)
             columns = _one_hot(refs, plan, head, number, codes)
-            product = dot(refs.matrix[_some(head, dim), lanes], columns, 0)
+            product = dot(refs.matrix[some(head, dim), lanes], columns, 0)
             here = step % plan.summands, slice(own * dim, (own + 1) * dim), tokens
             refs.products[here] = product if step < plan.summands else product + refs.products[here]
 
 
 def _score(refs: Refs, plan, group, number, top):
     """Rotate the keys of a slice of tokens by their offsets in the tile and meet them with the queries."""
-    tokens, half = _some(number, plan.slice), plan.spec.head_dim // 2
+    tokens, half = some(number, plan.slice), plan.spec.head_dim // 2
     cos, sin, scores = refs.cos[:, tokens], refs.sin[:, tokens], jnp.zeros((plan.rows, plan.slice))
     for head in range(plan.shared):
         parts = (slice((2 * head + i) * half, (2 * head + i + 1) * half) for i in range(2))
@@ -77,7 +71,7 @@ def _score(refs: Refs, plan, group, number, top):
     columns = plan.slice // LANES
     sizes = [refs.sizes[pl.ds(number * columns + i, 1)] for i in range(columns)]
     scores = jnp.minimum(scores * jnp.concatenate(sizes, axis=1), refs.limits[:, tokens])
-    refs.scores[_some(group, plan.rows), tokens] = scores
+    refs.scores[some(group, plan.rows), tokens] = scores
     return jnp.maximum(top, lane_wise(jnp.maximum, scores))
 
 
@@ -105,7 +99,7 @@ def _weigh(refs: Refs):
 
 def _sum_bits(refs: Refs, plan, part):
     """Add 128 bits of the tile's values, weighted, to the running means."""
-    lanes = pl.ds(pl.multiple_of(part * LANES, LANES), LANES)
+    lanes = some(part, LANES)
     words = refs.value_bits[0, 0, :, lanes]
     pieces = [piece.astype(jnp.bfloat16) for piece in chunks([words], 1, 1, plan.ways)]
     columns = plan.tile // LANES

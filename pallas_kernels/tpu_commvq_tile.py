@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.layout import PLANE, from_bits, split_bits
-from kvqjax.pallas_kernels.tpu_columns import quotient
-from kvqjax.pallas_kernels.tpu_latents_tile import each
+from kvqjax.pallas_kernels.tpu_columns import each, quotient, some
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_tile import write_limits
 
@@ -64,14 +63,9 @@ def _write_factors(refs: Refs, plane):
     shape, early, here = refs.sizes.shape, refs.places[2] < 4, refs.places[0] == plane
     lane = (refs.places[2] & 3) * PLANE + refs.places[1]
     for stored, ref in ((refs.prescale, refs.sizes), (refs.gain, refs.gains)):
-        low, high = (stored[0, 0, :, _column(2 * plane + i)] for i in range(2))
+        low, high = (stored[0, 0, :, some(2 * plane + i, LANES)] for i in range(2))
         low, high = (jnp.broadcast_to(from_bits(x, "bfloat16").astype(jnp.float32), shape) for x in (low, high))
         ref[...] = jnp.where(here, _lanes(jnp.where(early, low, high), lane), ref[...])
-
-
-def _column(number):
-    """128 lanes."""
-    return pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
 
 
 def _lanes(x, index):

@@ -15,10 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.layout import from_bits
 from kvqjax.pallas_kernels.higgs import HiggsStored
-from kvqjax.pallas_kernels.tpu_columns import dot, quotient, within
-from kvqjax.pallas_kernels.tpu_higgs_lookup import by_steps, some
+from kvqjax.pallas_kernels.tpu_columns import dot, each, quotient, some, within
+from kvqjax.pallas_kernels.tpu_higgs_lookup import by_steps
 from kvqjax.pallas_kernels.tpu_higgs_plan import SPREAD
-from kvqjax.pallas_kernels.tpu_latents_tile import each
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_softmax import over_tiles
 from kvqjax.pallas_kernels.tpu_tile import NEVER

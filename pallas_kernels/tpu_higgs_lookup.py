@@ -8,17 +8,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kvqjax.layout import PLANE, split_bits
-from kvqjax.pallas_kernels.tpu_columns import quotient
-from kvqjax.pallas_kernels.tpu_latents_tile import each
+from kvqjax.pallas_kernels.tpu_columns import each, quotient, some
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_signposts import gathered
 
-__all__ = ["by_steps", "some"]
-
-
-def some(first, count: int):
-    """`count` rows or lanes from a multiple of it on."""
-    return pl.ds(pl.multiple_of(first * count, count), count)
+__all__ = ["by_steps"]
 
 
 def _planes(ref, part: int, count: int, lanes, chunk):

@@ -14,13 +14,14 @@ from kvqjax.pallas_kernels.tpu_columns import (
     Place,
     columns,
     dot,
+    each,
     filled,
     lane_wise,
     load_row,
     pick,
     place_of,
     quotient,
-    stretch,
+    some,
 )
 from kvqjax.pallas_kernels.tpu_outlier_values import add_values
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
@@ -57,14 +58,14 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
 def _attend(refs: Refs, plan):
     """Fold the tile into the running softmax of every lane group: its scores, then its values."""
 
-    def step(group, _):
+    def step(group):
         place = place_of(group, plan)
         top = _pieces(plan, lambda blocks, top: _last(_score(refs, plan, place, blocks, top)), _no_top(plan))
         peak = _raised(refs, place, top)
         sums = _pieces(plan, lambda blocks, sums: _last(_sum(refs, plan, place, peak, blocks, sums)), _no_sums(plan))
         _fold(refs, plan, place, peak, sums)
 
-    jax.lax.fori_loop(0, plan.lane_groups, step, None)
+    each(plan.lane_groups, step)
     if plan.spec.value_slots:
         add_values(refs, plan)
 
@@ -111,7 +112,7 @@ def _score(refs: Refs, plan, place: Place, blocks, top):
     score = rotated_scores if plan.spec.rope is None else unrotated_scores
     for index in blocks:
         for i, found in enumerate(score(refs, plan, place, index)):
-            tokens = stretch(index * (plan.block // plan.column) + i, plan.column)
+            tokens = some(index * (plan.block // plan.column) + i, plan.column)
             scores = jnp.minimum(found, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores
             for lane in range(0, plan.column, LANES):
@@ -157,7 +158,7 @@ def _sum(refs: Refs, plan, place: Place, peak, blocks, sums):
         found = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
         for i, codes in enumerate(found):
             number = index * (plan.block // plan.column) + i
-            tokens, first = stretch(number, plan.column), number * (plan.column // LANES)
+            tokens, first = some(number, plan.column), number * (plan.column // LANES)
             weights = jnp.exp2(refs.scores[:, tokens] - peak)
             if plan.spec.value_slots:
                 refs.weights[place.group, :, tokens] = weights

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kvqjax.layout import PLANE
-from kvqjax.pallas_kernels.tpu_columns import Place, dot, load_row, stretch
+from kvqjax.pallas_kernels.tpu_columns import Place, dot, load_row, some
 from kvqjax.pallas_kernels.tpu_plan import Plan
 
 __all__ = ["halves", "packed", "patterns", "slab_keys", "store_patterns"]
@@ -54,7 +54,7 @@ def _slabs(ref, plan: Plan, place: Place, index, i: int):
     """Scales or minima of every token of a column, [column, W] bfloat16: few different slabs, repeated."""
     kinds, which = _kinds(plan)
     each = plan.column // SLAB
-    slabs = [stretch(index * len(kinds) + kind, SLAB) for kind in which[i * each : (i + 1) * each]]
+    slabs = [some(index * len(kinds) + kind, SLAB) for kind in which[i * each : (i + 1) * each]]
     stored = [ref[slab, place.lanes] for slab in slabs]
     return jnp.concatenate(stored)
 

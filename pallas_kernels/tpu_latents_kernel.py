@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu_columns import columns, dot, lane_wise, load_row, place_of
-from kvqjax.pallas_kernels.tpu_latents_tile import Refs, each, prepare
+from kvqjax.pallas_kernels.tpu_columns import columns, dot, each, lane_wise, load_row, place_of, some
+from kvqjax.pallas_kernels.tpu_latents_tile import Refs, prepare
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_softmax import over_tiles, soften
 from kvqjax.pallas_kernels.tpu_tile import NEVER
@@ -48,11 +48,6 @@ def _rows(plan, group):
     return pl.ds(pl.multiple_of(group * plan.rows, 8), plan.rows)
 
 
-def _some(first, count: int):
-    """`count` rows or lanes from a multiple of it on."""
-    return pl.ds(pl.multiple_of(first * count, count), count)
-
-
 def _turned_back(refs: Refs, plan, group, number):
     """The queries of a group, rotated back by the first position of slice `number`'s stretch: [M, W] bf16."""
     stretch = jax.lax.div(number, jnp.int32(plan.stretch // plan.slice))
@@ -65,8 +60,8 @@ def _turned_back(refs: Refs, plan, group, number):
 def _multiply(refs: Refs, plan, group, piece: int, chunk):
     """Keys of a group of heads before bias and rotation: one chunk of tokens, as many columns as the matrix unit has,
     and as many latents at a time."""
-    tokens, here = _some(chunk, plan.chunk), _some(piece, plan.columns)
-    across = _some(group * (plan.lanes // plan.columns) + piece, plan.columns)
+    tokens, here = some(chunk, plan.chunk), some(piece, plan.columns)
+    across = some(group * (plan.lanes // plan.columns) + piece, plan.columns)
     for depth in range(0, plan.spec.rank, plan.columns):
         inner = slice(depth, depth + plan.columns)
         product = dot(refs.latents[tokens, inner], refs.up[inner, across], 0)
@@ -75,7 +70,7 @@ def _multiply(refs: Refs, plan, group, piece: int, chunk):
 
 def _score(refs: Refs, plan, group, number, top):
     """Rotate the keys of a slice of tokens by their offsets and meet them with the queries."""
-    tokens, lanes = _some(number, plan.slice), _some(group, plan.lanes)
+    tokens, lanes = some(number, plan.slice), some(group, plan.lanes)
     cos, sin = refs.cos[tokens], refs.sin[tokens]
     keys = refs.products[tokens] + refs.maps[0:1, lanes]
     size = None

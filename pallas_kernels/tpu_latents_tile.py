@@ -5,17 +5,16 @@ Shapes in comments as in `tpu_latents_kernel`.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from kvqjax.layout import from_bits
 from kvqjax.pallas_kernels.packed import PackedBody
-from kvqjax.pallas_kernels.tpu_columns import dot, place_of, within, words_of
+from kvqjax.pallas_kernels.tpu_columns import dot, each, place_of, within, words_of
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_tile import order_scales, write_limits
 from kvqjax.pallas_kernels.tpu_unpack import chunks, offset
 
-__all__ = ["Refs", "each", "prepare"]
+__all__ = ["Refs", "prepare"]
 
 
 class Refs(NamedTuple):
@@ -44,11 +43,6 @@ class Refs(NamedTuple):
     products: Any  # [S, W] f32: latents times up-projection
     scores: Any  # [P*M, S] f32: scores, then weights
     latents: Any  # [S, R] bf16: of the keys
-
-
-def each(count: int, step) -> None:
-    """A loop: a step of its own keeps its registers to itself."""
-    jax.lax.fori_loop(0, count, lambda number, _: step(number), None)
 
 
 def prepare(refs: Refs, plan, tile) -> None:

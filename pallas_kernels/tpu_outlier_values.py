@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu_columns import dot, filled, load_row
+from kvqjax.pallas_kernels.tpu_columns import dot, each, filled, load_row, some
 from kvqjax.pallas_kernels.tpu_outliers import difference, padded, split
 from kvqjax.pallas_kernels.tpu_plan import LANES, SHARE, Plan
 
@@ -22,18 +22,18 @@ def add_values(refs, plan: Plan) -> None:
     heads = math.gcd(plan.lane_groups, SHARE)
     columns = plan.tile // LANES
 
-    def step(turn, _):
+    def step(turn):
         first = jax.lax.div(turn, jnp.int32(columns)) * heads
         column = jax.lax.rem(turn, jnp.int32(columns))
         _add_column(refs, plan, first, heads, column)
 
-    jax.lax.fori_loop(0, plan.lane_groups // heads * columns, step, None)
+    each(plan.lane_groups // heads * columns, step)
 
 
 def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
     """The part of 128 tokens of the tile and of `heads` lane groups from `first` on."""
     rows, total = padded(plan.spec.value_slots), jnp.zeros((heads * plan.rows, LANES))
-    lanes = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
+    lanes = some(column, LANES)
     value, _, owner = split(refs.value_slots[:, lanes])
     scale, low = (
         jnp.concatenate([load_row(ref, 0, 1, column, LANES)] * (rows // 8)) for ref in (refs.scales, refs.lows)
@@ -44,9 +44,9 @@ def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
     weights = refs.weights.at[pl.ds(first, heads), :, lanes]
     at_once = 2 if plan.spec.target in ("v6e", "v7x") else 1  # fills the matrix unit
     for slot in range(0, plan.spec.value_slots, at_once):
-        some = range(slot, min(slot + at_once, plan.spec.value_slots))
-        scaled = jnp.concatenate([_scaled(weights, refs.shares, plan, i) for i in some], axis=1)
-        named = [jnp.broadcast_to(refs.value_slots[rows + i : rows + i + 1, lanes], (8, LANES)) for i in some]
+        these = range(slot, min(slot + at_once, plan.spec.value_slots))
+        scaled = jnp.concatenate([_scaled(weights, refs.shares, plan, i) for i in these], axis=1)
+        named = [jnp.broadcast_to(refs.value_slots[rows + i : rows + i + 1, lanes], (8, LANES)) for i in these]
         total = total + dot(scaled, jnp.concatenate([_onehot(lane) for lane in named], axis=1), 1)
     for i in range(heads):
         refs.out[0, 0, first + i] += total[i * plan.rows : (i + 1) * plan.rows]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.pallas_kernels.tpu_columns import dot, filled, key_rows, stretch, within
+from kvqjax.pallas_kernels.tpu_columns import dot, each, filled, key_rows, some, within
 from kvqjax.pallas_kernels.tpu_plan import LANES, SHARE, Plan
 from kvqjax.pallas_kernels.tpu_rope import turned
 
@@ -57,20 +57,20 @@ def prepare(refs, plan: Plan, tile) -> None:
         if given is None:
             continue
 
-        def bring(number, _, given=given, slots=slots, count=count):
+        def bring(number, given=given, slots=slots, count=count):
             _stage(refs.staged, given, plan, tile, number, slots.shape[0] // 3, count)
             staged = refs.staged[: slots.shape[0]]
-            slots[:, stretch(number, plan.period)] = dot(staged, refs.onehot[...], 0)
+            slots[:, some(number, plan.period)] = dot(staged, refs.onehot[...], 0)
 
         # A loop: all of a tile's words at once would not fit the registers.
-        jax.lax.fori_loop(0, plan.tile // plan.period, bring, None)
+        each(plan.tile // plan.period, bring)
 
 
 def _stage(staged, given, plan: Plan, tile, number, rows: int, count: int) -> None:
     """Values, lanes and lane groups of the slots of a tile's period `number` one below the other, as bfloat16: exact,
     as all are small."""
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
-    words = given[0, 0, :, stretch(number, plan.period)].astype(jnp.int32)
+    words = given[0, 0, :, some(number, plan.period)].astype(jnp.int32)
     values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)
     channels = words[count : 2 * count]
     parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
@@ -121,16 +121,16 @@ def add_keys(refs, plan: Plan) -> None:
     rate = jnp.broadcast_to(refs.rates[...], (8, LANES))
     rows = padded(plan.spec.key_slots)
 
-    def wave(number, _):
-        lanes = stretch(number, LANES)
-        own = stretch(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
+    def wave(number):
+        lanes = some(number, LANES)
+        own = some(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
         index = split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
         token = jnp.broadcast_to(refs.order[:, own].astype(jnp.float32), index.shape)
         turns = _take(rate, index) * token
         refs.waves[:rows, lanes], refs.waves[rows:, lanes] = _cosine(turns), _cosine(turns - 0.25)
 
-    jax.lax.fori_loop(0, plan.tile // LANES, wave, None)
-    jax.lax.fori_loop(0, plan.lane_groups, lambda group, _: _add_group(refs, plan, group), None)
+    each(plan.tile // LANES, wave)
+    each(plan.lane_groups, lambda group: _add_group(refs, plan, group))
 
 
 def _add_group(refs, plan: Plan, group) -> None:

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, groups_met, key_rows, owners, pick, stretch
+from kvqjax.pallas_kernels.tpu_columns import Place, columns, dot, groups_met, key_rows, owners, pick, some
 from kvqjax.pallas_kernels.tpu_keys import halves, packed, slab_keys
 from kvqjax.pallas_kernels.tpu_plan import Plan
 from kvqjax.pallas_kernels.tpu_rope import rotated, turned
@@ -50,5 +50,5 @@ def unrotated_scores(refs, plan: Plan, place: Place, index):
     found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
     for i, codes in enumerate(found):
         scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
-        tokens = stretch(index * (plan.block // plan.column) + i, plan.column)
+        tokens = some(index * (plan.block // plan.column) + i, plan.column)
         yield scores + refs.added[place.group, :, tokens] if plan.spec.key_slots else scores

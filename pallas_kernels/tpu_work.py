@@ -3,8 +3,7 @@
 
 A lane group's scores are computed first and its values summed up after them, in one go or in loops over pieces of the
 tile: what is loaded for one piece cannot fill the registers of another. Where registers abound, the scores of a lane
-group are instead interleaved with the values of the one before (`tpu_kernel`), which is 5 to 20 % less for few bits on
-chips of several matrix units."""
+group are instead interleaved with the values of the one before (`tpu_kernel`)."""
 
 from typing import NamedTuple
 

@@ -117,16 +117,12 @@ class Wiring(NamedTuple):
         own = {source: dict(codec.needs) for source, codec in self.codecs.items() if codec.needs}
         return {group: own.get(group, {}) | dict(self.needs.get(group, {})) for group in [*own, *self.needs]}
 
-    def kind(self, name: str, dtype: str) -> jnp.dtype:
-        """The dtype in which a model of compute dtype `dtype` holds the constant `name`."""
-        kind = self.kinds.get(name, "float32")
-        return jnp.dtype(dtype if kind == "compute" else kind)
-
     def constants(self, count: int, dtype: str) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """What `wanted` says as arrays of `count` layers of a model of compute dtype `dtype`."""
 
         def array(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((count, *shape), self.kind(name, dtype))
+            kind = self.kinds.get(name, "float32")
+            return jax.ShapeDtypeStruct((count, *shape), jnp.dtype(dtype if kind == "compute" else kind))
 
         wanted = self.wanted().items()
         return {group: {name: array(name, shape) for name, shape in names.items()} for group, names in wanted}
