@@ -1,7 +1,7 @@
 """Compile the TPU kernels ahead of time and count the bundles of their schedules: a compile-time estimate, not a speed.
 
     python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4v4-g128,k2v2-g128] [--write]
-    python benchmarks/tpu_bundles.py --attempt 2048:4,1024:2 [--chips v5e] [--cases k2v2-g128-pre]
+    python benchmarks/tpu_bundles.py --attempt 2048:4,2048:1:0 [--chips v5e] [--cases k2v2-g128-pre]
     python benchmarks/tpu_bundles.py --table
 
 Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of a
@@ -9,8 +9,10 @@ loop count as often as it runs, branches in full. `marginal` is what 512 tokens 
 what remains per tile and KV head, `total` both for 512 tokens in the tile that is used; head_dim is 128 and there are 8
 query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
 (keys before RoPE too), `o` the outlier slots of a token's keys and of its values. `--write` renews
-benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries tiles with numbers of pieces (0:
-interleaved) other than those of kvqjax/pallas_kernels/tpu_work.py: total and spills. `--table` prints the record.
+benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries
+work ("tile:pieces", or "tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/tpu_work.py: total
+and spills. `--table` prints
+the record.
 """
 
 import argparse
@@ -142,14 +144,14 @@ def count(folder: Path) -> dict:
     return {"bundles": bundles(listing), "spills": sum(int(row[8]) for row in rows if len(row) == 10)}
 
 
-def compile_case(chip: str, name: str, tile: int, pieces: int, folder: Path) -> dict:
+def compile_case(chip: str, name: str, work, folder: Path) -> dict:
     """Compile one kernel; its bundles per tile, spills and temporary bytes."""
     import jax
 
     from kvqjax.pallas_kernels import tpu
 
     arguments, spec = _arguments(name, chip)
-    call = jax.jit(lambda *args: tpu.packed_attention(*args, spec, tile=tile, pieces=pieces))
+    call = jax.jit(lambda *args: tpu.packed_attention(*args, spec, work=work))
     compiled = call.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
     return {**count(folder), "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
@@ -157,19 +159,19 @@ def compile_case(chip: str, name: str, tile: int, pieces: int, folder: Path) -> 
 def measure(chip: str, name: str, folder: Path) -> dict:
     """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of
     the tile and pieces that `tpu_work` chose; a tile of half or twice the size has half or twice as many pieces."""
-    from kvqjax.pallas_kernels import tpu_plan
+    from kvqjax.pallas_kernels import tpu_plan, tpu_work
 
     (q, body, *_), spec = _arguments(name, chip)
     plan = tpu_plan.make_plan(q, body, spec)
     found = {}
     for tile in {*TILES, plan.tile}:
-        pieces = max(1, plan.pieces * tile // plan.tile) if plan.pieces else 0
-        found[tile] = compile_case(chip, name, tile, pieces, folder)
+        pieces = max(1, plan.pieces * tile // plan.tile)
+        found[tile] = compile_case(chip, name, tpu_work.Work(tile, pieces, plan.ahead), folder)
     marginal = (found[TILES[1]]["bundles"] - found[TILES[0]]["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
     fixed = found[TILES[1]]["bundles"] / KV_HEADS - marginal * TILES[1] / 512
     total = found[plan.tile]["bundles"] / KV_HEADS * 512 / plan.tile
     numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "total": round(total, 1)}
-    numbers |= {"tile": plan.tile, "pieces": plan.pieces}
+    numbers |= {"tile": plan.tile, "pieces": plan.pieces, "ahead": plan.ahead}
     return {**numbers, **{name: found[plan.tile][name] for name in ("spills", "temp_bytes")}}
 
 
@@ -197,12 +199,14 @@ def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str
 
 
 def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
-    """Total and spills of every choice "tile:pieces"."""
+    """Total and spills of every choice "tile:pieces" or "tile:pieces:ahead"."""
+    from kvqjax.pallas_kernels.tpu_work import Work
+
     found = {}
     for choice in choices:
-        tile, pieces = map(int, choice.split(":"))
-        one = compile_case(chip, name, tile, pieces, folder)
-        found[choice] = {"total": round(one["bundles"] / KV_HEADS * 512 / tile, 1), "spills": one["spills"]}
+        work = Work(*map(int, choice.split(":")))
+        one = compile_case(chip, name, work, folder)
+        found[choice] = {"total": round(one["bundles"] / KV_HEADS * 512 / work.tile, 1), "spills": one["spills"]}
     return found
 
 

@@ -29,9 +29,10 @@ from kvqjax.attention import Partial
 from kvqjax.pallas_kernels import tpu_keys, tpu_outliers, tpu_rope
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 from kvqjax.pallas_kernels.tpu_kernel import kernel
-from kvqjax.pallas_kernels.tpu_plan import LANES, VMEM_BYTES, Plan, make_plan
-from kvqjax.pallas_kernels.tpu_rows import body_specs, collect, lane_queries, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu_plan import LANES, Plan, make_plan
+from kvqjax.pallas_kernels.tpu_rows import body_specs, collect, compiler, fetched, lane_queries, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_signposts import pair_table
+from kvqjax.pallas_kernels.tpu_work import Work
 
 __all__ = ["packed_attention"]
 
@@ -61,20 +62,19 @@ def packed_attention(
     spec: PackedSpec,
     *,
     ways: int | None = None,
-    tile: int | None = None,
+    work: Work | None = None,
     splits: int = 1,
-    pieces: int | None = None,
     interpret: object = False,
 ) -> Partial:
-    """As `reference.packed_attention`, with the queries rounded to bfloat16. `tile` is a multiple of the plan's block
-    and of eight key groups; `splits` programs share a row's tokens where the batch alone does not fill the chip;
-    `pieces` as in `Plan`."""
+    """As `reference.packed_attention`, with the queries rounded to bfloat16. Tiles of `work` are a multiple of the
+    plan's block and of eight key groups; `splits` programs share a row's tokens where the batch alone does not fill the
+    chip."""
     check(q, body, spec)
     if (spec.datatype == "nuq") != (spec.key_group == 0) or (spec.datatype == "nuq" and spec.rope is None):
         raise ValueError(f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only")
     if spec.scales != "bfloat16":
         raise ValueError(f"scales={spec.scales!r}; the TPU kernel takes bfloat16 scales")
-    plan = make_plan(q, body, spec, ways, tile, splits, pieces)
+    plan = make_plan(q, body, spec, ways, work, splits)
     if (spec.key_slots or spec.value_slots) and plan.lanes != LANES:
         raise ValueError(f"{spec}: this kernel has outliers of heads that fill {LANES} lanes")
     if plan.tile % plan.block:
@@ -146,7 +146,7 @@ def _call(plan: Plan, batch: int, inputs: Inputs, body: PackedBody, interpret):
     per_split = -(-plan.tiles // plan.splits)
 
     def tile(b, s, j, ends):
-        return jnp.clip(s * per_split + j, ends[0, b], jnp.maximum(ends[1, b] - 1, ends[0, b]))
+        return fetched(s * per_split + j, b, ends)
 
     shape, form = (plan.lane_groups, plan.rows), "" if plan.spec.rope is None else f"{plan.spec.datatype}_pre_"
     return pl.pallas_call(
@@ -165,9 +165,7 @@ def _call(plan: Plan, batch: int, inputs: Inputs, body: PackedBody, interpret):
             jax.ShapeDtypeStruct((batch, plan.splits, *shape, plan.lanes), jnp.float32),
             jax.ShapeDtypeStruct((batch, plan.splits, *shape, 1), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
+        compiler_params=compiler("parallel", "parallel", "arbitrary"),
         name=f"packed_attention_{form}k{plan.spec.key_bits}v{plan.spec.value_bits}_{plan.tile}",
         interpret=interpret,
     )

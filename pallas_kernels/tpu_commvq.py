@@ -31,9 +31,9 @@ from kvqjax.layout import PLANE, split_bits
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.tpu_commvq_kernel import kernel
 from kvqjax.pallas_kernels.tpu_commvq_plan import CommVQPlan, plan_commvq
-from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, VMEM_BYTES
+from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_rope import angles, swapped
-from kvqjax.pallas_kernels.tpu_rows import row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu_rows import compiler, fetched, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -139,7 +139,7 @@ def _specs(plan: CommVQPlan, inputs: Inputs) -> Inputs:
     """Block specs of the inputs."""
 
     def tile(b, j, ends):
-        return jnp.clip(j, ends[0, b], jnp.maximum(ends[1, b] - 1, ends[0, b]))
+        return fetched(j, b, ends)
 
     def columns(array):
         lanes = min(LANES, array.shape[3])
@@ -175,9 +175,7 @@ def _call(plan: CommVQPlan, inputs: Inputs, interpret):
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, rows, n), jnp.float32) for n in widths],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
+        compiler_params=compiler("parallel", "arbitrary"),
         name=f"packed_attention_commvq_k{spec.bits}v{spec.value_width // (spec.kv_heads * spec.head_dim)}_{plan.tile}",
         interpret=interpret,
     )

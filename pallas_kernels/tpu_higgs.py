@@ -27,9 +27,9 @@ from kvqjax.layout import to_bits
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.tpu_higgs_kernel import kernel
 from kvqjax.pallas_kernels.tpu_higgs_plan import HiggsPlan, plan_higgs
-from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, VMEM_BYTES
+from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_rope import angles, swapped
-from kvqjax.pallas_kernels.tpu_rows import body_specs, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu_rows import body_specs, compiler, fetched, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -177,7 +177,7 @@ def _call(plan: HiggsPlan, batch: int, inputs: Inputs, body: HiggsStored, interp
     """The pallas_call of a plan, taking (layer, ends, inputs, body)."""
 
     def tile(b, j, ends):
-        return jnp.clip(j, ends[0, b], jnp.maximum(ends[1, b] - 1, ends[0, b]))
+        return fetched(j, b, ends)
 
     sizes = (2 * plan.rows, plan.lanes), (plan.rows, 1)
     return pl.pallas_call(
@@ -190,9 +190,7 @@ def _call(plan: HiggsPlan, batch: int, inputs: Inputs, body: HiggsStored, interp
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, *size), jnp.float32) for size in sizes],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
+        compiler_params=compiler("parallel", "arbitrary"),
         name=f"packed_attention_higgs_k{plan.spec.key_bits}v{plan.spec.value_bits}_{plan.tile}",
         interpret=interpret,
     )

@@ -30,9 +30,11 @@ from kvqjax.pallas_kernels.tpu_tile import NEVER, Refs, prepare
 
 __all__ = ["kernel"]
 
+TURN = 512  # tokens of scores, and of values, in turn: so that every matrix unit gets products of both
+
 
 def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
-    """Grid (row, split, tile). `ends` holds the first tile of every row and the one after its last."""
+    """Grid (row, split, tile). `ends`: `tpu_rows.tile_ends`."""
     refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
     row, split, step = (pl.program_id(axis) for axis in range(3))
     tile = split * per_split + step
@@ -46,7 +48,7 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
     @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
     def _():
         prepare(refs, plan, tile)
-        (_attend if plan.pieces else _attend_interleaved)(refs, plan)
+        (_attend if plan.ahead is None else _attend_interleaved)(refs, plan)
 
     @pl.when(step == per_split - 1)
     def _():
@@ -60,14 +62,43 @@ def _attend(refs: Refs, plan):
 
     def step(group):
         place = place_of(group, plan)
-        top = _pieces(plan, lambda blocks, top: _last(_score(refs, plan, place, blocks, top)), _no_top(plan))
-        peak = _raised(refs, place, top)
-        sums = _pieces(plan, lambda blocks, sums: _last(_sum(refs, plan, place, peak, blocks, sums)), _no_sums(plan))
-        _fold(refs, plan, place, peak, sums)
+        peak = _raised(refs, place, _scored(refs, plan, place))
+        _fold(refs, plan, place, peak, _summed(refs, plan, place, peak))
 
     each(plan.lane_groups, step)
     if plan.spec.value_slots:
         add_values(refs, plan)
+
+
+def _attend_interleaved(refs: Refs, plan):
+    """As `_attend`; the scores of a lane group are computed in turn with the values of the one before, so that no
+    matrix unit waits for the last results of either."""
+    first, last = place_of(jnp.int32(0), plan), place_of(jnp.int32(plan.lane_groups - 1), plan)
+    count, ahead = TURN // plan.column, plan.ahead
+
+    def step(number, peak):
+        before, place = place_of(number, plan), place_of(number + 1, plan)
+
+        def piece(blocks, carry):
+            sums, top = carry
+            weights = list(_weights(refs, plan, peak, blocks))  # before scores are written over theirs
+            scoring = _score(refs, plan, place, blocks, top)
+            summing = _sum(refs, plan, before, weights, blocks, sums)
+            turns = -(-len(weights) // count)
+            for turn in range(min(0, ahead), turns + max(0, ahead)):
+                if 0 <= turn < turns:
+                    top = _last(itertools.islice(scoring, count))
+                if ahead <= turn < turns + ahead:
+                    sums = _last(itertools.islice(summing, count))
+            return sums, top
+
+        sums, top = _pieces(plan, piece, (_no_sums(plan), _no_top(plan)))
+        _fold(refs, plan, before, peak, sums)
+        return _raised(refs, place, top)
+
+    peak = _raised(refs, first, _scored(refs, plan, first))
+    peak = jax.lax.fori_loop(0, plan.lane_groups - 1, step, peak)
+    _fold(refs, plan, last, peak, _summed(refs, plan, last, peak))
 
 
 def _pieces(plan, work, carry):
@@ -78,28 +109,18 @@ def _pieces(plan, work, carry):
     return jax.lax.fori_loop(0, plan.pieces, lambda n, carry: work([n * each + i for i in range(each)], carry), carry)
 
 
-def _attend_interleaved(refs: Refs, plan):
-    """As `_attend`; the scores of a lane group are computed while the values of the one before are summed up, block by
-    block: one needs the matrix unit most, the other the vector unit, and neither waits for the other's results."""
-    first, last = place_of(jnp.int32(0), plan), place_of(jnp.int32(plan.lane_groups - 1), plan)
-    blocks = range(plan.blocks)
+def _scored(refs: Refs, plan, place: Place):
+    """Write the scores of the tile; their maxima, [M, 128]."""
+    return _pieces(plan, lambda blocks, top: _last(_score(refs, plan, place, blocks, top)), _no_top(plan))
 
-    def step(number, peak):
-        before, place = place_of(number, plan), place_of(number + 1, plan)
-        sums, top = _no_sums(plan), _no_top(plan)
-        summing = _sum(refs, plan, before, peak, blocks, sums)
-        scoring = _score(refs, plan, place, blocks, top)
-        # 512 tokens in turn, so that every matrix unit gets products of keys and of values; less where registers are
-        # short.
-        count = plan.stretch // plan.column
-        for _ in range(0, plan.tile, count * plan.column):
-            sums, top = _last(itertools.islice(summing, count)), _last(itertools.islice(scoring, count))
-        _fold(refs, plan, before, peak, sums)
-        return _raised(refs, place, top)
 
-    top = _last(_score(refs, plan, first, blocks, _no_top(plan)))
-    peak = jax.lax.fori_loop(0, plan.lane_groups - 1, step, _raised(refs, first, top))
-    _fold(refs, plan, last, peak, _last(_sum(refs, plan, last, peak, blocks, _no_sums(plan))))
+def _summed(refs: Refs, plan, place: Place, peak):
+    """The sums of the tile, its scores being written."""
+
+    def piece(blocks, sums):
+        return _last(_sum(refs, plan, place, _weights(refs, plan, peak, blocks), blocks, sums))
+
+    return _pieces(plan, piece, _no_sums(plan))
 
 
 def _last(found):
@@ -111,8 +132,8 @@ def _score(refs: Refs, plan, place: Place, blocks, top):
     """Write scores [M, S] of these blocks in lane order, a column at a time; yields the maxima so far, [M, 128]."""
     score = rotated_scores if plan.spec.rope is None else unrotated_scores
     for index in blocks:
-        for i, found in enumerate(score(refs, plan, place, index)):
-            tokens = some(index * (plan.block // plan.column) + i, plan.column)
+        for number, found in zip(_numbers(plan, index), score(refs, plan, place, index), strict=True):
+            tokens = some(number, plan.column)
             scores = jnp.minimum(found, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores
             for lane in range(0, plan.column, LANES):
@@ -150,18 +171,30 @@ def _own_rows(ref, plan, place: Place, part: int, column):
     return chosen
 
 
-def _sum(refs: Refs, plan, place: Place, peak, blocks, sums):
-    """Add weights, minima and values of these blocks to `sums`, a column at a time; yields the sums so far."""
+def _numbers(plan, index) -> list:
+    """Numbers of the columns of block `index` of the tile."""
+    each = plan.block // plan.column
+    return [index * each + i for i in range(each)]
+
+
+def _weights(refs: Refs, plan, peak, blocks):
+    """Weights of these blocks, [M, column] at a time."""
+    for index in blocks:
+        for number in _numbers(plan, index):
+            yield jnp.exp2(refs.scores[:, some(number, plan.column)] - peak)
+
+
+def _sum(refs: Refs, plan, place: Place, weights, blocks, sums):
+    """Add `weights`, minima and values of these blocks to `sums`, a column at a time; yields the sums so far."""
+    waiting = iter(weights)
     total, lows, product = sums
     parts, bits = range(plan.value_slices), plan.spec.value_bits
     for index in blocks:
         found = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
-        for i, codes in enumerate(found):
-            number = index * (plan.block // plan.column) + i
-            tokens, first = some(number, plan.column), number * (plan.column // LANES)
-            weights = jnp.exp2(refs.scores[:, tokens] - peak)
+        for number, codes in zip(_numbers(plan, index), found, strict=True):
+            weights, first = next(waiting), number * (plan.column // LANES)
             if plan.spec.value_slots:
-                refs.weights[place.group, :, tokens] = weights
+                refs.weights[place.group, :, some(number, plan.column)] = weights
             total = total + lane_wise(jnp.add, weights)
             scaled = [weights * _own_rows(refs.scales, plan, place, part, first) for part in parts]
             minima = [weights * _own_rows(refs.lows, plan, place, part, first) for part in parts]

@@ -27,9 +27,9 @@ from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody
 from kvqjax.pallas_kernels.tpu_latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu_latents_plan import LatentPlan, plan_latents
-from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, VMEM_BYTES
+from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_rope import angles
-from kvqjax.pallas_kernels.tpu_rows import body_specs, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu_rows import body_specs, compiler, fetched, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -177,7 +177,7 @@ def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interp
     parts, rank = plan.parts, plan.spec.rank
 
     def tile(b, j, ends):
-        return jnp.clip(j, ends[0, b], jnp.maximum(ends[1, b] - 1, ends[0, b]))
+        return fetched(j, b, ends)
 
     return pl.pallas_call(
         functools.partial(kernel, plan=plan),
@@ -189,9 +189,7 @@ def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interp
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, parts.rows, n), jnp.float32) for n in (rank, 1)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
+        compiler_params=compiler("parallel", "arbitrary"),
         name=f"packed_attention_latents_k{parts.spec.key_bits}v{parts.spec.value_bits}_{parts.tile}",
         interpret=interpret,
     )

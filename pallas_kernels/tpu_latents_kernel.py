@@ -20,7 +20,7 @@ __all__ = ["kernel"]
 
 
 def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
-    """Grid (row, tile). `ends` holds the first tile of every row and the one after its last."""
+    """Grid (row, tile). `ends`: `tpu_rows.tile_ends`."""
     refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
 
     def work(tile):

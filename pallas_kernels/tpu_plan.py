@@ -9,7 +9,7 @@ from kvqjax.layout import split_bits
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.tpu_signposts import pair_order
 from kvqjax.pallas_kernels.tpu_unpack import fitting_ways, token_order
-from kvqjax.pallas_kernels.tpu_work import work_of
+from kvqjax.pallas_kernels.tpu_work import Work, work_of
 
 __all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "cheapest_ways", "lane_groups", "make_plan"]
 
@@ -22,8 +22,8 @@ VMEM_BYTES = 64 * 2**20  # of a v7x core and of a v5p
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Static choices of one call: query rows of a lane group (padded to 8), tokens per tile, fields per word (see
-    tpu_unpack), lanes that are handled together, parallel splits of the token axis, loops over pieces of a tile (0:
-    scores and values of lane groups are interleaved)."""
+    tpu_unpack), lanes that are handled together, parallel splits of the token axis, and how a tile is worked off (see
+    tpu_work)."""
 
     spec: PackedSpec
     slots: int
@@ -34,6 +34,7 @@ class Plan:
     lanes: int
     splits: int = 1
     pieces: int = 1
+    ahead: int | None = None
 
     @property
     def lane_groups(self) -> int:
@@ -80,15 +81,6 @@ class Plan:
     def frequencies(self) -> np.ndarray:
         """Angle per position of each pair of channels, for keys before RoPE."""
         return np.asarray(() if self.spec.rope is None else self.spec.rope.frequencies, np.float64)
-
-    @property
-    def stretch(self) -> int:
-        """Tokens of keys, and of values, that are worked off in turn where they are interleaved: what spills least by
-        benchmarks/records."""
-        if self.spec.target == "v7x" and not self.multiplied:
-            return 256 if self.rows_per_head > 8 else 512
-        crowded = self.multiplied or self.rows * self.lanes > 8 * LANES or self.spec.key_bits == 3
-        return self.tile if crowded or (self.wide and self.ways == 4) else 512
 
     @property
     def mixed(self) -> bool:
@@ -182,24 +174,18 @@ def _rows(spec: PackedSpec, per_head: int) -> int:
 
 
 def make_plan(
-    q,
-    body: PackedBody,
-    spec: PackedSpec,
-    ways: int | None = None,
-    tile: int | None = None,
-    splits: int = 1,
-    pieces: int | None = None,
+    q, body: PackedBody, spec: PackedSpec, ways: int | None = None, work: Work | None = None, splits: int = 1
 ) -> Plan:
     """The plan of a call; what is None is what `tpu_work` chose, tiles being halved until half of a small chip's vector
     memory holds the words of two."""
     slots, lanes = body.value_scale.shape[-1], spec.width // lane_groups(spec)
     per_head = q.shape[1] * q.shape[2] // spec.kv_heads
     rows = _rows(spec, per_head)
-    usual, chosen = work_of(spec, per_head)
-    while 2 * usual * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
-        usual //= 2
-    tile = min(tile or usual, slots)
+    chosen = work or work_of(spec, per_head)
+    tile = chosen.tile
+    while not work and 2 * tile * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
+        tile //= 2
+    tile = min(tile, slots)
     splits, ways = min(splits, -(-slots // tile)), ways or cheapest_ways(spec)
-    wanted = chosen if pieces is None else pieces
-    plan = Plan(spec, slots, rows, per_head, tile, ways, lanes, splits)
-    return dataclasses.replace(plan, pieces=math.gcd(wanted, plan.blocks) if wanted else 0)
+    plan = Plan(spec, slots, rows, per_head, tile, ways, lanes, splits, ahead=chosen.ahead)
+    return dataclasses.replace(plan, pieces=math.gcd(chosen.pieces, plan.blocks))

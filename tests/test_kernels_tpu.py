@@ -20,6 +20,7 @@ from kernel_cases import QUICK, Case, agree, make_body, make_query, near, oracle
 from kvqjax.pallas_kernels import dispatch, reference, support, tpu
 from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.pallas_kernels.tpu_unpack import token_order
+from kvqjax.pallas_kernels.tpu_work import Work
 
 FOUR = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=2, head_dim=128, group=4, slots=512)
 TWO = Case(key_bits=2, value_bits=2, key_group=64, value_group=32, kv_heads=2, head_dim=64, group=2, slots=512)
@@ -32,19 +33,21 @@ SMALL = Case(
     key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=1, head_dim=128, group=4, slots=512, target="v6e"
 )
 SMALL4 = dataclasses.replace(SMALL, key_bits=4, value_bits=4, target="v5e")
-SPLIT = {"ways": 2, "tile": 256, "splits": 2}
+INTERLEAVED = {"ways": 2, "work": Work(256, 1, 0)}
+SPLIT = INTERLEAVED | {"splits": 2}
 RUNS = [
     (FOUR, SPLIT),
-    (dataclasses.replace(FOUR, target="v7x"), {"tile": 512}),  # integer codes beside bfloat16 in one product
-    (TWO, {"ways": 8, "tile": 512}),
-    (EIGHT, {"ways": 4, "tile": 128}),
-    (MIXED, {"ways": 8, "tile": 1024}),
+    # integer codes beside bfloat16 in one product
+    (dataclasses.replace(FOUR, target="v7x", slots=1024), {"work": Work(1024, 1, 1)}),
+    (TWO, {"ways": 8, "work": Work(512, 1, 0)}),
+    (EIGHT, {"ways": 4, "work": Work(128, 1, 2)}),
+    (MIXED, {"ways": 8, "work": Work(1024)}),
     (SMALL, {}),
     (dataclasses.replace(SMALL, target="v5p", kv_heads=2, head_dim=64), {}),
     (dataclasses.replace(SMALL4, value_bits=2, target="v7x"), {}),
-    (SMALL4, {"tile": 256, "splits": 2}),
+    (SMALL4, {"work": Work(256), "splits": 2}),
     (dataclasses.replace(FOUR, kv_heads=1, group=16, slots=256, target="v6e"), {}),
-    (FOUR, {"tile": 512, "pieces": 2}),
+    (FOUR, {"work": Work(512, 2)}),
     (dataclasses.replace(SMALL, target="v7x"), {}),
     (dataclasses.replace(FOUR, kv_heads=4, head_dim=96, value_group=96, group=2, target="v6e"), {}),
 ]
@@ -69,12 +72,14 @@ def test_kernel_equals_the_oracle(case, options):
 
 
 @pytest.mark.parametrize(
-    ("case", "options"), [(FOUR, {"ways": 2}), (SMALL4, {}), (FOUR, {"tile": 512, "pieces": 2})], ids=str
+    ("case", "options"),
+    [(FOUR, INTERLEAVED), (SMALL4, {"work": Work(256)}), (FOUR, {"work": Work(512, 2)})],
+    ids=str,
 )
 def test_race_free_on_simulated_memory(case, options):
     """Buffers start as NaN, reads out of bounds raise, races are detected."""
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-    near(*attend(case, interpret=params, **{"tile": 256} | options))
+    near(*attend(case, interpret=params, **options))
 
 
 @pytest.mark.parametrize(("base", "ways"), [(1, 8), (2, 2), (2, 8), (4, 2), (4, 4), (4, 8), (8, 4)])

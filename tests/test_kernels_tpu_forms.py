@@ -12,23 +12,25 @@ from kernel_forms import case_of, changed, first_positions, make_form, rope
 
 from kvqjax.pallas_kernels import reference, tpu, tpu_rows
 from kvqjax.pallas_kernels.tpu_rope import swapped
+from kvqjax.pallas_kernels.tpu_work import Work
 
 STAR4 = case_of(4, target="v6e", slots=512)
 NUQ2 = case_of(2, datatype="nuq", target="v6e", slots=512)
 SMALL = changed(case_of(2, target="v6e", slots=512, kv_heads=1), key_group=32, value_group=32)
+SLOTTED = case_of(4, datatype="nuq", target="v5e", head_dim=64, slots=256, key_slots=2, value_slots=4)
 FAR = {"first": 300_003, "apart": 3}
 RUNS = [
-    (case_of(2, target="v6e", slots=512), {}, {"tile": 512}),
-    (case_of(4, target="v5e", slots=512, length=2), FAR, {"tile": 256, "splits": 2}),
-    (case_of(3, datatype="nuq", target="v5e", rope=rope(500_000.0, 128, 1.2), kv_heads=1), {}, {"tile": 1024}),
-    (case_of(4, datatype="nuq", target="v5p", slots=256, group=1), FAR, {"tile": 256}),
+    (case_of(2, target="v6e", slots=512), {}, {"work": Work(512)}),
+    (case_of(4, target="v5e", slots=512, length=2), FAR, {"work": Work(256), "splits": 2}),
+    (case_of(3, datatype="nuq", target="v5e", rope=rope(500_000.0, 128, 1.2), kv_heads=1), {}, {"work": Work(1024)}),
+    (case_of(4, datatype="nuq", target="v5p", slots=256, group=1), FAR, {"work": Work(256)}),
     (SMALL, {}, {}),
     (changed(SMALL, target="v5p"), FAR, {}),
-    (changed(NUQ2, key_slots=3, value_slots=2), FAR, {"tile": 512}),
-    (case_of(4, target="v6e", slots=512, kv_heads=1), FAR, {"tile": 512, "pieces": 2}),
-    (case_of(4, datatype="nuq", target="v5p", slots=512, kv_heads=1, key_slots=2), FAR, {"tile": 512, "pieces": 2}),
+    (changed(NUQ2, key_slots=3, value_slots=2), FAR, {"work": Work(512)}),
+    (case_of(4, target="v6e", slots=512, kv_heads=1), FAR, {"work": Work(512, 2)}),
+    (case_of(4, datatype="nuq", target="v5p", slots=512, kv_heads=1, key_slots=2), FAR, {"work": Work(512, 2)}),
     (case_of(3, datatype="nuq", target="v7x", kv_heads=1), {}, {}),
-    (case_of(4, datatype="nuq", target="v5e", head_dim=64, slots=256, key_slots=2, value_slots=4), {}, {"tile": 256}),
+    (SLOTTED, {}, {"work": Work(256)}),
 ]
 
 
@@ -52,7 +54,7 @@ def test_kernel_equals_the_oracle(case, place, options):
 
 def test_race_free_on_simulated_memory():
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-    near(*attend(NUQ2, {}, interpret=params, tile=512))
+    near(*attend(NUQ2, {}, interpret=params, work=Work(512)))
 
 
 @pytest.mark.parametrize("wrong", [{"first": 5}, {"apart": 1}])
