@@ -49,6 +49,8 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
     def _():
         prepare(refs, plan, tile)
         (_attend if plan.ahead is None else _attend_interleaved)(refs, plan)
+        if plan.spec.value_slots:
+            add_values(refs, plan)
 
     @pl.when(step == per_split - 1)
     def _():
@@ -66,8 +68,6 @@ def _attend(refs: Refs, plan):
         _fold(refs, plan, place, peak, _summed(refs, plan, place, peak))
 
     each(plan.lane_groups, step)
-    if plan.spec.value_slots:
-        add_values(refs, plan)
 
 
 def _attend_interleaved(refs: Refs, plan):

@@ -38,10 +38,10 @@ def _kinds(plan: Plan) -> tuple[list[np.ndarray], list[int]]:
     return [np.asarray(kind) for kind in kinds], [kinds.index(slab) for slab in slabs]
 
 
-def store_patterns(refs, scale, zero) -> None:
-    """Write this tile's scales and minima [N, P*W] as the rows of slabs."""
+def store_patterns(refs, scale, zero, lanes) -> None:
+    """Write this tile's scales and minima [N, lanes] as the rows of slabs."""
     for ref, x in ((refs.slab_scales, scale), (refs.slab_zeros, zero)):
-        ref[...] = dot(refs.patterns[...], x.astype(jnp.bfloat16), 0).astype(jnp.bfloat16)
+        ref[:, lanes] = dot(refs.patterns[...], x.astype(jnp.bfloat16), 0).astype(jnp.bfloat16)
 
 
 def slab_keys(codes, refs, plan: Plan, place: Place, index, i: int):

@@ -4,6 +4,7 @@ Shapes as in `tpu_kernel`: P lane groups, M query rows of a lane group, W its la
 of the tile, C rows of value scales.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,12 +12,14 @@ import jax.numpy as jnp
 from kvqjax.layout import from_bits
 from kvqjax.pallas_kernels import tpu_keys, tpu_outliers
 from kvqjax.pallas_kernels.packed import PackedBody
-from kvqjax.pallas_kernels.tpu_columns import dot, within
+from kvqjax.pallas_kernels.tpu_columns import dot, each, some, within
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_unpack import offset
 
 __all__ = ["NEVER", "Refs", "order_scales", "prepare", "write_limits"]
 
+# What is prepared at once, more of which would fill the registers: tokens of value scales, key scales
+TOKENS, NUMBERS = 2048, 16 * 1024
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
 
 
@@ -75,16 +78,23 @@ def write_limits(refs, plan, tile):
 
 def order_scales(refs, plan, tile):
     """Bring this tile's value scales and minima into lane order, once for all lane groups."""
-    count, stored = plan.value_rows, [refs.body.value_scale[0, 0], refs.body.value_low[0, 0]]
-    both = from_bits(jnp.concatenate(stored), plan.spec.scales)  # [2C, S]
-    if plan.slots % plan.tile:
-        both = within(both, tile * plan.tile, plan.slots, 1)
-    pieces = [both[:, first : first + plan.period] for first in range(0, plan.tile, plan.period)]
-    product = dot(jnp.concatenate(pieces), refs.onehot[...], 0)
-    for i in range(len(pieces)):
-        scale, low = (product[(2 * i + n) * count : (2 * i + n + 1) * count] for n in range(2))
-        _write_columns(refs.scales, scale, i * plan.period // LANES)
-        _write_columns(refs.lows, low - _offset(plan.spec.value_bits, plan) * scale, i * plan.period // LANES)
+    count, width = plan.value_rows, math.gcd(plan.tile, TOKENS)
+
+    def step(number):
+        tokens = some(number, width)
+        stored = [ref[0, 0, :, tokens] for ref in (refs.body.value_scale, refs.body.value_low)]
+        both = from_bits(jnp.concatenate(stored), plan.spec.scales)  # [2C, width]
+        if plan.slots % plan.tile:
+            both = within(both, tile * plan.tile + number * width, plan.slots, 1)
+        pieces = [both[:, first : first + plan.period] for first in range(0, width, plan.period)]
+        product = dot(jnp.concatenate(pieces), refs.onehot[...], 0)
+        for i in range(len(pieces)):
+            scale, low = (product[(2 * i + n) * count : (2 * i + n + 1) * count] for n in range(2))
+            column = number * (width // LANES) + i * plan.period // LANES
+            _write_columns(refs.scales, scale, column)
+            _write_columns(refs.lows, low - _offset(plan.spec.value_bits, plan) * scale, column)
+
+    each(plan.tile // width, step)
 
 
 def _offset(bits: int, plan) -> int:
@@ -92,26 +102,34 @@ def _offset(bits: int, plan) -> int:
     return 0 if plan.spec.datatype == "nuq" else offset(bits, plan.ways)
 
 
-def _write_columns(ref, x, first: int):
+def _write_columns(ref, x, first):
     """Write [rows, lanes] as columns of 128 lanes, one below the other, from column `first` on."""
     rows = x.shape[0]
     for i in range(x.shape[1] // LANES):
-        ref[(first + i) * rows : (first + i + 1) * rows] = x[:, i * LANES : (i + 1) * LANES]
+        ref[some(first + i, rows)] = x[:, i * LANES : (i + 1) * LANES]
 
 
 def _fold_constants(refs: Refs, plan, tile):
     """Key scales and minima of this tile as what queries are multiplied by, once for all lane groups."""
-    spec, body = plan.spec, refs.body
-    if spec.key_group:
-        key = (from_bits(x[0, 0], spec.scales).astype(jnp.float32) for x in (body.key_scale, body.key_low))
-    else:
-        key = (x[...] for x in (body.key_scale, body.key_low))
-    scale, low = (x * (1.0 if plan.multiplied else plan.spread) for x in key)
-    if spec.key_group and plan.slots % plan.tile:
-        limit = plan.slots // spec.key_group
-        scale, low = (within(x, tile * x.shape[0], limit, 0) for x in (scale, low))
-    zero = low - _offset(spec.key_bits, plan) * scale
-    if refs.patterns is not None:
-        tpu_keys.store_patterns(refs, scale, zero)
-    _write_columns(refs.factors, scale, 0)
-    _write_columns(refs.zeros, zero, 0)
+    spec, rows = plan.spec, plan.key_rows
+    most = max(NUMBERS // (max(rows, 8) * plan.lanes), 1)
+    groups = math.gcd(plan.lane_groups, 1 << most.bit_length() - 1)
+    width = groups * plan.lanes
+
+    def step(number):
+        lanes = some(number, width)
+        if spec.key_group:
+            stored = (ref[0, 0, :, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
+            key = (from_bits(x, spec.scales).astype(jnp.float32) for x in stored)
+        else:
+            key = (ref[:, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
+        scale, low = (x * (1.0 if plan.multiplied else plan.spread) for x in key)
+        if spec.key_group and plan.slots % plan.tile:
+            scale, low = (within(x, tile * rows, plan.slots // spec.key_group, 0) for x in (scale, low))
+        zero = low - _offset(spec.key_bits, plan) * scale
+        if refs.patterns is not None:
+            tpu_keys.store_patterns(refs, scale, zero, lanes)
+        _write_columns(refs.factors, scale, number * (width // LANES))
+        _write_columns(refs.zeros, zero, number * (width // LANES))
+
+    each(plan.lane_groups // groups, step)

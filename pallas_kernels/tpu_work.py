@@ -21,10 +21,12 @@ class Work(NamedTuple):
     ahead: int | None = None
 
 
+FORMS = "", ", head_dim 64", ", outliers"
+SHORT, WHOLE, HALVES, QUARTERS = Work(1024), Work(2048), Work(2048, 2), Work(2048, 4)
 IN_TURN, AHEAD, BEHIND = Work(2048, 1, 0), Work(2048, 1, 1), Work(2048, 1, -4)
 SHORT_IN_TURN, SHORT_AHEAD = Work(1024, 1, 0), Work(1024, 1, 1)
-SHORT, WHOLE, HALVES, QUARTERS, BLOCKS = Work(1024), Work(2048), Work(2048, 2), Work(2048, 4), Work(2048, 8)
-SIZES, OUTLIERS = ("", ", head_dim 64"), (", outliers",)
+HALVES_IN_TURN, HALVES_AHEAD = Work(2048, 2, 0), Work(2048, 2, 1)
+QUARTERS_IN_TURN, EIGHTHS_IN_TURN = Work(2048, 4, 0), Work(2048, 8, 0)
 
 
 def _by_chip(v5: Work, v6e: Work, v7x: Work) -> dict[str, Work]:
@@ -33,29 +35,32 @@ def _by_chip(v5: Work, v6e: Work, v7x: Work) -> dict[str, Work]:
 
 CHOSEN = {
     "kivi 2 bits": _by_chip(AHEAD, IN_TURN, IN_TURN),
-    "kivi 3 bits": _by_chip(HALVES, BEHIND, HALVES),
+    "kivi 3 bits": _by_chip(HALVES, BEHIND, HALVES_IN_TURN),
     "kivi 4 bits": _by_chip(AHEAD, AHEAD, IN_TURN),
     "kivi 8 bits": _by_chip(IN_TURN, AHEAD, AHEAD),
     "kivi 3 and 2 bits": _by_chip(WHOLE, BEHIND, WHOLE),
-    "kivi 4 and 2 bits": _by_chip(IN_TURN, WHOLE, HALVES),
-    "kivi 2 bits, groups of 32": _by_chip(SHORT, SHORT, Work(1024, 1, 2)),
+    "kivi 4 and 2 bits": _by_chip(IN_TURN, BEHIND, HALVES_IN_TURN),
+    "kivi 2 bits, groups of 32": _by_chip(SHORT_IN_TURN, SHORT, Work(1024, 1, 2)),
     "kivi 4 bits, groups of 32": _by_chip(HALVES, SHORT, SHORT),
-    "kivi 4 and 2 bits, groups of 32": _by_chip(WHOLE, SHORT, SHORT),
-    "kivi 2 bits, head_dim 64": _by_chip(SHORT_AHEAD, QUARTERS, HALVES),
-    "kivi 4 bits, head_dim 64": _by_chip(HALVES, WHOLE, HALVES),
+    "kivi 4 and 2 bits, groups of 32": _by_chip(WHOLE, HALVES, HALVES),
+    "kivi 2 bits, head_dim 64": _by_chip(HALVES_IN_TURN, QUARTERS_IN_TURN, HALVES_AHEAD),
+    "kivi 4 bits, head_dim 64": _by_chip(HALVES_IN_TURN, WHOLE, HALVES_AHEAD),
     "kivi 2 bits, head_dim 64, groups of 32": _by_chip(HALVES, HALVES, SHORT),
-    **{f"kivi {bits} bits, head_dim 96": _by_chip(HALVES, HALVES, HALVES) for bits in (2, 4)},
-    "kivi 2 bits, head_dim 256": _by_chip(SHORT, SHORT_IN_TURN, SHORT_AHEAD),
+    "kivi 2 bits, head_dim 96": _by_chip(HALVES, HALVES, QUARTERS_IN_TURN),
+    "kivi 4 bits, head_dim 96": _by_chip(HALVES, HALVES_IN_TURN, HALVES_AHEAD),
+    "kivi 2 bits, head_dim 256": _by_chip(HALVES_IN_TURN, HALVES_IN_TURN, SHORT_AHEAD),
     "kivi 4 bits, head_dim 256": _by_chip(SHORT_AHEAD, SHORT_IN_TURN, SHORT_AHEAD),
-    "kivi_star 2 bits": _by_chip(WHOLE, QUARTERS, QUARTERS),
-    "kivi_star 2 bits, head_dim 64": _by_chip(HALVES, QUARTERS, QUARTERS),
-    "kivi_star 3 bits": _by_chip(HALVES, WHOLE, HALVES),
-    **{f"kivi_star 4 bits{size}": _by_chip(BLOCKS, QUARTERS, QUARTERS) for size in SIZES},
-    "kivi_star 2 bits, groups of 32": _by_chip(SHORT, Work(1024, 2), Work(512)),
-    "kivi_star 4 bits, groups of 32": _by_chip(BLOCKS, Work(1024, 4), Work(1024, 4)),
-    **{f"kvquant 2 bits{form}": _by_chip(WHOLE, WHOLE, WHOLE) for form in SIZES + OUTLIERS},
-    **{f"kvquant 3 bits{form}": _by_chip(SHORT, HALVES, HALVES) for form in SIZES + OUTLIERS},
-    **{f"kvquant 4 bits{form}": _by_chip(BLOCKS, HALVES, HALVES) for form in SIZES + OUTLIERS},
+    "kivi_star 2 bits": _by_chip(WHOLE, QUARTERS_IN_TURN, QUARTERS_IN_TURN),
+    "kivi_star 2 bits, head_dim 64": _by_chip(HALVES, QUARTERS_IN_TURN, QUARTERS_IN_TURN),
+    "kivi_star 3 bits": _by_chip(HALVES_IN_TURN, WHOLE, HALVES),
+    "kivi_star 4 bits": _by_chip(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN),
+    "kivi_star 4 bits, head_dim 64": _by_chip(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN),
+    "kivi_star 2 bits, groups of 32": _by_chip(SHORT, Work(1024, 4, 0), EIGHTHS_IN_TURN),
+    "kivi_star 4 bits, groups of 32": _by_chip(EIGHTHS_IN_TURN, QUARTERS, QUARTERS),
+    **{f"kvquant 2 bits{form}": _by_chip(WHOLE, WHOLE, WHOLE) for form in FORMS},
+    **{f"kvquant 3 bits{form}": _by_chip(HALVES_IN_TURN, HALVES, HALVES_IN_TURN) for form in FORMS},
+    **{f"kvquant 4 bits{form}": _by_chip(EIGHTHS_IN_TURN, HALVES, HALVES) for form in FORMS},
+    "kvquant 3 bits, head_dim 64": _by_chip(HALVES_IN_TURN, HALVES_IN_TURN, HALVES_IN_TURN),
 }
 
 
@@ -64,5 +69,5 @@ def work_of(spec: PackedSpec, per_head: int) -> Work:
     if per_head <= 8 and spec.target in CHOSEN.get(spec.row, {}):
         return CHOSEN[spec.row][spec.target]
     if spec.rope is None and spec.key_group >= 128:
-        return SHORT_AHEAD if spec.target == "v6e" else SHORT_IN_TURN
+        return {"v6e": HALVES_AHEAD, "v7x": HALVES_IN_TURN}.get(spec.target, SHORT_IN_TURN)
     return SHORT

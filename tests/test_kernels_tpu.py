@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import QUICK, Case, agree, make_body, make_query, near, oracle
 
-from kvqjax.pallas_kernels import dispatch, reference, support, tpu
+from kvqjax.pallas_kernels import dispatch, reference, support, tpu, tpu_tile
 from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.pallas_kernels.tpu_unpack import token_order
 from kvqjax.pallas_kernels.tpu_work import Work
@@ -38,7 +38,7 @@ SPLIT = INTERLEAVED | {"splits": 2}
 RUNS = [
     (FOUR, SPLIT),
     # integer codes beside bfloat16 in one product
-    (dataclasses.replace(FOUR, target="v7x", slots=1024), {"work": Work(1024, 1, 1)}),
+    (dataclasses.replace(FOUR, target="v7x", slots=1024, kv_heads=3), {"work": Work(1024, 1, 1)}),
     (TWO, {"ways": 8, "work": Work(512, 1, 0)}),
     (EIGHT, {"ways": 4, "work": Work(128, 1, 2)}),
     (MIXED, {"ways": 8, "work": Work(1024)}),
@@ -48,6 +48,7 @@ RUNS = [
     (SMALL4, {"work": Work(256), "splits": 2}),
     (dataclasses.replace(FOUR, kv_heads=1, group=16, slots=256, target="v6e"), {}),
     (FOUR, {"work": Work(512, 2)}),
+    (FOUR, {"work": Work(512, 2, -1)}),
     (dataclasses.replace(SMALL, target="v7x"), {}),
     (dataclasses.replace(FOUR, kv_heads=4, head_dim=96, value_group=96, group=2, target="v6e"), {}),
 ]
@@ -80,6 +81,13 @@ def test_race_free_on_simulated_memory(case, options):
     """Buffers start as NaN, reads out of bounds raise, races are detected."""
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
     near(*attend(case, interpret=params, **options))
+
+
+def test_scales_prepared_in_parts(monkeypatch):
+    """As for tiles and heads too large for these tests."""
+    monkeypatch.setattr(tpu_tile, "TOKENS", 256)
+    monkeypatch.setattr(tpu_tile, "NUMBERS", 1024)
+    near(*attend(dataclasses.replace(FOUR, target="v6e", slots=1024), interpret=True, work=Work(1024, 1, 0)))
 
 
 @pytest.mark.parametrize(("base", "ways"), [(1, 8), (2, 2), (2, 8), (4, 2), (4, 4), (4, 8), (8, 4)])

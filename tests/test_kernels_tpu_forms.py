@@ -27,6 +27,7 @@ RUNS = [
     (SMALL, {}, {}),
     (changed(SMALL, target="v5p"), FAR, {}),
     (changed(NUQ2, key_slots=3, value_slots=2), FAR, {"work": Work(512)}),
+    (changed(NUQ2, key_slots=2, value_slots=2), {}, {"work": Work(512, 1, 0)}),
     (case_of(4, target="v6e", slots=512, kv_heads=1), FAR, {"work": Work(512, 2)}),
     (case_of(4, datatype="nuq", target="v5p", slots=512, kv_heads=1, key_slots=2), FAR, {"work": Work(512, 2)}),
     (case_of(3, datatype="nuq", target="v7x", kv_heads=1), {}, {}),
