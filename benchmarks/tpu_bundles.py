@@ -9,10 +9,9 @@ loop count as often as it runs, branches in full. `marginal` is what 512 tokens 
 what remains per tile and KV head, `total` both for 512 tokens in the tile that is used; head_dim is 128 and there are 8
 query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
 (keys before RoPE too), `o` the outlier slots of a token's keys and of its values. `--write` renews
-benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries
-work ("tile:pieces", or "tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/tpu_work.py: total
-and spills. `--table` prints
-the record.
+benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work ("tile:pieces", or
+"tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/tpu_work.py: total and spills. `--table`
+prints the record.
 """
 
 import argparse

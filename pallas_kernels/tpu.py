@@ -30,7 +30,15 @@ from kvqjax.pallas_kernels import tpu_keys, tpu_outliers, tpu_rope
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 from kvqjax.pallas_kernels.tpu_kernel import kernel
 from kvqjax.pallas_kernels.tpu_plan import LANES, Plan, make_plan
-from kvqjax.pallas_kernels.tpu_rows import body_specs, collect, compiler, fetched, lane_queries, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu_rows import (
+    body_specs,
+    collect,
+    compiler_params,
+    fetched,
+    lane_queries,
+    row_bounds,
+    tile_ends,
+)
 from kvqjax.pallas_kernels.tpu_signposts import pair_table
 from kvqjax.pallas_kernels.tpu_work import Work
 
@@ -79,7 +87,7 @@ def packed_attention(
         raise ValueError(f"{spec}: this kernel has outliers of heads that fill {LANES} lanes")
     if plan.tile % plan.block:
         raise ValueError(f"tiles of {plan.tile} tokens; want a multiple of {plan.block}")
-    ends = tile_ends(start, stop, plan.tile)
+    ends = tile_ends(start, stop, plan.tile, plan.slots)
     layer, inputs = jnp.asarray(layer, jnp.int32).reshape(1), _inputs(q, start, stop, body, plan)
     body = _stored(body)
     out, lse = _call(plan, q.shape[0], inputs, body, interpret)(layer, ends, inputs, body)
@@ -165,7 +173,7 @@ def _call(plan: Plan, batch: int, inputs: Inputs, body: PackedBody, interpret):
             jax.ShapeDtypeStruct((batch, plan.splits, *shape, plan.lanes), jnp.float32),
             jax.ShapeDtypeStruct((batch, plan.splits, *shape, 1), jnp.float32),
         ],
-        compiler_params=compiler("parallel", "parallel", "arbitrary"),
+        compiler_params=compiler_params("parallel", "parallel", "arbitrary"),
         name=f"packed_attention_{form}k{plan.spec.key_bits}v{plan.spec.value_bits}_{plan.tile}",
         interpret=interpret,
     )

@@ -33,7 +33,7 @@ from kvqjax.pallas_kernels.tpu_commvq_kernel import kernel
 from kvqjax.pallas_kernels.tpu_commvq_plan import CommVQPlan, plan_commvq
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_rope import angles, swapped
-from kvqjax.pallas_kernels.tpu_rows import compiler, fetched, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu_rows import compiler_params, fetched, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -70,7 +70,7 @@ def packed_attention(
     codebook are rounded to bfloat16 before they are multiplied."""
     group = q.shape[2] // spec.kv_heads
     plan = plan_commvq(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group)
-    layer, ends = jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile)
+    layer, ends = jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile, plan.slots)
     rows = {"queries": _queries(q, body.positions, plan), "bounds": row_bounds(start, stop, plan, group)}
     fields = {name: getattr(body, name) for name in ("matrix", "key_codes", "prescale", "value_bits", "gain")}
     inputs = Inputs(**rows, **_tables(plan), **fields)
@@ -175,7 +175,7 @@ def _call(plan: CommVQPlan, inputs: Inputs, interpret):
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, rows, n), jnp.float32) for n in widths],
-        compiler_params=compiler("parallel", "arbitrary"),
+        compiler_params=compiler_params("parallel", "arbitrary"),
         name=f"packed_attention_commvq_k{spec.bits}v{spec.value_width // (spec.kv_heads * spec.head_dim)}_{plan.tile}",
         interpret=interpret,
     )

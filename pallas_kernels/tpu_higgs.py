@@ -29,7 +29,7 @@ from kvqjax.pallas_kernels.tpu_higgs_kernel import kernel
 from kvqjax.pallas_kernels.tpu_higgs_plan import HiggsPlan, plan_higgs
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_rope import angles, swapped
-from kvqjax.pallas_kernels.tpu_rows import body_specs, compiler, fetched, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu_rows import body_specs, compiler_params, fetched, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -66,7 +66,7 @@ def packed_attention(
     plan = plan_higgs(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group, tile)
     bounds = row_bounds(start, stop, plan, group)
     inputs = Inputs(_queries(q, plan), bounds, *_rope_inputs(body, plan), *_maps(body, plan))
-    layer, ends = jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile)
+    layer, ends = jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile, plan.slots)
     out, lse = _call(plan, q.shape[0], inputs, body.stored, interpret)(layer, ends, inputs, body.stored)
     return _collect(out, lse, q.shape, plan)
 
@@ -190,7 +190,7 @@ def _call(plan: HiggsPlan, batch: int, inputs: Inputs, body: HiggsStored, interp
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, *size), jnp.float32) for size in sizes],
-        compiler_params=compiler("parallel", "arbitrary"),
+        compiler_params=compiler_params("parallel", "arbitrary"),
         name=f"packed_attention_higgs_k{plan.spec.key_bits}v{plan.spec.value_bits}_{plan.tile}",
         interpret=interpret,
     )

@@ -29,7 +29,7 @@ from kvqjax.pallas_kernels.tpu_latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu_latents_plan import LatentPlan, plan_latents
 from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu_rope import angles
-from kvqjax.pallas_kernels.tpu_rows import body_specs, compiler, fetched, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu_rows import body_specs, compiler_params, fetched, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -68,7 +68,7 @@ def packed_attention(
     latents and keys are rounded to bfloat16 before they are multiplied."""
     slots, group = body.slots, q.shape[2] // spec.kv_heads
     plan = plan_latents(spec, slots, slots // len(body.positions), q.shape[1] * group, ways, tile)
-    ends = tile_ends(start, stop, plan.parts.tile)
+    ends = tile_ends(start, stop, plan.parts.tile, plan.parts.slots)
     bounds = row_bounds(start, stop, plan, group)
     layer, stored = jnp.asarray(layer, jnp.int32).reshape(1), body.stored._replace(positions=None)
     rows = {"queries": _queries(q, plan), "turns": _turns(body.positions, plan), "bounds": bounds}
@@ -189,7 +189,7 @@ def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interp
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, parts.rows, n), jnp.float32) for n in (rank, 1)],
-        compiler_params=compiler("parallel", "arbitrary"),
+        compiler_params=compiler_params("parallel", "arbitrary"),
         name=f"packed_attention_latents_k{parts.spec.key_bits}v{parts.spec.value_bits}_{parts.tile}",
         interpret=interpret,
     )

@@ -15,7 +15,7 @@ from kvqjax.pallas_kernels.tpu_plan import VMEM_BYTES, Plan
 from kvqjax.pallas_kernels.tpu_rope import swapped
 from kvqjax.pallas_kernels.tpu_tile import NEVER
 
-__all__ = ["body_specs", "collect", "compiler", "fetched", "lane_queries", "row_bounds", "tile_ends"]
+__all__ = ["body_specs", "collect", "compiler_params", "fetched", "lane_queries", "row_bounds", "tile_ends"]
 
 Body = TypeVar("Body", PackedBody, HiggsStored)
 
@@ -41,9 +41,11 @@ def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
 
 
-def tile_ends(start, stop, tile: int) -> Int[Array, "3 B"]:
-    """First tile of every row, the one after its last, and the last that is fetched: the first if it sees none."""
-    first, end = start.min(1) // tile, -(-stop.max(1) // tile)
+def tile_ends(start, stop, tile: int, slots: int) -> Int[Array, "3 B"]:
+    """First tile of every row of `slots` tokens, the one after its last, and the last that is fetched: the first if it
+    sees none. All within the row, also where a row starts to see beyond it."""
+    tiles = -(-slots // tile)
+    first, end = jnp.minimum(start.min(1) // tile, tiles - 1), jnp.minimum(-(-stop.max(1) // tile), tiles)
     return jnp.stack([first, end, jnp.maximum(end - 1, first)]).astype(jnp.int32)
 
 
@@ -52,9 +54,9 @@ def fetched(number, row, ends):
     return jnp.clip(number, ends[0, row], ends[2, row])
 
 
-def compiler(*semantics: str) -> pltpu.CompilerParams:
-    """Parameters of a kernel with a grid of these semantics. Copies go without bounds checks, a fifth of what a step
-    costs on v7x: what index maps fetch lies within the arrays by `fetched`."""
+def compiler_params(*semantics: str) -> pltpu.CompilerParams:
+    """Parameters of a kernel with a grid of these semantics. Copies go without bounds checks, scalar work for every input
+    of every step: what `fetched` names lies within the arrays by `tile_ends`."""
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True)
 
 

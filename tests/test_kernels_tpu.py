@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import QUICK, Case, agree, make_body, make_query, near, oracle
 
-from kvqjax.pallas_kernels import dispatch, reference, support, tpu, tpu_tile
+from kvqjax.pallas_kernels import dispatch, reference, support, tpu, tpu_rows, tpu_tile
 from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.pallas_kernels.tpu_unpack import token_order
 from kvqjax.pallas_kernels.tpu_work import Work
@@ -102,6 +102,20 @@ def test_rows_that_see_nothing_merge_as_nothing():
     q = q.astype(jnp.bfloat16).astype(jnp.float32)
     part = compiled(FOUR, interpret=True, **SPLIT)(q, body, jnp.int32(1), start, stop)
     np.testing.assert_array_equal(part.out[1], 0)
+    np.testing.assert_array_equal(part.lse[1], -jnp.inf)
+    assert np.isfinite(part.lse[0]).all()
+
+
+def test_rows_that_start_to_see_beyond_the_body_fetch_within_it():
+    """A sliding window may lie in the exact tokens altogether; copies are not checked on chips."""
+    start, stop = jnp.array([[500, 600], [512, 700], [0, 3]]), jnp.array([[512, 512], [512, 512], [0, 0]])
+    np.testing.assert_array_equal(tpu_rows.tile_ends(start, stop, 256, 512), [[1, 1, 0], [2, 2, 0], [1, 1, 0]])
+    body, _, _ = make_body(FOUR)
+    q, start, stop = make_query(FOUR)
+    start = start.at[1].set(700)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    q = q.astype(jnp.bfloat16).astype(jnp.float32)
+    part = compiled(FOUR, interpret=params, **INTERLEAVED)(q, body, jnp.int32(1), start, stop)
     np.testing.assert_array_equal(part.lse[1], -jnp.inf)
     assert np.isfinite(part.lse[0]).all()
 
