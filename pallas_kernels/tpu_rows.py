@@ -55,8 +55,8 @@ def fetched(number, row, ends):
 
 
 def compiler_params(*semantics: str) -> pltpu.CompilerParams:
-    """Parameters of a kernel with a grid of these semantics. Copies go without bounds checks, scalar work for every input
-    of every step: what `fetched` names lies within the arrays by `tile_ends`."""
+    """Parameters of a kernel with a grid of these semantics. Copies go without bounds checks, scalar work for every
+    input of every step: what `fetched` names lies within the arrays by `tile_ends`."""
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True)
 
 
