@@ -173,7 +173,7 @@ def _call(plan: Plan, batch: int, inputs: Inputs, body: PackedBody, interpret):
             jax.ShapeDtypeStruct((batch, plan.splits, *shape, plan.lanes), jnp.float32),
             jax.ShapeDtypeStruct((batch, plan.splits, *shape, 1), jnp.float32),
         ],
-        compiler_params=compiler_params("parallel", "parallel", "arbitrary"),
+        compiler_params=compiler_params(2),
         name=f"packed_attention_{form}k{plan.spec.key_bits}v{plan.spec.value_bits}_{plan.tile}",
         interpret=interpret,
     )

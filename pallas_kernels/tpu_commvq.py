@@ -175,7 +175,7 @@ def _call(plan: CommVQPlan, inputs: Inputs, interpret):
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, rows, n), jnp.float32) for n in widths],
-        compiler_params=compiler_params("parallel", "arbitrary"),
+        compiler_params=compiler_params(1),
         name=f"packed_attention_commvq_k{spec.bits}v{spec.value_width // (spec.kv_heads * spec.head_dim)}_{plan.tile}",
         interpret=interpret,
     )

@@ -190,7 +190,7 @@ def _call(plan: HiggsPlan, batch: int, inputs: Inputs, body: HiggsStored, interp
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, *size), jnp.float32) for size in sizes],
-        compiler_params=compiler_params("parallel", "arbitrary"),
+        compiler_params=compiler_params(1),
         name=f"packed_attention_higgs_k{plan.spec.key_bits}v{plan.spec.value_bits}_{plan.tile}",
         interpret=interpret,
     )

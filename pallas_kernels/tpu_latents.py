@@ -189,7 +189,7 @@ def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interp
             scratch_shapes=[_scratch(plan)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, parts.rows, n), jnp.float32) for n in (rank, 1)],
-        compiler_params=compiler_params("parallel", "arbitrary"),
+        compiler_params=compiler_params(1),
         name=f"packed_attention_latents_k{parts.spec.key_bits}v{parts.spec.value_bits}_{parts.tile}",
         interpret=interpret,
     )

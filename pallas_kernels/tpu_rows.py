@@ -54,9 +54,11 @@ def fetched(number, row, ends):
     return jnp.clip(number, ends[0, row], ends[2, row])
 
 
-def compiler_params(*semantics: str) -> pltpu.CompilerParams:
-    """Parameters of a kernel with a grid of these semantics. Copies go without bounds checks, scalar work for every
-    input of every step: what `fetched` names lies within the arrays by `tile_ends`."""
+def compiler_params(independent: int) -> pltpu.CompilerParams:
+    """Parameters of a kernel with a grid of so many independent axes and one of tiles in order. Copies go without
+    bounds checks, scalar work for every input of every step: what `fetched` names lies within the arrays by
+    `tile_ends`."""
+    semantics = [*[pltpu.PARALLEL] * independent, pltpu.ARBITRARY]
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True)
 
 
