@@ -154,7 +154,7 @@ def _call(plan: Plan, batch: int, inputs: Inputs, body: PackedBody, interpret):
     per_split = -(-plan.tiles // plan.splits)
 
     def tile(b, s, j, ends):
-        return fetched(s * per_split + j, b, ends)
+        return fetched(b, s * per_split + j, ends)
 
     shape, form = (plan.lane_groups, plan.rows), "" if plan.spec.rope is None else f"{plan.spec.datatype}_pre_"
     return pl.pallas_call(

@@ -21,7 +21,6 @@ __all__ = [
     "key_rows",
     "lane_wise",
     "load_row",
-    "numbers",
     "owners",
     "pick",
     "place_of",
@@ -76,12 +75,6 @@ def some(number, count: int):
 def each(count: int, step) -> None:
     """A loop: a step of its own keeps its registers to itself."""
     jax.lax.fori_loop(0, count, lambda number, _: step(number), None)
-
-
-def numbers(plan, index) -> list:
-    """Numbers of the columns of block `index` of the tile."""
-    each = plan.block // plan.column
-    return [index * each + i for i in range(each)]
 
 
 def words_of(words, bits: int, place: Place, index, plan: Plan) -> list:

@@ -138,24 +138,21 @@ def _scratch(plan: CommVQPlan) -> dict:
 def _specs(plan: CommVQPlan, inputs: Inputs) -> Inputs:
     """Block specs of the inputs."""
 
-    def tile(b, j, ends):
-        return fetched(j, b, ends)
-
     def columns(array):
         lanes = min(LANES, array.shape[3])
         block = (1, 1, array.shape[2], lanes)
         each = lanes * plan.tiles // array.shape[3]  # tiles of a block
-        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, 0, jax.lax.div(tile(b, j, ends), each)))
+        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, 0, jax.lax.div(fetched(b, j, ends), each)))
 
-    token = pl.BlockSpec((1, 1, 1, plan.tile), lambda b, j, layer, ends: (layer[0], b, 0, tile(b, j, ends)))
+    token = pl.BlockSpec((1, 1, 1, plan.tile), lambda b, j, layer, ends: (layer[0], b, 0, fetched(b, j, ends)))
     given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim), inputs)
     bits = (1, 1, PLANE, plan.spec.value_width)
     query = (1, 1, *inputs.queries.shape[2:])
     return given._replace(
-        queries=pl.BlockSpec(query, lambda b, j, layer, ends: (b, tile(b, j, ends), 0, 0, 0)),
+        queries=pl.BlockSpec(query, lambda b, j, layer, ends: (b, fetched(b, j, ends), 0, 0, 0)),
         bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
         key_codes=tuple(map(columns, inputs.key_codes)),
-        value_bits=pl.BlockSpec(bits, lambda b, j, layer, ends: (layer[0], b, tile(b, j, ends), 0)),
+        value_bits=pl.BlockSpec(bits, lambda b, j, layer, ends: (layer[0], b, fetched(b, j, ends), 0)),
         prescale=token,
         gain=token,
     )

@@ -162,30 +162,26 @@ def _scratch(plan: HiggsPlan) -> dict:
     return memory | {"products": pltpu.VMEM((2 * plan.rows, 2 * plan.chunk), jnp.float32)}
 
 
-def _specs(plan: HiggsPlan, inputs: Inputs, body: HiggsStored, tile):
-    """Block specs of the inputs and of the body, `tile(b, j, ends)` being the number of the tile that is fetched."""
+def _specs(plan: HiggsPlan, inputs: Inputs, body: HiggsStored):
+    """Block specs of the inputs and of the body."""
     given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim), inputs)
     given = given._replace(
         queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0)),
         bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
-        turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (tile(b, j, ends), 0, 0)),
+        turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (fetched(b, j, ends), 0, 0)),
     )
-    return given, body_specs(plan, body, tile, by_token=("key_scale", "value_scale"))
+    return given, body_specs(plan, body, fetched, by_token=("key_scale", "value_scale"))
 
 
 def _call(plan: HiggsPlan, batch: int, inputs: Inputs, body: HiggsStored, interpret):
     """The pallas_call of a plan, taking (layer, ends, inputs, body)."""
-
-    def tile(b, j, ends):
-        return fetched(j, b, ends)
-
     sizes = (2 * plan.rows, plan.lanes), (plan.rows, 1)
     return pl.pallas_call(
         functools.partial(kernel, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, plan.tiles),
-            in_specs=_specs(plan, inputs, body, tile),
+            in_specs=_specs(plan, inputs, body),
             out_specs=[pl.BlockSpec((1, *size), lambda b, *_: (b, 0, 0)) for size in sizes],
             scratch_shapes=[_scratch(plan)],
         ),

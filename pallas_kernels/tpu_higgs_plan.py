@@ -16,14 +16,13 @@ from scipy.linalg import hadamard
 
 from kvqjax.layout import split_bits
 from kvqjax.pallas_kernels.higgs import HiggsSpec
-from kvqjax.pallas_kernels.tpu_plan import LANES
+from kvqjax.pallas_kernels.tpu_plan import LANES, WIDE
 
 __all__ = ["SPREAD", "TILE", "HiggsPlan", "plan_higgs"]
 
 TILE = 1024
 VALUES = 4
 SPREAD = 256  # tokens whose scales are spread at a time
-WIDE = "v5e", "v5p"  # their vector units have no bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

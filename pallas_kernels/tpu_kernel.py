@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu_columns import Place, each, numbers, place_of, some
+from kvqjax.pallas_kernels.tpu_columns import Place, each, place_of, some
 from kvqjax.pallas_kernels.tpu_outlier_values import add_values
-from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E
+from kvqjax.pallas_kernels.tpu_plan import LANES, LOG2E, members
 from kvqjax.pallas_kernels.tpu_scores import rotated_scores, unrotated_scores
 from kvqjax.pallas_kernels.tpu_sums import add_sums, fold, no_sums, weights_of
 from kvqjax.pallas_kernels.tpu_tile import NEVER, Refs, prepare
@@ -94,8 +94,8 @@ def _pieces(plan, work, carry):
     """`work(blocks, carry)` for every piece of the tile in turn, `blocks` being the numbers of its blocks."""
     count = plan.blocks // plan.pieces
     if plan.pieces == 1:
-        return work(range(count), carry)
-    return jax.lax.fori_loop(0, plan.pieces, lambda n, carry: work([n * count + i for i in range(count)], carry), carry)
+        return work(members(0, count), carry)
+    return jax.lax.fori_loop(0, plan.pieces, lambda number, carry: work(members(number, count), carry), carry)
 
 
 def _scored(refs: Refs, plan, place: Place):
@@ -121,7 +121,7 @@ def _score(refs: Refs, plan, place: Place, blocks, top):
     """Write scores [M, S] of these blocks in lane order, a column at a time; yields the maxima so far, [M, 128]."""
     score = rotated_scores if plan.spec.rope is None else unrotated_scores
     for index in blocks:
-        for number, found in zip(numbers(plan, index), score(refs, plan, place, index), strict=True):
+        for number, found in zip(plan.columns(index), score(refs, plan, place, index), strict=True):
             tokens = some(number, plan.column)
             scores = jnp.minimum(found, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores

@@ -161,30 +161,27 @@ def _scratch(plan: LatentPlan) -> dict:
     return memory | {"latents": pltpu.VMEM((parts.tile, rank), jnp.bfloat16)}
 
 
-def _specs(plan: LatentPlan, inputs: Inputs, body: PackedBody, tile):
-    """Block specs of the inputs and of the latents, `tile(b, j, ends)` being the number of the tile that is fetched."""
+def _specs(plan: LatentPlan, inputs: Inputs, body: PackedBody):
+    """Block specs of the inputs and of the latents."""
     given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0, 0)), inputs)
     given = given._replace(
         queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0, 0)),
         bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
-        turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (tile(b, j, ends), 0, 0)),
+        turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (fetched(b, j, ends), 0, 0)),
     )
-    return given, body_specs(plan.parts, body, tile)
+    return given, body_specs(plan.parts, body, fetched)
 
 
 def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interpret):
     """The pallas_call of a plan, taking (layer, ends, inputs, latents)."""
     parts, rank = plan.parts, plan.spec.rank
 
-    def tile(b, j, ends):
-        return fetched(j, b, ends)
-
     return pl.pallas_call(
         functools.partial(kernel, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, parts.tiles),
-            in_specs=_specs(plan, inputs, body, tile),
+            in_specs=_specs(plan, inputs, body),
             out_specs=[pl.BlockSpec((1, parts.rows, n), lambda b, *_: (b, 0, 0)) for n in (rank, 1)],
             scratch_shapes=[_scratch(plan)],
         ),

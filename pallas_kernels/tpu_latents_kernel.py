@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu_columns import columns, dot, each, lane_wise, load_row, place_of, some
+from kvqjax.pallas_kernels.tpu_columns import columns, dot, each, filled, lane_wise, load_row, place_of, some
 from kvqjax.pallas_kernels.tpu_latents_tile import Refs, prepare
 from kvqjax.pallas_kernels.tpu_plan import LANES
 from kvqjax.pallas_kernels.tpu_softmax import over_tiles, soften
@@ -41,11 +41,7 @@ def _score_group(refs: Refs, plan, group):
         each(plan.parts.tile // plan.chunk, functools.partial(_multiply, refs, plan, group, piece))
     step = functools.partial(_score, refs, plan, group)
     top = jax.lax.fori_loop(0, plan.parts.tile // plan.slice, step, jnp.full((plan.rows, LANES), NEVER))
-    refs.top[_rows(plan, group)] = top.max(-1, keepdims=True)
-
-
-def _rows(plan, group):
-    return pl.ds(pl.multiple_of(group * plan.rows, 8), plan.rows)
+    refs.top[some(group, plan.rows)] = top.max(-1, keepdims=True)
 
 
 def _turned_back(refs: Refs, plan, group, number):
@@ -81,15 +77,14 @@ def _score(refs: Refs, plan, group, number, top):
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
     scores = dot(_turned_back(refs, plan, group, number), rotated.astype(jnp.bfloat16), 1)
     scores = jnp.minimum(scores if size is None else scores * size, refs.limits[:, tokens])
-    refs.scores[_rows(plan, group), tokens] = scores
+    refs.scores[some(group, plan.rows), tokens] = scores
     return jnp.maximum(top, lane_wise(jnp.maximum, scores))
 
 
 def _own_rows(ref, parts, part, begin: int):
     """Value scales or minima of 128 channels for the tokens of the column from `begin` on, on all query rows."""
     row = jax.lax.div(part * LANES, jnp.int32(parts.spec.value_group))
-    own = load_row(ref, row, parts.value_rows, begin // LANES, parts.column)
-    return jnp.concatenate([own] * (parts.rows // 8))
+    return filled(load_row(ref, row, parts.value_rows, begin // LANES, parts.column), parts)
 
 
 def _minima(refs: Refs, parts, part, begin: int):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from kvqjax.pallas_kernels.latents import LatentSpec
-from kvqjax.pallas_kernels.tpu_plan import LANES, Plan, cheapest_ways
+from kvqjax.pallas_kernels.tpu_plan import LANES, WIDE, Plan, cheapest_ways
 
 __all__ = ["TILE", "LatentPlan", "plan_latents"]
 
@@ -79,7 +79,7 @@ def plan_latents(
     rows = spec.kv_heads // heads * -(-used // 8) * 8
     tile = min(tile or TILE, slots)
     parts = Plan(stored, slots, rows, rows, tile, ways or cheapest_ways(stored), LANES)
-    columns, stretch = LANES if spec.target in ("v5e", "v5p") else 2 * LANES, min(stretch, tile)
+    columns, stretch = LANES if spec.target in WIDE else 2 * LANES, min(stretch, tile)
     if tile % parts.block or tile % stretch or stretch % parts.block:
         raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}")
     some = LANES if spec.epsilon and columns == LANES else 512  # the norm wants its keys twice

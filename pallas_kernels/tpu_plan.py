@@ -11,12 +11,29 @@ from kvqjax.pallas_kernels.tpu_signposts import pair_order
 from kvqjax.pallas_kernels.tpu_unpack import fitting_ways, token_order
 from kvqjax.pallas_kernels.tpu_work import Work, work_of
 
-__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "cheapest_ways", "lane_groups", "make_plan"]
+__all__ = [
+    "LANES",
+    "LOG2E",
+    "SHARE",
+    "VMEM_BYTES",
+    "WIDE",
+    "Plan",
+    "cheapest_ways",
+    "lane_groups",
+    "make_plan",
+    "members",
+]
 
 LANES = 128
 LOG2E = math.log2(math.e)
+WIDE = "v5e", "v5p"  # chips whose vector units have no bfloat16
 SHARE = 8  # lane groups that share a one-hot matrix of outliers
 VMEM_BYTES = 64 * 2**20  # of a v7x core and of a v5p
+
+
+def members(number, count: int) -> list:
+    """The numbers of what is in stretch `number`, which may be traced, of `count` each."""
+    return [number * count + i for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +85,11 @@ class Plan:
 
     def groups(self, index) -> list:
         """Numbers of the groups of block `index` of a tile."""
-        each = self.block // self.group
-        return [index * each + i for i in range(each)]
+        return members(index, self.block // self.group)
+
+    def columns(self, index) -> list:
+        """Numbers of the columns of block `index` of a tile."""
+        return members(index, self.block // self.column)
 
     @property
     def column(self) -> int:
@@ -101,8 +121,8 @@ class Plan:
 
     @property
     def wide(self) -> bool:
-        """Whether codes are multiplied as float32: these chips' vector units have no bfloat16."""
-        return self.spec.target in ("v5e", "v5p")
+        """Whether codes are multiplied as float32."""
+        return self.spec.target in WIDE
 
     @property
     def multiplied(self) -> bool:
@@ -156,7 +176,7 @@ def cheapest_ways(spec: PackedSpec) -> int:
     """The cheapest unpacking by the schedules of benchmarks/records: v6e and v7x convert narrow integers fast, v5e and
     v5p or codes into a mantissa faster."""
     most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
-    if spec.datatype == "nuq" or (spec.target in ("v5e", "v5p") and most == 8):
+    if spec.datatype == "nuq" or (spec.target in WIDE and most == 8):
         return 2
     return most if spec.rope is None and spec.key_group >= LANES else 4  # 8 spill where codes of keys are multiplied
 

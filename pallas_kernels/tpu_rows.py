@@ -49,7 +49,7 @@ def tile_ends(start, stop, tile: int, slots: int) -> Int[Array, "3 B"]:
     return jnp.stack([first, end, jnp.maximum(end - 1, first)]).astype(jnp.int32)
 
 
-def fetched(number, row, ends):
+def fetched(row, number, ends):
     """The tile that is fetched where number `number` is due: one that its row sees, so that none is fetched in vain."""
     return jnp.clip(number, ends[0, row], ends[2, row])
 

@@ -48,7 +48,7 @@ def unrotated_scores(refs, plan: Plan, place: Place, index):
     """As `rotated_scores`, for keys before RoPE."""
     queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
     found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
-    for i, codes in enumerate(found):
+    for i, (number, codes) in enumerate(zip(plan.columns(index), found, strict=True)):
         scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
-        tokens = some(index * (plan.block // plan.column) + i, plan.column)
+        tokens = some(number, plan.column)
         yield scores + refs.added[place.group, :, tokens] if plan.spec.key_slots else scores

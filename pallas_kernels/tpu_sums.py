@@ -14,7 +14,6 @@ from kvqjax.pallas_kernels.tpu_columns import (
     filled,
     lane_wise,
     load_row,
-    numbers,
     pick,
     quotient,
     some,
@@ -49,7 +48,7 @@ def _own_rows(ref, plan, place: Place, part: int, column):
 def weights_of(refs: Refs, plan, peak, blocks):
     """Weights of these blocks, [M, column] at a time."""
     for index in blocks:
-        for number in numbers(plan, index):
+        for number in plan.columns(index):
             yield jnp.exp2(refs.scores[:, some(number, plan.column)] - peak)
 
 
@@ -60,7 +59,7 @@ def add_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
     parts, bits = range(plan.value_slices), plan.spec.value_bits
     for index in blocks:
         found = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
-        for number, codes in zip(numbers(plan, index), found, strict=True):
+        for number, codes in zip(plan.columns(index), found, strict=True):
             weight, first = next(waiting), number * (plan.column // LANES)
             if plan.spec.value_slots:
                 refs.weights[place.group, :, some(number, plan.column)] = weight

@@ -58,9 +58,10 @@ CHOSEN = {
     "kivi_star 2 bits, groups of 32": _by_chip(SHORT, Work(1024, 4, 0), EIGHTHS_IN_TURN),
     "kivi_star 4 bits, groups of 32": _by_chip(EIGHTHS_IN_TURN, QUARTERS, QUARTERS),
     **{f"kvquant 2 bits{form}": _by_chip(WHOLE, WHOLE, WHOLE) for form in FORMS},
-    **{f"kvquant 3 bits{form}": _by_chip(HALVES_IN_TURN, HALVES, HALVES_IN_TURN) for form in FORMS},
-    **{f"kvquant 4 bits{form}": _by_chip(EIGHTHS_IN_TURN, HALVES, HALVES) for form in FORMS},
+    "kvquant 3 bits": _by_chip(HALVES_IN_TURN, HALVES, HALVES_IN_TURN),
     "kvquant 3 bits, head_dim 64": _by_chip(HALVES_IN_TURN, HALVES_IN_TURN, HALVES_IN_TURN),
+    "kvquant 3 bits, outliers": _by_chip(HALVES_IN_TURN, HALVES, HALVES_IN_TURN),
+    **{f"kvquant 4 bits{form}": _by_chip(EIGHTHS_IN_TURN, HALVES, HALVES) for form in FORMS},
 }
 
 
