@@ -4,6 +4,12 @@
 """
 
 import importlib
+from pathlib import Path
+
+# A source checkout, and an editable install of one, keep three of the package's folders beside this one.
+_here = Path(__file__).resolve().parent
+if not (_here / "pallas_kernels").is_dir():
+    __path__.append(str(_here.parent))
 
 from kvqjax.artifacts import load_artifact
 from kvqjax.beam import beam_search

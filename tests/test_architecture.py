@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -26,13 +27,24 @@ def location(package: str) -> Path:
 
 @pytest.fixture
 def installed():
-    """Skip in an editable install, where tools see only part of the package; otherwise insist on the installed copy."""
+    """Insist that tests run on what is installed: a copy in site-packages, or this checkout where it is editable."""
     site_packages = sysconfig.get_path("purelib")
     (distribution,) = importlib.metadata.distributions(name="kvqjax", path=[site_packages])
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    if origin.get("dir_info", {}).get("editable"):
-        pytest.skip("editable install: mapped folders are invisible to jaxtyping's hook")
-    assert location("kvqjax") == Path(site_packages, "kvqjax"), "the source tree shadows the installed package"
+    wanted = ROOT if origin.get("dir_info", {}).get("editable") else Path(site_packages)
+    assert location("kvqjax") == wanted / "kvqjax", "the source tree shadows the installed package"
+
+
+@pytest.mark.smoke
+def test_source_checkout_runs_as_it_is():
+    """In the root of a clone the source tree comes before the installed package on the path."""
+    command = (
+        "import kvqjax, kvqjax.pallas_kernels, kvqjax.calibrate, kvqjax.eval as e; print(kvqjax.__file__, e.__file__)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    result = subprocess.run([sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(ROOT / "kvqjax" / "__init__.py"), str(ROOT / "eval" / "__init__.py")]
 
 
 @pytest.mark.smoke
