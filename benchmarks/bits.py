@@ -21,7 +21,7 @@ SPECS = (
 
 
 def cell(config, spec: str) -> str:
-    layout = CacheLayout(config=config, method=parse(spec), capacity=CONTEXT, dtype="bfloat16")
+    layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=CONTEXT, dtype="bfloat16")
     book = ledger(jax.eval_shape(lambda: allocate_cache(layout, 1)))
     return f"{book.bits_method:.3f} | {book.bits_stored:.3f} | {book.bytes / 2**30:.2f}"
 

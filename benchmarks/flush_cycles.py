@@ -45,7 +45,7 @@ SLOTS = 16384
 def measure(text: str, chip: str) -> dict[str, float]:
     """Cycles per token of encoding and per 512 tokens of reading one layer, the last one of the model."""
     config, method = config_of("llama-3.1-8b"), parse(text)
-    layout = CacheLayout(config=config, method=method, capacity=SLOTS, dtype="bfloat16")
+    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=SLOTS, dtype="bfloat16")
     run, place = plan(layout)[-1], jax.sharding.SingleDeviceSharding(chip_devices(chip)[0])
 
     def placed(tree):

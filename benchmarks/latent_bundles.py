@@ -56,7 +56,7 @@ def _arguments(case, chip: str):
     (width, heads, kv_heads, dim, normed, length), method = MODELS[case[0]], parse(case[1])
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "qk_norm": normed}
     config = ModelConfig(vocab_size=8, width=width, mlp_width=8, num_layers=LAYERS, **shape)
-    layout = CacheLayout(config=config, method=method, capacity=SLOTS, dtype="bfloat16")
+    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=SLOTS, dtype="bfloat16")
     run, device = plan(layout)[0], jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
 
     def shaped(dtype, *shape):

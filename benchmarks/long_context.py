@@ -36,7 +36,7 @@ def random_model(name: str, layers: int, dtype: str) -> kvq.Model:
     """The first `layers` layers of a known geometry with random weights, made one array after the other: all at once
     would need room for several."""
     config = config_of(name)
-    config = dataclasses.replace(config, num_layers=layers, windows=config.windows[:layers])
+    config = dataclasses.replace(config, num_layers=layers)
     keys = iter(jax.random.split(jax.random.key(0), 64))
 
     def array(path, shaped):

@@ -69,7 +69,7 @@ def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -
     if length < 1:
         least = start + spare + first.unit
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, {least} tokens or more]")
-    layout = CacheLayout(config=model.config, method=method, capacity=1, dtype=str(model.params["embed"].dtype))
+    layout = CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=str(model.params["embed"].dtype))
     return _Task(model, layers, layout, tokens, recipe, slice(start, start + length))
 
 
@@ -121,7 +121,7 @@ def _advance_layer(task: _Task, state: dict) -> dict:
 def _stack(config: ModelConfig, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
     """Constants by run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
     stacks = []
-    for run in plan(CacheLayout(config=config, method=method, capacity=1, dtype="float32")):
+    for run in plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32")):
         ready = [{s: cast(c, dtype) for s, c in constants[run.first + i].items() if c} for i in range(run.count)]
         stacks.append(jax.tree.map(lambda *arrays: jnp.stack(arrays), *ready))
     return tuple(stacks)

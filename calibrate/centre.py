@@ -28,7 +28,7 @@ DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
 
 def _runs(method: Method, config: ModelConfig) -> tuple[RunPlan, ...]:
-    return plan(CacheLayout(config=config, method=method, capacity=1, dtype="float32"))
+    return plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32"))
 
 
 def needs_only_means(method: Method, config: ModelConfig) -> bool:

@@ -123,7 +123,7 @@ def _advance_layer(model: Model, method: Method, state: dict, recipe: Recipe, te
 
 def _stack(model: Model, method: Method, constants: list[dict]) -> tuple[dict, ...]:
     """By run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
-    runs = plan(CacheLayout(config=model.config, method=method, capacity=1, dtype="float32"))
+    runs = plan(CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype="float32"))
     own = (constants[run.first : run.first + run.count] for run in runs)
     return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers) for layers in own)
 
@@ -167,7 +167,7 @@ def calibrate(
 
 def truncate(artifact: Artifact, method: Method, config: ModelConfig) -> Artifact:
     """The artifact with fewer rounds of key codebooks, which are nested; `method` differs by `rounds` only."""
-    runs = plan(CacheLayout(config=config, method=method, capacity=1, dtype="float32"))
+    runs = plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32"))
     cut = []
     for run, constants in zip(runs, artifact.constants, strict=True):
         if constants:

@@ -80,7 +80,7 @@ def _codecs(spec) -> tuple[Nuq, Nuq] | None:
 
 def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -> _Task:
     layers: tuple[Any, ...] = method.layers(model.config)
-    runs = plan(CacheLayout(config=model.config, method=method, capacity=1, dtype="float32"))
+    runs = plan(CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype="float32"))
     specs = tuple(_codecs(layers[run.first]) for run in runs)
     ropes = {layers[run.first].rope for run, pair in zip(runs, specs, strict=True) if pair}
     if len(ropes) != 1:

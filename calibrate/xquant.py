@@ -71,7 +71,7 @@ def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict
     """What every run of layers needs, stacked over its layers, on the host and in the dtype that a model of the params'
     dtype holds it in; {} for layers that need nothing."""
     specs, dtype, stacks = method.layers(config), str(params["embed"].dtype), []
-    for run in plan(CacheLayout(config=config, method=method, capacity=1, dtype=dtype)):
+    for run in plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=dtype)):
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
         wanted = run.wiring.constants(run.count, dtype)

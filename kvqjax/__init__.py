@@ -14,26 +14,31 @@ if not (_here / "pallas_kernels").is_dir():
 from kvqjax.artifacts import load_artifact
 from kvqjax.beam import beam_search
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert
+from kvqjax.config import KVShape
+from kvqjax.config import RopeConfig as Rope
 from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, forward, init_cache, prefill
 from kvqjax.generate import generate, stream
 from kvqjax.hosts import join_hosts
+from kvqjax.layers import append, attend_layer, below_first
 from kvqjax.ledger import ledger
 from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, to_dict, uniform
 from kvqjax.model import Model, load, shard
 from kvqjax.persist import load_cache, save_cache
 from kvqjax.speculate import speculate
 
-append = commit  # fills a cache from sources, without attention
-
 __all__ = [
     "METHODS",
+    "KVShape",
     "Method",
     "Model",
+    "Rope",
     "UserError",
     "append",
     "attend",
+    "attend_layer",
     "beam_search",
+    "below_first",
     "calibrate",
     "commit",
     "crop",

@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 
 def abstract_model(config: ModelConfig, method: Method, dtype: str = "bfloat16") -> Model:
     """A model of shapes, its calibrated constants as a calibrated model has them."""
-    runs = plan(CacheLayout(config=config, method=method, capacity=1, dtype=dtype))
+    runs = plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=dtype))
     constants = tuple(run.wiring.constants(run.count, dtype) for run in runs)
     return Model(parameter_shapes(config, dtype), constants, config=config)
 
@@ -51,7 +51,9 @@ def _placed(tree, mesh, specs):
 
 def decode_arguments(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str = "cpu"):
     """What `decode_steps` takes, as shapes on the mesh of `rules`."""
-    layout = CacheLayout(config=config, method=method, capacity=context, dtype="bfloat16", target=target_name(chip))
+    layout = CacheLayout(
+        shape=config.kv_shape, method=method, capacity=context, dtype="bfloat16", target=target_name(chip)
+    )
     layout = cache_layout(rules, layout, batch)
     model = abstract_model(config, method)
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))

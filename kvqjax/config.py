@@ -1,8 +1,9 @@
-"""One frozen description for every supported decoder: Llama, Mistral, Qwen2/2.5 and Qwen3 differ only by fields."""
+"""Frozen descriptions: what a cache must know of a model, and what our decoder must know besides. Llama, Mistral,
+Qwen2/2.5 and Qwen3 differ only by fields."""
 
 import dataclasses
 
-__all__ = ["ModelConfig", "RopeConfig"]
+__all__ = ["KVShape", "ModelConfig", "RopeConfig"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,41 +25,44 @@ class RopeConfig:
     truncate: bool = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Static, hashable model description. Axis letters: V vocabulary, E width, L layers, H/K query/KV heads, D head
-    dim.
+def _alike(values):
+    """The one value of a tuple whose entries are all equal, so that equal shapes compare equal."""
+    return values[0] if isinstance(values, tuple) and values and len(set(values)) == 1 else values
 
-    `windows[l]` is layer l's sliding window in tokens, or None for full attention. The last two are set inside
-    `shard_map` only (kvqjax/sharding.py): the mesh axes over which query heads, MLP and vocabulary are split, and those
-    of them over which queries are gathered before they attend, so that `num_heads` counts the gathered ones.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVShape:
+    """What a cache must know of a model. Static and hashable.
+
+    Axis letters: L layers, H query heads, K KV heads, D head dim, E width. `rope`, `sliding_window` (in tokens) and
+    `scale` hold for every layer, or are a tuple with one entry a layer. `rope=None`: queries and keys come rotated.
+    `sliding_window=None`: full attention. `scale` multiplies the scores; None means D^-1/2.
+
+    The last four matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
+    width of that input, and what the model does between its projections and attention.
     """
 
-    vocab_size: int
-    width: int
-    mlp_width: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig | tuple[RopeConfig | None, ...] | None = None
+    sliding_window: int | tuple[int | None, ...] | None = None
+    scale: float | tuple[float | None, ...] | None = None
+    width: int | None = None
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False
-    tied_embeddings: bool = False
-    windows: tuple[int | None, ...] = ()
-    max_position: int = 2048
-    eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
-    architecture: str = "LlamaForCausalLM"
-    split: tuple[str, ...] = ()
-    gathered: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if not self.windows:
-            object.__setattr__(self, "windows", (None,) * self.num_layers)
-        if len(self.windows) != self.num_layers:
-            raise ValueError(f"windows has {len(self.windows)} entries for {self.num_layers} layers")
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; wanted at least 1")
+        for name in ("rope", "sliding_window", "scale"):
+            values = getattr(self, name)
+            if isinstance(values, tuple) and len(values) != self.num_layers:
+                raise ValueError(f"{name} has {len(values)} entries for {self.num_layers} layers")
+            object.__setattr__(self, name, _alike(values))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -73,3 +77,41 @@ class ModelConfig:
     def kv_width(self) -> int:
         """K * D, the width of one token's keys (or values) over all KV heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer."""
+        return tuple(self.layer(index).sliding_window for index in range(self.num_layers))
+
+    @property
+    def kv_shape(self) -> "KVShape":
+        """This shape without what a model adds to it."""
+        return KVShape(**{field.name: getattr(self, field.name) for field in dataclasses.fields(KVShape)})
+
+    def layer(self, index: int) -> "KVShape":
+        """The shape of layer `index` alone."""
+        of_layers = {name: getattr(self, name) for name in ("rope", "sliding_window", "scale")}
+        own = {name: x[index] if isinstance(x, tuple) else x for name, x in of_layers.items()}
+        return dataclasses.replace(self.kv_shape, num_layers=1, **own)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(KVShape):
+    """A KVShape with what the decoder itself needs: V vocabulary, MLP, embeddings, special tokens.
+
+    The last two are set inside `shard_map` only (kvqjax/sharding.py): the mesh axes over which query heads, MLP and
+    vocabulary are split, and those of them over which queries are gathered before they attend, so that `num_heads`
+    counts the gathered ones.
+    """
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    rope: RopeConfig | None = RopeConfig()
+    tied_embeddings: bool = False
+    max_position: int = 2048
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    architecture: str = "LlamaForCausalLM"
+    split: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()

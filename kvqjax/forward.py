@@ -11,17 +11,16 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax import decoder
-from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.append import admitted, flush_layer, remember
-from kvqjax.cache.eviction import Chosen, no_mass
+from kvqjax.cache.eviction import Chosen
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan
+from kvqjax.config import KVShape
 from kvqjax.errors import UserError
-from kvqjax.layout import row_major
+from kvqjax.layer_step import attend_one, begin, check_capacity, depending_on, first_flow, run_constants, slab
 from kvqjax.methods import Method
-from kvqjax.model import Model
+from kvqjax.model import Model, compute_dtype
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
-from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
 from kvqjax.sharding import cache_layout, over_mesh
 
 __all__ = ["attend", "commit", "forward", "init_cache", "prefill"]
@@ -31,66 +30,37 @@ CHUNK = 512  # prompt tokens per step of an exact prefill
 Pending = tuple  # one {source: [L_run, B, T, W]} per run
 
 
-def init_cache(model: Model, method: Method, batch: int, capacity: int, *, target: str | None = None) -> Cache:
-    """An empty cache for `batch` rows of at most `capacity` tokens each, in the model's compute dtype.
+def init_cache(
+    model: Model | KVShape,
+    method: Method,
+    batch: int,
+    capacity: int,
+    *,
+    dtype: str | None = None,
+    target: str | None = None,
+) -> Cache:
+    """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape.
 
-    `target` names the chip whose attention kernels the programs on this cache use; by default the one that holds the
-    model's weights ("cpu", whose path runs everywhere, for abstract or traced ones)."""
-    embed = model.params["embed"]
+    `dtype` is that of keys and values as they come ("bf16", "f16", "f32"); by default the model's compute dtype, for a
+    shape that of `load`. `target` names the chip whose attention kernels the programs on this cache use; by default
+    the one that holds the model's weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or
+    traced weights)."""
+    if isinstance(model, KVShape):
+        held = jnp.zeros((), compute_dtype(dtype))
+        shape, rules = model.kv_shape, None
+    else:
+        held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
+        if dtype is not None and compute_dtype(dtype) != held.dtype:
+            raise UserError(f"dtype {dtype!r} is not the model's, {held.dtype}; load the model with it")
     layout = CacheLayout(
-        config=model.config,
-        method=method,
-        capacity=capacity,
-        dtype=str(embed.dtype),
-        target=target or target_of(embed),
+        shape=shape, method=method, capacity=capacity, dtype=str(held.dtype), target=target or target_of(held)
     )
-    layout = cache_layout(model.rules, layout, batch)
-    if model.rules is None:
+    layout = cache_layout(rules, layout, batch)
+    if rules is None:
         return allocate_cache(layout, batch)
-    specs = model.rules.cache(jax.eval_shape(lambda: allocate_cache(layout, batch)))
-    places = jax.tree.map(lambda spec: NamedSharding(model.rules.mesh, spec), specs)
+    specs = rules.cache(jax.eval_shape(lambda: allocate_cache(layout, batch)))
+    places = jax.tree.map(lambda spec: NamedSharding(rules.mesh, spec), specs)
     return jax.jit(lambda: allocate_cache(layout, batch), out_shardings=places)()
-
-
-def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
-    """Calibrated constants of every run; missing or misshapen ones are refused here, at trace time."""
-    given = model.constants or tuple({} for _ in runs)
-    if len(given) != len(runs):
-        raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
-    for run, constants in zip(runs, given, strict=True):
-        for group, names in run.wiring.wanted().items():
-            for name, shape in names.items():
-                array = constants.get(group, {}).get(name)
-                if array is None:
-                    hint = "run `kvqjax calibrate` and load the artifact"
-                    raise UserError(f"layer {run.first} needs the calibrated constant {group}.{name}; {hint}")
-                if array.shape != (run.count, *shape):
-                    raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
-    return given
-
-
-def _check_capacity(cache: Cache, counts) -> None:
-    """Outside jit, overflow is an error; inside it, and on rows of other hosts, it raises the row's sticky flag (see
-    `Cache`)."""
-    numbers = cache.lengths, counts
-    if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in numbers):
-        return
-    longest = int((cache.lengths + counts).max())
-    if longest > cache.layout.capacity:
-        raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
-
-
-def _slab(runs, rows: tuple[int, ...], dtype) -> dict:
-    """Zeros [*rows, W] for whatever flows from layer to layer."""
-    return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
-
-
-def _after(h, new: dict) -> dict:
-    """`new`, made to depend on `h`. The loop over a single layer is unrolled, and what it captured is ready before its
-    attention has read the body: without this, XLA copies the body so that `commit` may write at the same time. It must
-    be data, since an optimization barrier is gone when XLA's CPU backend places copies."""
-    never = jnp.isposinf(h.reshape(-1)[0]) & jnp.isneginf(h.reshape(-1)[0])
-    return {name: jnp.where(never, jnp.zeros_like(x), x) for name, x in new.items()}
 
 
 def attend(
@@ -109,8 +79,6 @@ def attend(
     token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
     of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean
     nothing. With `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
-    if within not in ("chunk", "step"):
-        raise ValueError(f"within={within!r}; known: chunk, step")
     step = functools.partial(_attend, within=within, last=last)
     if model.rules is None:
         return step(model, cache, tokens, counts)
@@ -119,53 +87,28 @@ def attend(
 
 def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
     """`attend` on one device's part."""
-    layout, runs = cache.layout, plan(cache.layout)
-    constants, sinks = _constants(model, runs), cache.layout.method.sinks
-    length = tokens.shape[1]
-    positions = cache.lengths[:, None] + jnp.arange(length)[None]
-    new_tokens = NewTokens(positions, counts, cache.lengths - sinks, **_eviction(cache, positions, within))
-    units = recoded_units(runs[0].wiring.clocks[0].unit, length)
-    recode = within == "step" and units > 0
-    holding = [run for run in runs if run.wiring.copy == "layer"]
-    body_carry = _slab(holding, (cache.batch, max(run.slots_here for run in runs)), layout.dtype)
-    tile = (cache.batch, units, runs[0].wiring.clocks[0].unit)
-    tile_carry = _slab(runs, tile, layout.dtype) if recode else {}
+    call = begin(cache, counts, tokens.shape[1], model.constants, within)
+    positions, config = call.tokens.positions, model.config
 
     def step(number, loop, index):
-        run, state, run_constants = runs[number], cache.runs[number], constants[number]
-        h, body_carry, tile_carry, mass = loop
-        weights = decoder.layer(model.params, run.first + index)
-        fixed = caches.pick(run_constants, index)
-        projected = decoder.project(weights, h, positions, model.config)
-        new = run.wiring.capture(weights, fixed, projected, positions)
-        below = _below(runs, cache, constants, number, index)
-        view = LayerView(run, state, index, weights, fixed, new, sinks, below)
-        q, entering = decoder.whole_heads(projected.q, model.config), body_carry
-        parts, tile_carry = attend_exact(q, view, new_tokens, recode and run.slots > 0, tile_carry)
-        if run.slots:
-            body, body_carry = attend_body(q, model.config.num_kv_heads, view, new_tokens, body_carry)
-            parts.append(merge_over(body, run.deal.axes))
-        if mass is not None:
-            mass = jax.tree.map(jnp.add, mass, weigh(q, view, new_tokens, total_lse(*parts), entering))
-        attended = decoder.own_heads(merge(*parts), model.config, projected.q.shape[2])
-        h = decoder.finish(weights, h, attended, model.config)
-        return (h, body_carry, tile_carry, mass), {name: row_major(x) for name, x in new.items()}
+        h, flow = loop
+        weights = decoder.layer(model.params, call.runs[number].first + index)
+        projected = decoder.project(weights, h, positions, config)
+        whole = projected._replace(q=decoder.whole_heads(projected.q, config))
+        attended, new, flow = attend_one(call, number, index, weights, whole, flow)
+        attended = decoder.own_heads(attended, config, projected.q.shape[2])
+        return (decoder.finish(weights, h, attended, config), flow), new
 
-    loop = (
-        decoder.embed(model.params, tokens, model.config),
-        body_carry,
-        tile_carry,
-        no_mass(cache.kept, sinks, length),
-    )
+    loop = decoder.embed(model.params, tokens, config), first_flow(call)
     # Zero, which XLA cannot know: the loop over a single layer is unrolled, and a constant number would let it copy
     # that layer's weights out of the stack before a decode loop.
     zero, pending = jnp.minimum(cache.lengths[0], 0), []
-    for number, run in enumerate(runs):
+    for number, run in enumerate(call.runs):
         loop, new = jax.lax.scan(functools.partial(step, number), loop, zero + jnp.arange(run.count))
         pending.append(new)
-    h, mass = loop[0], loop[3]
-    pending = [_after(h, new) if run.count == 1 else new for run, new in zip(runs, pending, strict=True)]
-    out = _last_logits(model, h, counts) if last else decoder.unembed(model.params, h, model.config)
+    h, mass = loop[0], loop[1].mass
+    pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
+    out = _last_logits(model, h, counts) if last else decoder.unembed(model.params, h, config)
     return out, (*pending, *(() if mass is None else (mass,)))
 
 
@@ -175,40 +118,17 @@ def _last_logits(model: Model, h: Float[Array, "B T E"], counts: Int[Array, " B"
     return decoder.unembed(model.params, h, model.config)[:, 0]
 
 
-def _below(runs, cache: Cache, constants, number: int, index) -> tuple:
-    """(run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present one."""
-    counts = [*(run.count for run in runs[:number]), index]
-    return tuple(zip(runs, cache.runs, constants, counts, strict=False))
-
-
-def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
-    """`stored` and `oldest` of `NewTokens`: what the body holds, and from where on each query of a draft sees it."""
-    if not cache.kept:
-        return {}
-    if within == "chunk" or positions.shape[1] == 1:
-        return {"stored": cache.kept["positions"]}
-    if "mass" in cache.kept:
-        raise UserError(
-            "keep=h2o drops tokens by what every earlier query attended to, so a draft cannot be verified at once; "
-            "with keep=streaming it can"
-        )
-    run, sinks = plan(cache.layout)[0], cache.layout.method.sinks
-    clock = run.wiring.clocks[0]
-    units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
-    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}
-
-
 def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
     """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit
     when a row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
-    _check_capacity(cache, counts)
+    check_capacity(cache, counts)
     if model.rules is None:
         return _commit(model, cache, pending, counts)
     return over_mesh(_commit, model, cache, pending, counts, out=("cache",))
 
 
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
-    return caches.commit(cache, pending, counts, _constants(model, plan(cache.layout)))
+    return caches.commit(cache, pending, counts, run_constants(model.constants, plan(cache.layout)))
 
 
 def forward(
@@ -221,7 +141,7 @@ def forward(
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
     """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside
     jit."""
-    _check_capacity(cache, counts)
+    check_capacity(cache, counts)
     step = functools.partial(_forward, last=last)
     if model.rules is None:
         return step(model, cache, tokens, counts)
@@ -239,7 +159,7 @@ def prefill(
     """Exact prefill of an empty cache: the prompt attends to itself exactly, then is encoded; logits of each row's
     last token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's
     carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen."""
-    _check_capacity(cache, counts)
+    check_capacity(cache, counts)
     known = not isinstance(cache.lengths, jax.core.Tracer) and cache.lengths.is_fully_addressable
     if known and int(cache.lengths.max()) > 0:
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
@@ -250,18 +170,16 @@ def prefill(
 
 def _prefill(model: Model, cache: Cache, tokens, counts):
     layout, runs = cache.layout, plan(cache.layout)
-    constants = _constants(model, runs)
+    constants = run_constants(model.constants, runs)
     counts, overflow = admitted(cache, counts)
     chunk = min(CHUNK, tokens.shape[1])
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
     h = decoder.embed(model.params, tokens, model.config)
     chosen, kept = chosen_tokens(model, cache, constants, h, counts, chunk)
-    carry = _slab(runs, tokens.shape if chosen is None else chosen.token.shape, layout.dtype)
+    carry = slab(runs, tokens.shape if chosen is None else chosen.token.shape, layout.dtype)
     states = []
-    for run, state, run_constants in zip(runs, cache.runs, constants, strict=True):
-        h, carry, state = _prefill_run(
-            model, run, state, run_constants, h, carry, counts, chunk, layout.method.sinks, chosen
-        )
+    for run, state, own in zip(runs, cache.runs, constants, strict=True):
+        h, carry, state = _prefill_run(model, run, state, own, h, carry, counts, chunk, layout.method.sinks, chosen)
         states.append(state)
     done = cache.replace(runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow, kept=kept)
     return _last_logits(model, h, counts), done

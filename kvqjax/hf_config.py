@@ -159,7 +159,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
         "qkv_bias": architecture == "Qwen2ForCausalLM",
         "qk_norm": architecture == "Qwen3ForCausalLM",
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "windows": _windows(raw, architecture, layers),
+        "sliding_window": _windows(raw, architecture, layers),
         "max_position": integer(raw, "max_position_embeddings"),
         "eos_ids": _eos_ids(raw, generation or {}),
         "bos_id": _bos_id(raw),

@@ -140,7 +140,7 @@ def ledger(cache: Cache) -> Ledger:
     ]
     entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow]))
     entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in cache.kept.items()]
-    values = 2 * layout.config.num_layers * layout.config.kv_width
+    values = 2 * layout.shape.num_layers * layout.shape.kv_width
     return Ledger(
         entries=tuple(entries),
         batch=cache.lengths.shape[0],
@@ -148,6 +148,6 @@ def ledger(cache: Cache) -> Ledger:
         values=values,
         bits_method=_method_bits(runs, values),
         bits_exact=8 * jax.numpy.dtype(layout.dtype).itemsize,
-        layer_flops=flops_by_layer(layout.method, layout.config),
+        layer_flops=flops_by_layer(layout.method, layout.shape),
         carry=_carry_bytes(runs, cache.lengths.shape[0], layout.dtype),
     )

@@ -20,7 +20,7 @@ from kvqjax.sharding import MeshSize, Rules, rules_for
 from kvqjax.weight_codes import CodedWeight
 from kvqjax.weights import ShardingRule, fingerprint, load_params
 
-__all__ = ["BUNDLED", "Model", "load", "locate", "shard"]
+__all__ = ["BUNDLED", "Model", "compute_dtype", "load", "locate", "shard"]
 
 BUNDLED = ("demo", "recall")
 
@@ -140,6 +140,15 @@ def shard(whole: Model, method: Method, *, data: int = 1, seq: int = 1, model: i
     return whole.replace(params=params, constants=constants, rules=rules)
 
 
+def compute_dtype(name: str | None):
+    """The dtype of a compute policy "bf16", "f16" or "f32"; None: float32 on CPUs, bfloat16 elsewhere."""
+    if name is None:
+        name = "f32" if jax.default_backend() == "cpu" else "bf16"
+    if name not in _DTYPES:
+        raise UserError(f"dtype {name!r} is unknown; known: {', '.join(_DTYPES)}")
+    return jnp.dtype(_DTYPES[name])
+
+
 def load(
     name: str | Path,
     *,
@@ -155,10 +164,7 @@ def load(
     "int4" keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype stays.
     Code from a checkpoint is never run. Raises UserError with one line naming the cause.
     """
-    if dtype is None:
-        dtype = "f32" if jax.default_backend() == "cpu" else "bf16"
-    if dtype not in _DTYPES:
-        raise UserError(f"dtype {dtype!r} is unknown; known: {', '.join(_DTYPES)}")
+    computed = compute_dtype(dtype)
     if weights is not None and weights not in _WEIGHTS:
         raise UserError(f"weights {weights!r} is unknown; known: {', '.join(_WEIGHTS)}")
     folder = locate(name)
@@ -169,6 +175,6 @@ def load(
         rules, place = None, sharding
     if rules and weights:
         raise UserError(f"weights {weights!r} cannot be split over a mesh")
-    params = load_params(folder, config, _DTYPES[dtype], place, _WEIGHTS[weights] if weights else None)
+    params = load_params(folder, config, computed, place, _WEIGHTS[weights] if weights else None)
     about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
     return Model(params, config=config, **about)

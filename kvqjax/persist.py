@@ -56,7 +56,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
 
 def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
     return CacheLayout(
-        config=model.config,
+        shape=model.config.kv_shape,
         method=parse(text["method"]),
         capacity=text["capacity"],
         dtype=text["dtype"],

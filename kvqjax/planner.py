@@ -77,7 +77,7 @@ def _bytes(tree) -> int:
 def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
     """Bytes of a decode step beside its arguments: float32 logits (drawn from and sorted), the exact tokens of a layer
     as keys and values, one block of the body unpacked and decoded with its scores, and what the method carries."""
-    config, item = layout.config, jnp.dtype(layout.dtype).itemsize
+    config, item = layout.shape, jnp.dtype(layout.dtype).itemsize
     logits = 2 * 4 * batch * vocabulary
     most = 0
     for run in plan(layout):
@@ -96,7 +96,7 @@ def plan_memory(
     `dtype`. Rows are rounded up to what the mesh can share out."""
     rules = rules_for(config, method, mesh, devices=())
     rows = -(-batch // mesh.data)
-    layout = CacheLayout(config=config, method=method, capacity=context, dtype=dtype)
+    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=context, dtype=dtype)
     layout = cache_layout(rules, layout, rows * mesh.data)
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
     weights = parameter_shapes(config, dtype)

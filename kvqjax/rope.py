@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax.config import ModelConfig, RopeConfig
+from kvqjax.config import KVShape, RopeConfig
 
 __all__ = ["inverse_frequencies", "rotate", "turn"]
 
@@ -36,7 +36,7 @@ def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return (1 - blend) * freq / rope.factor + blend * freq
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+def inverse_frequencies(config: KVShape) -> np.ndarray:
     """Angle per position of each pair, float32 [D/2], a trace-time constant."""
     rope = config.rope
     freq = 1.0 / rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
@@ -51,8 +51,11 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     return freq.astype(np.float32)
 
 
-def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: ModelConfig) -> Float[Array, "*B T N D"]:
-    """Rotate N heads of T tokens to their absolute positions. Angles, cos and sin in float32, the result in x.dtype."""
+def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: KVShape) -> Float[Array, "*B T N D"]:
+    """Rotate N heads of T tokens to their absolute positions; without a rope they are as they should be. Angles, cos
+    and sin in float32, the result in x.dtype."""
+    if config.rope is None:
+        return x
     # An outer product written as einsum: rank promotion stays an error everywhere else.
     angles = jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))  # [*B, T, D/2]
     return turn(x, angles, config.rope.attention_factor)

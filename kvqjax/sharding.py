@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, plan
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape, ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods.spec import Method
 
@@ -141,18 +141,23 @@ class Rules:
 
     def local_config(self, config: ModelConfig) -> ModelConfig:
         """What one device computes: the KV heads it caches and the query heads that attend to them."""
-        parts, rest = self.size(self.kv_heads), self.width[len(self.kv_heads) :]
+        rest = self.width[len(self.kv_heads) :]
         return dataclasses.replace(
             config,
-            num_heads=config.num_heads // parts,
-            num_kv_heads=config.num_kv_heads // parts,
+            **_shared_out(config, self.size(self.kv_heads)),
             split=self.width if self.size(self.width) > 1 else (),
             gathered=rest if self.size(rest) > 1 else (),
         )
 
     def local_layout(self, layout: CacheLayout) -> CacheLayout:
         axes = self.sequence if layout.dealt > 1 else ()
-        return dataclasses.replace(layout, config=self.local_config(layout.config), dealt_over=axes)
+        shape = dataclasses.replace(layout.shape, **_shared_out(layout.shape, self.size(self.kv_heads)))
+        return dataclasses.replace(layout, shape=shape, dealt_over=axes)
+
+
+def _shared_out(shape: KVShape, parts: int) -> dict[str, int]:
+    """Query and KV heads of one of `parts` devices."""
+    return {"num_heads": shape.num_heads // parts, "num_kv_heads": shape.num_kv_heads // parts}
 
 
 def cache_layout(rules: Rules | None, layout: CacheLayout, batch: int) -> CacheLayout:
@@ -174,10 +179,9 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
     as its share of the whole, and nothing is calibrated on, or carried for, all heads together."""
     if parts == 1:
         return True
-    config = layout.config
-    heads = {"num_heads": config.num_heads // parts, "num_kv_heads": config.num_kv_heads // parts}
+    shape = dataclasses.replace(layout.shape, **_shared_out(layout.shape, parts))
     try:
-        local = plan(dataclasses.replace(layout, config=dataclasses.replace(config, **heads)))
+        local = plan(dataclasses.replace(layout, shape=shape))
     except UserError:
         return False
     return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(plan(layout), local, strict=True))
@@ -222,7 +226,7 @@ def rules_for(config: ModelConfig, method: Method, size: MeshSize, devices=None)
     rules = Rules(mesh=_mesh((size.data, size.seq, parts, model // parts), devices))
     if config.vocab_size % model:
         rules = dataclasses.replace(rules, vocabulary=())
-    layout = CacheLayout(config=config, method=method, capacity=1, dtype="float32")
+    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
         stored = all({"k", "v"} <= run.wiring.sources.keys() for run in plan(layout))
         columns = rules.width if stored and config.kv_width % model == 0 else ()

@@ -14,7 +14,7 @@ from kvqjax.layout import read
 CAPACITY = 512
 PAD = 200  # tokens of one append: one program for every chunk size
 
-append = jax.jit(kvq.append)
+append = jax.jit(kvq.commit)
 
 
 @functools.cache

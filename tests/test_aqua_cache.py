@@ -54,7 +54,7 @@ def predictors(runs, dtype):
 
 def filled(method, dtype, steps):
     """A cache that was given LENGTHS tokens in chunks of `steps`."""
-    layout = CacheLayout(config=CONFIG, method=method, capacity=300, dtype=dtype)
+    layout = CacheLayout(shape=CONFIG.kv_shape, method=method, capacity=300, dtype=dtype)
     runs = plan(layout)
     given, constants = sources(runs, dtype), predictors(runs, dtype)
     cache, append = allocate_cache(layout, 2), jax.jit(commit)
@@ -137,7 +137,7 @@ def test_words_do_not_depend_on_how_tokens_arrive():
 
 def test_the_ledger_shows_what_a_kept_copy_costs():
     layouts = [
-        CacheLayout(config=CONFIG, method=aqua(copy=copy), capacity=1028, dtype="bfloat16")
+        CacheLayout(shape=CONFIG.kv_shape, method=aqua(copy=copy), capacity=1028, dtype="bfloat16")
         for copy in ("none", "layer", "all")
     ]
     none, lean, kept = (ledger(jax.eval_shape(lambda layout=layout: allocate_cache(layout, 1))) for layout in layouts)
@@ -154,7 +154,7 @@ def test_reading_materialises_what_the_copy_policy_says(copy):
     """layer: the declared carry, 2*S*K*D, plus blocks: measured 1.36 times the carry; a second layer's would make 2.
     Otherwise blocks alone."""
     capacity, model = 16388, Model(init_params(jax.random.key(0), CONFIG), config=CONFIG)
-    runs = plan(CacheLayout(config=CONFIG, method=aqua(copy=copy), capacity=capacity, dtype="float32"))
+    runs = plan(CacheLayout(shape=CONFIG.kv_shape, method=aqua(copy=copy), capacity=capacity, dtype="float32"))
     constants = jax.eval_shape(lambda: predictors(runs, "float32"))
     cache = jax.eval_shape(lambda: init_cache(model, aqua(copy=copy), 1, capacity))
     new = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -166,11 +166,11 @@ def test_reading_materialises_what_the_copy_policy_says(copy):
 
 def test_copies_are_a_matter_of_memory_and_compute_alone():
     """Equal words, and logits equal but for the order of sums over blocks of other sizes."""
-    config = dataclasses.replace(CONFIG, num_layers=3, windows=())
+    config = dataclasses.replace(CONFIG, num_layers=3)
     model, tokens, out = Model(init_params(jax.random.key(0), config), config=config), jnp.arange(280)[None] % 50, []
     for copy in ("layer", "none", "all"):
         method = aqua(copy=copy, sinks=0)
-        runs = plan(CacheLayout(config=config, method=method, capacity=600, dtype="float32"))
+        runs = plan(CacheLayout(shape=config.kv_shape, method=method, capacity=600, dtype="float32"))
         ready, step, logits = model.replace(constants=predictors(runs, "float32")), jax.jit(forward), []
         cache = init_cache(ready, method, 1, 600)
         for start in (0, 140):
@@ -189,7 +189,7 @@ def test_exact_residuals_give_the_exact_caches_logits():
     """With 16-bit codecs everything but the quantisation remains: predictors, carry, order and rotation."""
     model = Model(init_params(jax.random.key(0), CONFIG), config=CONFIG)
     method = aqua(bits=16, first_bits=16)
-    runs = plan(CacheLayout(config=CONFIG, method=method, capacity=300, dtype="float32"))
+    runs = plan(CacheLayout(shape=CONFIG.kv_shape, method=method, capacity=300, dtype="float32"))
     tokens = jax.random.randint(jax.random.key(1), (2, 290), 0, 50)
     out = []
     for ready, kind in ((model.replace(constants=predictors(runs, "float32")), method), (model, exact())):
@@ -203,14 +203,14 @@ def test_exact_residuals_give_the_exact_caches_logits():
 
 
 def test_layers_that_see_different_tokens_cannot_feed_each_other():
-    config = dataclasses.replace(CONFIG, windows=(None, 64, None, None))
+    config = dataclasses.replace(CONFIG, sliding_window=(None, 64, None, None))
     with pytest.raises(UserError, match="must see the same tokens"):
-        chains(CacheLayout(config=config, method=aqua(), capacity=300, dtype="float32"))
+        chains(CacheLayout(shape=config.kv_shape, method=aqua(), capacity=300, dtype="float32"))
     # All layers slide alike, but blocks of 3-bit and 4-bit codes differ, and so would their rings.
-    config = dataclasses.replace(CONFIG, windows=(64,) * 4)
-    chains(CacheLayout(config=config, method=aqua(bits=2), capacity=4000, dtype="float32"))
+    config = dataclasses.replace(CONFIG, sliding_window=64)
+    chains(CacheLayout(shape=config.kv_shape, method=aqua(bits=2), capacity=4000, dtype="float32"))
     with pytest.raises(UserError, match="must see the same tokens"):
-        chains(CacheLayout(config=config, method=aqua(bits=3), capacity=4000, dtype="float32"))
+        chains(CacheLayout(shape=config.kv_shape, method=aqua(bits=3), capacity=4000, dtype="float32"))
 
 
 def test_exact_tokens_follow_the_released_rule_where_prompts_fill_whole_buffers():

@@ -169,7 +169,12 @@ def trainer(monkeypatch):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"qkv_bias": True}, {"qk_norm": True, "tied_embeddings": True}, {"windows": (5, None), "num_kv_heads": 4}],
+    [
+        {},
+        {"qkv_bias": True},
+        {"qk_norm": True, "tied_embeddings": True},
+        {"sliding_window": (5, None), "num_kv_heads": 4},
+    ],
     ids=["llama", "qwen2", "qwen3", "mistral"],
 )
 def test_training_forward_is_the_librarys(fields, trainer):

@@ -174,7 +174,9 @@ def test_what_cannot_be_evicted_is_refused(spec, words):
 
 def test_a_mesh_is_refused():
     rules = Rules(mesh=jax.sharding.AbstractMesh((2, 1, 1, 1), ("data", "seq", "kv", "group")))
-    layout = CacheLayout(config=tiny().config, method=kvq.parse("kivi:keep=h2o:64"), capacity=CAPACITY, dtype="float32")
+    layout = CacheLayout(
+        shape=tiny().config.kv_shape, method=kvq.parse("kivi:keep=h2o:64"), capacity=CAPACITY, dtype="float32"
+    )
     with pytest.raises(kvq.UserError, match="on one device only"):
         cache_layout(rules, layout, 2)
 

@@ -42,21 +42,21 @@ def through(model, method, size: int, within: str):
     return np.concatenate(out, 1)[:, :LENGTH], cache
 
 
-@pytest.mark.parametrize("windows", [(), (40, None)])
+@pytest.mark.parametrize("windows", [None, (40, None)])
 @pytest.mark.parametrize("size", [7, 64])
 def test_exact_cache_in_chunks_is_the_plain_decoder(size, windows):
-    got, _ = through(tiny(windows=windows), kvq.exact(sinks=3), size, "chunk")
+    got, _ = through(tiny(sliding_window=windows), kvq.exact(sinks=3), size, "chunk")
     for row, count in enumerate(COUNTS):
-        np.testing.assert_allclose(got[row, :count], plain(windows=windows)[row, :count], atol=BOUND)
+        np.testing.assert_allclose(got[row, :count], plain(sliding_window=windows)[row, :count], atol=BOUND)
 
 
-@pytest.mark.parametrize("windows", [(), (40, None)])
+@pytest.mark.parametrize("windows", [None, (40, None)])
 def test_exact_prefill_is_the_plain_decoder(windows):
     """And generation goes on from it as from the chunks."""
-    model, counts = tiny(windows=windows), jnp.asarray(COUNTS)
+    model, counts = tiny(sliding_window=windows), jnp.asarray(COUNTS)
     last, cache = prefill(model, tokens(2, LENGTH), counts, kvq.init_cache(model, kvq.exact(), 2, 256))
     for row, count in enumerate(COUNTS):
-        np.testing.assert_allclose(last[row], plain(windows=windows)[row, count - 1], atol=BOUND)
+        np.testing.assert_allclose(last[row], plain(sliding_window=windows)[row, count - 1], atol=BOUND)
     assert cache.lengths.tolist() == list(COUNTS)
 
 

@@ -43,7 +43,7 @@ def accepted(action) -> bool:
 
 
 def allocated(text: str) -> None:
-    layout = CacheLayout(config=CONFIG, method=kvq.parse(text), capacity=300, dtype="float32")
+    layout = CacheLayout(shape=CONFIG.kv_shape, method=kvq.parse(text), capacity=300, dtype="float32")
     jax.eval_shape(lambda: allocate_cache(layout, 1))
 
 

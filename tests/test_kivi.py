@@ -23,7 +23,7 @@ def one_layer(heads, kv_heads, head_dim):
 
 
 def empty(config, method, capacity, batch=1):
-    return allocate_cache(CacheLayout(config=config, method=method, capacity=capacity, dtype="float32"), batch)
+    return allocate_cache(CacheLayout(shape=config.kv_shape, method=method, capacity=capacity, dtype="float32"), batch)
 
 
 append = jax.jit(lambda cache, k, v, counts: commit(cache, ({"k": k[None], "v": v[None]},), counts))
@@ -113,7 +113,7 @@ def test_spec_strings_round_trip_and_name_the_nearest():
 def test_policies_give_layers_their_own_method():
     config = ModelConfig(vocab_size=8, width=8, mlp_width=8, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=32)
     mixed = policy(kivi(bits=2), {"0-1": exact(), "-1": kivi(bits=4)})
-    runs = plan(CacheLayout(config=config, method=mixed, capacity=512, dtype="float32"))
+    runs = plan(CacheLayout(shape=config.kv_shape, method=mixed, capacity=512, dtype="float32"))
     assert [(run.first, run.count) for run in runs] == [(0, 2), (2, 1), (3, 1)]
     with pytest.raises(ValueError, match="layer 9 does not exist"):
         policy(kivi(), {"9": exact()}).layers(config)

@@ -19,7 +19,7 @@ def account(width: int, tokens: int, layers: int = 1, **options):
     """Ledger of an abstract 16-bit cache of a model with 32 to 64 heads of 128 and no sinks, as the tables count."""
     heads = {"num_heads": width // 128, "num_kv_heads": width // 128, "head_dim": 128}
     config = ModelConfig(vocab_size=8, width=width, mlp_width=8, num_layers=layers, **heads)
-    made = CacheLayout(config=config, method=kvquant(sinks=0, **options), capacity=tokens, dtype="bfloat16")
+    made = CacheLayout(shape=config.kv_shape, method=kvquant(sinks=0, **options), capacity=tokens, dtype="bfloat16")
     return kvq.ledger(jax.eval_shape(lambda: allocate_cache(made, 1)))
 
 

@@ -42,7 +42,7 @@ def fill(model, cache, start, keys, values):
     place = jnp.where((start <= DEPTHS) & (start + CHUNK > DEPTHS), DEPTHS - start, CHUNK)
     sources = {"k": k.at[place].set(keys, mode="drop"), "v": v.at[place].set(values, mode="drop")}
     pending = ({name: x[None, None] for name, x in sources.items()},)
-    return kvq.append(model, cache, pending, jnp.full((1,), CHUNK, jnp.int32))
+    return kvq.commit(model, cache, pending, jnp.full((1,), CHUNK, jnp.int32))
 
 
 def test_planted_facts_are_found_among_a_million_tokens():

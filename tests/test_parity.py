@@ -48,12 +48,12 @@ MODELS = {
     "llama-linear": ("llama", {**GQA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope"),
     "llama-yarn-given-factor": ("llama", {**GQA, "rope_parameters": {**YARN, "attention_factor": 1.5}}, "rope"),
     "mistral-full": ("mistral", {**GQA, "sliding_window": None}, None),
-    "mistral-sliding": ("mistral", {**GQA, "sliding_window": 20}, "windows"),
+    "mistral-sliding": ("mistral", {**GQA, "sliding_window": 20}, "sliding_window"),
     "mistral-head-dim-given": ("mistral", {**GQA, "head_dim": 16, "sliding_window": None}, None),
     "qwen2": ("qwen2", GQA, None),
     "qwen2-tied-yarn": ("qwen2", {**GQA, "rope_parameters": YARN, "tie_word_embeddings": True}, "rope"),
     "qwen2-yarn-mscale": ("qwen2", {**GQA, "rope_parameters": {**YARN, **RATIOS, "truncate": False}}, "rope"),
-    "qwen2-upper-layers-slide": ("qwen2", {**GQA, **SLIDING, "max_window_layers": 1}, "windows"),
+    "qwen2-upper-layers-slide": ("qwen2", {**GQA, **SLIDING, "max_window_layers": 1}, "sliding_window"),
     "qwen3": ("qwen3", {**GQA, "head_dim": 16}, None),
     "qwen3-tied-layer-types": (
         "qwen3",
@@ -64,7 +64,7 @@ MODELS = {
             "tie_word_embeddings": True,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
-        "windows",
+        "sliding_window",
     ),
 }
 
@@ -118,7 +118,7 @@ def test_logits_equal_torch(name, tmp_path):
     model = load(tmp_path, dtype="f32")
     assert np.std(wanted) > 0.3
     np.testing.assert_allclose(ours(model), wanted, rtol=0, atol=TOLERANCE)
-    neutral = {"rope": RopeConfig(theta=model.config.rope.theta), "windows": ()}
+    neutral = {"rope": RopeConfig(theta=model.config.rope.theta), "sliding_window": None}
     if exercised:
         broken = ours(model, **{exercised: neutral[exercised]})
         assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE

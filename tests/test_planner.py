@@ -39,7 +39,7 @@ def test_names_are_found_by_hub_id_and_misspelt_ones_get_a_hint():
 def test_bytes_are_those_of_the_cache_that_would_be_made():
     config, method = config_of("recall"), kvq.parse("kivi:bits=2,sinks=4")
     found = plan_memory(config, method, 1024, 2, dtype="float32")
-    cache = allocate_cache(CacheLayout(config=config, method=method, capacity=1024, dtype="float32"), 2)
+    cache = allocate_cache(CacheLayout(shape=config.kv_shape, method=method, capacity=1024, dtype="float32"), 2)
     assert found.book.bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
     assert found.weights == sum(4 * x.size for x in jax.tree.leaves(parameter_shapes(config)))
     assert found.total == found.weights + found.book.bytes + found.workspace

@@ -21,7 +21,7 @@ ALL = {"data": 2, "seq": 2, "model": 2}
 CELLS: dict[str, tuple[dict, bool]] = {
     "exact": ({}, True),
     "kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3": ({}, True),
-    "kivi:bits=4,value_group=16,window=32;0=exact": ({"windows": (300, 300)}, True),
+    "kivi:bits=4,value_group=16,window=32;0=exact": ({"sliding_window": 300}, True),
     "kivi:bits=4,value_group=16,window=64,rule=published": ({}, True),
     "kivi_star:bits=4,protected=1": ({}, False),
     "uniform:bits=4,group=32": ({}, False),
@@ -57,7 +57,7 @@ def pending(cache) -> tuple[dict, ...]:
 @jax.jit
 def filled_logits(model, cache, sources, tokens):
     counts = jnp.asarray(LENGTHS, jnp.int32)
-    cache = kvq.append(model, cache, sources, counts)
+    cache = kvq.commit(model, cache, sources, counts)
     return kvq.attend(model, tokens, jnp.full_like(counts, NEW), cache)[0]
 
 

@@ -23,16 +23,14 @@ from kvqjax.methods.roofline import (
 LLAMA2_7B = ModelConfig(
     vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
 )
-LLAMA2_13B = dataclasses.replace(
-    LLAMA2_7B, width=5120, mlp_width=13824, num_layers=40, num_heads=40, num_kv_heads=40, windows=()
-)
+LLAMA2_13B = dataclasses.replace(LLAMA2_7B, width=5120, mlp_width=13824, num_layers=40, num_heads=40, num_kv_heads=40)
 LLAMA31_8B = dataclasses.replace(LLAMA2_7B, mlp_width=14336, num_kv_heads=8)
 H100_RIDGE = 378
 
 
 def normalised(spec, config):
     """Stored bits of all layers over those of a 16-bit KV cache: codes, scales, minima, outliers."""
-    layout = CacheLayout(config=config, method=parse(spec), capacity=1, dtype="bfloat16")
+    layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=1, dtype="bfloat16")
     bits = sum(
         run.count * logical_bits(field)
         for run in plan(layout)
@@ -163,7 +161,7 @@ def test_operations_per_token():
 
 
 def test_the_ledger_shows_operations_beside_bytes():
-    layout = CacheLayout(config=LLAMA31_8B, method=parse("xquant_cl:bits=2"), capacity=4096, dtype="bfloat16")
+    layout = CacheLayout(shape=LLAMA31_8B.kv_shape, method=parse("xquant_cl:bits=2"), capacity=4096, dtype="bfloat16")
     book = ledger(jax.eval_shape(lambda: allocate_cache(layout, 1)))
     latent, base, difference = 4 * 1024**2, 4 * 4096 * 1024, 8 * 4096 * 1024
     assert book.layer_flops == (latent, latent, base, *[difference] * 29)

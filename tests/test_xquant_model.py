@@ -178,9 +178,10 @@ def test_missing_constants_and_sliding_windows_are_refused():
     model = make(GQA, method).replace(constants=None)
     with pytest.raises(UserError, match=r"needs the calibrated constant k\.down"):
         through_cache(model, method, 8, TOKENS[:, :8])
-    sliding = dataclasses.replace(MHA, windows=(None, 8, None))
-    with pytest.raises(ValueError, match="full attention"):
-        init_cache(model.replace(config=sliding), parse("xquant_cl:group=32"), 1, 64)
+    for window, reason in ((8, "full attention"), ((None, 8, None), "sliding windows differ")):
+        sliding = dataclasses.replace(MHA, sliding_window=window)
+        with pytest.raises(ValueError, match=reason):
+            init_cache(model.replace(config=sliding), parse("xquant_cl:group=32"), 1, 64)
     with pytest.raises(ValueError, match="outliers=1"):
         init_cache(model.replace(config=MHA), parse("xquant:outliers=1"), 1, 64)
     with pytest.raises(ValueError, match="known: norm, residual"):

@@ -136,7 +136,7 @@ RECIPES = {
         "Mistral shape with a sliding window",
         _WINDOW_PHASES,
         architecture="MistralForCausalLM",
-        windows=(256, 256),
+        sliding_window=256,
     ),
     "mha": _tiny("Llama shape without grouped queries", num_kv_heads=4),
 }

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from kvqjax.cache.deal import Deal
 from kvqjax.cache.eviction import allocate_kept
 from kvqjax.cache.show import arrays_text, run_text
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.layout import PLANE, Stored, allocate, block_tokens
 from kvqjax.methods.keep import Keep
@@ -32,11 +32,11 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """Everything static about a cache: model, method, most tokens per row, the dtype of sinks and window, the chip
-    whose kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), and over how many devices (mesh axes, inside
-    `shard_map`) the body's blocks are dealt."""
+    """Everything static about a cache: the model's shape, method, most tokens per row, the dtype of sinks and window,
+    the chip whose kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), and over how many devices (mesh axes,
+    inside `shard_map`) the body's blocks are dealt."""
 
-    config: ModelConfig
+    shape: KVShape
     method: Method
     capacity: int
     dtype: str
@@ -46,21 +46,26 @@ class CacheLayout:
 
 
 class RunPlan(NamedTuple):
-    """A run of equal layers: `first` .. `first + count - 1`. The body has `slots` tokens in blocks of `block`, a ring
-    of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window is a ring of `ring`
-    tokens. `slots` counts all devices' when the blocks are dealt (`deal`); `slots_here` one device's.
+    """A run of equal layers: `first` .. `first + count - 1`, `shape` being one layer's. The body has `slots` tokens in
+    blocks of `block`, a ring of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window
+    is a ring of `ring` tokens. `slots` counts all devices' when the blocks are dealt (`deal`), `slots_here` one's.
     With eviction the body never holds more than `kept` tokens (0: no eviction)."""
 
     first: int
     count: int
+    shape: KVShape
     wiring: Wiring
-    sliding: int | None
     block: int
     slots: int
     ring: int
     wraps: bool
     deal: Deal = Deal()
     kept: int = 0
+
+    @property
+    def sliding(self) -> int | None:
+        """How many tokens a query sees, itself included; None: all before it."""
+        return self.shape.sliding_window
 
     @property
     def slots_here(self) -> int:
@@ -150,9 +155,9 @@ def _by_groups(wiring: Wiring, layout: CacheLayout, keep: Keep) -> Wiring:
     return wiring._replace(clocks=(clock,))
 
 
-def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | None, block: int) -> RunPlan:
+def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunPlan:
     try:
-        wiring = _resolve(spec.build(layout.config), layout.dtype)
+        wiring = _resolve(spec.build(shape), layout.dtype)
         if wiring.packed is not None:
             spec = dataclasses.replace(wiring.packed.spec, target=layout.target)
             wiring = wiring._replace(packed=wiring.packed._replace(spec=spec))
@@ -172,21 +177,21 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, sliding: int | 
     if keep is not None:
         unit = wiring.clocks[0].unit
         kept = max(0, min(keep.budget // unit * unit, most))
-        return RunPlan(first, count, wiring, sliding, block, -(-kept // block) * block, ring, False, kept=kept)
+        return RunPlan(first, count, shape, wiring, block, -(-kept // block) * block, ring, False, kept=kept)
     whole = blocks = max(0, -(-most // block))
-    if sliding is not None:
+    if shape.sliding_window is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
-        blocks = min(whole, -(-(sliding + ring) // block) + 1)
-    return RunPlan(first, count, wiring, sliding, block, blocks * block, ring, blocks < whole)
+        blocks = min(whole, -(-(shape.sliding_window + ring) // block) + 1)
+    return RunPlan(first, count, shape, wiring, block, blocks * block, ring, blocks < whole)
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
     """The runs in layer order, their blocks multiples of `block`."""
-    kinds = zip(layout.method.layers(layout.config), layout.config.windows, strict=True)
+    shapes = [layout.shape.layer(index) for index in range(layout.shape.num_layers)]
     runs, first = [], 0
-    for (spec, sliding), group in itertools.groupby(kinds):
+    for (spec, shape), group in itertools.groupby(zip(layout.method.layers(layout.shape), shapes, strict=True)):
         count = len(list(group))
-        runs.append(_plan_run(layout, first, count, spec, sliding, block))
+        runs.append(_plan_run(layout, first, count, spec, shape, block))
         first += count
     return runs
 
@@ -248,6 +253,7 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     """An empty cache of `batch` rows."""
     if layout.capacity < 1 or batch < 1:
         raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
+    chains(layout)  # refuses layers that cannot feed each other, before anything is cached
     runs = tuple(_allocate_run(run, batch, layout) for run in plan(layout))
     first, keep = plan(layout)[0], layout.method.keep
     kept = {}

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.layout import Field
 from kvqjax.methods.predictors import DTYPES, predict, shapes
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, method_factory
@@ -77,7 +77,7 @@ class AquaLayer:
     def kind(self, source: str) -> str:
         return "none" if self.inputs(source) == "none" else self.predictor
 
-    def build(self, config: ModelConfig) -> Wiring:
+    def build(self, config: KVShape) -> Wiring:
         width = config.kv_width
         codecs = {"k": self.key.build(width), "v": self.value.build(width)}
         if self.copy == "all":
@@ -141,7 +141,7 @@ def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
     return {name: split(field, payload[name]) for name, field in codec.fields.items()}
 
 
-def _aqua_wiring(layer: AquaLayer, config: ModelConfig, codecs: dict[str, Codec]) -> Wiring:
+def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wiring:
     base = keys_and_values(config, codecs, (Clock(("k", "v"), layer.window, layer.unit),), layer.rope)
     width = config.kv_width
 

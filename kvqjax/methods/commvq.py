@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.methods.packing import commvq_form
 from kvqjax.methods.spec import Method, method_factory
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring, keys_and_values, shared_until, through_heads
@@ -39,7 +39,7 @@ class CommVQLayer:
         if self.unit % 32 or self.unit < 32:
             raise ValueError(f"unit={self.unit}; tokens leave the window in multiples of 32")
 
-    def key(self, config: ModelConfig) -> CommVQKeys:
+    def key(self, config: KVShape) -> CommVQKeys:
         """The key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
         pairs = self.group or config.head_dim // 2
         rounds = self.rounds or max(1, round(self.bits * pairs / math.log2(self.levels)))
@@ -48,7 +48,7 @@ class CommVQLayer:
     def value(self) -> CommVQValues:
         return CommVQValues(bits=self.bits, hidden=self.hidden)
 
-    def build(self, config: ModelConfig) -> Wiring:
+    def build(self, config: KVShape) -> Wiring:
         codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
         wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre")
         shared = _summed_bits(self.bits * config.kv_width, config)
@@ -61,7 +61,7 @@ def _prepare(constants):
     return constants | {"k": constants["k"] | {"columns": columns(constants["k"]["codebook"])}}
 
 
-def _summed_bits(count: int, config: ModelConfig) -> SharedValues:
+def _summed_bits(count: int, config: KVShape) -> SharedValues:
     """The reordered value product (section 4.3, equation 22): N = `count` bits per token."""
 
     def read(weights, constants, payload, sources):

@@ -5,7 +5,7 @@ import dataclasses
 
 from kvqjax.codecs import CENTRES, centred
 from kvqjax.codecs.higgs import Higgs
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Wiring
 
@@ -27,7 +27,7 @@ class HiggsLayer:
     unit: int = 32
     centre: str = "none"
 
-    def build(self, config: ModelConfig) -> Wiring:
+    def build(self, config: KVShape) -> Wiring:
         sizes = {"auto": None, "head": config.head_dim, "width": config.kv_width}
         size = sizes[self.group] if self.group in sizes else int(self.group)
         key, value = (dataclasses.replace(spec, group=size) for spec in (self.key, self.value))

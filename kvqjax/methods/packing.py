@@ -7,7 +7,7 @@ from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.codecs.higgs import Higgs, group_size, shipped_grid
 from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.methods.wiring import Packed
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
@@ -21,7 +21,7 @@ __all__ = ["commvq_form", "latent_form", "packed_form"]
 BLOCK = 1024
 
 
-def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: ModelConfig) -> Packed | None:
+def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: KVShape) -> Packed | None:
     """How packed kernels see keys per channel and values per token, both uniform (KIVI) or both with signposts
     (KVQuant), or both with vector grids (HIGGS); None for what they do not read."""
     if isinstance(key, Uniform) and isinstance(value, Uniform):
@@ -45,7 +45,7 @@ def _power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _higgs_form(key: Higgs, value: Higgs, rope: str, config: ModelConfig) -> Packed | None:
+def _higgs_form(key: Higgs, value: Higgs, rope: str, config: KVShape) -> Packed | None:
     """Keys before RoPE in pairs of channels, groups of a power of two whole heads, no random signs."""
     alike = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]
     group = key.group or group_size(config.kv_width)
@@ -68,7 +68,7 @@ def _higgs_form(key: Higgs, value: Higgs, rope: str, config: ModelConfig) -> Pac
     return Packed(HiggsSpec(group=group, scales=key.dtype, **heads, **bits), body)
 
 
-def latent_form(key: CodecSpec, value: CodecSpec, rank: int, config: ModelConfig) -> Packed | None:
+def latent_form(key: CodecSpec, value: CodecSpec, rank: int, config: KVShape) -> Packed | None:
     """How packed kernels see two latents of `rank` numbers (XQuant), uniform per channel and per token; None for what
     they do not read."""
     if not (isinstance(key, Uniform) and isinstance(value, Uniform)) or key.dtype != value.dtype:
@@ -94,7 +94,7 @@ def latent_form(key: CodecSpec, value: CodecSpec, rank: int, config: ModelConfig
     return Packed(LatentSpec(stored=stored, epsilon=epsilon, **heads), body)
 
 
-def commvq_form(key: CommVQKeys, value: CommVQValues, config: ModelConfig) -> Packed | None:
+def commvq_form(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | None:
     """How packed kernels see CommVQ's codes, one pair of levels a round and head; None for what they do not read."""
     if key.pairs != config.head_dim // 2 or (key.dtype, value.dtype) != ("bfloat16", "bfloat16"):
         return None
@@ -109,11 +109,11 @@ def commvq_form(key: CommVQKeys, value: CommVQValues, config: ModelConfig) -> Pa
     return Packed(CommVQSpec(rounds=key.rounds, levels=key.levels, value_width=width, **heads), body)
 
 
-def _rope(config: ModelConfig) -> Rope:
+def _rope(config: KVShape) -> Rope:
     return Rope(tuple(map(float, inverse_frequencies(config))), config.rope.attention_factor)
 
 
-def _spec(key, value, rope: str, config: ModelConfig, **more) -> PackedSpec:
+def _spec(key, value, rope: str, config: KVShape, **more) -> PackedSpec:
     shape = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block": BLOCK}
     before = _rope(config) if rope == "pre" else None
     bits = {"key_bits": key.bits, "value_bits": value.bits}

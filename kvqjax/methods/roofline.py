@@ -14,11 +14,11 @@ import math
 from typing import NamedTuple
 
 from kvqjax.codecs import bits_per_value
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape, ModelConfig
 from kvqjax.methods.aqua import AquaLayer
 from kvqjax.methods.aqua_cost import predictor_operations
 from kvqjax.methods.spec import LayerSpec, Method
-from kvqjax.methods.xquant import LayerInput
+from kvqjax.methods.xquant import LayerInput, input_width
 from kvqjax.methods.xquant_cl import CrossLayer
 
 __all__ = [
@@ -43,25 +43,25 @@ class StepCost(NamedTuple):
     weight_bytes: Number
 
 
-def layer_flops(spec: LayerSpec, config: ModelConfig) -> int:
+def layer_flops(spec: LayerSpec, config: KVShape) -> int:
     """Operations that one layer spends on one cached token per read; 0 where keys and values themselves are stored."""
-    full = 4 * config.width * config.kv_width
-    square = 4 * min(config.width, config.kv_width) * config.kv_width
+    if not isinstance(spec, LayerInput | CrossLayer):
+        return predictor_operations(spec, config) if isinstance(spec, AquaLayer) else 0
+    width = input_width(config)
+    full, square = 4 * width * config.kv_width, 4 * min(width, config.kv_width) * config.kv_width
     if isinstance(spec, LayerInput):
         return square if spec.uses_latents(config) else full
-    if isinstance(spec, CrossLayer):
-        if spec.start:
-            return full
-        return 2 * full if spec.uses_latents(config) else full + 2 * config.width
-    return predictor_operations(spec, config) if isinstance(spec, AquaLayer) else 0
+    if spec.start:
+        return full
+    return 2 * full if spec.uses_latents(config) else full + 2 * width
 
 
-def flops_per_token(method: Method, config: ModelConfig) -> int:
+def flops_per_token(method: Method, config: KVShape) -> int:
     """Operations per generated token and cached token, all layers: times the context length, the price of one step."""
     return sum(flops_by_layer(method, config))
 
 
-def flops_by_layer(method: Method, config: ModelConfig) -> tuple[int, ...]:
+def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
     """`layer_flops` of every layer; AQUA-KV without a copy computes a layer once more for every layer above it."""
     layers = enumerate(method.layers(config))
     anew = lambda spec, i: config.num_layers - i if isinstance(spec, AquaLayer) and spec.copy == "none" else 1  # noqa: E731
@@ -70,7 +70,7 @@ def flops_by_layer(method: Method, config: ModelConfig) -> tuple[int, ...]:
 
 def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
     """One layer of one decode step, calibrated constants as 16-bit weights."""
-    wiring = spec.build(config)
+    wiring = spec.build(config.layer(0))
     bits = sum(bits_per_value(codec) * codec.width for codec in wiring.codecs.values())
     if isinstance(spec, CrossLayer) and not spec.start:
         stored = {"float32": 32, "bfloat16": 16}.get(spec.accumulator) or int(spec.accumulator)

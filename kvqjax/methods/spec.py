@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from kvqjax.codecs import CodecSpec
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.methods.keep import Keep, read_keep
 from kvqjax.methods.packing import packed_form
@@ -25,7 +25,7 @@ MOST_LAYERS = 4096  # an option's slip must not fill the memory with overrides
 class LayerSpec(Protocol):
     """Anything frozen and hashable that can build a layer's wiring for a model."""
 
-    def build(self, config: ModelConfig) -> Wiring: ...
+    def build(self, config: KVShape) -> Wiring: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class KeysAndValues:
     unit: int = 32
     clocks: tuple[Clock, ...] = ()
 
-    def build(self, config: ModelConfig) -> Wiring:
+    def build(self, config: KVShape) -> Wiring:
         codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
         wiring = keys_and_values(config, codecs, clocks, self.rope)
@@ -67,7 +67,7 @@ class Method:
     def __str__(self) -> str:
         return self.name
 
-    def layers(self, config: ModelConfig) -> tuple[LayerSpec, ...]:
+    def layers(self, config: KVShape) -> tuple[LayerSpec, ...]:
         """The spec of every layer of a model."""
         specs = [self.layer] * config.num_layers
         for index, spec in self.overrides:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
@@ -57,7 +57,7 @@ class SharedValues(NamedTuple):
     finish: Callable
 
 
-def shared_until(width: int, decoding: int, config: ModelConfig) -> int:
+def shared_until(width: int, decoding: int, config: KVShape) -> int:
     """The most new tokens T at which summing first is cheaper, in multiply-accumulates per cached token: T H N, N =
     `width`, against `decoding` and then T H D."""
     saved = config.num_heads * (width - config.head_dim)
@@ -65,7 +65,7 @@ def shared_until(width: int, decoding: int, config: ModelConfig) -> int:
 
 
 def through_heads(
-    means: Float[Array, "B T H N"], matrix: Float[Array, "N KD"], config: ModelConfig, precision: str | None = None
+    means: Float[Array, "B T H N"], matrix: Float[Array, "N KD"], config: KVShape, precision: str | None = None
 ) -> Float[Array, "B T H D"]:
     """Every query head's vector times the columns of its KV head, in the matrix's dtype with float32 sums."""
     grouped = means.astype(matrix.dtype).reshape(*means.shape[:2], config.num_kv_heads, -1, means.shape[-1])
@@ -128,15 +128,17 @@ class Wiring(NamedTuple):
         return {group: {name: array(name, shape) for name, shape in names.items()} for group, names in wanted}
 
 
-def _heads(x, config: ModelConfig):
+def _heads(x, config: KVShape):
     return x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim)
 
 
-def keys_and_values(config: ModelConfig, codecs: dict[str, Codec], clocks: tuple[Clock, ...], rope: str) -> Wiring:
+def keys_and_values(config: KVShape, codecs: dict[str, Codec], clocks: tuple[Clock, ...], rope: str) -> Wiring:
     """Sources are keys and values over all KV heads, `[K*D]` each; keys as attended (`rope="post"`) or before RoPE
     (`rope="pre"`: the rotation happens at every read and is never undone). Each source has a codec of its own."""
     if rope not in ("pre", "post"):
         raise ValueError(f"rope={rope!r}; known: pre, post")
+    if rope == "pre" and config.rope is None:
+        raise ValueError("it caches keys before RoPE; give the shape a rope, and queries and keys unrotated")
 
     def capture(weights, constants, projected, positions):
         k = rotate(projected.k, positions, config) if rope == "post" else projected.k

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs import Codec, Exact, Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.decoder import Layer, heads, norm
 from kvqjax.layout import row_major
 from kvqjax.methods.packing import latent_form
@@ -33,6 +33,7 @@ from kvqjax.rope import rotate
 __all__ = [
     "LayerInput",
     "attended",
+    "input_width",
     "latents",
     "layer_input",
     "prefers_latents",
@@ -43,10 +44,17 @@ __all__ = [
 ]
 
 
-def prefers_latents(config: ModelConfig) -> bool:
+def input_width(shape: KVShape) -> int:
+    """Width of the layer input that is cached. Raises ValueError for a shape that does not know it."""
+    if shape.width is None:
+        raise ValueError("its keys and values are computed from a layer's input and weights; use a kvqjax model")
+    return shape.width
+
+
+def prefers_latents(config: KVShape) -> bool:
     """Whether two latents of kv_width numbers take no more room than X: true from two query heads per KV head on, in
     the usual models. Decided by widths, not by head counts: Qwen3-0.6B has GQA, and still 2*kv_width > E."""
-    return 2 * config.kv_width <= config.width
+    return 2 * config.kv_width <= input_width(config)
 
 
 def attended(
@@ -54,7 +62,7 @@ def attended(
     v: Float[Array, "B n KD"],
     weights: Layer,
     positions: Int[Array, "B n"],
-    config: ModelConfig,
+    config: KVShape,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
     """Keys and values as attended from rematerialised products: bias, QK-norm, RoPE."""
     if config.qkv_bias:
@@ -71,7 +79,7 @@ def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float
     return row_major(jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype)))
 
 
-def summed_first(width: int, config: ModelConfig, read, up) -> SharedValues:
+def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
     """Values summed as `read` (see SharedValues) gives them, vectors of `width`, and then multiplied by the matrix
     `up(weights, constants)` [width, KD]; a mean of values has their bias once."""
 
@@ -99,7 +107,7 @@ def _independent(sources: dict[str, int], codecs: dict[str, Codec], clock: Clock
     return Wiring(sources, codecs, (clock,), capture, encode, decode, expand, shared=shared)
 
 
-def layer_input(config: ModelConfig, codec: Codec, clock: Clock) -> Wiring:
+def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
     """XQuant for MHA: the source is X itself."""
 
     def capture(weights, constants, projected, positions):
@@ -112,14 +120,16 @@ def layer_input(config: ModelConfig, codec: Codec, clock: Clock) -> Wiring:
     def read(weights, constants, payload, sources):
         return sources["x"]
 
-    shared = summed_first(config.width, config, read, lambda weights, constants: weights["v"])
-    return _independent({"x": config.width}, {"x": codec}, clock, capture, expand, shared)
+    width = input_width(config)
+    shared = summed_first(width, config, read, lambda weights, constants: weights["v"])
+    return _independent({"x": width}, {"x": codec}, clock, capture, expand, shared)
 
 
-def latents(config: ModelConfig, codecs: dict[str, Codec], clock: Clock) -> Wiring:
+def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
     """XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
-    rank = min(config.width, config.kv_width)
-    needs = {"down": (config.width, rank), "up": (rank, config.kv_width)}
+    width = input_width(config)
+    rank = min(width, config.kv_width)
+    needs = {"down": (width, rank), "up": (rank, config.kv_width)}
     codecs = {name: codec._replace(needs=codec.needs | needs) for name, codec in codecs.items()}
 
     def capture(weights, constants, projected, positions):
@@ -155,22 +165,22 @@ class LayerInput:
     latent: bool | None = None
     scales: str = "bfloat16"
 
-    def uses_latents(self, config: ModelConfig) -> bool:
+    def uses_latents(self, config: KVShape) -> bool:
         return prefers_latents(config) if self.latent is None else self.latent
 
-    def build(self, config: ModelConfig) -> Wiring:
+    def build(self, config: KVShape) -> Wiring:
         clock = Clock(("x",), self.window, self.group)
         per_token = {"along": "channels", "group": self.group, "scales": self.scales}
         if not self.uses_latents(config):
             if self.outliers or self.value_bits not in (None, self.bits):
                 got = f"value_bits={self.value_bits}, outliers={self.outliers}"
                 raise ValueError(f"xquant caches X itself here, of one width and without a first latent; got {got}")
-            return layer_input(config, quantiser(self.bits, **per_token).build(config.width), clock)
+            return layer_input(config, quantiser(self.bits, **per_token).build(input_width(config)), clock)
         key = quantiser(self.bits, **{**per_token, "along": "tokens"})
         if self.outliers:
             key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
         value = quantiser(self.value_bits or self.bits, **per_token)
-        rank = min(config.width, config.kv_width)
+        rank = min(input_width(config), config.kv_width)
         codecs = {name: codec.build(rank) for name, codec in (("k", key), ("v", value))}
         wiring = latents(config, codecs, clock._replace(sources=("k", "v")))
         return wiring._replace(packed=latent_form(key, value, rank, config))

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.codecs import Codec, Uniform
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.layout import Field
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
-from kvqjax.methods.xquant import LayerInput, attended, prefers_latents, quantiser, summed_first, times
+from kvqjax.methods.xquant import LayerInput, attended, input_width, prefers_latents, quantiser, summed_first, times
 
 __all__ = ["ACCUMULATORS", "SPACES", "CrossLayer", "cross_layer", "stored_accumulator", "xquant_cl"]
 
@@ -49,7 +49,7 @@ def _scalar_codec() -> Codec:
     return Codec(1, 1, {"x": field}, lambda _, x: {"x": turn(x)}, lambda _, tile: turn(tile["x"]))
 
 
-def _capture(config: ModelConfig, space: str):
+def _capture(config: KVShape, space: str):
     def capture(weights, constants, projected, positions):
         if space == "norm":
             return {"x": projected.x}
@@ -70,7 +70,7 @@ def _normed(weights, sources, space: str):
     return x * weights["attn_norm"][None, None]
 
 
-def _expand(config: ModelConfig, space: str):
+def _expand(config: KVShape, space: str):
     def expand(weights, constants, sources, positions):
         x = _normed(weights, sources, space)
         k, v = (times(x, weights[name], weights["k"].dtype) for name in ("k", "v"))
@@ -79,15 +79,15 @@ def _expand(config: ModelConfig, space: str):
     return expand
 
 
-def _shared(config: ModelConfig, space: str):
+def _shared(config: KVShape, space: str):
     def read(weights, constants, payload, sources):
         return _normed(weights, sources, space)
 
-    return summed_first(config.width, config, read, lambda weights, constants: weights["v"])
+    return summed_first(input_width(config), config, read, lambda weights, constants: weights["v"])
 
 
 def cross_layer(
-    config: ModelConfig,
+    config: KVShape,
     codec: Codec,
     clock: Clock,
     *,
@@ -99,9 +99,9 @@ def cross_layer(
 ) -> Wiring:
     """One layer of the loop: the base layer (`start`), or a difference from the layer below, stored by `codec` at full
     width or, with `latent`, as its coordinates in U. The carry "x" is the accumulator."""
-    residual = space == "residual"
+    residual, width = space == "residual", input_width(config)
     codecs = {"x": codec} | ({"inverse_rms": _scalar_codec()} if residual else {})
-    sources = {"x": config.width} | ({"inverse_rms": 1} if residual else {})
+    sources = {"x": width} | ({"inverse_rms": 1} if residual else {})
 
     def update(constants, step, reference):
         """Xhat of one tile. Encoder and decoder both come here with `clock.unit` tokens where there is a matmul: one of
@@ -134,7 +134,7 @@ def cross_layer(
 
     clock = clock._replace(sources=tuple(sources))
     capture, expand = _capture(config, space), _expand(config, space)
-    shared, carry = _shared(config, space), {"x": config.width}
+    shared, carry = _shared(config, space), {"x": width}
     return Wiring(sources, codecs, (clock,), capture, encode, decode, expand, carry, shared=shared)
 
 
@@ -165,20 +165,21 @@ class CrossLayer:
             return other
         return dataclasses.replace(other, window=self.window, unit=self.group, clocks=())
 
-    def uses_latents(self, config: ModelConfig) -> bool:
+    def uses_latents(self, config: KVShape) -> bool:
         return not self.start and (prefers_latents(config) if self.latent is None else self.latent)
 
-    def build(self, config: ModelConfig) -> Wiring:
+    def build(self, config: KVShape) -> Wiring:
         latent = self.uses_latents(config)
         along = "tokens" if self.axis == "channel" and not self.start else "channels"
-        if any(window is not None for window in config.windows):
+        if config.sliding_window is not None:
             # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
-            raise ValueError(f"xquant_cl needs full attention in every layer; the model's windows are {config.windows}")
-        width = min(config.width, 2 * config.kv_width) if latent else config.width
+            raise ValueError(f"xquant_cl needs full attention in every layer; its window is {config.sliding_window}")
+        full = input_width(config)
+        width = min(full, 2 * config.kv_width) if latent else full
         codec = quantiser(self.bits, along, self.group, self.scales).build(width)
         return cross_layer(
             config,
-            codec._replace(needs={"down": (config.width, width)}) if latent else codec,
+            codec._replace(needs={"down": (full, width)}) if latent else codec,
             Clock(("x",), self.window, self.group),
             start=self.start,
             latent=latent,

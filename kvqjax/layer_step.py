@@ -1,0 +1,161 @@
+"""One layer's attention over a cache: what our decoder's step and the door for other models (kvqjax/layers.py)
+share."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax import cache as caches
+from kvqjax.attention import merge, merge_over, total_lse
+from kvqjax.cache.eviction import Received, no_mass
+from kvqjax.cache.state import Cache, RunPlan, due, plan
+from kvqjax.decoder import Projected
+from kvqjax.errors import UserError
+from kvqjax.layout import row_major
+from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
+
+__all__ = [
+    "Call",
+    "Flow",
+    "attend_one",
+    "begin",
+    "check_capacity",
+    "depending_on",
+    "first_flow",
+    "run_constants",
+    "slab",
+]
+
+
+class Flow(NamedTuple):
+    """What one layer hands to the layer above it. Empty for methods whose layers do not depend on each other.
+
+    `body` and `tile` are what was reconstructed of the body's tokens and of the tokens that fall due in this call
+    (AQUA-KV, XQuant-CL); `mass` is the attention that every token has received so far (keep=h2o)."""
+
+    body: dict
+    tile: dict
+    mass: Received | None
+
+
+class Call(NamedTuple):
+    """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded."""
+
+    cache: Cache
+    runs: tuple[RunPlan, ...]
+    constants: tuple[dict, ...]
+    tokens: NewTokens
+    recode: bool
+
+
+def run_constants(given, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
+    """Calibrated constants of every run. Raises UserError, at trace time, for missing or misshapen ones."""
+    given = given or tuple({} for _ in runs)
+    if len(given) != len(runs):
+        raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
+    for run, constants in zip(runs, given, strict=True):
+        for group, names in run.wiring.wanted().items():
+            for name, shape in names.items():
+                array = constants.get(group, {}).get(name)
+                if array is None:
+                    hint = "run `kvqjax calibrate` and load the artifact"
+                    raise UserError(f"layer {run.first} needs the calibrated constant {group}.{name}; {hint}")
+                if array.shape != (run.count, *shape):
+                    raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
+    return given
+
+
+def check_capacity(cache: Cache, counts) -> None:
+    """Raise UserError outside jit where a row would overflow. Inside jit, and on rows of other hosts, appending raises
+    the row's sticky flag instead (see `Cache`)."""
+    numbers = cache.lengths, counts
+    if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in numbers):
+        return
+    longest = int((np.asarray(cache.lengths) + np.asarray(counts)).max())  # jnp would be traced inside a user's loop
+    if longest > cache.layout.capacity:
+        raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
+
+
+def slab(runs, rows: tuple[int, ...], dtype) -> dict:
+    """Zeros [*rows, W] for whatever flows from layer to layer."""
+    return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
+
+
+def begin(cache: Cache, counts: Int[Array, " B"], length: int, constants, within: str) -> Call:
+    """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `within` as in
+    `kvqjax.attend`."""
+    if within not in ("chunk", "step"):
+        raise UserError(f"within={within!r}; known: chunk, step")
+    runs, sinks = plan(cache.layout), cache.layout.method.sinks
+    positions = cache.lengths[:, None] + jnp.arange(length)[None]
+    tokens = NewTokens(positions, counts, cache.lengths - sinks, **_eviction(cache, positions, within))
+    recode = within == "step" and recoded_units(runs[0].wiring.clocks[0].unit, length) > 0
+    return Call(cache, runs, run_constants(constants, runs), tokens, recode)
+
+
+def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
+    """`stored` and `oldest` of `NewTokens`: what the body holds, and from where on each query of a draft sees it."""
+    if not cache.kept:
+        return {}
+    if within == "chunk" or positions.shape[1] == 1:
+        return {"stored": cache.kept["positions"]}
+    if "mass" in cache.kept:
+        raise UserError(
+            "keep=h2o drops tokens by what every earlier query attended to, so a draft cannot be verified at once; "
+            "with keep=streaming it can"
+        )
+    run, sinks = plan(cache.layout)[0], cache.layout.method.sinks
+    clock = run.wiring.clocks[0]
+    units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
+    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}
+
+
+def first_flow(call: Call) -> Flow:
+    """What enters the first layer: zeros."""
+    cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
+    dtype, unit = cache.layout.dtype, runs[0].wiring.clocks[0].unit
+    holding = [run for run in runs if run.wiring.copy == "layer"]
+    body = slab(holding, (cache.batch, max(run.slots_here for run in runs)), dtype)
+    tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
+    return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))
+
+
+def attend_one(
+    call: Call, number: int, index, weights: dict, projected: Projected, flow: Flow
+) -> tuple[Float[Array, "B T H D"], dict, Flow]:
+    """Attend in layer `index` of run `number`: (output in float32, new sources [B, T, W], what flows on).
+
+    `projected.q` holds the queries of all heads that attend here."""
+    run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
+    fixed = caches.pick(call.constants[number], index)
+    new = run.wiring.capture(weights, fixed, projected, positions)
+    below = _below(call, number, index)
+    view = LayerView(run, call.cache.runs[number], index, weights, fixed, new, sinks, below)
+    parts, tile = attend_exact(projected.q, view, call.tokens, call.recode and run.slots > 0, flow.tile)
+    body = flow.body
+    if run.slots:
+        part, body = attend_body(projected.q, run.shape.num_kv_heads, view, call.tokens, body)
+        parts.append(merge_over(part, run.deal.axes))
+    mass = flow.mass
+    if mass is not None:
+        more = weigh(projected.q, view, call.tokens, total_lse(*parts), flow.body)
+        mass = jax.tree.map(jnp.add, mass, more)
+    new = {name: row_major(x) for name, x in new.items()}
+    return merge(*parts), new, Flow(body, tile, mass)
+
+
+def _below(call: Call, number: int, index) -> tuple:
+    """(run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present one."""
+    counts = [*(run.count for run in call.runs[:number]), index]
+    return tuple(zip(call.runs, call.cache.runs, call.constants, counts, strict=False))
+
+
+def depending_on(x: Array, new: dict) -> dict:
+    """`new`, made to depend on `x`. What a layer outside a loop captures is ready before its attention has read the
+    body: without this, XLA copies the body so that `append` may write at the same time. It must be data, since an
+    optimization barrier is gone when XLA's CPU backend places copies."""
+    never = jnp.isposinf(x.reshape(-1)[0]) & jnp.isneginf(x.reshape(-1)[0])
+    return {name: jnp.where(never, jnp.zeros_like(y), y) for name, y in new.items()}
