@@ -30,7 +30,7 @@ from kvqjax.calibrate.commvq_values import ValueSettings
 from kvqjax.codecs import Uniform
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.eval.corpora import read_text
-from kvqjax.eval.perplexity import perplexity
+from kvqjax.eval.measure_perplexity import perplexity
 
 CONSOLE = Console(width=130)
 

@@ -21,7 +21,7 @@ from kvqjax.aot import decode_arguments
 from kvqjax.catalogue import config_of
 from kvqjax.chips import chip_devices
 from kvqjax.forward import prefill
-from kvqjax.generate import decode_steps
+from kvqjax.generation import decode_steps
 from kvqjax.methods import parse
 from kvqjax.planner import ALONE
 from kvqjax.sharding import rules_for

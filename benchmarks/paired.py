@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax
-from kvqjax.eval.perplexity import score_chunk
+from kvqjax.accounting import ledger
+from kvqjax.eval.measure_perplexity import score_chunk
 from kvqjax.eval.replay import replay
 from kvqjax.eval.synthetic import repeated_spans
-from kvqjax.ledger import ledger
 
 __all__ = [
     "BATCH",
@@ -75,8 +75,8 @@ def exact_logits(model, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def score(model, method, rows: np.ndarray, reference: list[np.ndarray], unscored: int = 0) -> list[list[float]]:
-    """Sums of every batch of windows, as kvqjax.eval.perplexity.Sums, without the first `unscored` tokens of each;
-    reference: `exact_logits` of the same windows."""
+    """Sums of every batch of windows, as kvqjax.eval.measure_perplexity.Sums, without the first `unscored` tokens of
+    each; reference: `exact_logits` of the same windows."""
     out = []
     for start, exact in zip(range(0, len(rows), BATCH), reference, strict=True):
         batch = jnp.asarray(rows[start : start + BATCH])

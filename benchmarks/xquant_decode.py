@@ -18,10 +18,10 @@ import jax
 import kvqjax
 from benchmarks.xquant_roofline import CONTEXT, LLAMA31_8B
 from kvqjax import decoder
+from kvqjax.accounting import ledger
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.cli.bench import step_milliseconds
 from kvqjax.config import ModelConfig
-from kvqjax.ledger import ledger
 from kvqjax.methods.roofline import flops_per_token, layer_flops
 
 MHA = ModelConfig(

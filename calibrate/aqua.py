@@ -24,7 +24,7 @@ from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
-from kvqjax.methods.aqua import AquaLayer
+from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.model import Model
 from kvqjax.prompt import exact_layer
 

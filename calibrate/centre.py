@@ -1,4 +1,4 @@
-"""The mean of every key channel, for methods that take it off before they encode (kvqjax.codecs.centred).
+"""The mean of every key channel, for methods that take it off before they encode (kvqjax.codecs.centring).
 
 One pass over the text, a sequence at a time; sums in float64. Attention sinks, which the cache keeps exact, are left
 out. Keys are taken as the method caches them, before or after RoPE.

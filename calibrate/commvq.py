@@ -28,7 +28,7 @@ from kvqjax.codecs.commvq_keys import truncate_rounds
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
-from kvqjax.methods.commvq import CommVQLayer
+from kvqjax.methods.commvq_wiring import CommVQLayer
 from kvqjax.model import Model
 from kvqjax.rope import rotate
 

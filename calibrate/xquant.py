@@ -17,8 +17,8 @@ from kvqjax.config import ModelConfig
 from kvqjax.decoder import Params
 from kvqjax.methods import Method
 from kvqjax.methods.spec import LayerSpec
-from kvqjax.methods.xquant import LayerInput
-from kvqjax.methods.xquant_cl import CrossLayer
+from kvqjax.methods.xquant_cl_wiring import CrossLayer
+from kvqjax.methods.xquant_wiring import LayerInput
 from kvqjax.model import Model
 
 __all__ = ["constants", "latent_maps", "outlier_channels", "prepared", "shared_map", "signed_svd"]

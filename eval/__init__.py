@@ -1,7 +1,7 @@
 """Evaluation that names its mode: perplexity with KL divergence, retrieval, drift over decoding steps, tasks."""
 
-from kvqjax.eval.drift import drift
-from kvqjax.eval.perplexity import perplexity
-from kvqjax.eval.retrieval import retrieval
+from kvqjax.eval.measure_drift import drift
+from kvqjax.eval.measure_perplexity import perplexity
+from kvqjax.eval.measure_retrieval import retrieval
 
 __all__ = ["drift", "perplexity", "retrieval"]

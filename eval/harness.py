@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax.errors import UserError
 from kvqjax.eval.through import through
 from kvqjax.forward import init_cache
-from kvqjax.generate import bucket, generate
+from kvqjax.generation import bucket, generate
 from kvqjax.methods import Method
 from kvqjax.model import Model
 

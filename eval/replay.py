@@ -1,7 +1,8 @@
 """Whole sequences through a cache, token by token's scores back: one compiled program per method serves perplexity,
 divergence, drift and recall alike, and the exact pass is made once for all methods.
 
-For small vocabularies: logits of every position are held. `kvqjax.eval.perplexity` streams them and takes any model.
+For small vocabularies: logits of every position are held. `kvqjax.eval.measure_perplexity` streams them and takes
+any model.
 """
 
 import functools

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from kvqjax.accounting import Ledger, ledger
 from kvqjax.forward import init_cache
-from kvqjax.ledger import Ledger, ledger
 from kvqjax.methods import Method
 from kvqjax.model import Model
 

@@ -11,6 +11,7 @@ _here = Path(__file__).resolve().parent
 if not (_here / "pallas_kernels").is_dir():
     __path__.append(str(_here.parent))
 
+from kvqjax.accounting import ledger
 from kvqjax.artifacts import load_artifact
 from kvqjax.beam import beam_search
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert
@@ -18,14 +19,13 @@ from kvqjax.config import KVShape
 from kvqjax.config import RopeConfig as Rope
 from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, forward, init_cache, prefill
-from kvqjax.generate import generate, stream
+from kvqjax.generation import generate, stream
 from kvqjax.hosts import join_hosts
 from kvqjax.layers import append, attend_layer, below_first
-from kvqjax.ledger import ledger
 from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, to_dict, uniform
 from kvqjax.model import Model, load, shard
 from kvqjax.persist import load_cache, save_cache
-from kvqjax.speculate import speculate
+from kvqjax.speculation import speculate
 
 __all__ = [
     "METHODS",

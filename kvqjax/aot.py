@@ -14,7 +14,7 @@ from kvqjax.cache import CacheLayout, allocate_cache, plan
 from kvqjax.chips import chip_devices, target_name
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
-from kvqjax.generate import LoopState, decode_steps
+from kvqjax.generation import LoopState, decode_steps
 from kvqjax.methods import Method
 from kvqjax.model import Model
 from kvqjax.planner import ALONE, parameter_shapes

@@ -14,7 +14,7 @@ from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.surgery import gather
 from kvqjax.errors import UserError
 from kvqjax.forward import forward, init_cache, prefill
-from kvqjax.generate import bucket, encode_prompts
+from kvqjax.generation import bucket, encode_prompts
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
 

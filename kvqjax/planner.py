@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvqjax.accounting import Ledger, ledger
 from kvqjax.cache.state import CacheLayout, allocate_cache, plan
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import init_params
-from kvqjax.ledger import Ledger, ledger
 from kvqjax.methods import Method
 from kvqjax.sharding import MeshSize, cache_layout, rules_for
 

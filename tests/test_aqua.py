@@ -12,8 +12,8 @@ from kvqjax.calibrate.aqua_fit import Recipe, cast, fit_layer
 from kvqjax.codecs.higgs import Higgs, higgs_codec
 from kvqjax.config import ModelConfig
 from kvqjax.methods import aqua, parse
-from kvqjax.methods.aqua import AquaLayer, encode_source, reconstruct
 from kvqjax.methods.aqua_cost import bits_of_table_1, predictor_bytes, proper_bits
+from kvqjax.methods.aqua_wiring import AquaLayer, encode_source, reconstruct
 from kvqjax.methods.roofline import flops_per_token
 
 HIGGS = Higgs(bits=2, dtype="float32")

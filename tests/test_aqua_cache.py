@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvqjax import Model, UserError, forward, init_cache, load_artifact
+from kvqjax.accounting import ledger
 from kvqjax.cache import CacheLayout, allocate_cache, commit, pick, plan
 from kvqjax.cache.state import chains, due
 from kvqjax.calibrate.aqua import calibrate, released
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import init_params
 from kvqjax.layout import read
-from kvqjax.ledger import ledger
 from kvqjax.methods import Clock, aqua, exact
 
 CONFIG = ModelConfig(

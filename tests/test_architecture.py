@@ -1,5 +1,6 @@
 """The installed package as a whole: nothing missing; in each folder shapes checked and import direction enforced."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -57,6 +59,20 @@ def test_every_source_file_is_installed(installed, package):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("package", FOLDERS)
+def test_no_function_hides_a_module(package):
+    """`import kvqjax.methods.kivi_wiring` and `kvqjax.methods.kivi` do not fight over one attribute."""
+    hidden = []
+    for path in sorted((ROOT / FOLDERS[package]).rglob("*.py")):
+        parents, leaf = path.relative_to(ROOT / FOLDERS[package]).parent.parts, path.stem
+        parent = ".".join([package, *parents])
+        found = getattr(importlib.import_module(parent), leaf, None)
+        if not (leaf.startswith("__") or found is None or isinstance(found, types.ModuleType)):
+            hidden.append(f"{parent}.{leaf}")
+    assert hidden == ["kvqjax.forward"] * (package == "kvqjax")
+
+
+@pytest.mark.smoke
 def test_wrong_shape_refused_in_kvqjax(installed):
     from kvqjax.attention import segment_attention
 
@@ -89,7 +105,7 @@ def test_wrong_shape_refused_in_calibrate(installed):
 
 @pytest.mark.smoke
 def test_wrong_shape_refused_in_eval(installed):
-    from kvqjax.eval.perplexity import score_chunk
+    from kvqjax.eval.measure_perplexity import score_chunk
 
     logits, targets = jnp.zeros((1, 3, 8)), jnp.zeros((1, 3), jnp.int32)
     assert score_chunk(logits, logits, targets, targets == 0).tokens == 3

@@ -9,8 +9,8 @@ from cases import CASES, model_and_method
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.generate import LoopState, decode_steps
-from kvqjax.ledger import ledger
+from kvqjax.accounting import ledger
+from kvqjax.generation import LoopState, decode_steps
 from kvqjax.sampling import make_sampling
 
 

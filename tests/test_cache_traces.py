@@ -1,13 +1,10 @@
 """How many programs a generation compiles does not grow with its length."""
 
-import importlib
-
 import numpy as np
 from tiny import tiny
 
 import kvqjax as kvq
-
-generation = importlib.import_module("kvqjax.generate")  # kvq.generate is the function
+from kvqjax import generation
 
 
 def test_a_long_ragged_generation_compiles_a_fixed_number_of_programs():

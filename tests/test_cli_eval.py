@@ -1,12 +1,12 @@
 """`kvqjax eval`: one table for several caches, JSON with its stamp, files and pictures."""
 
-import importlib
 import json
 
 import pytest
 from test_cli import run
 
 import kvqjax as kvq
+from kvqjax.eval import measure_perplexity
 from kvqjax.eval.plots import PLOTS, draw
 
 ROWS = {
@@ -49,8 +49,7 @@ def test_every_mode_with_every_chunk(call, monkeypatch):
     def row(model, ids, method, *, mode, chunk, **options):
         return {"cache": str(method), "mode": mode, "chunk": chunk, "windows": options["cut"], "bits_stored": 16.0}
 
-    # The package exports the function under its module's name.
-    monkeypatch.setattr(importlib.import_module("kvqjax.eval.perplexity"), "perplexity", row)
+    monkeypatch.setattr(measure_perplexity, "perplexity", row)
     words = ["--mode", "loop", "--mode", "prefill", "--chunk", "1", "--chunk", "512", "--windows", "aqua", "--json"]
     code, out, err = call("eval", "ppl", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", *words)
     assert code == 0, err

@@ -8,9 +8,9 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax import decoder
-from kvqjax.eval.drift import drift
-from kvqjax.eval.perplexity import perplexity, score_chunk
-from kvqjax.eval.retrieval import problems, retrieval
+from kvqjax.eval.measure_drift import drift
+from kvqjax.eval.measure_perplexity import perplexity, score_chunk
+from kvqjax.eval.measure_retrieval import problems, retrieval
 from kvqjax.eval.windows import windows
 
 IDS = np.random.default_rng(0).integers(0, 50, 700)

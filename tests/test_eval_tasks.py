@@ -9,7 +9,7 @@ import kvqjax as kvq
 from kvqjax.eval import tasks
 from kvqjax.eval.synthetic import sentences_of
 from kvqjax.eval.tasks import Options, base, longbench, ruler
-from kvqjax.generate import Generated
+from kvqjax.generation import Generated
 
 WORDS = Options(None, 600, 3, 0, lambda text: len(text.split()))
 LONGBENCH = {

@@ -8,8 +8,8 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax import decoder
-from kvqjax.eval.perplexity import perplexity
-from kvqjax.eval.retrieval import TASKS, problems
+from kvqjax.eval.measure_perplexity import perplexity
+from kvqjax.eval.measure_retrieval import TASKS, problems
 from kvqjax.eval.synthetic import sentences_of
 from kvqjax.eval.windows import STYLES, windows
 

@@ -1,7 +1,5 @@
 """Generation: greedy equals the plain forward, rows are independent, options work, programs are bounded."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,8 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax import decoder
-from kvqjax.generate import bucket
+from kvqjax import decoder, generation
+from kvqjax.generation import bucket
 from kvqjax.sampling import make_sampling, sample
 
 PROMPTS = [[1, 2, 3, 4, 5], list(range(20))]
@@ -72,15 +70,14 @@ def test_stride_does_not_change_the_answer():
 
 
 def test_programs_are_one_per_bucket_and_none_per_step():
-    module = sys.modules["kvqjax.generate"]  # the package's attribute of that name is the function
-    module._prefill.clear_cache()
-    module.decode_steps.clear_cache()
+    generation._prefill.clear_cache()
+    generation.decode_steps.clear_cache()
     for length in (3, 9, 16):
         kvq.generate(tiny(), [list(range(length))], max_new_tokens=8, capacity=256)
-    assert module._prefill._cache_size() == 1
+    assert generation._prefill._cache_size() == 1
     kvq.generate(tiny(), [list(range(17))], max_new_tokens=8, capacity=256)
-    assert module._prefill._cache_size() == 2
-    assert module.decode_steps._cache_size() == 1
+    assert generation._prefill._cache_size() == 2
+    assert generation.decode_steps._cache_size() == 1
     assert [bucket(n) for n in (1, 16, 17, 512, 513, 1025)] == [16, 16, 32, 512, 1024, 1536]
 
 

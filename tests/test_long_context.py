@@ -9,7 +9,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax import decoder
-from kvqjax.ledger import ledger
+from kvqjax.accounting import ledger
 
 TOKENS, CHUNK = 2**20, 2**13
 ASKED = np.arange(10, 18)  # token ids that ask

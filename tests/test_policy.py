@@ -8,7 +8,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, plan
-from kvqjax.methods.aqua import AquaLayer
+from kvqjax.methods.aqua_wiring import AquaLayer
 
 POLICIES = (
     "exact",

@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.eval.perplexity import perplexity
+from kvqjax.eval.measure_perplexity import perplexity
 from kvqjax.eval.replay import exact_logits, replay, score
 
 IDS = np.random.default_rng(0).integers(0, 50, 384)

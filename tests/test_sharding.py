@@ -11,9 +11,9 @@ from test_generate import reference
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.accounting import ledger
 from kvqjax.cache import plan
 from kvqjax.cache.deal import Deal
-from kvqjax.ledger import ledger
 from kvqjax.sharding import MeshSize, rules_for, shares_heads
 
 ALL = {"data": 2, "seq": 2, "model": 2}

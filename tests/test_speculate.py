@@ -1,7 +1,5 @@
 """Speculative decoding gives plain greedy decoding's tokens, whatever is drafted."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +8,8 @@ from cases import model_and_method
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.speculate import lookup
-
-speculate = importlib.import_module("kvqjax.speculate")  # kvq.speculate is the function
+from kvqjax import speculation
+from kvqjax.speculation import lookup
 
 PROMPTS = [[7, 3, 9] * 20, list(range(40))]
 NEW = 60  # more than a window of 32 and a unit of 32: flushes fall inside drafts
@@ -60,10 +57,10 @@ def test_end_token_and_other_lengths_compile_nothing_new():
     end = wanted[0][20]
     out = kvq.speculate(model, PROMPTS, method, max_new_tokens=NEW, draft=5, eos_ids=[end])
     assert out.tokens == plain(model, method, eos_ids=[end])
-    compiled = speculate._rounds._cache_size()
+    compiled = speculation._rounds._cache_size()
     shorter = [p[:-3] for p in PROMPTS]
     kvq.speculate(model, shorter, method, max_new_tokens=NEW - 9, draft=5, eos_ids=[end])
-    assert speculate._rounds._cache_size() == compiled
+    assert speculation._rounds._cache_size() == compiled
 
 
 def test_lookup_finds_the_latest_longest_match():

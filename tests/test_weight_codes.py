@@ -13,7 +13,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax import decoder
 from kvqjax.calibrate.xquant import prepared
-from kvqjax.generate import LoopState, decode_steps
+from kvqjax.generation import LoopState, decode_steps
 from kvqjax.sampling import make_sampling
 from kvqjax.weight_codes import code_weight, pack_nibbles, unpack_nibbles
 from kvqjax.weights import load_params, save_params

@@ -6,11 +6,11 @@ import dataclasses
 import jax
 import pytest
 
+from kvqjax.accounting import ledger
 from kvqjax.cache.state import CacheLayout, allocate_cache, plan
 from kvqjax.codecs import bits_per_value
 from kvqjax.config import ModelConfig
 from kvqjax.layout import logical_bits
-from kvqjax.ledger import ledger
 from kvqjax.methods import parse
 from kvqjax.methods.roofline import (
     flops_per_token,

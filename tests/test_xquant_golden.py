@@ -11,8 +11,8 @@ import pytest
 from kvqjax.calibrate.xquant import latent_maps, shared_map
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import Projected
-from kvqjax.methods.xquant import LayerInput
-from kvqjax.methods.xquant_cl import CrossLayer
+from kvqjax.methods.xquant_cl_wiring import CrossLayer
+from kvqjax.methods.xquant_wiring import LayerInput
 
 DATA = Path(__file__).parent / "data"
 

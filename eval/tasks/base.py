@@ -8,7 +8,7 @@ import numpy as np
 
 from kvqjax.errors import UserError
 from kvqjax.eval.stamp import bytes_of, digest
-from kvqjax.generate import bucket, encode_prompts, generate
+from kvqjax.generation import bucket, encode_prompts, generate
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
@@ -89,7 +89,7 @@ def run_task(
     batch: int = 4,
     progress=lambda done: None,
 ) -> dict[str, Any]:
-    """One row; `score` is the mean over samples, 0 to 100. chunk as in kvqjax.eval.retrieval."""
+    """One row; `score` is the mean over samples, 0 to 100. chunk as in kvqjax.eval.measure_retrieval."""
     if limit < 2:
         raise UserError(f"limit={limit}; a prompt needs at least 2 tokens")
     prompts, cut, chat = prepare(model, task, limit)

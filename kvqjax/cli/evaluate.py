@@ -50,7 +50,7 @@ def ppl(
     batch: int = 4,
 ) -> Job:
     """Perplexity, KL divergence to the exact cache, and top-1 agreement."""
-    from kvqjax.eval.perplexity import perplexity
+    from kvqjax.eval.measure_perplexity import perplexity
     from kvqjax.eval.windows import style
 
     length = style(windows).length if window is None else window
@@ -78,7 +78,7 @@ def retrieval(
     data: Annotated[str | None, typer.Option("--data", help="a UTF-8 file whose sentences hide the needle")] = None,
 ) -> Job:
     """Share of stored values, pass keys and needles that are answered right, by length and depth."""
-    from kvqjax.eval.retrieval import retrieval as run
+    from kvqjax.eval.measure_retrieval import retrieval as run
     from kvqjax.eval.synthetic import sentences_of
 
     text, about = (None, {"name": "synthetic"}) if data is None else read_text(data, 0, seed)
@@ -103,7 +103,7 @@ def drift(
     bins: Annotated[int, typer.Option(help="spans of steps that are reported apart")] = 8,
 ) -> Job:
     """KL divergence against the number of decoding steps."""
-    from kvqjax.eval.drift import drift as run
+    from kvqjax.eval.measure_drift import drift as run
 
     ids, about = _encoded(loaded, data, tokens, seed, folder)
     fixed = {"chunk": chunk, "window": window, "tokens": tokens, "bins": bins}

@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvqjax.accounting import ledger
 from kvqjax.cli.common import Artifacts, Dtype, Json, Mesh, ModelName, Weights, calibrated, methods_of, open_model, size
 from kvqjax.errors import UserError
 from kvqjax.forward import init_cache
-from kvqjax.generate import Generated, stream
-from kvqjax.generate import generate as generate_text
+from kvqjax.generation import Generated, stream
+from kvqjax.generation import generate as generate_text
 from kvqjax.hosts import join_hosts, speaks
-from kvqjax.ledger import ledger
 from kvqjax.methods import Method
 from kvqjax.model import Model
 

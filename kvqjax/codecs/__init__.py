@@ -1,7 +1,7 @@
 """Codecs: how one kind of vector is stored in few bits."""
 
 from kvqjax.codecs.base import Codec, CodecSpec, bits_per_value
-from kvqjax.codecs.centred import CENTRES, Centred, centred
+from kvqjax.codecs.centring import CENTRES, Centred, centred
 from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.uniform import Uniform
 

@@ -1,16 +1,16 @@
 """Methods: which vectors a cache keeps, in which codec, and when they leave the window."""
 
-from kvqjax.methods.aqua import aqua
-from kvqjax.methods.commvq import commvq
-from kvqjax.methods.higgs import higgs
+from kvqjax.methods.aqua_wiring import aqua
+from kvqjax.methods.commvq_wiring import commvq
+from kvqjax.methods.higgs_wiring import higgs
 from kvqjax.methods.keep import Keep
-from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
-from kvqjax.methods.kvquant import kvquant
+from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
+from kvqjax.methods.kvquant_wiring import kvquant
 from kvqjax.methods.registry import METHODS, parse, policy, to_dict
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
-from kvqjax.methods.xquant import xquant
-from kvqjax.methods.xquant_cl import xquant_cl
+from kvqjax.methods.xquant_cl_wiring import xquant_cl
+from kvqjax.methods.xquant_wiring import xquant
 
 __all__ = [
     "METHODS",

@@ -4,7 +4,7 @@ import math
 
 from kvqjax.codecs import bits_per_value
 from kvqjax.config import KVShape
-from kvqjax.methods.aqua import AquaLayer
+from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.methods.spec import Method
 
 __all__ = ["bits_of_table_1", "predictor_bytes", "predictor_operations", "proper_bits"]

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from kvqjax.errors import UserError
-from kvqjax.methods.aqua import aqua
-from kvqjax.methods.commvq import commvq
+from kvqjax.methods.aqua_wiring import aqua
+from kvqjax.methods.commvq_wiring import commvq
 from kvqjax.methods.grammar import layer_numbers, read_json, read_text, write_layers
-from kvqjax.methods.higgs import higgs
-from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
-from kvqjax.methods.kvquant import kvquant
+from kvqjax.methods.higgs_wiring import higgs
+from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
+from kvqjax.methods.kvquant_wiring import kvquant
 from kvqjax.methods.spec import Method
-from kvqjax.methods.xquant import xquant
-from kvqjax.methods.xquant_cl import xquant_cl
+from kvqjax.methods.xquant_cl_wiring import xquant_cl
+from kvqjax.methods.xquant_wiring import xquant
 
 __all__ = ["METHODS", "parse", "policy", "to_dict"]
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 import kvqjax as kvq
+from kvqjax.accounting import ledger
 from kvqjax.aot import decode_arguments
 from kvqjax.catalogue import config_of
 from kvqjax.chips import chip_devices
-from kvqjax.generate import decode_steps
-from kvqjax.ledger import ledger
+from kvqjax.generation import decode_steps
 from kvqjax.planner import ALONE, GIB
 from kvqjax.sharding import rules_for
 

@@ -56,7 +56,7 @@ def higgs(
     """`bits` per value (`key_bits`, `value_bits` one by one) in grids of `dim` dimensions, a scale per token and
     `group` channels: "auto" (up to 1024), "head", "width" or a number. `seed` turns on fixed random signs. Keys before
     or after RoPE (`rope`). `buffer` tokens leave the window at a time, beyond the newest `window`. `centre="mean"`
-    takes a calibrated mean off the keys first (kvqjax.codecs.centred)."""
+    takes a calibrated mean off the keys first (kvqjax.codecs.centring)."""
     if group not in GROUPS and not group.isdigit():
         raise ValueError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
     if centre not in CENTRES:

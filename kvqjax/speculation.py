@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from kvqjax.cache import Cache, Leaf
 from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, init_cache, prefill
-from kvqjax.generate import bucket, encode_prompts
+from kvqjax.generation import bucket, encode_prompts
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.eval.perplexity import check_mode, score_windows
+from kvqjax.eval.measure_perplexity import check_mode, score_windows
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.windows import windows
 from kvqjax.methods import Method

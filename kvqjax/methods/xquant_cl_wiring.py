@@ -23,7 +23,15 @@ from kvqjax.config import KVShape
 from kvqjax.layout import Field
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
-from kvqjax.methods.xquant import LayerInput, attended, input_width, prefers_latents, quantiser, summed_first, times
+from kvqjax.methods.xquant_wiring import (
+    LayerInput,
+    attended,
+    input_width,
+    prefers_latents,
+    quantiser,
+    summed_first,
+    times,
+)
 
 __all__ = ["ACCUMULATORS", "SPACES", "CrossLayer", "cross_layer", "stored_accumulator", "xquant_cl"]
 

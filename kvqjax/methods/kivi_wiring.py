@@ -52,7 +52,7 @@ def kivi(
     `bits` sets both widths. `window` newest tokens stay exact; `rule="together"` moves keys and values out in whole
     groups, `rule="published"` does as the released code: keys all at once every `window` tokens, values one at a time.
     `rope="pre"` caches keys before rotation. `scales` is the dtype of scales and minima. `centre="mean"` takes a
-    calibrated mean off the keys first (kvqjax.codecs.centred)."""
+    calibrated mean off the keys first (kvqjax.codecs.centring)."""
     key_bits, value_bits = (key_bits, value_bits) if bits is None else (bits, bits)
     layer = _kivi_layer(key_bits, value_bits, group, value_group or group, window, rope, rule, scales, centre)
     return Method(name="kivi", layer=layer, sinks=sinks)
@@ -79,7 +79,7 @@ def uniform(
     centre: str = "none",
 ) -> Method:
     """The naive baseline: keys (after RoPE) and values both per token, asymmetric, groups of `group` channels.
-    `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centred)."""
+    `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centring)."""
     codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
     layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE)
     return Method(name="uniform", layer=layer, sinks=sinks)

@@ -19,7 +19,7 @@ from kvqjax.eval.synthetic import (
     passkey_prompt,
     variable_tracking,
 )
-from kvqjax.generate import generate
+from kvqjax.generation import generate
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
