@@ -12,6 +12,7 @@ import numpy as np
 
 from kvqjax.cache.state import Cache, RunPlan, plan
 from kvqjax.codecs import bits_per_value
+from kvqjax.layout import array_bytes
 from kvqjax.methods.roofline import flops_by_layer
 
 __all__ = ["Entry", "Ledger", "ledger"]
@@ -85,10 +86,6 @@ class Ledger:
         return summary | {"capacity": self.capacity, "tiled": sum(e.tiled for e in self.entries), "entries": rows}
 
 
-def _size(array) -> int:
-    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
-
-
 def _tiled(array) -> int:
     """Bytes when the last two axes are padded to TPU tiles."""
     item = np.dtype(array.dtype).itemsize
@@ -99,7 +96,7 @@ def _tiled(array) -> int:
 
 def _entry(run: RunPlan, source: str, field: str, role: str, arrays, used: float = 1.0) -> Entry:
     layers = f"{run.first}-{run.first + run.count - 1}" if run.count > 1 else str(run.first)
-    size = sum(_size(a) for a in arrays)
+    size = sum(array_bytes(a) for a in arrays)
     return Entry(layers, source, field, role, size, size - round(size * used), sum(_tiled(a) for a in arrays))
 
 
@@ -113,7 +110,7 @@ def _run_entries(run: RunPlan, state, capacity: int, sinks: int):
             yield _entry(run, source, name, field.role, stored, most / run.slots)
     for part in ("sinks", "window"):
         for source, array in getattr(state, part).items():
-            if _size(array):
+            if array_bytes(array):
                 yield _entry(run, source, part, part, [array])
     yield _entry(run, "", "flushed", "bookkeeping", state.flushed)
 

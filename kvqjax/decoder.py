@@ -1,13 +1,15 @@
 """The decoder as pure functions over a params pytree; the cache lives elsewhere and only sees `Projected`.
 
-    params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]}}
+    params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]} or a list}
     layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
-            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3); every one stacked over L in front; a matrix may
-            be a `CodedWeight`.
+            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3); a matrix may be a `CodedWeight`.
 
-Layers are read from the stack by number inside a scan, so no second copy of the weights exists.
+Layers have two forms. Stacked over L in front, they are read by number inside a scan, which compiles fast. As a list of
+one dict a layer (`unrolled`) they are read as they lie: XLA copies a layer's weights out of a stack before it uses
+them, on GPUs and CPUs all of them, and moves none of a list.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import segment_attention
 from kvqjax.config import ModelConfig
+from kvqjax.errors import UserError
 from kvqjax.layout import row_major
 from kvqjax.rope import rotate
 from kvqjax.weight_codes import CodedWeight
@@ -27,12 +30,15 @@ __all__ = [
     "finish",
     "hidden_states",
     "init_params",
+    "is_unrolled",
     "layer",
     "logits",
     "norm",
+    "over_layers",
     "own_heads",
     "project",
     "unembed",
+    "unrolled",
     "whole_heads",
 ]
 
@@ -50,9 +56,33 @@ class Projected(NamedTuple):
     h: Float[Array, "B T E"]
 
 
+def is_unrolled(params: Params) -> bool:
+    """Whether the layers' weights are a list of one dict a layer."""
+    return isinstance(params["layers"], list | tuple)
+
+
+def unrolled(params: Params) -> Params:
+    """The same weights with every layer's arrays by themselves. One stacked matrix after the other is taken apart, so
+    that no second copy of all weights exists if the caller keeps none."""
+    if is_unrolled(params):
+        return params
+    stacked = dict(params["layers"])
+    layers = [{} for _ in range(jax.tree.leaves(stacked)[0].shape[0])]
+    for name in list(stacked):
+        stack = stacked.pop(name)
+        for index, own in enumerate(layers):
+            own[name] = jax.tree.map(lambda a, index=index: a[index], stack)
+    return params | {"layers": layers}
+
+
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
-    """Layer `index` of the stacked weights, in the compute dtype."""
-    own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), params["layers"])
+    """The weights of layer `index` in the compute dtype; of a list only by a plain number."""
+    if is_unrolled(params):
+        if isinstance(index, jax.core.Tracer):
+            raise UserError("this reads weights as stacks; load the model with layers='scan'")
+        own = params["layers"][index]
+    else:
+        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), params["layers"])
     return {name: x.decoded() if isinstance(x, CodedWeight) else x for name, x in own.items()}
 
 
@@ -139,6 +169,16 @@ def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Fl
     return jnp.einsum("bte,ev->btv", h, params["head"], preferred_element_type=jnp.float32)
 
 
+def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: Callable, state):
+    """`state = step(index, state)` for layers `first` .. `first + count - 1`: a loop over stacked weights, straight
+    code over a list, where `index` is a plain number."""
+    if not is_unrolled(params):
+        return jax.lax.fori_loop(first, first + count, step, state)
+    for index in range(first, first + count):
+        state = step(index, state)
+    return state
+
+
 def causal_mask(length: int, window: Int[Array, ""]) -> jax.Array:
     """[T, T], True where the key is not after the query and less than `window` tokens before it."""
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
@@ -156,15 +196,15 @@ def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     windows = window_table(config)
 
-    def step(h, index):
+    def step(index, h):
         weights = layer(params, index)
         projected = project(weights, h, positions, config)
         mask = causal_mask(tokens.shape[1], windows[index])
         mask = jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape))
         attended = segment_attention(projected.q, rotate(projected.k, positions, config), projected.v, mask).out
-        return finish(weights, h, attended, config), None
+        return finish(weights, h, attended, config)
 
-    return jax.lax.scan(step, embed(params, tokens), jnp.arange(config.num_layers))[0]
+    return over_layers(params, 0, config.num_layers, step, embed(params, tokens))
 
 
 def logits(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T V"]:

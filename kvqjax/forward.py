@@ -13,7 +13,7 @@ from kvqjax import cache as caches
 from kvqjax import decoder
 from kvqjax.cache.append import admitted, flush_layer, remember
 from kvqjax.cache.eviction import Chosen
-from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan
+from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan, stored_form
 from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.layer_step import attend_one, begin, check_capacity, depending_on, first_flow, run_constants, slab
@@ -37,23 +37,35 @@ def init_cache(
     capacity: int,
     *,
     dtype: str | None = None,
+    layers: str | None = None,
+    form: str | None = None,
     target: str | None = None,
 ) -> Cache:
     """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape.
 
     `dtype` is that of keys and values as they come ("bf16", "f16", "f32"); by default the model's compute dtype, for a
-    shape that of `load`. `target` names the chip whose attention kernels the programs on this cache use; by default
-    the one that holds the model's weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or
-    traced weights)."""
+    shape that of `load`. `layers="scan"` stores layers that cache alike as one stack, "unroll" each by itself (see
+    kvqjax/decoder.py); by default as the model's weights are stored, for a shape as stacks. `form` is how bodies are
+    stored: as "planes" of words or head by head ("heads", kvqjax/head_major.py), by default as the target reads them
+    best. `target` names the chip that programs on this cache are for; by default the one that holds the model's
+    weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights)."""
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))
-        shape, rules = model.kv_shape, None
+        shape, rules, stored = model.kv_shape, None, "scan"
     else:
         held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
+        stored = "unroll" if decoder.is_unrolled(model.params) else "scan"
         if dtype is not None and compute_dtype(dtype) != held.dtype:
             raise UserError(f"dtype {dtype!r} is not the model's, {held.dtype}; load the model with it")
+    target = target or target_of(held)
     layout = CacheLayout(
-        shape=shape, method=method, capacity=capacity, dtype=str(held.dtype), target=target or target_of(held)
+        shape=shape,
+        method=method,
+        capacity=capacity,
+        dtype=str(held.dtype),
+        layers=layers or stored,
+        form=form or stored_form(target),
+        target=target,
     )
     layout = cache_layout(rules, layout, batch)
     if rules is None:
@@ -100,16 +112,32 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
         return (decoder.finish(weights, h, attended, config), flow), new
 
     loop = decoder.embed(model.params, tokens, config), first_flow(call)
-    # Zero, which XLA cannot know: the loop over a single layer is unrolled, and a constant number would let it copy
-    # that layer's weights out of the stack before a decode loop.
-    zero, pending = jnp.minimum(cache.lengths[0], 0), []
+    each = _unrolled if decoder.is_unrolled(model.params) else _scanned
+    pending = []
     for number, run in enumerate(call.runs):
-        loop, new = jax.lax.scan(functools.partial(step, number), loop, zero + jnp.arange(run.count))
+        loop, new = each(functools.partial(step, number), loop, run.count, cache)
         pending.append(new)
     h, mass = loop[0], loop[1].mass
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
     out = _last_logits(model, h, counts) if last else decoder.unembed(model.params, h, config)
     return out, (*pending, *(() if mass is None else (mass,)))
+
+
+def _scanned(step, loop, count: int, cache: Cache):
+    """`step` over `count` layers of stacked weights: (loop, new sources [count, B, T, W])."""
+    # Zero, which XLA cannot know: the loop over a single layer is unrolled, and a constant number would let it copy
+    # that layer's weights out of the stack before a decode loop.
+    zero = jnp.minimum(cache.lengths[0], 0)
+    return jax.lax.scan(step, loop, zero + jnp.arange(count))
+
+
+def _unrolled(step, loop, count: int, cache: Cache):
+    """`_scanned` over a list of weights: straight code."""
+    new = []
+    for index in range(count):
+        loop, own = step(loop, index)
+        new.append(own)
+    return loop, jax.tree.map(lambda *x: jnp.stack(x), *new)
 
 
 def _last_logits(model: Model, h: Float[Array, "B T E"], counts: Int[Array, " B"]) -> Float[Array, "B V"]:
@@ -128,7 +156,7 @@ def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"
 
 
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
-    return caches.commit(cache, pending, counts, run_constants(model.constants, plan(cache.layout)))
+    return caches.commit(cache, pending, counts, run_constants(model.constants, cache.layout))
 
 
 def forward(
@@ -170,7 +198,7 @@ def prefill(
 
 def _prefill(model: Model, cache: Cache, tokens, counts):
     layout, runs = cache.layout, plan(cache.layout)
-    constants = run_constants(model.constants, runs)
+    constants = run_constants(model.constants, layout)
     counts, overflow = admitted(cache, counts)
     chunk = min(CHUNK, tokens.shape[1])
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
@@ -212,7 +240,7 @@ def _prefill_run(
 
     # How many layers XLA cannot know: it would unroll a single one, whose products then are others than those of the
     # layers above it and compile once more.
-    count = run.count + jnp.minimum(counts[0], 0)
+    count = run.count if decoder.is_unrolled(model.params) else run.count + jnp.minimum(counts[0], 0)
     loop = h, carry, state.body, (state.sinks, state.window)
-    h, carry, body, (kept, window) = jax.lax.fori_loop(0, count, step, loop)
+    h, carry, body, (kept, window) = decoder.over_layers(model.params, 0, count, step, loop)
     return h, carry, Run(body=body, sinks=kept, window=window, flushed=targets if run.slots else state.flushed)

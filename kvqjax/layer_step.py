@@ -1,6 +1,7 @@
 """One layer's attention over a cache: what our decoder's step and the door for other models (kvqjax/layers.py)
 share."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax import cache as caches
 from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.eviction import Received, no_mass
-from kvqjax.cache.state import Cache, RunPlan, due, plan
+from kvqjax.cache.state import Cache, CacheLayout, RunPlan, due, plan
 from kvqjax.decoder import Projected
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
@@ -51,9 +52,17 @@ class Call(NamedTuple):
     recode: bool
 
 
-def run_constants(given, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
-    """Calibrated constants of every run. Raises UserError, at trace time, for missing or misshapen ones."""
+def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
+    """Calibrated constants of every run, given for the runs or for the stacks that an artifact holds. Raises UserError,
+    at trace time, for missing or misshapen ones."""
+    runs, stacks = plan(layout), plan(dataclasses.replace(layout, layers="scan"))
     given = given or tuple({} for _ in runs)
+    if len(given) == len(stacks) != len(runs):
+        given = tuple(
+            jax.tree.map(lambda a, i=index: a[i : i + 1], constants)
+            for stack, constants in zip(stacks, given, strict=True)
+            for index in range(stack.count)
+        )
     if len(given) != len(runs):
         raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
     for run, constants in zip(runs, given, strict=True):
@@ -93,7 +102,7 @@ def begin(cache: Cache, counts: Int[Array, " B"], length: int, constants, within
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **_eviction(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.clocks[0].unit, length) > 0
-    return Call(cache, runs, run_constants(constants, runs), tokens, recode)
+    return Call(cache, runs, run_constants(constants, cache.layout), tokens, recode)
 
 
 def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:

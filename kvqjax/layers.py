@@ -113,7 +113,9 @@ def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B
     check_capacity(cache, counts)
     runs = plan(cache.layout)
     pending, mass = _by_runs(cache, new, runs)
-    return caches.commit(cache, (*pending, *(() if mass is None else (mass,))), counts, run_constants(constants, runs))
+    return caches.commit(
+        cache, (*pending, *(() if mass is None else (mass,))), counts, run_constants(constants, cache.layout)
+    )
 
 
 def _by_runs(cache: Cache, new, runs: tuple[RunPlan, ...]) -> tuple[list[dict], Received | None]:

@@ -12,6 +12,9 @@ A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, 
 - token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
 - plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
 
+This is the form of CPUs and of our TPU kernels. With `heads` set, codes and plain vectors are stored head by head, for
+GPUs (kvqjax/head_major.py); what is written and read back is the same.
+
 16-bit floats are stored as the integers that hold their bits: XLA's CPU backend has no 16-bit float operations, and
 would convert a whole array to float32 and back around every slice and every update of it.
 """
@@ -24,10 +27,13 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
+from kvqjax import head_major
+
 __all__ = [
     "PLANE",
     "Field",
     "allocate",
+    "array_bytes",
     "block_tokens",
     "from_bits",
     "logical_bits",
@@ -53,7 +59,7 @@ def split_bits(bits: int) -> tuple[int, ...]:
 class Field:
     """One stored quantity of a codec. `kind` is "codes", "columns", "group", "token" or "plain" (see the module);
     `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's compute
-    dtype."""
+    dtype; `heads` is the number of KV heads where it is stored head by head, else 0."""
 
     kind: str
     width: int
@@ -61,6 +67,7 @@ class Field:
     bits: int = 0
     group: int = 1
     dtype: str = "bfloat16"
+    heads: int = 0
 
     def __post_init__(self):
         if self.kind not in ("codes", "columns", "group", "token", "plain"):
@@ -88,9 +95,15 @@ def block_tokens(fields: list[Field]) -> int:
 def logical_bits(field: Field) -> float:
     """Stored bits per token of this field, without padding; the compute dtype counts as 16 bits until it is known."""
     if field.packed:
-        return float(field.bits * field.width)
+        return float((head_major.stored_bits(field.bits) if field.heads else field.bits) * field.width)
     dtype = "bfloat16" if field.dtype == "compute" else field.dtype
     return 8 * jnp.dtype(dtype).itemsize * field.width / field.group
+
+
+def array_bytes(array) -> int:
+    """Bytes of an array, live or abstract. Two int4 numbers share a byte, whatever `nbytes` says."""
+    bits = 4 if array.dtype == jnp.int4 else 8 * jnp.dtype(array.dtype).itemsize
+    return math.prod(array.shape) * bits // 8
 
 
 def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
@@ -127,6 +140,8 @@ def slot_rows(count: int, dtype: str) -> int:
 
 def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
     """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
+    if field.heads:
+        return head_major.allocate(field, lead, slots)
     if field.packed:
         sizes = [(slots * part // 32, field.width) for part in split_bits(field.bits)]
         return tuple(jnp.zeros((*lead, *(s[::-1] if field.along_lanes else s)), jnp.uint32) for s in sizes)
@@ -166,6 +181,8 @@ def write(
 
     A tile of codes or columns holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are
     `[u/group, W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
+    if field.heads:
+        return head_major.write(field, stored, index, token, tile, wanted)
     if field.packed:
         return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32), wanted))
     if field.kind == "token":
@@ -202,6 +219,8 @@ def read(
 ) -> Shaped[Array, "B rows lanes"]:
     """`count` tokens of every row of one layer from body token `token` (both multiples of the block), unpacked to tiles
     as `write` takes them, with B in front."""
+    if field.heads:
+        return head_major.read(field, stored, layer, token, count)
     if field.packed:
         codes, shift = jnp.uint32(0), 0
         for words, bits in zip(stored, split_bits(field.bits), strict=True):

@@ -12,7 +12,7 @@ from flax import struct
 from jax.sharding import NamedSharding
 
 from kvqjax.config import ModelConfig
-from kvqjax.decoder import Params
+from kvqjax.decoder import Params, is_unrolled
 from kvqjax.errors import UserError
 from kvqjax.hf_config import read_config
 from kvqjax.methods.spec import Method
@@ -71,7 +71,8 @@ class Model(struct.PyTreeNode):
     @property
     def weights(self) -> str:
         """How the layers' matrices are kept: "int8", "int4", or their dtype."""
-        matrix = self.params["layers"]["q"]
+        layers = self.params["layers"]
+        matrix = (layers[0] if is_unrolled(self.params) else layers)["q"]
         return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -25,16 +25,17 @@ def chosen_tokens(model: Model, cache: Cache, constants, h, counts, chunk: int) 
     if keep is None or not cache.kept:
         return None, cache.kept
 
-    def step(run, fixed, loop, index):
+    def step(run, fixed, index, loop):
         h, mass = loop
         weights = decoder.layer(model.params, run.first + index)
         _, h, more = exact_layer(model, run, weights, pick(fixed, index), h, counts, chunk, weighing=True)
-        return (h, mass + more), None
+        return h, mass + more
 
     mass = jnp.zeros(h.shape[:2])
     if keep.rule == "h2o":
         for run, fixed in zip(runs, constants, strict=True):
-            h, mass = jax.lax.scan(functools.partial(step, run, fixed), (h, mass), jnp.arange(run.count))[0]
+            one = functools.partial(step, run, fixed)
+            h, mass = decoder.over_layers(model.params, 0, run.count, one, (h, mass))
     clock = runs[0].wiring.clocks[0]
     leaving = due(clock, counts - sinks, jnp.zeros_like(counts)) * clock.unit
     window = window_tokens(runs[0].ring, counts - sinks)

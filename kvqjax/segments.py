@@ -14,6 +14,7 @@ from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
 from kvqjax.layout import read
+from kvqjax.methods.direct import MOST_QUERIES, Direct, attend_whole
 from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.pallas_kernels.dispatch import packed_attention
 
@@ -205,6 +206,16 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, genera
     return packed_attention(q, body, view.layer, start, run.deal.share(stop), packed.spec, general)
 
 
+def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: Direct) -> Partial:
+    """Attention to the body without a loop over its blocks."""
+    run = view.run
+    body = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, view.layer, keepdims=True), view.state.body)
+    index = run.deal.tokens(jnp.arange(run.slots_here))[None]
+    valid = index < body_tokens(run, view.state)[:, None]
+    mask = _seen(view, tokens, jnp.broadcast_to(index + view.sinks, valid.shape), valid)
+    return attend_whole(q, body, mask, direct, kv_heads)
+
+
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
     per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
@@ -215,6 +226,8 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
         width = None if shared is None else shared.width
         return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, shared), carry, width)
 
+    if wiring.direct is not None and q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None:
+        return _attend_whole(q, kv_heads, view, tokens, wiring.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
     if wiring.packed is not None and shared is wiring.shared and not run.wraps and tokens.stored is None:
         found = _attend_packed(q, view, tokens, wiring.packed, lambda: by_blocks()[0])

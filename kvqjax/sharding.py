@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, plan
 from kvqjax.config import KVShape, ModelConfig
+from kvqjax.decoder import is_unrolled
 from kvqjax.errors import UserError
 from kvqjax.methods.spec import Method
 
@@ -113,8 +114,11 @@ class Rules:
 
     def parameters(self, params: dict) -> dict:
         """Specs of a params pytree."""
-        layers = {name: self.parameter(f"layers/{name}") for name in params["layers"]}
-        return {name: self.parameter(name) for name in params if name != "layers"} | {"layers": layers}
+        specs = {name: self.parameter(name) for name in params if name != "layers"}
+        if is_unrolled(params):  # the same without the layers' axis
+            own = lambda name: PartitionSpec(*self.parameter(f"layers/{name}")[1:])  # noqa: E731
+            return specs | {"layers": [{name: own(name) for name in layer} for layer in params["layers"]]}
+        return specs | {"layers": {name: self.parameter(f"layers/{name}") for name in params["layers"]}}
 
     def run(self, state: Run, plan: RunPlan) -> Run:
         """Specs of one run's arrays."""
@@ -122,9 +126,12 @@ class Rules:
         lanes = PartitionSpec(None, self.batch, self.sequence, self.kv_heads)
         tokens = PartitionSpec(None, self.batch, self.kv_heads, self.sequence)
 
+        by_head = PartitionSpec(None, self.batch, self.kv_heads, self.sequence, None)
+
         def field(source: str, name: str, stored):
-            along_lanes = plan.wiring.codecs[source].fields[name].along_lanes
-            return tuple(tokens if along_lanes else lanes for _ in stored)
+            about = plan.wiring.codecs[source].fields[name]
+            spec = by_head if about.heads else tokens if about.along_lanes else lanes
+            return tuple(spec for _ in stored)
 
         return Run(
             body={s: {n: field(s, n, stored) for n, stored in fields.items()} for s, fields in state.body.items()},
@@ -190,7 +197,7 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
 def _is_share(whole, part, parts: int) -> bool:
     def widened(wiring, times: int):
         fields = {
-            (source, name): dataclasses.replace(field, width=field.width * times)
+            (source, name): dataclasses.replace(field, width=field.width * times, heads=field.heads * times)
             for source, codec in wiring.codecs.items()
             for name, field in codec.fields.items()
         }

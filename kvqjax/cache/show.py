@@ -2,6 +2,8 @@
 
 import jax
 
+from kvqjax.layout import array_bytes
+
 __all__ = ["arrays_text", "run_text"]
 
 
@@ -15,7 +17,7 @@ def _array(leaf) -> str:
 def arrays_text(tree) -> str:
     """Number of arrays in a pytree and their bytes."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
-    return f"{sum(leaf.size * leaf.dtype.itemsize for leaf in leaves):,} bytes in {len(leaves)} arrays"
+    return f"{sum(map(array_bytes, leaves)):,} bytes in {len(leaves)} arrays"
 
 
 def run_text(first: int, count: int, parts: dict) -> str:

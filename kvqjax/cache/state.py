@@ -33,16 +33,26 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayout:
     """Everything static about a cache: the model's shape, method, most tokens per row, the dtype of sinks and window,
-    the chip whose kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), and over how many devices (mesh axes,
-    inside `shard_map`) the body's blocks are dealt."""
+    whether layers that cache alike are one stack ("scan") or each is stored by itself ("unroll"), whether a body that
+    can be is stored head by head ("heads", kvqjax/head_major.py) or as planes of words ("planes"), the chip whose
+    kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), and over how many devices (mesh axes, inside
+    `shard_map`) the body's blocks are dealt."""
 
     shape: KVShape
     method: Method
     capacity: int
     dtype: str
+    layers: str = "scan"
+    form: str = "planes"
     target: str = "cpu"
     dealt: int = 1
     dealt_over: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.layers not in ("scan", "unroll"):
+            raise UserError(f"layers={self.layers!r}; known: scan, unroll")
+        if self.form not in ("planes", "heads"):
+            raise UserError(f"form={self.form!r}; known: planes, heads")
 
 
 class RunPlan(NamedTuple):
@@ -117,6 +127,11 @@ class Cache(struct.PyTreeNode):
         return "\n  ".join([head, *lines])
 
 
+def stored_form(target: str) -> str:
+    """The form that a chip reads best."""
+    return "heads" if target.startswith("sm") else "planes"
+
+
 def _resolve(wiring: Wiring, dtype: str) -> Wiring:
     """Give fields of dtype "compute" the cache's compute dtype."""
 
@@ -127,6 +142,20 @@ def _resolve(wiring: Wiring, dtype: str) -> Wiring:
         )
 
     return wiring._replace(codecs={name: fix(codec) for name, codec in wiring.codecs.items()})
+
+
+def _in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
+    """The wiring with its fields in the form that they are stored in."""
+    if form == "planes" or wiring.direct is None:
+        return wiring._replace(direct=None)
+
+    def by_head(codec):
+        wide = {n: f for n, f in codec.fields.items() if f.kind in ("codes", "plain")}
+        heads = {n: dataclasses.replace(f, heads=shape.num_kv_heads) for n, f in wide.items()}
+        return codec._replace(fields=codec.fields | heads)
+
+    codecs = {name: by_head(codec) for name, codec in wiring.codecs.items()}
+    return wiring._replace(codecs=codecs, packed=None)
 
 
 def _check_clocks(wiring: Wiring, name: str) -> None:
@@ -157,7 +186,7 @@ def _by_groups(wiring: Wiring, layout: CacheLayout, keep: Keep) -> Wiring:
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunPlan:
     try:
-        wiring = _resolve(spec.build(shape), layout.dtype)
+        wiring = _in_form(_resolve(spec.build(shape), layout.dtype), layout.form, shape)
         if wiring.packed is not None:
             spec = dataclasses.replace(wiring.packed.spec, target=layout.target)
             wiring = wiring._replace(packed=wiring.packed._replace(spec=spec))
@@ -187,9 +216,13 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
     """The runs in layer order, their blocks multiples of `block`."""
-    shapes = [layout.shape.layer(index) for index in range(layout.shape.num_layers)]
+    numbers = range(layout.shape.num_layers)
+    shapes = [layout.shape.layer(index) for index in numbers]
+    apart = numbers if layout.layers == "unroll" else [0] * len(numbers)
     runs, first = [], 0
-    for (spec, shape), group in itertools.groupby(zip(layout.method.layers(layout.shape), shapes, strict=True)):
+    for (spec, shape, _), group in itertools.groupby(
+        zip(layout.method.layers(layout.shape), shapes, apart, strict=True)
+    ):
         count = len(list(group))
         runs.append(_plan_run(layout, first, count, spec, shape, block))
         first += count
@@ -218,11 +251,14 @@ def _dealt(layout: CacheLayout, runs: list[RunPlan]) -> tuple[RunPlan, ...]:
 
 @functools.lru_cache(maxsize=64)
 def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
-    """Run numbers that must be encoded together: all of them when something flows from layer to layer, else one by
-    one."""
+    """Run numbers that are encoded together: all of them when something flows from layer to layer; else those that
+    fall due at the same time, so that one question decides for all."""
     runs = plan(layout)
     if not any(run.wiring.carry for run in runs):
-        return tuple((i,) for i in range(len(runs)))
+        due_together: dict[tuple, list[int]] = {}
+        for number, run in enumerate(runs):
+            due_together.setdefault((run.wiring.clocks, run.slots > 0), []).append(number)
+        return tuple(map(tuple, due_together.values()))
     clocks = {run.wiring.clocks[0][1:] for run in runs}
     if len(clocks) > 1 or any(len(run.wiring.clocks) > 1 for run in runs):
         raise UserError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")

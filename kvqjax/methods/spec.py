@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from kvqjax.codecs import CodecSpec
 from kvqjax.config import KVShape
 from kvqjax.errors import UserError
+from kvqjax.methods.direct import direct_form
 from kvqjax.methods.keep import Keep, read_keep
 from kvqjax.methods.packing import packed_form
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
@@ -45,7 +46,8 @@ class KeysAndValues:
         codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
         wiring = keys_and_values(config, codecs, clocks, self.rope)
-        return wiring._replace(packed=packed_form(self.key, self.value, self.rope, config))
+        direct = direct_form(self.key, self.value, self.rope, config)
+        return wiring._replace(packed=packed_form(self.key, self.value, self.rope, config), direct=direct)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

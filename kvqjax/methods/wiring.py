@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec
 from kvqjax.config import KVShape
+from kvqjax.methods.direct import Direct
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
@@ -92,6 +93,7 @@ class Wiring(NamedTuple):
     from layer to layer; "none", it is computed anew for every block from the first layer on; "all", it is not needed,
     because every layer stores what it reconstructs. `packed` is set where a body can be attended to without decoding
     it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them.
+    `direct` is set where a body stored head by head can be attended to at once (kvqjax.methods.direct).
     `kinds` names the constants that a model holds other than as float32: their dtype, "compute" being the model's.
     `prepare(constants)` adds to a layer's constants what reading its body wants made of them once.
     `reading` tokens are read at a time where the body's block is smaller and divides them."""
@@ -108,6 +110,7 @@ class Wiring(NamedTuple):
     packed: Packed | None = None
     shared: SharedValues | None = None
     copy: str = "layer"
+    direct: Direct | None = None
     kinds: dict[str, str] = {}  # noqa: RUF012 - never written to
     prepare: Callable = dict
     reading: int = 1
