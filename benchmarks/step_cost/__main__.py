@@ -3,7 +3,7 @@
     python -m benchmarks.step_cost --chip h100 --model llama-3.1-8b --cache kivi:bits=2,group=128 --context 131072
 
 GPUs (h100, h200, a100-80) need JAX's CUDA plugin, TPUs (v5e, v6e, v7x) libtpu; `make aot` makes environments with both.
-`--page` computes the missing rows of docs/speed.md and writes it (benchmarks/step_cost/page.py).
+`python -m benchmarks.step_cost.page` computes the missing rows of docs/speed.md and writes it.
 """
 
 import json
@@ -16,6 +16,7 @@ import typer
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from benchmarks.step_cost import tpu
 from benchmarks.step_cost.account import ASSUMPTIONS, PARTS
 from benchmarks.step_cost.row import Row, measure
 
@@ -25,7 +26,8 @@ app = typer.Typer(add_completion=False)
 def report(row: Row, found: dict) -> str:
     """A row's account as lines of text."""
     full, lines = found["full"], [f"{row.chip} {row.model} {row.cache} {row.context} tokens x {row.batch}"]
-    lines.append(f"{full['launches']} launches, {full['syncs']} host synchronisations a step")
+    named = f"launches, {full['syncs']} host synchronisations" if found["kind"] == "gpu" else "operations"
+    lines.append(f"{full['launches']} {named} a step")
     for part in PARTS:
         moved = full["bytes"][part]
         line = f"{part:9} {moved['read'] / 1e9:9.3f} GB read {moved['written'] / 1e9:9.3f} GB written"
@@ -59,9 +61,11 @@ def main(
 ) -> None:
     """Compile one row and print its account."""
     row = Row(chip, model, cache, context, batch)
+    depths = tuple(int(n) for n in layers.split(",") if n)
     with tempfile.TemporaryDirectory() as folder:
-        depths = tuple(int(n) for n in layers.split(",") if n)
-        found = measure(row, Path(folder), depths, dump)
+        if row.is_tpu:
+            tpu.prepare(folder)
+        found = measure(row, Path(folder), depths, dump)[chip]
     typer.echo(json.dumps(row._asdict() | found["full"] | found) if as_json else report(row, found))
 
 

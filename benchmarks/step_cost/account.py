@@ -10,7 +10,7 @@ from benchmarks.step_cost.bound import CLOCKS, NAMES, Bound, bandwidth, bound, e
 from benchmarks.step_cost.gpu import Bytes, kernels
 from benchmarks.step_cost.hlo import Program
 from benchmarks.step_cost.walk import walk
-from kvqjax.cache import CacheLayout
+from kvqjax.cache import CacheLayout, plan
 from kvqjax.generate import STRIDE
 
 LAUNCH, SYNC = 3e-6, 8e-6  # seconds
@@ -84,8 +84,6 @@ def step(program: Program, target: Target, held: list[int]) -> Costs:
 
 def _encoded(layout: CacheLayout, known: dict[str, np.ndarray]) -> list[int]:
     """Body tokens of every row, of the run that has most of them."""
-    from kvqjax.cache import plan
-
     each = [
         known[f"state.cache.runs[{number}].flushed[{index}]"] * clock.unit
         for number, run in enumerate(plan(layout))

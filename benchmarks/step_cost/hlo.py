@@ -19,7 +19,8 @@ PARTS = {
 
 
 class Instruction(NamedTuple):
-    """One line of a computation: `shape` as text, names of the operands, `inside` the parentheses, `more` after them."""
+    """One line of a computation: `shape` as text, names of the operands, the text `inside` the parentheses and the one
+    after them, `more`."""
 
     name: str
     shape: str
@@ -52,9 +53,6 @@ class Program(NamedTuple):
     computations: dict[str, Computation]
     entry: str
     parts: dict[int, str]
-
-    def called(self, instruction: Instruction, attribute: str = "calls=") -> str:
-        return instruction.attribute(attribute)
 
     def part(self, instruction: Instruction, inside: Computation, default: str) -> str:
         """attention, weights or rest. What the compiler made without saying from what belongs where its largest operand

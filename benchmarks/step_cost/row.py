@@ -6,11 +6,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.step_cost import tpu
+from jax.stages import Lowered
+
 from benchmarks.step_cost.account import account, target_of
 from benchmarks.step_cost.bound import CLOCKS, NAMES, cache_bytes, make_layout, row_lengths
-from benchmarks.step_cost.hlo import parse
+from benchmarks.step_cost.hlo import Program, parse
 from kvqjax.aot import lower_decode
+from kvqjax.cache import CacheLayout
 from kvqjax.catalogue import config_of
 from kvqjax.config import ModelConfig
 from kvqjax.methods import parse as parse_method
@@ -35,42 +37,67 @@ class Row(NamedTuple):
         return self.compiled_for in CLOCKS
 
 
-def _one(row: Row, config: ModelConfig, folder: Path, dump: Path | None) -> dict:
-    method = parse_method(row.cache)
-    layout = make_layout(config, method, row.context, SAME.get(row.chip, row.chip))
-    lowered = lower_decode(config, method, row.context, row.batch, row.compiled_for)
+class Compiled(NamedTuple):
+    """A program and what its compiler says of memory, in bytes, and how long it took."""
+
+    program: Program
+    layout: CacheLayout
+    temporaries: int
+    arguments: int
+    seconds: float
+
+
+def lowered(row: Row, config: ModelConfig) -> Lowered:
+    return lower_decode(config, parse_method(row.cache), row.context, row.batch, row.compiled_for)
+
+
+def compile_row(row: Row, config: ModelConfig, dump: Path | None = None) -> Compiled:
+    """Compile a row's decode loop."""
+    layout = make_layout(config, parse_method(row.cache), row.context, row.compiled_for)
+    program = lowered(row, config)
     begun = time.perf_counter()
-    compiled = lowered.compile()
-    seconds, text = time.perf_counter() - begun, compiled.as_text()
+    compiled = program.compile()
+    seconds, text, memory = time.perf_counter() - begun, compiled.as_text(), compiled.memory_analysis()
     if dump is not None:
         dump.write_text(text, encoding="utf-8")
-    memory, program = compiled.memory_analysis(), parse(text)
-    target = target_of(row.chip, layout, folder if row.is_tpu else None)
-    found = {"full": account(program, target, row_lengths(row.context, row.batch, ragged=False))}
-    if row.batch > 1:
-        found["ragged"] = account(program, target, row_lengths(row.context, row.batch, ragged=True))
     temporaries = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    found |= {"cache_gb": round(cache_bytes(layout, row.batch) / 1e9, 3), "temp_gb": round(temporaries / 1e9, 3)}
-    return found | {"arguments_gb": round(memory.argument_size_in_bytes / 1e9, 3), "compile_s": round(seconds, 1)}
+    return Compiled(parse(text), layout, temporaries, memory.argument_size_in_bytes, seconds)
 
 
-def measure(row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None) -> dict:
-    """The account of one row; `folder` is for the compiler's listings. With two `depths`, models of so many layers are
-    compiled, and every number is extrapolated to the model's."""
-    if row.is_tpu:
-        tpu.prepare(str(folder))
+def accounts(row: Row, made: Compiled, folder: Path) -> dict:
+    """The account of a compiled row, with full and, of several rows, ragged ones."""
+    target = target_of(row.chip, made.layout, folder if row.is_tpu else None)
+    found: dict = {"full": account(made.program, target, row_lengths(row.context, row.batch, ragged=False))}
+    if row.batch > 1:
+        found["ragged"] = account(made.program, target, row_lengths(row.context, row.batch, ragged=True))
+    sizes = {"cache": cache_bytes(made.layout, row.batch), "temp": made.temporaries, "arguments": made.arguments}
+    found |= {f"{name}_gb": round(size / 1e9, 3) for name, size in sizes.items()}
+    return found | {"compile_s": round(made.seconds, 1)}
+
+
+def measure(row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None) -> dict[str, dict]:
+    """Compile one row; its account for the chip and for those that share the program. `folder` is where `tpu.prepare`
+    has libtpu put its listings. With two `depths`, models of so many layers are compiled and numbers extrapolated."""
     config = config_of(row.model)
-    if not depths:
-        found = _one(row, config, folder, dump)
-    else:
-        few = [dataclasses.replace(config, num_layers=n, windows=config.windows[:n]) for n in depths]
-        low, high = (_one(row, one, folder, dump) for one in few)
+    few = [dataclasses.replace(config, num_layers=n, windows=config.windows[:n]) for n in depths] or [config]
+    rows = [row] + [row._replace(chip=chip) for chip, other in SAME.items() if other == row.chip]
+    found = []
+    for one in few:
+        for old in folder.iterdir():
+            old.unlink()
+        made = compile_row(row, one, dump)
+        found.append({each.chip: accounts(each, made, folder) for each in rows})
+    result = found[0]
+    if depths:
         share = (config.num_layers - depths[0]) / (depths[1] - depths[0])
-        found = _line(low, high, share) | {"layers": list(depths)}
-    versions = {
-        package: metadata.version(package) for package in ("jax", "libtpu" if row.is_tpu else "jax-cuda13-plugin")
-    }
-    return found | {"kind": "tpu" if row.is_tpu else "gpu", "versions": versions}
+        result = _line(*found, share)
+    return {chip: one | about(row) | ({"layers": list(depths)} if depths else {}) for chip, one in result.items()}
+
+
+def about(row: Row) -> dict:
+    """What compiled a row."""
+    packages = ("jax", "libtpu" if row.is_tpu else "jax-cuda13-plugin")
+    return {"kind": "tpu" if row.is_tpu else "gpu", "versions": {name: metadata.version(name) for name in packages}}
 
 
 def _line(low, high, share: float):

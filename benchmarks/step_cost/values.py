@@ -1,7 +1,7 @@
-"""How often a program's loops run and which branches it takes: its small integers computed from those of its arguments.
+"""How often a program's loops run and which branches it takes, computed from the small integers among its arguments.
 
-A decode loop's bounds depend on what the cache holds. `Values` evaluates what such a bound is made of, and nothing else,
-on numpy arrays; what depends on the model's numbers is `Unknown`."""
+A decode loop's bounds depend on what the cache holds. `Values` evaluates what such a bound is made of, and nothing
+else, on numpy arrays; what depends on the model's numbers is `Unknown`."""
 
 import functools
 import re
@@ -112,7 +112,7 @@ class Values:
             case "get-tuple-element":
                 return self.of(instruction.operands[0])[int(instruction.attribute("index="))]()
             case "fusion" | "call":
-                name = self.program.called(instruction, "calls=" if op == "fusion" else "to_apply=")
+                name = instruction.attribute("calls=" if op == "fusion" else "to_apply=")
                 return self.inner(name, self.arguments(instruction)).result
             case "while":
                 return self._after_loop(instruction)
@@ -128,16 +128,17 @@ class Values:
 
     def _after_loop(self, instruction: Instruction) -> list[Given]:
         """What a loop hands on as it is."""
-        body = self.program.computations[self.program.called(instruction, "body=")]
+        body = self.program.computations[instruction.attribute("body=")]
         root, start = body.instructions[body.root], self.of(instruction.operands[0])
 
         def result(index: int) -> Any:
             last = body.instructions[root.operands[index]]
             while last.op == "copy":
                 last = body.instructions[last.operands[0]]
-            if last.op == "get-tuple-element" and int(last.attribute("index=")) == index:
-                if body.instructions[last.operands[0]].op == "parameter":
-                    return start[index]()
+            source = body.instructions.get(last.operands[0] if last.operands else "")
+            passed = last.op == "get-tuple-element" and source.op == "parameter"
+            if passed and int(last.attribute("index=")) == index:
+                return start[index]()
             raise Unknown(f"what {instruction.name} computes")
 
         return [functools.partial(result, index) for index in range(len(root.operands))]
@@ -209,7 +210,7 @@ class Values:
 
     def turns(self, instruction: Instruction) -> Iterator["Values"]:
         """The values of every turn of a loop."""
-        condition, body = (self.program.called(instruction, name) for name in ("condition=", "body="))
+        condition, body = (instruction.attribute(name) for name in ("condition=", "body="))
         state = self.later(instruction.operands[0])
         for _ in range(TRIPS):
             if not self.inner(condition, [state]).result:

@@ -48,7 +48,7 @@ class Walk:
                     self.visits.append(Visit(instruction, inside, here, times, once))
 
     def _loop(self, instruction: Instruction, values: Values, times: int, part: str, once: bool) -> None:
-        condition, body = (self.program.called(instruction, name) for name in ("condition=", "body="))
+        condition, body = (instruction.attribute(name) for name in ("condition=", "body="))
         start = values.later(instruction.operands[0])
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.more)
         the_step = once and len(re.findall(r"\bwhile\b", source_name(instruction))) == 1
