@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from jax.stages import Lowered
 
 from benchmarks.step_cost.account import account, target_of
@@ -48,6 +49,8 @@ class Compiled(NamedTuple):
 
 
 def lowered(row: Row, config: ModelConfig) -> Lowered:
+    """A row's decode loop before it is compiled, with whole stack frames, by which its parts are told apart."""
+    jax.config.update("jax_traceback_in_locations_limit", -1)
     return lower_decode(config, parse_method(row.cache), row.context, row.batch, row.compiled_for)
 
 

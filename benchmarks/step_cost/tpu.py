@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.schedule import bundles
 from benchmarks.step_cost.bound import CLOCKS, NAMES, bandwidth
 from benchmarks.step_cost.gpu import Bytes
 from benchmarks.step_cost.hlo import Instruction
 from benchmarks.step_cost.walk import Visit
-from benchmarks.tpu_bundles import bundles
 
 NONE = 2**40  # what has no estimate says so with a huge number
 
