@@ -3,6 +3,7 @@
 Bytes are those of every kernel's operands and results in device memory: of an operand only what slices and gathers take
 of it, of an update in place only what is written. What the second-level cache keeps is not taken off."""
 
+import re
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -118,6 +119,9 @@ def cost(program: Program, instruction: Instruction, inside: Computation) -> Byt
             return Bytes(size(shapes[1]), size(shapes[1]))
         case "scatter":
             return Bytes(size(shapes[-1]), size(shapes[-1]))
+        case "custom-call" if 'custom_call_target="__cublas' in instruction.more:
+            workspace = re.search(r"s8\[\d+\]\S*\)$", instruction.shape)  # which it need not touch
+            return Bytes(sum(map(size, shapes)), whole - (size(workspace[0]) if workspace else 0))
         case "gather":
             return Bytes(whole + size(shapes[1]), whole)
     return Bytes(sum(map(size, shapes)), whole)

@@ -41,7 +41,7 @@ CACHES = (
 )
 CONTEXTS = (131072, 32768, 8192)
 MANY = tuple(cache for cache in CACHES if cache.startswith(("exact", "kivi:")))  # whose rows of batch 32 are computed
-COUNTER = ("hlo", "values", "walk", "gpu", "tpu", "bound", "account", "row")
+COUNTER = ("hlo", "values", "walk", "gpu", "bound", "account", "row")
 
 
 def rows_of(chip: str, caches: tuple[str, ...] = CACHES) -> list[Row]:
@@ -68,7 +68,7 @@ def stamp(row: Row) -> str:
     """A digest of a row's program before it is compiled, of what compiles it and of what counts it."""
     digest = hashlib.sha256(lowered(row, config_of(row.model)).as_text().encode())
     digest.update(json.dumps(about(row)).encode())
-    for name in COUNTER:
+    for name in (*COUNTER, *(["tpu"] if row.is_tpu else [])):
         digest.update((HERE / f"{name}.py").read_bytes())
     return digest.hexdigest()[:16]
 
