@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.schedule import estimate
 from benchmarks.step_cost import tpu
 from benchmarks.step_cost.bound import CLOCKS, NAMES, Bound, bandwidth, bound, encoding, facts, resting, token_bytes
 from benchmarks.step_cost.gpu import Bytes, kernels
@@ -68,7 +69,7 @@ def step(program: Program, target: Target, held: list[int]) -> Costs:
     launches, seconds, unsure = 0.0, 0.0, list(found.unsure)
     for visit, each in kernels(found):
         times = visit.times / (STRIDE if visit.once else 1)
-        cycles = tpu.estimated(visit)
+        cycles = estimate(visit.instruction.more)
         if tpu.is_kernel(visit.instruction):
             cycles, each = tpu.kernel_cost(visit.instruction, target.counted, reading, chip)
         taken = max(LAUNCH, each.both / bandwidth(chip))

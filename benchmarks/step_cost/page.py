@@ -68,7 +68,7 @@ def stamp(row: Row) -> str:
     """A digest of a row's program before it is compiled, of what compiles it and of what counts it."""
     digest = hashlib.sha256(lowered(row, config_of(row.model)).as_text().encode())
     digest.update(json.dumps(about(row)).encode())
-    for name in (*COUNTER, *(["tpu"] if row.is_tpu else [])):
+    for name in (*COUNTER, *(("tpu", "../schedule") if row.is_tpu else ())):
         digest.update((HERE / f"{name}.py").read_bytes())
     return digest.hexdigest()[:16]
 

@@ -9,9 +9,6 @@ from benchmarks.schedule import bundles
 from benchmarks.step_cost.bound import CLOCKS, NAMES, bandwidth
 from benchmarks.step_cost.gpu import Bytes
 from benchmarks.step_cost.hlo import Instruction
-from benchmarks.step_cost.walk import Visit
-
-NONE = 2**40  # what has no estimate says so with a huge number
 
 
 class Reading(NamedTuple):
@@ -53,9 +50,3 @@ def kernel_cost(instruction: Instruction, counted: dict[str, int], reading: Read
     fetched = tile * reading.token_bytes
     cycles = max(counted[instruction.name], fetched / bandwidth(chip) * CLOCKS[NAMES.get(chip, chip)])
     return tiles * cycles, Bytes(tiles * fetched, 0.0)
-
-
-def estimated(visit: Visit) -> int:
-    """XLA's estimate of an instruction's cycles; 0 where it has none."""
-    found = re.search(r'"estimated_cycles":"(\d+)"', visit.instruction.more)
-    return int(found[1]) if found and int(found[1]) < NONE else 0
