@@ -130,6 +130,29 @@ def test_decode_loop_of_a_tiny_model(compiled, counter):
     assert parts == {"attention", "weights", "rest"}
 
 
+def test_static_lengths_by_a_switch(counter):
+    """A switch over static lengths takes the branch that fits the longest row, and a flush only when one is due."""
+    sizes = 64, 256, 1024
+
+    def loop(lengths, x):
+        def step(state):
+            count, x = state
+            lines = [lambda x, n=n: x.at[:n].set(jnp.sort(x[:n], 0)) for n in sizes]
+            x = jax.lax.switch(jnp.searchsorted(jnp.asarray(sizes), lengths.max()), lines, x)
+            x = jax.lax.cond((lengths % 32 == 0).any(), lambda x: jnp.sort(x.T).T, lambda x: x, x)
+            return count + 1, x
+
+        return jax.lax.while_loop(lambda state: state[1][0, 0] < 3, step, (0, x))[1]
+
+    shapes = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((1024, 8), jnp.float32)
+    program = counter("hlo").parse(jax.jit(loop).lower(*shapes).compile().as_text())
+    for lengths, size, flushed in (([3, 5], 64, False), ([3, 96], 256, True), ([1000, 1], 1024, False)):
+        found = counter("walk").walk(program, {"lengths": np.asarray(lengths, np.int32)})
+        assert found.unsure == []
+        sorted_ = [counter("hlo").dimensions(v.instruction.shape) for v in found.visits if v.instruction.op == "sort"]
+        assert sorted_ == [(size, 8)] + [(8, 1024)] * flushed
+
+
 def test_known_values_of_a_compiled_program(counter):
     """Bounds that a compiler has fused: as many turns as numpy says."""
 

@@ -41,7 +41,7 @@ CACHES = (
 )
 CONTEXTS = (131072, 32768, 8192)
 MANY = tuple(cache for cache in CACHES if cache.startswith(("exact", "kivi:")))  # whose rows of batch 32 are computed
-COUNTER = ("hlo", "values", "walk", "gpu", "bound", "account", "row")
+COUNTER = ("hlo", "arrays", "values", "walk", "gpu", "bound", "account", "row")
 
 
 def rows_of(chip: str, caches: tuple[str, ...] = CACHES) -> list[Row]:

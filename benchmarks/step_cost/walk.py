@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.step_cost.arrays import Unknown
 from benchmarks.step_cost.hlo import Computation, Instruction, Program, size
-from benchmarks.step_cost.values import Given, Unknown, Values, branches
+from benchmarks.step_cost.values import Given, Values, branches
 
 FOLLOWED = 64  # turns of a loop that are followed one by one where loops inside it may differ
 
