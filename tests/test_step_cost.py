@@ -175,6 +175,59 @@ def test_known_values_of_a_compiled_program(counter):
         assert found.syncs == 1 + turns + 1
 
 
+TPU_PROGRAM = """HloModule jit_loop
+
+ENTRY %main (words: u32[2,4,1024]) -> f32[8,128] {
+  %words = u32[2,4,1024]{2,1,0:T(8,128)} parameter(0), metadata={op_name="words"}
+  %fetch = (bf16[64,128]{1,0:T(8,128)S(1)}, bf16[64,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%weights)
+  %weights = bf16[64,128]{1,0:T(8,128)} parameter(1)
+  %near = bf16[64,128]{1,0:T(8,128)S(1)} copy-done(%fetch)
+  %out = f32[8,128]{1,0:T(8,128)S(1)} fusion(%near), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"700"}
+  ROOT %packed_attention_k2v2_2048.7 = f32[8,128]{1,0} custom-call(%words), custom_call_target="tpu_custom_call"
+}
+
+%x (near: bf16[64,128]) -> f32[8,128] {
+  %inside = bf16[64,128]{1,0:T(8,128)S(1)} parameter(0)
+  ROOT %made = f32[8,128]{1,0:T(8,128)S(1)} custom-call(%inside), custom_call_target="x"
+}
+"""
+
+
+def test_tpu_kernels_and_fast_memory(counter):
+    """A tile takes the longer of its bundles and its bytes, for each tile of a row's own length; what lies in the
+    chip's fast memory costs no bytes."""
+    tpu, found = counter("tpu"), counted(counter, TPU_PROGRAM)[0]
+    assert found["fetch"] == (1, 16384, 0)
+    assert found["out"] == (1, 0, 0)
+    kernel = counter("hlo").parse(TPU_PROGRAM).computations["main"].instructions["packed_attention_k2v2_2048.7"]
+    assert tpu.is_kernel(kernel)
+    reading = tpu.Reading([5000, 2048, 0], token_bytes=100.0)  # 3, 1 and no tiles
+    cycles, moved = tpu.kernel_cost(kernel, {kernel.name: 1000}, reading, "v6e")
+    assert (cycles, moved.read) == (4 * 1000, 4 * 204800)
+    slow, _ = tpu.kernel_cost(kernel, {kernel.name: 10}, reading, "v6e")
+    assert slow == pytest.approx(4 * 204800 / 1640e9 * 1.75e9)
+    with pytest.raises(ValueError, match="its schedule was not written"):
+        tpu.kernel_cost(kernel, {}, reading, "v6e")
+
+
+def test_tpu_step_adds_estimates_and_kernels(counter):
+    bounds, account = counter("bound"), counter("account")
+    layout = bounds.make_layout(tiny().config, kvq.parse("kivi:bits=2,group=32,window=32"), 8192, "v6e")
+    target = account.Target("v6e", {"packed_attention_k2v2_2048.7": 10**6}, layout)
+    step = account.step(counter("hlo").parse(TPU_PROGRAM), target, [bounds.resting(layout, 8192)])
+    assert sum(step.work.values()) == pytest.approx((700 + 4 * 10**6) / 16)  # nothing of it is in a loop over steps
+    assert (step.syncs, step.seconds) == (0, pytest.approx(sum(step.work.values()) / 1.75e9))
+
+
+def test_listings_of_schedules(counter, tmp_path):
+    """Bundles by the kernel's whole name; of the two listings of a kernel, the schedule itself."""
+    bundle = "  0x1   :  > { %x }\n"
+    (tmp_path / "179-packed_attention_k2v2_2048.7-01-final_bundles.txt").write_text(3 * bundle)
+    (tmp_path / "179-packed_attention_k2v2_2048.7-00-schedule-analysis_final_bundles.txt").write_text(9 * bundle)
+    (tmp_path / "180-fusion.3-01-final_bundles.txt").write_text(5 * bundle)
+    assert counter("tpu").listings(tmp_path) == {"packed_attention_k2v2_2048.7": 3}
+
+
 @pytest.mark.parametrize(("context", "milliseconds"), [(8192, 4.80), (32768, 5.76), (131072, 9.61)])
 def test_bound(counter, context, milliseconds):
     """Llama-3.1-8B on an h100: 7.504 billion weights that are read, 65 536 keys and values a token, 3.35 TB/s."""
