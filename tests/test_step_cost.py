@@ -248,6 +248,19 @@ def test_extrapolated_layers(counter):
     assert line(low, high, 15.0) == {"n": 700, "x": 9.0, "of": {"a": 2}, "name": "v6e"}
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--chip", "h300"], "known: h100, h200"), (["--cache", "kivy"], "kivy"), (["--model", "llama-9"], "llama-9")],
+)
+def test_bad_options_are_named(counter, options, message):
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(counter("__main__").app, options)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
 def test_page_is_that_of_the_records(counter):
     page = counter("page")
     found = {row: page.read(row) for chip in page.CHIPS for row in page.rows_of(chip)}

@@ -18,7 +18,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.step_cost import tpu
 from benchmarks.step_cost.account import ASSUMPTIONS, PARTS
-from benchmarks.step_cost.row import Row, measure
+from benchmarks.step_cost.row import CHIPS, Row, measure
+from kvqjax.errors import UserError
 
 app = typer.Typer(add_completion=False)
 
@@ -60,12 +61,18 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON")] = False,
 ) -> None:
     """Compile one row and print its account."""
+    if chip not in CHIPS:
+        raise typer.BadParameter(f"{chip}; known: {', '.join(CHIPS)}", param_hint="--chip")
     row = Row(chip, model, cache, context, batch)
     depths = tuple(int(n) for n in layers.split(",") if n)
     with tempfile.TemporaryDirectory() as folder:
         if row.is_tpu:
             tpu.prepare(folder)
-        found = measure(row, Path(folder), depths, dump)[chip]
+        try:
+            found = measure(row, Path(folder), depths, dump)[chip]
+        except UserError as error:
+            typer.echo(error, err=True)
+            raise typer.Exit(2) from error
     typer.echo(json.dumps(row._asdict() | found["full"] | found) if as_json else report(row, found))
 
 

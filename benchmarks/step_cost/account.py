@@ -23,7 +23,8 @@ ASSUMPTIONS = {
         "no CUDA graphs; nothing stays in the second-level cache; no kernel is bound by arithmetic",
     ],
     "tpu": [
-        "XLA's estimated cycles, one after the other",
+        "XLA's estimated cycles, one after the other, at "
+        + ", ".join(f"{CLOCKS[NAMES.get(chip, chip)] / 1e9} GHz ({chip})" for chip in ("v5e", "v6e", "v7x")),
         "a kernel's tile takes the longer of its bundles and its bytes at the chip's bandwidth",
     ],
     "both": [

@@ -18,7 +18,7 @@ from kvqjax.methods import Method
 from kvqjax.planner import DEVICES, parameter_shapes
 
 NAMES = {"v7x": "tpu7x"}  # as this page calls a chip -> as the planner does
-CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9}  # cycles a second, as XLA's own estimates have them
+CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9}  # cycles a second that are assumed
 
 
 class Bound(NamedTuple):

@@ -17,7 +17,7 @@ import typer
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.step_cost import tpu
-from benchmarks.step_cost.row import SAME, Row, about, lowered, measure
+from benchmarks.step_cost.row import CHIPS, SAME, Row, about, lowered, measure
 from benchmarks.step_cost.tables import page_text
 from kvqjax.catalogue import config_of
 
@@ -26,7 +26,6 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "speed.md"
 RECORDS = HERE.parent / "records" / "step_cost"
 MODEL = "llama-3.1-8b"
-CHIPS = ("h100", "h200", "a100-80", "v6e", "v5e", "v7x")
 CACHES = (
     "exact",
     "kivi:bits=2,group=128",

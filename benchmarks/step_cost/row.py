@@ -18,6 +18,7 @@ from kvqjax.catalogue import config_of
 from kvqjax.config import ModelConfig
 from kvqjax.methods import parse as parse_method
 
+CHIPS = ("h100", "h200", "a100-80", "v6e", "v5e", "v7x")
 SAME = {"h200": "h100"}  # chips whose programs are compiled as another's
 
 

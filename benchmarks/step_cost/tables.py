@@ -2,7 +2,7 @@
 
 from benchmarks.step_cost.account import ASSUMPTIONS
 from benchmarks.step_cost.bound import CLOCKS, NAMES
-from benchmarks.step_cost.row import Row
+from benchmarks.step_cost.row import SAME, Row
 from kvqjax.planner import DEVICES, GIB
 
 INTRO = """# Speed against the bound
@@ -76,7 +76,8 @@ def _chip(chip: str, found: dict[Row, dict | None]) -> list[str]:
     if missing:
         lines += [*([""] if known else []), f"Not computed yet: {_listed(missing)}."]
     versions = sorted({" ".join(f"{k} {v}" for k, v in one["versions"].items()) for one in known.values()})
-    return [*lines, "", *(f"Compiled with {text}." for text in versions), ""]
+    lines += ["", *(f"Compiled with {text}." for text in versions)]
+    return [*lines, *([f"The programs are those of {SAME[chip]}."] if chip in SAME else []), ""]
 
 
 def page_text(found: dict[Row, dict | None]) -> str:
