@@ -3,6 +3,7 @@
 # make aot    what needs a chip's compiler (no chip): memory and kernels compiled ahead of time, for TPUs and, in an
 #             environment of its own, for Hopper; skipped without libtpu, without the CUDA plugin or ptxas
 # make results  docs/results.md: what is missing of its records is measured first (DATA=text.txt for the demo model)
+# make speed  docs/speed.md: what is missing of its records is compiled first, for GPUs and TPUs that are not here (hours)
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
 # make notebooks  set up .venv with Jupyter's kernel and run the notebooks in examples/
 # make clean  remove everything these made
@@ -26,7 +27,7 @@ FOLDERS := kvqjax pallas_kernels calibrate eval
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test docs notebooks aot results clean
+.PHONY: demo test docs notebooks aot results speed clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -57,6 +58,11 @@ aot: $(VENV)/.package $(VENV)/.with-test $(VENV)/.libtpu $(VENV)-gpu/.plugin
 results: $(VENV)/.package
 	PYTHONSAFEPATH=1 $(BIN)/python -c "import sys, runpy; sys.path.append('.'); sys.argv[1:] = ['--data', '$(DATA)']; \
 		runpy.run_module('benchmarks.results', run_name='__main__')"
+
+SPEED := import sys, runpy; sys.path.append('.'); runpy.run_module('benchmarks.step_cost.page', run_name='__main__')
+speed: $(VENV)/.package $(VENV)/.libtpu $(VENV)-gpu/.plugin
+	PYTHONSAFEPATH=1 $(VENV)-gpu/bin/python -c "$(SPEED)" --chip h100 --chip a100-80
+	PYTHONSAFEPATH=1 $(BIN)/python -c "$(SPEED)" --chip v6e --chip v5e --chip v7x
 
 $(VENV)/.base:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv and ensurepip found (Debian: apt install python3-venv)"; exit 1; }

@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from schedule import estimate
+from step_cost.hlo import Computation, dimensions, numbers, parse
+
 from kvqjax.cache import pick
 from kvqjax.segments import LayerView, NewTokens, attend_body
 
-NONE = 2**40  # what has no estimate says so with a huge number
-GATHER = re.compile(r" = \w+\[([\d,]*)\]\S* gather\(.*slice_sizes=\{([\d,]*)\}")
 
-
-class Computation(NamedTuple):
+class Part(NamedTuple):
     """One computation of a compiled program: estimated cycles of its instructions, the loops in it with their trips,
     the computations its instructions call, rows its gathers fetch; and of the cycles those of matrix fusions."""
 
@@ -24,42 +24,36 @@ class Computation(NamedTuple):
     products: list[int]
 
 
-def _trips(condition: str) -> int:
+def _trips(condition: Computation) -> int:
     """How often a loop runs by its condition; 1 where that depends on data."""
-    limits = re.findall(r"constant\((\d+)\)", condition)
-    return int(limits[0]) if len(limits) == 1 and "direction=LT" in condition else 1
+    parts = condition.instructions.values()
+    limits = [int(part.inside) for part in parts if part.op == "constant" and part.inside.isdigit()]
+    return limits[0] if len(limits) == 1 and any("direction=LT" in part.more for part in parts) else 1
 
 
-def _size(dimensions: str) -> int:
-    return math.prod(int(n) for n in dimensions.split(",") if n)
+def _rows(shape: str, more: str) -> int:
+    """How many rows a gather fetches."""
+    slices = re.search(r"slice_sizes=\{([\d,]*)\}", more)
+    return math.prod(dimensions(shape)) // math.prod(numbers(slices[1]))
 
 
-def _estimates(before: str, part: str) -> list[int]:
-    """The estimated cycles of instructions that have `before`, a pattern, before them."""
-    return [int(n) for n in re.findall(before + r'"estimated_cycles":"(\d+)"', part) if int(n) < NONE]
-
-
-def computations(text: str) -> dict[str, Computation]:
-    """The computations of a compiled program by name."""
-    parts = {}
-    for part in re.split(r"\n(?=ENTRY |%)", text):
-        name = re.match(r"(?:ENTRY )?%?([^ ]+) ", part)
-        if name is not None:
-            parts[name[1]] = part
-    found = {}
-    for name, part in parts.items():
-        loops = re.findall(r"\bwhile\(.*condition=%?([^,\s]+), body=%?([^,\s]+)", part)
-        found[name] = Computation(
-            _estimates("", part),
-            [(body, _trips(parts[condition])) for condition, body in loops],
-            re.findall(r"calls=%?([^,\s]+)", part),
-            sum(_size(shape) // _size(slices) for shape, slices in GATHER.findall(part)),
-            _estimates("kind=kOutput.*", part),
+def computations(text: str) -> tuple[dict[str, Part], str]:
+    """The computations of a compiled program by name, and the name of the one it begins with."""
+    program, found = parse(text), {}
+    for name, computation in program.computations.items():
+        inside = computation.instructions.values()
+        loops = [(i.attribute("body="), i.attribute("condition=")) for i in inside if i.op == "while"]
+        found[name] = Part(
+            [estimate(i.more) for i in inside],
+            [(body, _trips(program.computations[condition])) for body, condition in loops],
+            [i.attribute("calls=") for i in inside if "calls=" in i.more],
+            sum(_rows(i.shape, i.more) for i in inside if i.op == "gather"),
+            [estimate(i.more) for i in inside if "kind=kOutput" in i.more],
         )
-    return found
+    return found, program.entry
 
 
-def _summed(found: dict[str, Computation], name: str, own: Callable[[Computation], int], calls: bool = False) -> int:
+def _summed(found: dict[str, Part], name: str, own: Callable[[Part], int], calls: bool = False) -> int:
     """What `own` says of a computation and of the loops in it, times their trips; with `calls`, also of what it calls
     (a fusion's estimate is the caller's)."""
     part = found[name]
@@ -68,17 +62,16 @@ def _summed(found: dict[str, Computation], name: str, own: Callable[[Computation
     return own(part) + inside + called
 
 
-def _cycles(part: Computation) -> int:
+def _cycles(part: Part) -> int:
     return sum(part.cycles)
 
 
 def total(compiled) -> int:
     """Estimated cycles of a compiled program."""
-    text = compiled.as_text()
-    return _summed(computations(text), re.findall(r"\nENTRY %?([^ ]+) ", text)[0], _cycles)
+    return _summed(*computations(compiled.as_text()), _cycles)
 
 
-def _largest(found: dict[str, Computation]) -> str:
+def _largest(found: dict[str, Part]) -> str:
     """The loop body with most cycles, which is what reads a block of a cache."""
     return max((body for part in found.values() for body, _ in part.loops), key=lambda n: _summed(found, n, _cycles))
 
@@ -86,7 +79,7 @@ def _largest(found: dict[str, Computation]) -> str:
 def largest_body(compiled) -> tuple[list[int], int]:
     """Of the loop body with most cycles: estimated cycles of its instructions and of the loops in it, and the rows that
     are gathered there."""
-    found = computations(compiled.as_text())
+    found, _ = computations(compiled.as_text())
     body = _largest(found)
     loops = [trips * _summed(found, inner, _cycles) for inner, trips in found[body].loops]
     return found[body].cycles + loops, _summed(found, body, lambda part: part.rows, calls=True)
@@ -95,7 +88,7 @@ def largest_body(compiled) -> tuple[list[int], int]:
 def largest_product(compiled) -> int:
     """Estimated cycles of the largest matrix fusion of the loop body with most cycles, whatever else is in it; 0 where
     there is none."""
-    found = computations(compiled.as_text())
+    found, _ = computations(compiled.as_text())
     return max(found[_largest(found)].products, default=0)
 
 

@@ -17,15 +17,14 @@ prints the record.
 import argparse
 import functools
 import json
-import math
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from schedule import bundles
 
 RECORD = Path(__file__).parent / "records" / "tpu_bundles.json"
 CHIPS = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}  # a kernel's target -> the chip's name
@@ -69,7 +68,6 @@ CASES = {
     "nuq3-o12": (3, 3, 0, 1024),
     "nuq4-o12": (4, 4, 0, 1024),
 }
-BUNDLE = re.compile(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{")
 SLOTS, LAYERS, BATCH, KV_HEADS, USUAL = 16384, 4, 2, 8, (128, 8)
 
 
@@ -110,26 +108,6 @@ def _arguments(name: str, chip: str):
     q, bounds = shaped((BATCH, 1, KV_HEADS * query_rows, head_dim), jnp.bfloat16), shaped((BATCH, 1), jnp.int32)
     arguments = (q, shapes(spec, LAYERS, BATCH, SLOTS), shaped((), jnp.int32), bounds, bounds)
     return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding=place), arguments), spec
-
-
-def bundles(listing: str) -> int:
-    """Bundles of one grid step: those of a loop count as often as its exit test says, nested ones as the product."""
-    found, open_loops, trips, total = list(BUNDLE.finditer(listing)), [], [], []
-    for match, after in zip(found, [*found[1:], None], strict=True):
-        depth = match[2].count(">")
-        if not depth:  # outside the grid, or empty and without its mark
-            continue
-        if match[1] == "LB":  # a bundle of fewer marks may stand within a loop: only the next loop ends one
-            open_loops = [loop for loop in open_loops if loop[0] < depth]
-            open_loops.append((depth, len(trips)))
-            trips.append(0)
-        text = listing[match.end() : after.start() if after else None]
-        for trip in re.findall(r"scmp\.ge[^;]*, (\d+) /\* loop exit test", text):
-            waiting = [number for begun, number in open_loops if begun <= depth and not trips[number]]
-            if waiting:
-                trips[waiting[-1]] = int(trip)
-        total.append([number for begun, number in open_loops if begun <= depth])
-    return sum(math.prod(trips[number] for number in inside[1:]) for inside in total)
 
 
 def count(folder: Path) -> dict:

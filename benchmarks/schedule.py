@@ -1,0 +1,33 @@
+"""What libtpu says of time: XLA's estimates in the text of a program, and the listings of its schedules."""
+
+import math
+import re
+
+BUNDLE = re.compile(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{")
+NONE = 2**40  # what has no estimate says so with a huge number
+
+
+def estimate(attributes: str) -> int:
+    """Estimated cycles of an instruction by its attributes; 0 where it has none."""
+    found = re.search(r'"estimated_cycles":"(\d+)"', attributes)
+    return int(found[1]) if found and int(found[1]) < NONE else 0
+
+
+def bundles(listing: str) -> int:
+    """Bundles of one grid step: those of a loop count as often as its exit test says, nested ones as the product."""
+    found, open_loops, trips, total = list(BUNDLE.finditer(listing)), [], [], []
+    for match, after in zip(found, [*found[1:], None], strict=True):
+        depth = match[2].count(">")
+        if not depth:  # outside the grid, or empty and without its mark
+            continue
+        if match[1] == "LB":  # a bundle of fewer marks may stand within a loop: only the next loop ends one
+            open_loops = [loop for loop in open_loops if loop[0] < depth]
+            open_loops.append((depth, len(trips)))
+            trips.append(0)
+        text = listing[match.end() : after.start() if after else None]
+        for trip in re.findall(r"scmp\.ge[^;]*, (\d+) /\* loop exit test", text):
+            waiting = [number for begun, number in open_loops if begun <= depth and not trips[number]]
+            if waiting:
+                trips[waiting[-1]] = int(trip)
+        total.append([number for begun, number in open_loops if begun <= depth])
+    return sum(math.prod(trips[number] for number in inside[1:]) for inside in total)

@@ -1,0 +1,114 @@
+"""One row of the page: a chip, a model, a cache, a context and a batch, compiled and counted."""
+
+import dataclasses
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.stages import Lowered
+
+from benchmarks.step_cost.account import account, target_of
+from benchmarks.step_cost.bound import CLOCKS, NAMES, cache_bytes, make_layout, row_lengths
+from benchmarks.step_cost.hlo import Program, parse
+from kvqjax.aot import lower_decode
+from kvqjax.cache import CacheLayout
+from kvqjax.catalogue import config_of
+from kvqjax.config import ModelConfig
+from kvqjax.methods import parse as parse_method
+
+CHIPS = ("h100", "h200", "a100-80", "v6e", "v5e", "v7x")
+SAME = {"h200": "h100"}  # chips whose programs are compiled as another's
+
+
+class Row(NamedTuple):
+    chip: str
+    model: str
+    cache: str
+    context: int
+    batch: int
+
+    @property
+    def compiled_for(self) -> str:
+        chip = SAME.get(self.chip, self.chip)
+        return NAMES.get(chip, chip)
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.compiled_for in CLOCKS
+
+
+class Compiled(NamedTuple):
+    """A program and what its compiler says of memory, in bytes, and how long it took."""
+
+    program: Program
+    layout: CacheLayout
+    temporaries: int
+    arguments: int
+    seconds: float
+
+
+def lowered(row: Row, config: ModelConfig) -> Lowered:
+    """A row's decode loop before it is compiled, with whole stack frames, by which its parts are told apart."""
+    jax.config.update("jax_traceback_in_locations_limit", -1)
+    return lower_decode(config, parse_method(row.cache), row.context, row.batch, row.compiled_for)
+
+
+def compile_row(row: Row, config: ModelConfig, dump: Path | None = None) -> Compiled:
+    """Compile a row's decode loop."""
+    layout = make_layout(config, parse_method(row.cache), row.context, row.compiled_for)
+    program = lowered(row, config)
+    begun = time.perf_counter()
+    compiled = program.compile()
+    seconds, text, memory = time.perf_counter() - begun, compiled.as_text(), compiled.memory_analysis()
+    if dump is not None:
+        dump.write_text(text, encoding="utf-8")
+    temporaries = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(parse(text), layout, temporaries, memory.argument_size_in_bytes, seconds)
+
+
+def accounts(row: Row, made: Compiled, folder: Path) -> dict:
+    """The account of a compiled row, with full and, of several rows, ragged ones."""
+    target = target_of(row.chip, made.layout, folder if row.is_tpu else None)
+    found: dict = {"full": account(made.program, target, row_lengths(row.context, row.batch, ragged=False))}
+    if row.batch > 1:
+        found["ragged"] = account(made.program, target, row_lengths(row.context, row.batch, ragged=True))
+    sizes = {"cache": cache_bytes(made.layout, row.batch), "temp": made.temporaries, "arguments": made.arguments}
+    found |= {f"{name}_gb": round(size / 1e9, 3) for name, size in sizes.items()}
+    return found | {"compile_s": round(made.seconds, 1)}
+
+
+def measure(row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None) -> dict[str, dict]:
+    """Compile one row; its account for the chip and for those that share the program. `folder` is where `tpu.prepare`
+    has libtpu put its listings. With two `depths`, models of so many layers are compiled and numbers extrapolated."""
+    config = config_of(row.model)
+    few = [dataclasses.replace(config, num_layers=n, windows=config.windows[:n]) for n in depths] or [config]
+    rows = [row] + [row._replace(chip=chip) for chip, other in SAME.items() if other == row.chip]
+    found = []
+    for one in few:
+        for old in folder.iterdir():
+            old.unlink()
+        made = compile_row(row, one, dump)
+        found.append({each.chip: accounts(each, made, folder) for each in rows})
+    result = found[0]
+    if depths:
+        share = (config.num_layers - depths[0]) / (depths[1] - depths[0])
+        result = _line(*found, share)
+    return {chip: one | about(row) | ({"layers": list(depths)} if depths else {}) for chip, one in result.items()}
+
+
+def about(row: Row) -> dict:
+    """What compiled a row."""
+    packages = ("jax", "libtpu" if row.is_tpu else "jax-cuda13-plugin")
+    return {"kind": "tpu" if row.is_tpu else "gpu", "versions": {name: metadata.version(name) for name in packages}}
+
+
+def _line(low, high, share: float):
+    """Numbers extrapolated along a straight line, the rest as it is in `low`."""
+    if isinstance(low, dict):
+        return {name: _line(x, high[name], share) for name, x in low.items()}
+    if isinstance(low, (int, float)):
+        at = low + share * (high - low)
+        return round(at) if isinstance(low, int) else round(at, 4)
+    return low

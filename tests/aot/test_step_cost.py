@@ -1,0 +1,52 @@
+"""A sample of docs/speed.md recomputed: what a decode step costs stays within a tenth of its record.
+
+Skipped where the chip's compiler is missing.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWANCE = 1.10
+# -P or PYTHONSAFEPATH keep the working directory off the path, lest the source tree shadow the installed package.
+RUN = (
+    f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module('benchmarks.step_cost', run_name='__main__')"
+)
+BOUNDED = ("launches", "syncs", "bytes_over_bound", "attention_over_bound", "weights_over_bound", "estimated_ms")
+
+pytestmark = pytest.mark.slow
+
+
+def _missing(chip: str) -> str:
+    """Why a chip cannot be compiled for here; "" if it can."""
+    if chip != "h100":
+        return "" if importlib.util.find_spec("libtpu") else "libtpu is not installed: pip install libtpu"
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "no CUDA plugin: pip install jax-cuda13-plugin jax-cuda13-pjrt"
+    return "" if shutil.which("ptxas") else "ptxas is not on the path: it is part of the CUDA toolkit"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["h100-llama-3.1-8b-kivi-bits-2-group-128-32768-1", "v6e-llama-3.1-8b-kivi-bits-2-group-128-32768-8"],
+    ids=["h100", "v6e"],
+)
+def test_step_costs_what_the_page_says(name):
+    known = json.loads((ROOT / "benchmarks" / "records" / "step_cost" / f"{name}.json").read_text())
+    if reason := _missing(known["chip"]):
+        pytest.skip(reason)
+    options = [f"--{field}={known[field]}" for field in ("chip", "model", "cache", "context", "batch")]
+    output = subprocess.run(
+        [sys.executable, "-Pc", RUN, *options, "--json"], capture_output=True, text=True, check=True
+    )
+    found = json.loads(output.stdout.splitlines()[-1])
+    assert found["unsure"] == []
+    for rows in {"full", "ragged"} & known.keys():
+        for field in BOUNDED:
+            assert found[rows][field] <= ALLOWANCE * known[rows][field], (rows, field)
