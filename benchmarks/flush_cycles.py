@@ -54,7 +54,7 @@ def measure(text: str, chip: str) -> dict[str, float]:
     def vectors(*shape):
         return placed({n: jax.ShapeDtypeStruct((*shape, w), jnp.bfloat16) for n, w in run.wiring.sources.items()})
 
-    model = placed(abstract_model(config, method))
+    model = placed(abstract_model(config, layout))
     state = placed(jax.eval_shape(lambda: allocate_cache(layout, 1))).runs[-1]
     constants, clock = model.constants[-1], run.wiring.clocks[0]
     index, count = (placed(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((), (1, 1)))

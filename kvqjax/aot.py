@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from kvqjax.cache import CacheLayout, allocate_cache, plan
+from kvqjax.cache.state import stored_form
 from kvqjax.chips import chip_devices, target_name
 from kvqjax.config import ModelConfig
+from kvqjax.decoder import unrolled
 from kvqjax.errors import UserError
 from kvqjax.generation import LoopState, decode_steps
 from kvqjax.methods import Method
@@ -22,7 +24,7 @@ from kvqjax.planner import ALONE, parameter_shapes
 from kvqjax.sampling import make_sampling
 from kvqjax.sharding import MeshSize, Rules, cache_layout, rules_for
 
-__all__ = ["Compiled", "abstract_model", "compile_decode", "decode_arguments", "lower_decode"]
+__all__ = ["Compiled", "abstract_model", "compile_decode", "decode_arguments", "layout_for", "lower_decode"]
 
 NEW_TOKENS = 64
 
@@ -37,11 +39,27 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-def abstract_model(config: ModelConfig, method: Method, dtype: str = "bfloat16") -> Model:
-    """A model of shapes, its calibrated constants as a calibrated model has them."""
-    runs = plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=dtype))
-    constants = tuple(run.wiring.constants(run.count, dtype) for run in runs)
-    return Model(parameter_shapes(config, dtype), constants, config=config)
+def layout_for(config: ModelConfig, method: Method, context: int, chip: str) -> CacheLayout:
+    """The layout of a bfloat16 cache as a chip of `DEVICES` reads it best. GPUs want every layer by itself."""
+    target = target_name(chip)
+    return CacheLayout(
+        shape=config.kv_shape,
+        method=method,
+        capacity=context,
+        dtype="bfloat16",
+        layers="unroll" if target.startswith("sm") else "scan",
+        form=stored_form(target),
+        target=target,
+    )
+
+
+def abstract_model(config: ModelConfig, layout: CacheLayout) -> Model:
+    """A model of shapes in the layout's dtype and form, its calibrated constants as a calibrated model has them."""
+    constants = tuple(run.wiring.constants(run.count, layout.dtype) for run in plan(layout))
+    params = parameter_shapes(config, layout.dtype)
+    if layout.layers == "unroll":
+        params = jax.eval_shape(unrolled, params)
+    return Model(params, constants, config=config)
 
 
 def _placed(tree, mesh, specs):
@@ -52,11 +70,8 @@ def _placed(tree, mesh, specs):
 
 def decode_arguments(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str = "cpu"):
     """What `decode_steps` takes, as shapes on the mesh of `rules`."""
-    layout = CacheLayout(
-        shape=config.kv_shape, method=method, capacity=context, dtype="bfloat16", target=target_name(chip)
-    )
-    layout = cache_layout(rules, layout, batch)
-    model = abstract_model(config, method)
+    layout = cache_layout(rules, layout_for(config, method, context, chip), batch)
+    model = abstract_model(config, layout)
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))
 
     def rest(cache):

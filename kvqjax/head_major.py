@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num, Shaped
 
+from kvqjax.xla import row_major
+
 __all__ = ["HALF", "allocate", "offset", "read", "stored_bits", "tokens_per_row", "write"]
 
 HALF = 128  # tokens of one plane of a nibble: whole groups of every size
@@ -77,7 +79,7 @@ def _write_piece(field, array, index, token, piece, wanted):
         new = (new - offset(field.bits)).astype(array.dtype)
     if wanted is not None:
         new = jnp.where(wanted, new, old)
-    return jax.lax.dynamic_update_slice(array, new, start)
+    return jax.lax.dynamic_update_slice(array, row_major(new), start)
 
 
 def write(
@@ -100,7 +102,7 @@ def read(field, stored: tuple[Array, ...], layer, token, count: int) -> Shaped[A
     """`count` tokens of every row of one layer from body token `token`, both multiples of 256: codes as uint32."""
     (array,), per = stored, tokens_per_row(field.bits) if field.packed else 1
     shape = (1, *array.shape[1:3], count // per, array.shape[4])
-    part = jax.lax.dynamic_slice(array, (layer, 0, 0, token // per, 0), shape)[0]
+    part = row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, token // per, 0), shape))[0]
     if not field.packed:
         return _joined(part)
     codes = part.astype(jnp.int32) + offset(field.bits)

@@ -24,10 +24,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
 from kvqjax import head_major
+from kvqjax.xla import row_major
 
 __all__ = [
     "PLANE",
@@ -104,18 +104,6 @@ def array_bytes(array) -> int:
     """Bytes of an array, live or abstract. Two int4 numbers share a byte, whatever `nbytes` says."""
     bits = 4 if array.dtype == jnp.int4 else 8 * jnp.dtype(array.dtype).itemsize
     return math.prod(array.shape) * bits // 8
-
-
-def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
-    """`x`, kept in row-major order. What is cut from or put into a stored array must keep the array's order: otherwise
-    a user that wants another one (a transpose, a head split) makes XLA re-order the whole array, not the piece.
-
-    XLA's partitioner gathers around a layout constraint, so under a mesh (`jax.set_mesh`) it only stands in
-    shard_map."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not (mesh.empty or mesh.are_all_axes_manual):
-        return x
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def _is_half(dtype) -> bool:

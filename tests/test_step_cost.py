@@ -16,7 +16,7 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.aot import decode_arguments
 from kvqjax.cache import plan
-from kvqjax.generate import decode_steps
+from kvqjax.generation import decode_steps
 from kvqjax.planner import ALONE
 from kvqjax.sharding import rules_for
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvqjax.aot import abstract_model
-from kvqjax.cache import plan
+from kvqjax.cache import CacheLayout, plan
 from kvqjax.config import ModelConfig
 from kvqjax.forward import forward, init_cache
 from kvqjax.methods import parse
@@ -26,7 +26,8 @@ CASES = [
 
 def temporaries(config, method, capacity):
     """Bytes beside the arguments of a compiled step, and the widest sum of what flows from layer to layer."""
-    model = abstract_model(config, method, "float32")
+    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=capacity, dtype="float32")
+    model = abstract_model(config, layout)
     cache = jax.eval_shape(lambda: init_cache(model, method, 1, capacity))
     tokens, counts = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     step = jax.jit(forward, donate_argnames="cache").lower(model, tokens, counts, cache).compile()

@@ -12,7 +12,8 @@ from benchmarks.step_cost.gpu import Bytes, kernels
 from benchmarks.step_cost.hlo import Program
 from benchmarks.step_cost.walk import walk
 from kvqjax.cache import CacheLayout, plan
-from kvqjax.generate import STRIDE
+from kvqjax.config import ModelConfig
+from kvqjax.generation import STRIDE
 
 LAUNCH, SYNC = 3e-6, 8e-6  # seconds
 PARTS = ("attention", "weights", "rest")
@@ -50,6 +51,7 @@ class Target(NamedTuple):
 
     chip: str
     counted: dict[str, int]
+    config: ModelConfig
     layout: CacheLayout
 
     @property
@@ -57,8 +59,8 @@ class Target(NamedTuple):
         return NAMES.get(self.chip, self.chip) in CLOCKS
 
 
-def target_of(chip: str, layout: CacheLayout, folder: Path | None = None) -> Target:
-    return Target(chip, tpu.listings(folder) if folder else {}, layout)
+def target_of(chip: str, config: ModelConfig, layout: CacheLayout, folder: Path | None = None) -> Target:
+    return Target(chip, tpu.listings(folder) if folder else {}, config, layout)
 
 
 def step(program: Program, target: Target, held: list[int]) -> Costs:
@@ -106,7 +108,7 @@ def encoding_seconds(program: Program, target: Target, lengths: list[int], resti
 def account(program: Program, target: Target, lengths: list[int]) -> dict:
     """The account of a step beside its bound, as JSON has it."""
     held = [resting(target.layout, length) for length in lengths]
-    found, least = step(program, target, held), bound(target.layout.config, lengths)
+    found, least = step(program, target, held), bound(target.config, lengths)
     extra = encoding_seconds(program, target, lengths, found.seconds)
     total = sum(each.both for each in found.bytes.values())
     record = {"launches": found.launches, "syncs": found.syncs}

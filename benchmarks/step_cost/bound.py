@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax.aot import layout_for
 from kvqjax.cache import CacheLayout, allocate_cache, plan
-from kvqjax.chips import target_name
 from kvqjax.config import ModelConfig
 from kvqjax.methods import Method
 from kvqjax.planner import DEVICES, parameter_shapes
@@ -48,8 +48,7 @@ def stored_bytes(x) -> float:
 
 
 def make_layout(config: ModelConfig, method: Method, context: int, chip: str) -> CacheLayout:
-    target = target_name(NAMES.get(chip, chip))
-    return CacheLayout(config=config, method=method, capacity=context, dtype="bfloat16", target=target)
+    return layout_for(config, method, context, NAMES.get(chip, chip))
 
 
 def cache_bytes(layout: CacheLayout, batch: int) -> float:

@@ -13,6 +13,8 @@ PASSED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "cop
 PARTS = {
     "segments.py": "attention",
     "attention.py": "attention",
+    "direct.py": "attention",
+    "head_major.py": "attention",
     "pallas_kernels": "attention",
     "decoder.py": "weights",
 }

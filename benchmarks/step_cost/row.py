@@ -70,7 +70,7 @@ def compile_row(row: Row, config: ModelConfig, dump: Path | None = None) -> Comp
 
 def accounts(row: Row, made: Compiled, folder: Path) -> dict:
     """The account of a compiled row, with full and, of several rows, ragged ones."""
-    target = target_of(row.chip, made.layout, folder if row.is_tpu else None)
+    target = target_of(row.chip, config_of(row.model), made.layout, folder if row.is_tpu else None)
     found: dict = {"full": account(made.program, target, row_lengths(row.context, row.batch, ragged=False))}
     if row.batch > 1:
         found["ragged"] = account(made.program, target, row_lengths(row.context, row.batch, ragged=True))

@@ -75,17 +75,18 @@ def _summed(weights: Float[Array, "B K X S"], v: Array) -> Float[Array, "B K X D
     return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
 
 
-def _planes(bits: int, stored: Array, dtype) -> list[Array]:
-    """Signed codes in `dtype`, [B, K, rows, D], of each plane of the stored numbers, less half a code's range each."""
+def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, dict[int, float]]]:
+    """(numbers in `dtype` [B, K, rows, D], {plane: factor}): a plane's codes are the numbers times its factors, summed,
+    plus its entry in `_lifts`. Each number is one operation on what is stored, which XLA fuses into the product that
+    reads it; a difference of two it would write out first."""
     n = stored.astype(dtype)
     if tokens_per_row(bits) == 1:
-        return [n]
-    upper = jnp.floor(n * jnp.asarray(0.25, dtype))  # c1 - 2
-    return [n - upper * jnp.asarray(4, dtype), upper]
+        return [(n, {0: 1.0})]
+    return [(n, {0: 1.0}), (jnp.floor(n * jnp.asarray(0.25, dtype)), {0: -4.0, 1: 1.0})]
 
 
-def _lift(bits: int) -> list[float]:
-    """What must be added to the numbers of `_planes` to get codes."""
+def _lifts(bits: int) -> list[float]:
+    """What each plane's sum of readings lacks to be its code."""
     return [float(offset(bits))] if tokens_per_row(bits) == 1 else [0.0, 2.0]
 
 
@@ -93,19 +94,26 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     """Scores of keys that are uniform per channel in groups of tokens."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
-    wide = q.astype(jnp.float32)
+    wide, lifts = q.astype(jnp.float32), _lifts(spec.bits)
     scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
     added = jnp.einsum("bkxd,bknd->bkxn", wide, low.astype(jnp.float32))
-    total = scaled.astype(jnp.float32).sum(-1)
-    planes = len(_lift(spec.bits))
-    here = HALF // spec.group if planes == 2 else scale.shape[2]  # groups of one plane side by side
-    scaled, added, total = (x.reshape(*x.shape[:3], -1, planes, here, *x.shape[4:]) for x in (scaled, added, total))
-    out = []
-    for number, (n, lift) in enumerate(zip(_planes(spec.bits, codes[0], q.dtype), _lift(spec.bits), strict=True)):
+    here = HALF // spec.group if len(lifts) == 2 else scale.shape[2]  # groups of one plane side by side
+
+    def by_plane(x):
+        x = x.reshape(*x.shape[:3], -1, len(lifts), here, *x.shape[4:])
+        return [x[:, :, :, :, plane] for plane in range(len(lifts))]
+
+    rows, constants = by_plane(scaled), by_plane(added)
+    out = [
+        (constant + lift * row.astype(jnp.float32).sum(-1))[..., None]
+        for row, constant, lift in zip(rows, constants, lifts, strict=True)
+    ]
+    for n, factors in _readings(spec.bits, codes[0], q.dtype):
         n = n.reshape(*n.shape[:2], -1, here, spec.group, n.shape[3])
-        part = jnp.einsum("bkxjnd,bkjngd->bkxjng", scaled[:, :, :, :, number], n, preferred_element_type=jnp.float32)
-        constant = added[:, :, :, :, number] + lift * total[:, :, :, :, number]
-        out.append(part + constant[..., None])
+        wanted = jnp.concatenate([rows[plane] for plane in factors], axis=2)
+        part = jnp.einsum("bkxjnd,bkjngd->bkxjng", wanted, n, preferred_element_type=jnp.float32)
+        for piece, (plane, factor) in zip(jnp.split(part, len(factors), axis=2), factors.items(), strict=True):
+            out[plane] = out[plane] + factor * piece
     return jnp.stack(out, axis=4).reshape(*q.shape[:3], -1)
 
 
@@ -117,21 +125,22 @@ def _by_head(x: Array, heads: int) -> Array:
 def _token_values(spec: Uniform, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
     """Weighted sums of values that are uniform per token in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    heads, dim = codes.shape[2], codes.shape[4]
+    heads, dim, lifts = codes.shape[2], codes.shape[4], _lifts(spec.bits)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
-    each = scale.shape[2]  # M, groups of channels a head
-    scaled = weights[:, :, :, None] * scale[:, :, None].astype(jnp.float32)  # [B, K, X, M, S]
-    added = jnp.einsum("bkxs,bkms->bkxm", weights, low.astype(jnp.float32))
-    planes, out = len(_lift(spec.bits)), 0.0
-    scaled = scaled.reshape(*scaled.shape[:4], -1, planes, HALF) if planes == 2 else scaled[..., None, None, :]
-    for number, (n, lift) in enumerate(zip(_planes(spec.bits, codes[0], dtype), _lift(spec.bits), strict=True)):
-        part = scaled[..., number, :].reshape(*scaled.shape[:4], -1)  # [B, K, X, M, rows]
-        added = added + lift * part.astype(dtype).astype(jnp.float32).sum(-1)
-        rows = part.reshape(*part.shape[:2], -1, part.shape[4]).astype(dtype)
-        found = _summed(rows, n).reshape(*part.shape[:4], each, dim // each)
-        # Every group's weights were summed with all channels: one product reads the codes once, and M is small.
-        out = out + jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
-    return (out + added[..., None]).reshape(*weights.shape[:3], dim)
+    lead, each = weights.shape[:3], scale.shape[2]  # M groups of channels a head
+    scaled = (weights[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(dtype)  # [B, K, X, M, S]
+    out = jnp.einsum("bkxs,bkms->bkxm", weights, low.astype(jnp.float32))[..., None]
+    scaled = scaled.reshape(*lead[:2], lead[2] * each, -1, len(lifts), HALF if len(lifts) == 2 else 1)
+    rows = [scaled[:, :, :, :, plane].reshape(*lead[:2], lead[2] * each, -1) for plane in range(len(lifts))]
+    for row, lift in zip(rows, lifts, strict=True):
+        out = out + lift * row.astype(jnp.float32).sum(-1).reshape(*lead, each, 1)
+    for n, factors in _readings(spec.bits, codes[0], dtype):
+        part = _summed(jnp.concatenate([rows[plane] for plane in factors], axis=2), n)
+        for piece, factor in zip(jnp.split(part, len(factors), axis=2), factors.values(), strict=True):
+            # Every group's weights were summed with all channels: one product reads the codes once, and M is small.
+            found = piece.reshape(*lead, each, each, dim // each)
+            out = out + factor * jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
+    return out.reshape(*lead, dim)
 
 
 def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K M S"]:
