@@ -6,8 +6,12 @@ that XLA for GPUs reads every array once, in a handful of products.
 
 Scales fold into the queries and the softmax weights, offsets and minima become one product a group. X = T * G query
 rows of a KV head, N groups of g tokens, M groups of channels a head.
+
+Where a stored number holds two tokens' codes, scores and weights stay apart by plane, [.., S / planes] each:
+putting them in order would write and read them once more.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,7 +27,7 @@ from kvqjax.layout import from_bits
 __all__ = ["MOST_QUERIES", "Direct", "attend_whole", "direct_form"]
 
 MOST_QUERIES = 16  # new tokens; more would make the scores of a whole body too large
-PARTS = 64  # pieces in which a sum over tokens is made, so that a GPU has work for all its cores
+PRODUCTS = 512  # that a sum over tokens is cut into, over rows and heads, so that a GPU has work for all its cores
 
 Stored = dict  # field name -> arrays of one layer, [1, B, ...]
 
@@ -31,8 +35,8 @@ Stored = dict  # field name -> arrays of one layer, [1, B, ...]
 class Direct(NamedTuple):
     """How a whole body is read, both from one layer's stored fields:
 
-    scores(q [B, K, X, D], fields) -> [B, K, X, S] float32
-    values(weights [B, K, X, S] float32, fields, dtype) -> [B, K, X, D] float32"""
+    scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
+    values(planes of weights [B, K, X, S] float32, fields, dtype) -> [B, K, X, D] float32"""
 
     scores: Callable
     values: Callable
@@ -48,7 +52,9 @@ def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
 
 def _key_form(spec: CodecSpec) -> Callable | None:
     if isinstance(spec, Exact):
-        return lambda q, fields: jnp.einsum("bkxd,bksd->bkxs", q, fields["x"][0][0], preferred_element_type=jnp.float32)
+        return lambda q, fields: [
+            jnp.einsum("bkxd,bksd->bkxs", q, fields["x"][0][0], preferred_element_type=jnp.float32)
+        ]
     if isinstance(spec, Uniform) and spec.along == "tokens":
         return lambda q, fields: _channel_scores(spec, q, fields)
     return None
@@ -56,7 +62,7 @@ def _key_form(spec: CodecSpec) -> Callable | None:
 
 def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     if isinstance(spec, Exact):
-        return lambda weights, fields, dtype: _summed(weights.astype(dtype), fields["x"][0][0])
+        return lambda weights, fields, dtype: _summed(_in_planes(weights, 1)[0].astype(dtype), fields["x"][0][0])
     if not isinstance(spec, Uniform) or spec.along != "channels":
         return None
     group = min(spec.group, shape.kv_width)
@@ -65,13 +71,32 @@ def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     return lambda weights, fields, dtype: _token_values(spec, weights, fields, dtype)
 
 
+def _by_plane(x: Array, planes: int) -> list[Array]:
+    """[.., S] as `planes` arrays [.., S / planes], tokens as kvqjax/head_major.py shares them out."""
+    if planes == 1:
+        return [x]
+    x = x.reshape(*x.shape[:-1], -1, planes, HALF)
+    return [x[..., plane, :].reshape(*x.shape[:-3], -1) for plane in range(planes)]
+
+
+def _in_planes(pieces: list[Array], planes: int) -> list[Array]:
+    """The same tokens in another number of planes."""
+    if len(pieces) == planes:
+        return pieces
+    if planes > 1:
+        return _by_plane(pieces[0], planes)
+    split = [x.reshape(*x.shape[:-1], -1, HALF) for x in pieces]
+    return [jnp.stack(split, -2).reshape(*pieces[0].shape[:-1], -1)]
+
+
 def _summed(weights: Float[Array, "B K X S"], v: Array) -> Float[Array, "B K X D"]:
-    """sum_s weights_s v_s, in PARTS pieces where they divide S."""
+    """sum_s weights_s v_s, cut into pieces where they divide S."""
     size, dtype = weights.shape[3], weights.dtype
-    if size % PARTS:
+    parts = max(1, PRODUCTS // (weights.shape[0] * weights.shape[1]))
+    if size % parts:
         return jnp.einsum("bkxs,bksd->bkxd", weights, v.astype(dtype), preferred_element_type=jnp.float32)
-    weights = weights.reshape(*weights.shape[:3], PARTS, -1)
-    v = v.reshape(*v.shape[:2], PARTS, -1, v.shape[3]).astype(dtype)
+    weights = weights.reshape(*weights.shape[:3], parts, -1)
+    v = v.reshape(*v.shape[:2], parts, -1, v.shape[3]).astype(dtype)
     return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
 
 
@@ -90,7 +115,7 @@ def _lifts(bits: int) -> list[float]:
     return [float(offset(bits))] if tokens_per_row(bits) == 1 else [0.0, 2.0]
 
 
-def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> Float[Array, "B K X S"]:
+def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
     """Scores of keys that are uniform per channel in groups of tokens."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
@@ -99,11 +124,11 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     added = jnp.einsum("bkxd,bknd->bkxn", wide, low.astype(jnp.float32))
     here = HALF // spec.group if len(lifts) == 2 else scale.shape[2]  # groups of one plane side by side
 
-    def by_plane(x):
+    def groups(x):
         x = x.reshape(*x.shape[:3], -1, len(lifts), here, *x.shape[4:])
         return [x[:, :, :, :, plane] for plane in range(len(lifts))]
 
-    rows, constants = by_plane(scaled), by_plane(added)
+    rows, constants = groups(scaled), groups(added)
     out = [
         (constant + lift * row.astype(jnp.float32).sum(-1))[..., None]
         for row, constant, lift in zip(rows, constants, lifts, strict=True)
@@ -114,7 +139,7 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
         part = jnp.einsum("bkxjnd,bkjngd->bkxjng", wanted, n, preferred_element_type=jnp.float32)
         for piece, (plane, factor) in zip(jnp.split(part, len(factors), axis=2), factors.items(), strict=True):
             out[plane] = out[plane] + factor * piece
-    return jnp.stack(out, axis=4).reshape(*q.shape[:3], -1)
+    return [x.reshape(*q.shape[:3], -1) for x in out]
 
 
 def _by_head(x: Array, heads: int) -> Array:
@@ -127,13 +152,17 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype) -> Float[Array,
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     heads, dim, lifts = codes.shape[2], codes.shape[4], _lifts(spec.bits)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
-    lead, each = weights.shape[:3], scale.shape[2]  # M groups of channels a head
-    scaled = (weights[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(dtype)  # [B, K, X, M, S]
-    out = jnp.einsum("bkxs,bkms->bkxm", weights, low.astype(jnp.float32))[..., None]
-    scaled = scaled.reshape(*lead[:2], lead[2] * each, -1, len(lifts), HALF if len(lifts) == 2 else 1)
-    rows = [scaled[:, :, :, :, plane].reshape(*lead[:2], lead[2] * each, -1) for plane in range(len(lifts))]
-    for row, lift in zip(rows, lifts, strict=True):
-        out = out + lift * row.astype(jnp.float32).sum(-1).reshape(*lead, each, 1)
+    lead, each = weights[0].shape[:3], scale.shape[2]  # M groups of channels a head
+    weights, scales, lows = (
+        _in_planes(weights, len(lifts)),
+        *(_by_plane(x.astype(jnp.float32), len(lifts)) for x in (scale, low)),
+    )
+    rows, out = [], jnp.float32(0)
+    for weight, scale, low, lift in zip(weights, scales, lows, lifts, strict=True):
+        row = (weight[:, :, :, None] * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
+        added = jnp.einsum("bkxs,bkms->bkxm", weight, low) + lift * row.astype(jnp.float32).sum(-1)
+        rows.append(row.reshape(*lead[:2], lead[2] * each, -1))
+        out = out + added[..., None]
     for n, factors in _readings(spec.bits, codes[0], dtype):
         part = _summed(jnp.concatenate([rows[plane] for plane in factors], axis=2), n)
         for piece, factor in zip(jnp.split(part, len(factors), axis=2), factors.values(), strict=True):
@@ -157,14 +186,15 @@ def attend_whole(
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     scores = direct.scores(rows * jnp.asarray(dim**-0.5, q.dtype), body["k"])
-    seen = jnp.repeat(mask, heads // kv_heads, axis=1)[:, None]
-    scores = jnp.where(seen, scores, -jnp.inf)
-    peak = scores.max(-1)
+    seen = _by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
+    scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
+    peak = functools.reduce(jnp.maximum, [x.max(-1) for x in scores])
     safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
-    weights = jnp.exp(scores - safe[..., None])
-    total = weights.sum(-1)
-    out = direct.values(weights, body["v"], q.dtype) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    lse = jnp.where(total > 0, jnp.log(jnp.maximum(total, jnp.finfo(jnp.float32).tiny)) + peak, -jnp.inf)
+    weights = [jnp.exp(x - safe[..., None]) for x in scores]
+    total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
+    least = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    out = direct.values(weights, body["v"], q.dtype) / least[..., None]
+    lse = jnp.where(total > 0, jnp.log(least) + peak, -jnp.inf)
 
     def by_token(x):
         x = x.reshape(batch, kv_heads, length, heads // kv_heads, *x.shape[3:])
