@@ -8,6 +8,8 @@ from pathlib import Path
 
 # A source checkout, and an editable install of one, keep three of the package's folders beside this one.
 _here = Path(__file__).resolve().parent
+if __name__ != "kvqjax":
+    raise ImportError(f"{__name__}: import kvqjax itself")  # a walk over the packages beside this one ends here
 if not (_here / "pallas_kernels").is_dir():
     __path__.append(str(_here.parent))
 

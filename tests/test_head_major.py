@@ -12,6 +12,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import plan
+from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.layout import Field, allocate, logical_bits, read, write
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
@@ -128,3 +129,19 @@ def test_cases_that_have_the_form():
         model, method = model_and_method(name)
         runs = plan(dataclasses.replace(kvq.init_cache(model, method, 1, 64).layout, form="heads", capacity=1024))
         assert all(run.wiring.direct is not None for run in runs) == (name in (*HEADS, "sliding-mixed")), name
+
+
+@pytest.mark.parametrize("name", ["kivi3-sinks", "mixed", "aqua"])
+def test_a_cache_moves_between_forms_and_back(name):
+    model, method = model_and_method(name)
+    *_, cache = filled(model, method, "planes", "scan")
+    there = convert(cache, layers="unroll", form="heads")
+    assert (there.layout.layers, there.layout.form, len(there.runs)) == ("unroll", "heads", model.config.num_layers)
+    back = convert(there, **CANONICAL)
+    assert jax.tree.structure(back) == jax.tree.structure(cache)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+    one, text = jnp.asarray([1, 1]), tokens(2, 1)
+    np.testing.assert_allclose(
+        forward(model, text, one, there)[0], forward(model, text, one, cache)[0], atol=BOUND * 5, rtol=1e-4
+    )

@@ -1,0 +1,71 @@
+"""One cache in another storage form: layers as stacks or apart, bodies in planes or head by head. The codes are the
+same numbers in every form; what is on disk has one, `CANONICAL`."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax.cache.state import Cache, Run, RunPlan, plan
+from kvqjax.errors import UserError
+from kvqjax.head_major import HALF
+from kvqjax.layout import Field, Stored, allocate, read, write
+
+__all__ = ["CANONICAL", "convert"]
+
+CANONICAL = {"layers": "scan", "form": "planes"}
+
+
+@functools.partial(jax.jit, static_argnames=("old", "new", "slots"))
+def _rewritten(old: Field, new: Field, stored: Stored, slots: int) -> Stored:
+    """One layer's field, [1, B, ...], read in one form and written in another, HALF tokens at a time."""
+    rows = stored[0].shape[1]
+    tiles = read(old, stored, 0, 0, slots).reshape(rows, -1, HALF, old.width)
+
+    def put(number, out):
+        row, piece = number // tiles.shape[1], number % tiles.shape[1]
+        return write(new, out, (jnp.int32(0), row), piece * HALF, tiles[row, piece])
+
+    return jax.lax.fori_loop(0, rows * tiles.shape[1], put, allocate(new, (1, rows), slots))
+
+
+def _joined(parts: list):
+    """[1, ...] arrays of layers as one stack; of one layer the very array."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _cut(tree, index: int, count: int):
+    """Layer `index` of a run of `count` as a stack of one."""
+    return tree if count == 1 else jax.tree.map(lambda a: a[index : index + 1], tree)
+
+
+def _run(run: RunPlan, members: list[tuple[RunPlan, Run, int]]) -> Run:
+    """The arrays of a run whose layers come from `members`: (run, state, number in it)."""
+
+    def field(source: str, name: str, wanted: Field) -> Stored:
+        parts = []
+        for plan_, state, index in members:
+            own = _cut(state.body[source][name], index, plan_.count)
+            has = plan_.wiring.codecs[source].fields[name]
+            parts.append(own if has == wanted else _rewritten(has, wanted, own, run.slots))
+        return tuple(map(_joined, map(list, zip(*parts, strict=True))))
+
+    body = {s: {n: field(s, n, f) for n, f in codec.fields.items()} for s, codec in run.wiring.codecs.items()}
+    exact = [_cut((state.sinks, state.window), index, plan_.count) for plan_, state, index in members]
+    sinks, window = jax.tree.map(lambda *parts: _joined(list(parts)), *exact)
+    return Run(body=body if run.slots else {}, sinks=sinks, window=window, flushed=members[0][1].flushed)
+
+
+def convert(cache: Cache, *, layers: str, form: str) -> Cache:
+    """The same cache with its layers and bodies held otherwise (`CacheLayout.layers`, `.form`); arrays that do not
+    change are shared with it. Raises UserError for a cache that is dealt over devices."""
+    layout = dataclasses.replace(cache.layout, layers=layers, form=form)
+    if layout == cache.layout:
+        return cache
+    if layout.dealt > 1 and form != cache.layout.form:
+        raise UserError(f"a cache whose blocks are dealt over {layout.dealt} devices cannot change its form")
+    pairs = zip(plan(cache.layout), cache.runs, strict=True)
+    held = [(run, state, index) for run, state in pairs for index in range(run.count)]
+    runs = tuple(_run(run, held[run.first : run.first + run.count]) for run in plan(layout))
+    return cache.replace(runs=runs, layout=layout)
