@@ -9,8 +9,9 @@ import numpy as np
 
 from kvqjax.artifacts import Artifact, flatten
 from kvqjax.calibrate import centre, xquant
+from kvqjax.doors import check_model
 from kvqjax.errors import UserError
-from kvqjax.methods import Method
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
 
 __all__ = ["CALIBRATIONS", "run", "sequences"]
@@ -36,7 +37,7 @@ def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np
 
 def run(
     model: Model,
-    method: Method,
+    method: MethodLike,
     texts: str | Sequence[str] = (),
     *,
     count: int | None = None,
@@ -48,6 +49,8 @@ def run(
     weights). count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
     context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
     `advance(done, total)` is told each step. Raises UserError for methods that need no calibration."""
+    check_model(model)
+    method = parse(method)
     name = method.name.partition(":")[0]
     if name in FROM_WEIGHTS:
         return Artifact(method, xquant.constants(model.params, model.config, method), model.fingerprint)

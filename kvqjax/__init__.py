@@ -19,10 +19,27 @@ from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, forward, init_cache, prefill
 from kvqjax.generation import generate, stream
 from kvqjax.hosts import join_hosts
-from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, to_dict, uniform
+from kvqjax.methods import (
+    METHODS,
+    Method,
+    aqua,
+    commvq,
+    exact,
+    higgs,
+    kivi,
+    kivi_star,
+    kvquant,
+    parse,
+    policy,
+    to_dict,
+    uniform,
+    xquant,
+    xquant_cl,
+)
 from kvqjax.model import Model, load, shard
 from kvqjax.persist import load_cache, save_cache
 from kvqjax.speculation import speculate
+from kvqjax.version import __version__
 
 append = commit  # fills a cache from sources, without attention
 
@@ -31,11 +48,14 @@ __all__ = [
     "Method",
     "Model",
     "UserError",
+    "__version__",
     "append",
+    "aqua",
     "attend",
     "beam_search",
     "calibrate",
     "commit",
+    "commvq",
     "crop",
     "eval",
     "evict",
@@ -44,11 +64,13 @@ __all__ = [
     "forward",
     "gather",
     "generate",
+    "higgs",
     "init_cache",
     "insert",
     "join_hosts",
     "kivi",
     "kivi_star",
+    "kvquant",
     "ledger",
     "load",
     "load_artifact",
@@ -62,6 +84,8 @@ __all__ = [
     "stream",
     "to_dict",
     "uniform",
+    "xquant",
+    "xquant_cl",
 ]
 
 

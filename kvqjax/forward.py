@@ -15,10 +15,12 @@ from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.append import admitted, flush_layer, remember
 from kvqjax.cache.eviction import Chosen, no_mass
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan
+from kvqjax.doors import check_counts, check_model, check_new_tokens, check_pending, is_known
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
-from kvqjax.methods import Method
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
+from kvqjax.options import named_options
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
 from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
@@ -31,15 +33,18 @@ CHUNK = 512  # prompt tokens per step of an exact prefill
 Pending = tuple  # one {source: [L_run, B, T, W]} per run
 
 
-def init_cache(model: Model, method: Method, batch: int, capacity: int, *, target: str | None = None) -> Cache:
+@named_options
+def init_cache(model: Model, method: MethodLike, batch: int, capacity: int, *, target: str | None = None) -> Cache:
     """An empty cache for `batch` rows of at most `capacity` tokens each, in the model's compute dtype.
 
     `target` names the chip whose attention kernels the programs on this cache use; by default the one that holds the
     model's weights ("cpu", whose path runs everywhere, for abstract or traced ones)."""
+    check_model(model)
+    check_counts(batch=batch, capacity=capacity)
     embed = model.params["embed"]
     layout = CacheLayout(
         config=model.config,
-        method=method,
+        method=parse(method),
         capacity=capacity,
         dtype=str(embed.dtype),
         target=target or target_of(embed),
@@ -72,8 +77,7 @@ def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
 def _check_capacity(cache: Cache, counts) -> None:
     """Outside jit, overflow is an error; inside it, and on rows of other hosts, it raises the row's sticky flag (see
     `Cache`)."""
-    numbers = cache.lengths, counts
-    if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in numbers):
+    if not is_known(cache.lengths, counts):
         return
     longest = int((cache.lengths + counts).max())
     if longest > cache.layout.capacity:
@@ -111,6 +115,7 @@ def attend(
     nothing. With `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
     if within not in ("chunk", "step"):
         raise ValueError(f"within={within!r}; known: chunk, step")
+    check_new_tokens(model, tokens, counts, cache)
     step = functools.partial(_attend, within=within, last=last)
     if model.rules is None:
         return step(model, cache, tokens, counts)
@@ -201,6 +206,7 @@ def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
 def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
     """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit
     when a row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
+    check_pending(model, cache, pending, counts)
     _check_capacity(cache, counts)
     if model.rules is None:
         return _commit(model, cache, pending, counts)
@@ -221,6 +227,7 @@ def forward(
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
     """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside
     jit."""
+    check_new_tokens(model, tokens, counts, cache)
     _check_capacity(cache, counts)
     step = functools.partial(_forward, last=last)
     if model.rules is None:
@@ -239,9 +246,9 @@ def prefill(
     """Exact prefill of an empty cache: the prompt attends to itself exactly, then is encoded; logits of each row's
     last token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's
     carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen."""
+    check_new_tokens(model, tokens, counts, cache)
     _check_capacity(cache, counts)
-    known = not isinstance(cache.lengths, jax.core.Tracer) and cache.lengths.is_fully_addressable
-    if known and int(cache.lengths.max()) > 0:
+    if is_known(cache.lengths) and int(cache.lengths.max()) > 0:
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
     if model.rules is None:
         return _prefill(model, cache, tokens, counts)
