@@ -80,12 +80,14 @@ def test_a_checkpoint_s_sampling_is_used_on_request_only(tmp_path, monkeypatch):
     model = kvq.load(generation(tmp_path, do_sample=True, temperature=0.6, top_k=40, top_p=0.95))
     assert model.sampling_defaults() == {"temperature": 0.6, "top_k": 40, "top_p": 0.95}
     drawn = []
-    # Nothing needs to be generated: which sampling is made is all that is asked.
-    monkeypatch.setattr(
-        "kvqjax.generation.make_sampling", lambda **given: drawn.append(given) or make_sampling(top_p=0)
-    )
+
+    def draw(**given):
+        drawn.append(given)
+        raise kvq.UserError("drawn")  # nothing needs to be generated: which sampling is made is all that is asked
+
+    monkeypatch.setattr("kvqjax.generation.make_sampling", draw)
     for asked in ({}, model.sampling_defaults()):
-        with pytest.raises(kvq.UserError, match="top_p=0"):
+        with pytest.raises(kvq.UserError, match="drawn"):
             kvq.generate(model, "ab12", **asked)
     plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert drawn == [plain, plain | model.sampling_defaults()]
