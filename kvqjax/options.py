@@ -9,7 +9,8 @@ from kvqjax.errors import UserError, suggest
 
 __all__ = ["HABITS", "check_names", "named_options"]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 GREEDY = "this function is greedy; generate and stream can sample"
 BEAMS = "write beam_search(model, prompts, beams=N)"
