@@ -6,6 +6,7 @@
 # make speed  docs/speed.md: what is missing of its records is compiled first, for GPUs and TPUs that are not here (hours)
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
 # make notebooks  set up .venv with Jupyter's kernel and run the notebooks in examples/
+# make colab  write the repository's address (REPOSITORY, or the git remote origin) into the notebooks and their badges
 # make clean  remove everything these made
 # Needs a Python >= 3.11 with venv. Override: make test PYTHON=/path/to/python VENV=/path/to/venv PYTEST_ARGS="-k kivi"
 
@@ -27,7 +28,7 @@ FOLDERS := kvqjax pallas_kernels calibrate eval
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test docs notebooks aot results speed clean
+.PHONY: demo test docs notebooks colab aot results speed clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -49,6 +50,9 @@ docs: $(VENV)/.package $(VENV)/.with-docs
 # Each notebook runs from its first cell to its last; an error in one ends with its traceback.
 notebooks: $(VENV)/.package $(VENV)/.with-examples
 	MPLBACKEND=agg $(BIN)/jupyter-execute --timeout=300 examples/*.ipynb
+
+colab: $(VENV)/.base
+	$(BIN)/python examples/colab.py $(REPOSITORY)
 
 aot: $(VENV)/.package $(VENV)/.with-test $(VENV)/.libtpu $(VENV)-gpu/.plugin
 	ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONSAFEPATH=1 $(BIN)/python -m pytest -ra -m slow tests/aot

@@ -9,8 +9,10 @@ import numpy as np
 
 from kvqjax.artifacts import Artifact, flatten
 from kvqjax.calibrate import centre, xquant
+from kvqjax.decoder import stacked
+from kvqjax.doors import check_model
 from kvqjax.errors import UserError
-from kvqjax.methods import Method
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
 
 __all__ = ["CALIBRATIONS", "run", "sequences"]
@@ -36,7 +38,7 @@ def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np
 
 def run(
     model: Model,
-    method: Method,
+    method: MethodLike,
     texts: str | Sequence[str] = (),
     *,
     count: int | None = None,
@@ -48,7 +50,10 @@ def run(
     weights). count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
     context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
     `advance(done, total)` is told each step. Raises UserError for methods that need no calibration."""
+    check_model(model)
+    method = parse(method)
     name = method.name.partition(":")[0]
+    model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
     if name in FROM_WEIGHTS:
         return Artifact(method, xquant.constants(model.params, model.config, method), model.fingerprint)
     if centre.needs_only_means(method, model.config):

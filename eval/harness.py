@@ -18,9 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax.errors import UserError
 from kvqjax.eval.through import through
 from kvqjax.forward import init_cache
-from kvqjax.generation import bucket, generate
-from kvqjax.methods import Method
+from kvqjax.generation import generate
+from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model import Model
+from kvqjax.prompt_ids import bucket
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -56,12 +57,12 @@ class CacheLM(TemplateLM):
     prompts; batch: rows at a time; max_length: longest text in tokens (default: the model's positions)."""
 
     def __init__(
-        self, model: Model, method: Method, *, chunk: int = 32, batch: int = 8, max_length: int | None = None
+        self, model: Model, method: MethodLike, *, chunk: int = 32, batch: int = 8, max_length: int | None = None
     ) -> None:
         super().__init__()
         if chunk < 1 or batch < 1:
             raise UserError(f"chunk={chunk} and batch={batch}; at least 1 is needed")
-        self.model, self.method, self.chunk, self.batch = model, method, chunk, batch
+        self.model, self.method, self.chunk, self.batch = model, parse(method), chunk, batch
         self.max_length = max_length or model.config.max_position
         self.tokenizer = model.tokenizer
 

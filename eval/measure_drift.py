@@ -1,14 +1,16 @@
 """Does the error grow as decoding goes on? KL divergence to the exact cache against the step number, teacher forced."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax.doors import check_model
 from kvqjax.eval.measure_perplexity import check_mode, score_windows
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.windows import windows
-from kvqjax.methods import Method
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
 
 __all__ = ["drift"]
@@ -16,8 +18,8 @@ __all__ = ["drift"]
 
 def drift(
     model: Model,
-    ids: np.ndarray,
-    method: Method,
+    ids: Sequence[int] | np.ndarray,
+    method: MethodLike,
     *,
     chunk: int = 1,
     window: int = 512,
@@ -28,7 +30,8 @@ def drift(
     """One row: mean KLD (nats) and negative log-likelihood in `bins` equal spans of steps of one long decode, over
     several windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first
     compressed one (the first span in which it is not zero)."""
-    name = check_mode("loop", chunk, window)
+    check_model(model)
+    method, name = parse(method), check_mode("loop", chunk, window)
     pieces = windows(ids, window, tokens)
     plain = model.replace(constants=())
     parts = []

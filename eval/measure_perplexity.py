@@ -9,6 +9,7 @@ The exact cache runs beside the compressed one on the same chunks, so `ppl_exact
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax.doors import check_model
 from kvqjax.errors import UserError
 from kvqjax.eval.scores import negative_log_likelihood, token_scores
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.through import through
 from kvqjax.eval.windows import style, windows
 from kvqjax.forward import init_cache, prefill
-from kvqjax.methods import Method, exact
+from kvqjax.methods import Method, MethodLike, exact, parse
 from kvqjax.model import Model
 
 __all__ = ["Sums", "check_mode", "perplexity", "score_chunk", "score_windows"]
@@ -88,8 +90,8 @@ def check_mode(mode: str, chunk: int, window: int) -> str:
 
 def perplexity(
     model: Model,
-    ids: np.ndarray,
-    method: Method,
+    ids: Sequence[int] | np.ndarray,
+    method: MethodLike,
     *,
     mode: str = "loop",
     cut: str = "gptq",
@@ -104,7 +106,8 @@ def perplexity(
     called as batches finish. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the
     share of positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for
     one window."""
-    chosen = style(cut)
+    check_model(model)
+    method, chosen = parse(method), style(cut)
     chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
     name = check_mode(mode, chunk, window)
     pieces = windows(ids, window, tokens, model.config.bos_id if chosen.bos else None)

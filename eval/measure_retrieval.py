@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvqjax.doors import check_model
 from kvqjax.errors import UserError
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.synthetic import (
@@ -20,7 +21,7 @@ from kvqjax.eval.synthetic import (
     variable_tracking,
 )
 from kvqjax.generation import generate
-from kvqjax.methods import Method
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
 
 __all__ = ["TASKS", "problems", "retrieval"]
@@ -70,7 +71,7 @@ def problems(
 
 def retrieval(
     model: Model,
-    method: Method,
+    method: MethodLike,
     *,
     task: str = "kv",
     length: int = 512,
@@ -85,6 +86,8 @@ def retrieval(
     """One row: the share of answers whose every token is right, over all samples and (`by_depth`) over `bins` equal
     spans of depth, the first place first. chunk=None: the prompt attends exactly; chunk=N: it passes through the cache
     N tokens at a time. hay: the sentences between the needles, if not our own."""
+    check_model(model)
+    method = parse(method)
     prompts, answers = problems(model, task, length, samples, seed, hay)
     capacity, right = length + 64, []
     for start in range(0, samples, batch):

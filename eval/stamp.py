@@ -9,8 +9,9 @@ import jax
 
 from kvqjax.accounting import Ledger, ledger
 from kvqjax.forward import init_cache
-from kvqjax.methods import Method
+from kvqjax.methods import MethodLike
 from kvqjax.model import Model
+from kvqjax.version import __version__
 
 __all__ = ["bytes_of", "digest", "ledger_of", "stamp"]
 
@@ -20,12 +21,12 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def ledger_of(model: Model, method: Method, capacity: int) -> Ledger:
+def ledger_of(model: Model, method: MethodLike, capacity: int) -> Ledger:
     """The ledger of a cache of one row of `capacity` tokens, which is not allocated for it."""
     return ledger(jax.eval_shape(lambda: init_cache(model, method, 1, capacity)))
 
 
-def bytes_of(model: Model, method: Method, capacity: int) -> dict[str, Any]:
+def bytes_of(model: Model, method: MethodLike, capacity: int) -> dict[str, Any]:
     """A row's figures from that ledger: the method's own bits per value, all bits per value, bytes."""
     book = ledger_of(model, method, capacity)
     return {"bits_method": book.bits_method, "bits_stored": book.bits_stored, "bytes": book.bytes}
@@ -33,7 +34,7 @@ def bytes_of(model: Model, method: Method, capacity: int) -> dict[str, Any]:
 
 def stamp(model: Model, name: str, seed: int) -> dict[str, Any]:
     """Model, its fingerprint, how its weights are kept, versions, seed and date."""
-    versions = {package: metadata.version(package) for package in ("kvqjax", "jax", "jaxlib")}
+    versions = {"kvqjax": __version__} | {package: metadata.version(package) for package in ("jax", "jaxlib")}
     about = {"model": name, "fingerprint": model.fingerprint, "weights": model.weights}
     about |= {"versions": versions, "seed": seed}
     return about | {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}

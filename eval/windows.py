@@ -1,5 +1,6 @@
 """Which tokens of a text are scored together: the windows of GPTQ's, AQUA-KV's and llama.cpp's perplexities."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ def style(name: str) -> Style:
     return STYLES[name]
 
 
-def windows(ids: np.ndarray, length: int, tokens: int, bos: int | None = None) -> np.ndarray:
+def windows(ids: Sequence[int] | np.ndarray, length: int, tokens: int, bos: int | None = None) -> np.ndarray:
     """Windows [N, length] of a text's ids, about `tokens` ids in all (0: the whole text). `bos` replaces the first id
     of every window if the text begins with it."""
     count = min(len(ids), max(tokens or len(ids), length)) // length

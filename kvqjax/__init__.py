@@ -24,10 +24,27 @@ from kvqjax.forward import attend, commit, forward, init_cache, prefill
 from kvqjax.generation import generate, stream
 from kvqjax.hosts import join_hosts
 from kvqjax.layers import append, attend_layer, below_first
-from kvqjax.methods import METHODS, Method, exact, kivi, kivi_star, parse, policy, to_dict, uniform
+from kvqjax.methods import (
+    METHODS,
+    Method,
+    aqua,
+    commvq,
+    exact,
+    higgs,
+    kivi,
+    kivi_star,
+    kvquant,
+    parse,
+    policy,
+    to_dict,
+    uniform,
+    xquant,
+    xquant_cl,
+)
 from kvqjax.model import Model, load, shard
 from kvqjax.persist import load_cache, save_cache
 from kvqjax.speculation import speculate
+from kvqjax.version import __version__
 
 __all__ = [
     "METHODS",
@@ -36,13 +53,16 @@ __all__ = [
     "Model",
     "Rope",
     "UserError",
+    "__version__",
     "append",
+    "aqua",
     "attend",
     "attend_layer",
     "beam_search",
     "below_first",
     "calibrate",
     "commit",
+    "commvq",
     "crop",
     "eval",
     "evict",
@@ -51,11 +71,13 @@ __all__ = [
     "forward",
     "gather",
     "generate",
+    "higgs",
     "init_cache",
     "insert",
     "join_hosts",
     "kivi",
     "kivi_star",
+    "kvquant",
     "ledger",
     "load",
     "load_artifact",
@@ -69,6 +91,8 @@ __all__ = [
     "stream",
     "to_dict",
     "uniform",
+    "xquant",
+    "xquant_cl",
 ]
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from kvqjax.cache.show import arrays_text
 from kvqjax.errors import UserError
 from kvqjax.methods import Method, parse
+from kvqjax.version import __version__
 
 __all__ = ["FORMAT", "Artifact", "flatten", "load_artifact", "read_description", "unflatten", "write_folder"]
 
@@ -76,7 +76,7 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
         raise UserError(f"{path} exists already; choose another folder")
     part = path.with_name(path.name + ".part")
     stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    description = {"format": FORMAT, "version": metadata.version("kvqjax"), "date": stamp} | description
+    description = {"format": FORMAT, "version": __version__, "date": stamp} | description
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,13 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.surgery import gather
+from kvqjax.doors import check_counts
 from kvqjax.errors import UserError
 from kvqjax.forward import forward, init_cache, prefill
-from kvqjax.generation import bucket, encode_prompts
-from kvqjax.methods import Method, exact
+from kvqjax.methods import MethodLike
 from kvqjax.model import Model
+from kvqjax.options import named_options
+from kvqjax.prompt_ids import Prompts, bucket, encode_prompts
 
 __all__ = ["Beams", "beam_search"]
 
@@ -109,10 +111,11 @@ def _begin(cache: Cache, logits, eos, penalty, *, beams: int, new: int) -> _Stat
 _prefill = jax.jit(prefill, donate_argnames="cache")
 
 
+@named_options
 def beam_search(
     model: Model,
-    prompts: Sequence[Any],
-    method: Method | None = None,
+    prompts: Prompts,
+    method: MethodLike = "exact",
     *,
     beams: int = 4,
     max_new_tokens: int = 64,
@@ -124,15 +127,16 @@ def beam_search(
     Length rule: a hypothesis of n tokens, its end token among them, scores (sum of log probabilities) /
     n**length_penalty; 0 compares sums, 1 means per token. A beam that reaches max_new_tokens without an end token
     competes as it is. Raises UserError for empty prompts and for more beams than the vocabulary has tokens."""
-    if not 1 <= beams <= model.config.vocab_size or max_new_tokens < 1:
-        raise UserError(f"beams={beams}, max_new_tokens={max_new_tokens}; wanted 1 to the vocabulary, and at least 1")
+    check_counts(beams=beams, max_new_tokens=max_new_tokens)
     ids = encode_prompts(model, prompts)
+    if beams > model.config.vocab_size:
+        raise UserError(f"beams={beams}; the vocabulary has {model.config.vocab_size} tokens")
     counts = np.asarray([len(p) for p in ids], np.int32)
     tokens = np.zeros((len(ids), bucket(int(counts.max()))), np.int32)
     for row, prompt in zip(tokens, ids, strict=True):
         row[: len(prompt)] = prompt
     capacity = -(-(tokens.shape[1] + max_new_tokens) // 256) * 256
-    cache = init_cache(model, method or exact(), len(ids), capacity)
+    cache = init_cache(model, method, len(ids), capacity)
     logits, cache = _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
     eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
     penalty = jnp.float32(length_penalty)

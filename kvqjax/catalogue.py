@@ -1,10 +1,9 @@
 """Configs of common models by name, shipped as JSON facts (assets/configs), so that planning works offline."""
 
-import difflib
 from pathlib import Path
 
 from kvqjax.config import ModelConfig
-from kvqjax.errors import UserError
+from kvqjax.errors import UserError, suggest
 from kvqjax.hf_config import read_config
 from kvqjax.model import BUNDLED, locate
 
@@ -25,7 +24,5 @@ def config_of(name: str) -> ModelConfig:
     if name not in BUNDLED and short in KNOWN:
         return read_config(_FOLDER / f"{short}.json")
     if name not in BUNDLED and "/" not in name:
-        near = difflib.get_close_matches(short, [*KNOWN, *BUNDLED], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"{name}: no such folder and no known model{hint} Known: {', '.join((*BUNDLED, *KNOWN))}")
+        raise UserError(f"{name}: no such folder and no known model{suggest(short, (*BUNDLED, *KNOWN))}")
     return read_config(locate(name))

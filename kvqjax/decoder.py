@@ -37,6 +37,7 @@ __all__ = [
     "over_layers",
     "own_heads",
     "project",
+    "stacked",
     "unembed",
     "unrolled",
     "whole_heads",
@@ -66,13 +67,20 @@ def unrolled(params: Params) -> Params:
     that no second copy of all weights exists if the caller keeps none."""
     if is_unrolled(params):
         return params
-    stacked = dict(params["layers"])
-    layers = [{} for _ in range(jax.tree.leaves(stacked)[0].shape[0])]
-    for name in list(stacked):
-        stack = stacked.pop(name)
+    rest = dict(params["layers"])
+    layers = [{} for _ in range(jax.tree.leaves(rest)[0].shape[0])]
+    for name in list(rest):
+        stack = rest.pop(name)
         for index, own in enumerate(layers):
             own[name] = jax.tree.map(lambda a, index=index: a[index], stack)
     return params | {"layers": layers}
+
+
+def stacked(params: Params) -> Params:
+    """The same weights as one stack a name, which is a second copy of a list's."""
+    if not is_unrolled(params):
+        return params
+    return params | {"layers": jax.tree.map(lambda *parts: jnp.stack(parts), *params["layers"])}
 
 
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
@@ -15,10 +16,21 @@ from kvqjax.cache.append import admitted, flush_layer, remember
 from kvqjax.cache.eviction import Chosen
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan, stored_form
 from kvqjax.config import KVShape
+from kvqjax.doors import check_counts, check_model, check_new_tokens, check_pending
 from kvqjax.errors import UserError
-from kvqjax.layer_step import attend_one, begin, check_capacity, depending_on, first_flow, run_constants, slab
-from kvqjax.methods import Method
+from kvqjax.layer_step import (
+    attend_one,
+    begin,
+    check_capacity,
+    depending_on,
+    first_flow,
+    is_known,
+    run_constants,
+    slab,
+)
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model, compute_dtype
+from kvqjax.options import named_options
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
 from kvqjax.sharding import cache_layout, over_mesh
@@ -30,13 +42,14 @@ CHUNK = 512  # prompt tokens per step of an exact prefill
 Pending = tuple  # one {source: [L_run, B, T, W]} per run
 
 
+@named_options
 def init_cache(
     model: Model | KVShape,
-    method: Method,
+    method: MethodLike,
     batch: int,
     capacity: int,
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     layers: str | None = None,
     form: str | None = None,
     target: str | None = None,
@@ -49,10 +62,12 @@ def init_cache(
     stored: as "planes" of words or head by head ("heads", kvqjax/head_major.py), by default as the target reads them
     best. `target` names the chip that programs on this cache are for; by default the one that holds the model's
     weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights)."""
+    check_counts(batch=batch, capacity=capacity)
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))
         shape, rules, stored = model.kv_shape, None, "scan"
     else:
+        check_model(model)
         held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
         stored = "unroll" if decoder.is_unrolled(model.params) else "scan"
         if dtype is not None and compute_dtype(dtype) != held.dtype:
@@ -60,7 +75,7 @@ def init_cache(
     target = target or target_of(held)
     layout = CacheLayout(
         shape=shape,
-        method=method,
+        method=parse(method),
         capacity=capacity,
         dtype=str(held.dtype),
         layers=layers or stored,
@@ -91,6 +106,7 @@ def attend(
     token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
     of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean
     nothing. With `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
+    check_new_tokens(model, tokens, counts, cache)
     step = functools.partial(_attend, within=within, last=last)
     if model.rules is None:
         return step(model, cache, tokens, counts)
@@ -149,6 +165,7 @@ def _last_logits(model: Model, h: Float[Array, "B T E"], counts: Int[Array, " B"
 def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
     """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit
     when a row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
+    check_pending(model, cache, pending, counts)
     check_capacity(cache, counts)
     if model.rules is None:
         return _commit(model, cache, pending, counts)
@@ -169,6 +186,7 @@ def forward(
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
     """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside
     jit."""
+    check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     step = functools.partial(_forward, last=last)
     if model.rules is None:
@@ -187,9 +205,9 @@ def prefill(
     """Exact prefill of an empty cache: the prompt attends to itself exactly, then is encoded; logits of each row's
     last token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's
     carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen."""
+    check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
-    known = not isinstance(cache.lengths, jax.core.Tracer) and cache.lengths.is_fully_addressable
-    if known and int(cache.lengths.max()) > 0:
+    if is_known(cache.lengths) and int(cache.lengths.max()) > 0:
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
     if model.rules is None:
         return _prefill(model, cache, tokens, counts)

@@ -1,9 +1,10 @@
 """Generating text: prefill, then a decode loop inside one jit; stop strings and streaming by N-step calls of that
 loop."""
 
+import collections
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,16 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from kvqjax.cache import Cache, Leaf
+from kvqjax.doors import check_counts
 from kvqjax.errors import UserError
 from kvqjax.forward import forward, init_cache, prefill
-from kvqjax.methods import Method, exact
+from kvqjax.methods import MethodLike
 from kvqjax.model import Model
+from kvqjax.options import named_options
+from kvqjax.prompt_ids import Prompts, bucket, encode_prompts
 from kvqjax.sampling import Sampling, make_sampling, sample
 
-__all__ = ["Generated", "bucket", "decode_steps", "encode_prompts", "generate", "prefill_chunks", "stream"]
+__all__ = ["Generated", "decode_steps", "generate", "prefill_chunks", "stream"]
 
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
@@ -40,33 +44,6 @@ class Generated(NamedTuple):
 
     text: list[str]
     tokens: list[list[int]]
-
-
-def bucket(length: int) -> int:
-    """Prompt lengths are padded to a power of two from 16 to 512, then to multiples of 512: few programs."""
-    return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
-
-
-def encode_prompts(model: Model, prompts, chat: bool = False) -> list[list[int]]:
-    """Token ids of each prompt: a string, a list of ids, or (with `chat`) a string or list of messages put through the
-    tokenizer's chat template. Raises UserError on an empty prompt or an id outside the vocabulary."""
-
-    def ids(prompt) -> list[int]:
-        if chat:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if getattr(model.tokenizer, "chat_template", None) is None:
-                raise UserError("this model's tokenizer has no chat template; leave chat off")
-            text = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return model.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return model.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-
-    encoded = [ids(prompt) for prompt in prompts]
-    for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
-        if not prompt or not tokens:
-            raise UserError(f"prompt {number} is empty")
-        if not 0 <= min(tokens) <= max(tokens) < model.config.vocab_size:
-            raise UserError(f"prompt {number} has a token id outside 0 .. {model.config.vocab_size - 1}")
-    return encoded
 
 
 _prefill = jax.jit(prefill, donate_argnames="cache")
@@ -199,10 +176,11 @@ def _capacity(prompts, new: int, capacity: int | None) -> int:
     return capacity
 
 
+@named_options
 def stream(
     model: Model,
-    prompts,
-    method: Method | None = None,
+    prompts: Prompts,
+    method: MethodLike = "exact",
     *,
     max_new_tokens: int = 64,
     capacity: int | None = None,
@@ -212,13 +190,17 @@ def stream(
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
-    **sampling: Any,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
 ) -> Iterator[Generated]:
     """Generate, yielding everything made so far after every `stride` tokens. Arguments as `generate`."""
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens}; at least one token must be made")
-    parameters, method = _shared(model, make_sampling(**sampling)), method or exact()
-    ids = encode_prompts(model, [prompts] if isinstance(prompts, str) else prompts, chat)
+    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, stride=stride)
+    ids = encode_prompts(model, prompts, chat)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    parameters = _shared(model, make_sampling(**options, repetition_penalty=repetition_penalty))
     eos = _shared(model, np.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), np.int32).reshape(-1))
     cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity))
     state = _start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos)
@@ -252,15 +234,51 @@ def _texts(model: Model, rows: list[list[int]], stop: Sequence[str]) -> tuple[Ge
     return Generated(texts, kept), stopped
 
 
-def generate(model: Model, prompts, method: Method | None = None, **options) -> Generated:
-    """Continue each prompt through a cache of `method` (exact by default).
+@named_options
+def generate(
+    model: Model,
+    prompts: Prompts,
+    method: MethodLike = "exact",
+    *,
+    max_new_tokens: int = 64,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    chat: bool = False,
+    stop: Sequence[str] = (),
+    eos_ids: Sequence[int] | None = None,
+    seed: int = 0,
+    stride: int = STRIDE,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+) -> Generated:
+    """Continue each prompt through a cache of `method`: a method, or a policy such as "kivi:bits=2".
 
     prompts: a string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
-    max_new_tokens, capacity (tokens per row; default: what is needed), stop (strings), eos_ids (default: the model's),
-    seed, and sampling: temperature (0: greedy), top_k, top_p, min_p, repetition_penalty. chunk=None prefills exactly,
-    as the papers do; chunk=N feeds the prompt through the cache N tokens at a time. stride: tokens between looks at
-    the text. Raises UserError for prompts that are empty or do not fit."""
-    result = Generated([], [])
-    for result in stream(model, prompts, method, **options):  # noqa: B007 - the last one is the answer
-        pass
-    return result
+    capacity: tokens per row; default: what is needed. stop: strings that end a row; eos_ids: tokens that do (default:
+    the model's). chunk=None prefills exactly, as the papers do; chunk=N feeds the prompt through the cache N tokens at
+    a time. stride: tokens between looks at the text. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request only:
+    `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not fit,
+    and for options that do not exist."""
+    made = stream(
+        model,
+        prompts,
+        method,
+        max_new_tokens=max_new_tokens,
+        capacity=capacity,
+        chunk=chunk,
+        chat=chat,
+        stop=stop,
+        eos_ids=eos_ids,
+        seed=seed,
+        stride=stride,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    return collections.deque(made, maxlen=1)[0]

@@ -11,7 +11,7 @@ from kvqjax.errors import UserError
 from kvqjax.hf_fields import integer, number, refuse
 from kvqjax.hf_rope import rope_from_hf, rope_to_hf
 
-__all__ = ["config_to_hf", "parse_config", "read_config"]
+__all__ = ["config_to_hf", "parse_config", "read_config", "read_json"]
 
 MOST_LAYERS = 10_000  # a tuple of this length is made before anything else is checked
 
@@ -171,7 +171,8 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
         raise UserError(f"config.json: {error}") from error
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """A file that holds a JSON object. Raises UserError."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -190,7 +191,7 @@ def read_config(path: str | Path) -> ModelConfig:
     if not file.exists():
         raise UserError(f"{path}: no config.json in this folder")
     generation = file.with_name("generation_config.json")
-    return parse_config(_read_json(file), _read_json(generation) if generation.exists() else None)
+    return parse_config(read_json(file), read_json(generation) if generation.exists() else None)
 
 
 def config_to_hf(config: ModelConfig) -> dict:

@@ -26,6 +26,7 @@ __all__ = [
     "check_capacity",
     "depending_on",
     "first_flow",
+    "is_known",
     "run_constants",
     "slab",
 ]
@@ -77,11 +78,15 @@ def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
     return given
 
 
+def is_known(*arrays) -> bool:
+    """Whether every array has numbers that this process can read: no tracer, no part on another host."""
+    return all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in arrays)
+
+
 def check_capacity(cache: Cache, counts) -> None:
     """Raise UserError outside jit where a row would overflow. Inside jit, and on rows of other hosts, appending raises
     the row's sticky flag instead (see `Cache`)."""
-    numbers = cache.lengths, counts
-    if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in numbers):
+    if not is_known(cache.lengths, counts):
         return
     longest = int((np.asarray(cache.lengths) + np.asarray(counts)).max())  # jnp would be traced inside a user's loop
     if longest > cache.layout.capacity:

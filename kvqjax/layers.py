@@ -110,6 +110,9 @@ def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B
     `new` has one entry a layer, as `attend_layer` returns them or only their sources {name: [B, T, W]}, or is what a
     scan over layers stacked. Raises UserError outside jit when a row would exceed the capacity; inside jit its
     overflow flag is raised and the excess is not stored."""
+    if not isinstance(cache, Cache):
+        kind = type(cache).__name__
+        raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")
     check_capacity(cache, counts)
     runs = plan(cache.layout)
     pending, mass = _by_runs(cache, new, runs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from kvqjax.config import ModelConfig
-from kvqjax.decoder import Params, is_unrolled
+from kvqjax.decoder import Params, is_unrolled, unrolled
 from kvqjax.errors import UserError
 from kvqjax.hf_config import read_config
-from kvqjax.methods.spec import Method
+from kvqjax.hf_sampling import read_sampling
+from kvqjax.methods import MethodLike
+from kvqjax.options import named_options
 from kvqjax.sharding import MeshSize, Rules, rules_for
 from kvqjax.weight_codes import CodedWeight
 from kvqjax.weights import ShardingRule, fingerprint, load_params
@@ -25,7 +29,7 @@ __all__ = ["BUNDLED", "Model", "compute_dtype", "load", "locate", "shard"]
 BUNDLED = ("demo", "recall")
 
 _ASSETS = Path(__file__).parent / "assets"
-_DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _WEIGHTS = {"int8": 8, "int4": 4}
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # Mistral's second copy of the weights, folders of other formats
@@ -60,6 +64,24 @@ class Model(struct.PyTreeNode):
     fingerprint: str = struct.field(pytree_node=False, default="")
     folder: str = struct.field(pytree_node=False, default="")
     rules: Rules | None = struct.field(pytree_node=False, default=None)
+
+    def __repr__(self) -> str:
+        config, leaves = self.config, [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")]
+        kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
+        facts = [
+            f"{config.num_layers} layers of width {config.width}",
+            f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
+            f"{config.vocab_size} tokens",
+            f"{sum(math.prod(leaf.shape) for leaf in leaves):,} numbers in {kinds or 'no arrays'}",
+            *(["with calibrated constants"] if jax.tree.leaves(self.constants) else []),
+            *([f"on a mesh of {self.rules.mesh.size} devices"] if self.rules else []),
+        ]
+        return f"Model({Path(self.folder).name or config.architecture}: {', '.join(facts)})"
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """How the checkpoint's generation_config.json would sample, as options of `generate` and `stream`. Only what
+        asks for it uses it: `generate(model, prompts, **model.sampling_defaults())`."""
+        return read_sampling(self.folder) if self.folder else {}
 
     @property
     def tokenizer(self):
@@ -128,7 +150,21 @@ def locate(name: str | Path) -> Path:
     raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
 
 
-def shard(whole: Model, method: Method, *, data: int = 1, seq: int = 1, model: int = 1) -> Model:
+def compute_dtype(dtype: Any) -> jnp.dtype:
+    """The dtype of a compute policy: None, a short or a full name, or whatever jnp.dtype reads."""
+    if dtype is None:
+        dtype = "f32" if jax.default_backend() == "cpu" else "bf16"
+    try:
+        name = jnp.dtype(_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype).name
+    except TypeError:
+        name = ""
+    if name not in _DTYPES.values():
+        known = ", ".join(f"{short} or {name}" for short, name in _DTYPES.items())
+        raise UserError(f"dtype {dtype!r} is unknown; known: {known}")
+    return jnp.dtype(name)
+
+
+def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, model: int = 1) -> Model:
     """The model placed on a mesh of data * seq * model devices for caches of `method`: see kvqjax/sharding.py. Large
     models are better loaded in place: `load(name, sharding=rules_for(...))`."""
     rules = rules_for(whole.config, method, MeshSize(data=data, seq=seq, model=model))
@@ -141,31 +177,30 @@ def shard(whole: Model, method: Method, *, data: int = 1, seq: int = 1, model: i
     return whole.replace(params=params, constants=constants, rules=rules)
 
 
-def compute_dtype(name: str | None):
-    """The dtype of a compute policy "bf16", "f16" or "f32"; None: float32 on CPUs, bfloat16 elsewhere."""
-    if name is None:
-        name = "f32" if jax.default_backend() == "cpu" else "bf16"
-    if name not in _DTYPES:
-        raise UserError(f"dtype {name!r} is unknown; known: {', '.join(_DTYPES)}")
-    return jnp.dtype(_DTYPES[name])
-
-
+@named_options
 def load(
     name: str | Path,
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     sharding: ShardingRule | Rules | None = None,
     weights: str | None = None,
+    layers: str | None = None,
 ) -> Model:
     """Model by bundled name, folder or hub id (looked for in this order; "./demo" is always a folder).
 
-    `dtype` is the compute policy "bf16", "f16" (T4) or "f32"; None means f32 on the CPU backend, bf16 elsewhere.
+    `dtype` is the compute policy: "bfloat16", "float16" (T4), "float32", their short forms "bf16", "f16", "f32", or a
+    jnp dtype; None means float32 on the CPU backend, bfloat16 elsewhere.
     `sharding` are the rules of a mesh (kvqjax.sharding.rules_for): every host reads only what its devices hold. Or
     `sharding(parameter name)` gives each parameter's placement alone (kvqjax.weights.load_params). `weights` "int8" or
     "int4" keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype stays.
+    `layers="scan"` keeps layers as stacks, which compile fast, "unroll" each by itself, which XLA for GPUs reads at
+    half the cost (kvqjax/decoder.py); None means unroll on GPUs, scan elsewhere. Its caches are stored likewise.
     Code from a checkpoint is never run. Raises UserError with one line naming the cause.
     """
-    computed = compute_dtype(dtype)
+    compute = compute_dtype(dtype)
+    layers = layers or ("unroll" if jax.default_backend() == "gpu" else "scan")
+    if layers not in ("scan", "unroll"):
+        raise UserError(f"layers={layers!r}; known: scan, unroll")
     if weights is not None and weights not in _WEIGHTS:
         raise UserError(f"weights {weights!r} is unknown; known: {', '.join(_WEIGHTS)}")
     folder = locate(name)
@@ -176,6 +211,8 @@ def load(
         rules, place = None, sharding
     if rules and weights:
         raise UserError(f"weights {weights!r} cannot be split over a mesh")
-    params = load_params(folder, config, computed, place, _WEIGHTS[weights] if weights else None)
+    params = load_params(folder, config, compute, place, _WEIGHTS[weights] if weights else None)
+    if layers == "unroll":
+        params = unrolled(params)
     about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
     return Model(params, config=config, **about)

@@ -16,7 +16,7 @@ from kvqjax.accounting import Ledger, ledger
 from kvqjax.cache.state import CacheLayout, allocate_cache, plan
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import init_params
-from kvqjax.methods import Method
+from kvqjax.methods import MethodLike, parse
 from kvqjax.sharding import MeshSize, cache_layout, rules_for
 
 __all__ = ["DEVICES", "Device", "Plan", "largest", "parameter_shapes", "plan_memory", "step_bounds"]
@@ -90,10 +90,11 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
 
 
 def plan_memory(
-    config: ModelConfig, method: Method, context: int, batch: int, mesh: MeshSize = ALONE, dtype: str = "bfloat16"
+    config: ModelConfig, method: MethodLike, context: int, batch: int, mesh: MeshSize = ALONE, dtype: str = "bfloat16"
 ) -> Plan:
     """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and exact tokens in
     `dtype`. Rows are rounded up to what the mesh can share out."""
+    method = parse(method)
     rules = rules_for(config, method, mesh, devices=())
     rows = -(-batch // mesh.data)
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=context, dtype=dtype)

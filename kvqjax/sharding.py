@@ -28,7 +28,7 @@ from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, plan
 from kvqjax.config import KVShape, ModelConfig
 from kvqjax.decoder import is_unrolled
 from kvqjax.errors import UserError
-from kvqjax.methods.spec import Method
+from kvqjax.methods import MethodLike, parse
 
 __all__ = ["MeshSize", "Rules", "cache_layout", "over_mesh", "rules_for", "shares_heads"]
 
@@ -217,7 +217,7 @@ def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
     return Mesh(np.asarray(devices[: math.prod(shape)]).reshape(shape), names)
 
 
-def rules_for(config: ModelConfig, method: Method, size: MeshSize, devices=None) -> Rules:
+def rules_for(config: ModelConfig, method: MethodLike, size: MeshSize, devices=None) -> Rules:
     """Rules for a model and the caches of `method` on `size.devices` devices (the first of jax.devices()). An empty
     list of devices stands for ones that are only planned with.
 
@@ -233,7 +233,7 @@ def rules_for(config: ModelConfig, method: Method, size: MeshSize, devices=None)
     rules = Rules(mesh=_mesh((size.data, size.seq, parts, model // parts), devices))
     if config.vocab_size % model:
         rules = dataclasses.replace(rules, vocabulary=())
-    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32")
+    layout = CacheLayout(shape=config.kv_shape, method=parse(method), capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
         stored = all({"k", "v"} <= run.wiring.sources.keys() for run in plan(layout))
         columns = rules.width if stored and config.kv_width % model == 0 else ()

@@ -7,7 +7,7 @@ tokens is then committed to its lasting one, so it needs no `crop` either and no
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from kvqjax.cache import Cache, Leaf
+from kvqjax.doors import check_counts
 from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, init_cache, prefill
-from kvqjax.generation import bucket, encode_prompts
-from kvqjax.methods import Method, exact
+from kvqjax.methods import MethodLike
 from kvqjax.model import Model
+from kvqjax.options import named_options
+from kvqjax.prompt_ids import Prompts, bucket, encode_prompts
 
 __all__ = ["Speculated", "lookup", "speculate"]
 
@@ -142,21 +144,22 @@ def _rounds(
 _prefill = jax.jit(prefill, donate_argnames="cache")
 
 
-def _begin(model: Model, method: Method, tokens, counts, capacity: int):
+def _begin(model: Model, method: MethodLike, tokens, counts, capacity: int):
     cache = init_cache(model, method, len(counts), capacity)
     return _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
 
 
+@named_options
 def speculate(
     model: Model,
-    prompts: Sequence[Any],
-    method: Method | None = None,
+    prompts: Prompts,
+    method: MethodLike = "exact",
     *,
     max_new_tokens: int = 64,
     draft: int = 4,
     ngram: int = 3,
     drafter: Model | None = None,
-    drafter_method: Method | None = None,
+    drafter_method: MethodLike = "exact",
     eos_ids: Sequence[int] | None = None,
 ) -> Speculated:
     """Continue prompts (strings or lists of ids) greedily, `draft` tokens drafted per call of the model: by looking
@@ -165,22 +168,21 @@ def speculate(
 
     Lengths are data and capacities are rounded up, so that prompts of other lengths compile nothing new within a
     bucket. Raises UserError for prompts that are empty, or a drafter of another vocabulary."""
-    if draft < 1 or ngram < 1 or max_new_tokens < 1:
-        raise UserError(f"draft={draft}, ngram={ngram}, max_new_tokens={max_new_tokens}; each must be at least 1")
+    check_counts(draft=draft, ngram=ngram, max_new_tokens=max_new_tokens)
+    ids = encode_prompts(model, prompts)
     if drafter is not None and drafter.config.vocab_size != model.config.vocab_size:
         got, wanted = drafter.config.vocab_size, model.config.vocab_size
         raise UserError(f"the drafter has a vocabulary of {got} tokens, the model of {wanted}")
-    ids = encode_prompts(model, prompts)
     counts = np.asarray([len(p) for p in ids], np.int32)
     width = bucket(int(counts.max()))
     capacity = -(-(width + max_new_tokens) // 256) * 256
     known = np.zeros((len(ids), capacity), np.int32)
     for row, prompt in zip(known, ids, strict=True):
         row[: len(prompt)] = prompt
-    logits, cache = _begin(model, method or exact(), known[:, :width], counts, capacity)
+    logits, cache = _begin(model, method, known[:, :width], counts, capacity)
     small = None
     if drafter is not None:
-        small = _begin(drafter, drafter_method or exact(), known[:, :width], counts, capacity)[1]
+        small = _begin(drafter, drafter_method, known[:, :width], counts, capacity)[1]
     eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
     state = _first(_state(cache, small, known, counts, max_new_tokens), logits, eos)
     state = _rounds(model, drafter, state, eos, draft=draft, ngram=ngram)

@@ -197,13 +197,17 @@ def _non_default(record) -> dict:
     return {name: value for name, (value, default) in fields.items() if value != default}
 
 
+UNCALIBRATED = ("eos_ids", "bos_id", "sliding_window")
+
+
 def fingerprint(folder: str | Path, config: ModelConfig) -> str:
     """What an artifact was calibrated on, as "config=...,headers=...,samples=...": a mismatch can be named by its part.
 
     The special token ids are left out: an edited generation config changes nothing that is calibrated.
     """
     checkpoint = open_checkpoint(folder)
-    fields = {name: value for name, value in _non_default(config).items() if name not in ("eos_ids", "bos_id")}
+    fields = {name: value for name, value in _non_default(config).items() if name not in UNCALIBRATED}
+    fields["windows"] = config.windows  # as fingerprints have named it from the start
     text = json.dumps(fields, sort_keys=True, default=_non_default)
     parts = {
         "config": hashlib.sha256(text.encode()).hexdigest(),

@@ -109,6 +109,11 @@ def beyond_capacity(tmp_path, monkeypatch, recall):
     kvq.commit(tiny(), cache, pending, jnp.asarray([9]))
 
 
+def forwarding(tokens, counts, **other):
+    """Feed tokens to a cache of 2 rows, made for a model with other changes."""
+    return lambda *_: kvq.forward(tiny(), tokens, counts, kvq.init_cache(tiny(**other), "exact", 2, 8))
+
+
 def infinite_activations(tmp_path, monkeypatch, recall):
     params = recall.params | {"embed": recall.params["embed"] * jnp.inf}
     kvq.calibrate.run(recall.replace(params=params), kvq.parse("kvquant:bits=2"), "ab12" * 99, count=1, length=64)
@@ -182,6 +187,7 @@ def config_with(**changes):
 CASES = {
     "no such model": lambda tmp_path, *_: kvq.load(tmp_path / "absent"),
     "hub not reachable": offline,
+    "unknown dtype": lambda *_: kvq.load("recall", dtype="int8"),
     "unsupported architecture": config_with(architectures=["GPT2LMHeadModel"]),
     "unsupported field": config_with(hidden_act="gelu"),
     "code in the checkpoint": config_with(auto_map={"AutoModelForCausalLM": "x.Y"}),
@@ -201,9 +207,16 @@ CASES = {
     "method that does not fit the model": cache_of("uniform:group=48"),
     "more layers than models have": cache_of("kivi_star:protected=1000000000"),
     "layer that does not exist": cache_of("exact;9=exact"),
+    "misspelt option of a function": generating([[1]], max_tokens=3),
+    "another library's option": generating([[1]], do_sample=True),
+    "count that is none": generating([[1]], chunk=0),
+    "no prompt": generating([]),
     "empty prompt": generating([""]),
     "token outside the vocabulary": generating([[64]]),
     "prompt beyond the capacity": generating([[1, 2, 3]], capacity=32),
+    "tokens for another batch": forwarding(jnp.ones((1, 3), int), jnp.asarray([3])),
+    "more tokens counted than given": forwarding(jnp.ones((2, 3), int), jnp.asarray([4, 0])),
+    "cache of another model": forwarding(jnp.ones((2, 3), int), jnp.asarray([3, 0]), num_layers=1),
     "tokens beyond the capacity": beyond_capacity,
     "no such file": text_file("absent.txt", None),
     "text that is not UTF-8": text_file("latin.txt", "caf\xe9".encode("latin-1")),

@@ -8,7 +8,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax import decoder, generation
-from kvqjax.generation import bucket
+from kvqjax.prompt_ids import bucket
 from kvqjax.sampling import make_sampling, sample
 
 PROMPTS = [[1, 2, 3, 4, 5], list(range(20))]

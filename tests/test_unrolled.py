@@ -11,7 +11,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import plan
-from kvqjax.decoder import is_unrolled, logits, unrolled
+from kvqjax.decoder import is_unrolled, layer, logits, stacked, unrolled
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 COUNTS = (96, 61)
@@ -73,3 +73,25 @@ def test_no_second_cache_and_no_second_weights(spec):
     memory = step.lower(apart, *one, cache).compile({"xla_backend_optimization_level": 2}).memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
     assert memory.temp_size_in_bytes < 4 * (2 * 1024 * model.config.kv_width * 4)  # a block's K and V, and its scores
+
+
+def test_a_loaded_model_has_the_form_that_is_asked_for(tmp_path):
+    scan, apart = kvq.load("demo"), kvq.load("demo", layers="unroll")
+    assert (is_unrolled(scan.params), is_unrolled(apart.params)) == (False, True)
+    back = stacked(apart.params)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(scan.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(kvq.UserError, match="known: scan, unroll"):
+        kvq.load("demo", layers="list")
+    method = kvq.parse("kivi:bits=4,window=32")
+    wanted = kvq.generate(scan, ["The old house"], method, max_new_tokens=12).tokens
+    assert kvq.generate(apart, ["The old house"], method, max_new_tokens=12).tokens == wanted
+
+
+def test_artifacts_hold_stacks_whatever_the_model():
+    """Constants of a run of layers serve every layer by itself."""
+    model, method = model_and_method("aqua")
+    apart = model.replace(params=unrolled(model.params))
+    assert len(kvq.init_cache(apart, method, 1, 64).runs) > len(model.constants) - 1
+    with pytest.raises(kvq.UserError, match="layers='scan'"):
+        jax.jit(lambda params, index: layer(params, index))(apart.params, 0)

@@ -154,7 +154,8 @@ def test_default_dtype_follows_the_backend(folder, monkeypatch):
 
 
 def test_unknown_dtype(folder):
-    with pytest.raises(UserError, match="dtype 'int8' is unknown; known: bf16, f16, f32"):
+    known = "bf16 or bfloat16, f16 or float16, f32 or float32"
+    with pytest.raises(UserError, match=f"dtype 'int8' is unknown; known: {known}"):
         load(folder, dtype="int8")
 
 

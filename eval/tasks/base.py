@@ -8,9 +8,10 @@ import numpy as np
 
 from kvqjax.errors import UserError
 from kvqjax.eval.stamp import bytes_of, digest
-from kvqjax.generation import bucket, encode_prompts, generate
-from kvqjax.methods import Method
+from kvqjax.generation import generate
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
+from kvqjax.prompt_ids import bucket, encode_prompts
 
 __all__ = ["Options", "Sample", "Task", "best", "every", "fingerprint", "prepare", "run_task"]
 
@@ -81,7 +82,7 @@ def prepare(model: Model, task: Task, limit: int) -> tuple[list[list[int]], int,
 
 def run_task(
     model: Model,
-    method: Method,
+    method: MethodLike,
     task: Task,
     *,
     limit: int,
@@ -90,6 +91,7 @@ def run_task(
     progress=lambda done: None,
 ) -> dict[str, Any]:
     """One row; `score` is the mean over samples, 0 to 100. chunk as in kvqjax.eval.measure_retrieval."""
+    method = parse(method)
     if limit < 2:
         raise UserError(f"limit={limit}; a prompt needs at least 2 tokens")
     prompts, cut, chat = prepare(model, task, limit)

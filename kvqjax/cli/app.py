@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kvqjax.cli import bench, calibrate, evaluate, info, run
+from kvqjax.version import __version__
 
 __all__ = ["app"]
 
@@ -14,12 +15,23 @@ app = typer.Typer(
     help="Compress the KV cache of Llama, Mistral and Qwen models: generate, evaluate, plan, calibrate.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
 
+def _print_version(wanted: bool) -> bool:
+    if wanted:
+        typer.echo(f"kvqjax {__version__}")
+        raise typer.Exit
+    return wanted
+
+
 @app.callback()
 def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
     compilation_cache: Annotated[Path | None, typer.Option(help="keep compiled programs in this folder")] = None,
 ) -> None:
     """Options of every command stand before its name."""

@@ -41,7 +41,7 @@ Caches = Annotated[
     list[str], typer.Option("--cache", "-c", help="a policy: kivi:bits=2;0-1=exact, or FILE.json; repeatable")
 ]
 Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration of a --cache; repeatable")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bf16, f16 or f32")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bfloat16, float16 or float32")]
 Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]

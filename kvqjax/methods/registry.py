@@ -1,7 +1,6 @@
 """Every method by name, and the policies that combine them, as text, dict or JSON (kvqjax.methods.grammar)."""
 
 import dataclasses
-import difflib
 import inspect
 import os
 import types
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvqjax.errors import UserError
+from kvqjax.errors import UserError, suggest
 from kvqjax.methods.aqua_wiring import aqua
 from kvqjax.methods.commvq_wiring import commvq
 from kvqjax.methods.grammar import layer_numbers, read_json, read_text, write_layers
@@ -20,10 +19,12 @@ from kvqjax.methods.kvquant_wiring import kvquant
 from kvqjax.methods.spec import Method
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
+from kvqjax.options import check_names
 
-__all__ = ["METHODS", "parse", "policy", "to_dict"]
+__all__ = ["METHODS", "MethodLike", "parse", "policy", "to_dict"]
 
 Source = str | os.PathLike | Mapping[str, Any]
+MethodLike = Method | Source  # whatever `parse` takes: it stands at every door that wants a method
 
 METHODS: dict[str, Callable[..., Method]] = {
     "exact": exact,
@@ -37,12 +38,6 @@ METHODS: dict[str, Callable[..., Method]] = {
     "xquant": xquant,
     "xquant_cl": xquant_cl,
 }
-
-
-def _unknown(kind: str, name: str, known) -> UserError:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return UserError(f"unknown {kind} {name!r}{hint} Known: {', '.join(known)}")
 
 
 def _convert(value: Any, annotation, where: str) -> Any:
@@ -69,13 +64,12 @@ def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Method name and typed options of one level of a tree, its layers left out."""
     name = tree.get("method", "")
     if name not in METHODS:
-        raise _unknown("method", str(name), METHODS)
+        raise UserError(f"unknown method {str(name)!r}{suggest(str(name), METHODS)}")
     parameters = inspect.signature(METHODS[name]).parameters
     options = {}
     for key, value in tree.items():
         if key not in ("method", "layers"):
-            if key not in parameters:
-                raise _unknown(f"option of {name}", str(key), [*parameters, "layers"])
+            check_names(name, [str(key)], [*parameters, "layers"])
             options[key] = _convert(value, parameters[key].annotation, f"{name}: {key}")
     return name, options
 
@@ -83,15 +77,21 @@ def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 def _tree(source: Source) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
+    if not isinstance(source, str | os.PathLike):
+        given = f"the function {source.__name__}" if callable(source) else repr(source)
+        raise UserError(f"{given} is no method; wanted its value, such as kivi(bits=2), or a policy: 'kivi:bits=2'")
     if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
         return read_json(Path(source.strip() if isinstance(source, str) else source))
     return read_text(source)
 
 
-def parse(source: Source) -> Method:
+def parse(source: MethodLike) -> Method:
     """The method that a policy describes: a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form
-    (`{"method": "kivi", "bits": 2, "layers": {"0-1": "exact"}}`), or the path of a .json file that holds one.
-    Raises UserError with the nearest known name when one is misspelt."""
+    (`{"method": "kivi", "bits": 2, "layers": {"0-1": "exact"}}`), or the path of a .json file that holds one. A method
+    is returned as it is: every function that wants a method takes all of these. Raises UserError with the nearest known
+    name when one is misspelt."""
+    if isinstance(source, Method):
+        return source
     tree = _tree(source)
     name, options = _options(tree)
     layers = tree.get("layers", {})
@@ -105,24 +105,25 @@ def parse(source: Source) -> Method:
         raise UserError(f"{name}: {error}") from error
 
 
-def to_dict(method: Method) -> dict[str, Any]:
+def to_dict(method: MethodLike) -> dict[str, Any]:
     """The JSON form of a method's policy, which `parse` reads back."""
-    tree = read_text(str(method))
+    tree = read_text(str(parse(method)))
     name, options = _options(tree)
-    layers = {numbers: to_dict(parse(spec)) for numbers, spec in tree.get("layers", {}).items()}
+    layers = {numbers: to_dict(spec) for numbers, spec in tree.get("layers", {}).items()}
     return {"method": name, **options} | ({"layers": layers} if layers else {})
 
 
-def policy(default: Method, overrides: Mapping[str | int, Method | Source]) -> Method:
+def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Method:
     """`default` for every layer but those named ("3", "-1", "0-2"), which follow their own method (or what `parse`
     reads as one); of layers named twice the later entry holds. Sinks and `keep` are the default's. Where `default`'s
     layers feed each other (aqua, xquant_cl), the others take their place in the chain: see `admit` of its layer."""
+    default = parse(default)
     if not overrides:
         return default
     pairs, names = dict(default.overrides), [default.name]
     admit = getattr(default.layer, "admit", lambda spec: spec)
     for layers, given in overrides.items():
-        method, numbers = given if isinstance(given, Method) else parse(given), layer_numbers(layers)
+        method, numbers = parse(given), layer_numbers(layers)
         if method.overrides or method.keep:
             what = "layers" if method.overrides else "a keep"
             raise UserError(f"{method} has {what} of its own and cannot stand for layers {layers} of {default}")

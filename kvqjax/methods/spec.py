@@ -16,6 +16,7 @@ from kvqjax.methods.direct import direct_form
 from kvqjax.methods.keep import Keep, read_keep
 from kvqjax.methods.packing import packed_form
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+from kvqjax.options import check_names
 
 __all__ = ["KeysAndValues", "LayerSpec", "Method", "first_layers", "method_factory"]
 
@@ -99,6 +100,7 @@ def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
 
     @functools.wraps(function)
     def make(*, keep: str | Keep | None = None, **options: Any) -> Method:
+        check_names(function.__name__, options, parameters)
         method = function(**options)
         given = {k: v for k, v in (options | {"keep": keep}).items() if v != parameters[k].default}
         text = ",".join(f"{k}={_text(given[k])}" for k in parameters if k in given)
