@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvqjax.config import ModelConfig
-from kvqjax.decoder import Params
+from kvqjax.decoder import Params, stacked
 from kvqjax.errors import UserError
 from kvqjax.model import Model
 from kvqjax.rope import inverse_frequencies
@@ -101,6 +101,6 @@ def stressed(model: Model, *, keys: float = 8.0, values: float = 1.0, count: int
     shape = {"count": count, "seed": seed}
     pairs = outlier_factors(c.num_layers, c.num_kv_heads, c.head_dim // 2, factor=keys, shared=c.qk_norm, **shape)
     channels = outlier_factors(c.num_layers, c.num_kv_heads, c.head_dim, factor=values, **shape)
-    params = scale_values(scale_key_pairs(model.params, c, pairs), c, channels)
+    params = scale_values(scale_key_pairs(stacked(model.params), c, pairs), c, channels)
     name = f"{model.fingerprint},stress=keys{keys:g}-values{values:g}-count{count}-seed{seed}"
     return model.replace(params=params, constants=None, fingerprint=name)

