@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
@@ -14,7 +13,7 @@ from kvqjax import decoder
 from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.append import admitted, flush_layer, remember
 from kvqjax.cache.eviction import Chosen, no_mass
-from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan
+from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, check_alive, due, plan
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
 from kvqjax.methods import Method
@@ -22,7 +21,7 @@ from kvqjax.model import Model
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
 from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
-from kvqjax.sharding import cache_layout, over_mesh
+from kvqjax.sharding import Rules, cache_layout, over_mesh
 
 __all__ = ["attend", "commit", "forward", "init_cache", "prefill"]
 
@@ -47,9 +46,14 @@ def init_cache(model: Model, method: Method, batch: int, capacity: int, *, targe
     layout = cache_layout(model.rules, layout, batch)
     if model.rules is None:
         return allocate_cache(layout, batch)
-    specs = model.rules.cache(jax.eval_shape(lambda: allocate_cache(layout, batch)))
-    places = jax.tree.map(lambda spec: NamedSharding(model.rules.mesh, spec), specs)
-    return jax.jit(lambda: allocate_cache(layout, batch), out_shardings=places)()
+    return _allocator(layout, batch, model.rules)()
+
+
+@functools.lru_cache(maxsize=64)
+def _allocator(layout: CacheLayout, batch: int, rules: Rules):
+    """A program that makes an empty cache in place on a mesh; kept, because every new one would be compiled."""
+    allocate = functools.partial(allocate_cache, layout, batch)
+    return jax.jit(allocate, out_shardings=rules.places(jax.eval_shape(allocate)))
 
 
 def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
@@ -70,14 +74,49 @@ def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
 
 
 def _check_capacity(cache: Cache, counts) -> None:
-    """Outside jit, overflow is an error; inside it, and on rows of other hosts, it raises the row's sticky flag (see
-    `Cache`)."""
+    """Outside jit, overflow is an error, as is a donated cache; inside it, and on rows of other hosts, overflow raises
+    the row's sticky flag (see `Cache`)."""
+    check_alive(cache)
     numbers = cache.lengths, counts
     if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in numbers):
         return
     longest = int((cache.lengths + counts).max())
     if longest > cache.layout.capacity:
         raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
+
+
+@jax.custom_jvp
+def _for_inference(tree):
+    """`tree` itself, which cannot be differentiated: what is stored is rounded."""
+    return tree
+
+
+@_for_inference.defjvp
+def _no_gradient(primals, tangents):
+    raise UserError(
+        "forward, attend, commit and prefill are for inference: their caches hold rounded numbers and have no gradient; "
+        "train on kvqjax.decoder.logits"
+    )
+
+
+@jax.enable_x64(False)  # tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says
+def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):
+    """`step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh."""
+    model, cache = _for_inference((model, cache))
+    arguments = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32), arguments)
+    step = functools.partial(step, **options)
+    if model.rules is None:
+        return step(model, cache, *arguments)
+    return over_mesh(step, model, cache, *arguments, out=out)
+
+
+_compiled = jax.jit(_placed, static_argnums=0, static_argnames=("out", "within", "last"))
+
+
+def _run(step, model: Model, cache: Cache, *arguments, **options):
+    """`_placed`; outside jit as one kept program, because a loop that is called by itself is compiled at each call."""
+    inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((model, cache, arguments)))
+    return (_placed if inside else _compiled)(step, model, cache, *arguments, **options)
 
 
 def _slab(runs, rows: tuple[int, ...], dtype) -> dict:
@@ -111,10 +150,9 @@ def attend(
     nothing. With `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
     if within not in ("chunk", "step"):
         raise ValueError(f"within={within!r}; known: chunk, step")
-    step = functools.partial(_attend, within=within, last=last)
-    if model.rules is None:
-        return step(model, cache, tokens, counts)
-    return over_mesh(step, model, cache, tokens, counts, out=("logits" if last else "chunk", "pending"))
+    check_alive(cache)
+    out = ("logits" if last else "chunk", "pending")
+    return _run(_attend, model, cache, tokens, counts, out=out, within=within, last=last)
 
 
 def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
@@ -202,9 +240,7 @@ def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"
     """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit
     when a row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
     _check_capacity(cache, counts)
-    if model.rules is None:
-        return _commit(model, cache, pending, counts)
-    return over_mesh(_commit, model, cache, pending, counts, out=("cache",))
+    return _run(_commit, model, cache, pending, counts, out=("cache",))
 
 
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
@@ -222,10 +258,8 @@ def forward(
     """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside
     jit."""
     _check_capacity(cache, counts)
-    step = functools.partial(_forward, last=last)
-    if model.rules is None:
-        return step(model, cache, tokens, counts)
-    return over_mesh(step, model, cache, tokens, counts, out=("logits" if last else "chunk", "cache"))
+    out = ("logits" if last else "chunk", "cache")
+    return _run(_forward, model, cache, tokens, counts, out=out, last=last)
 
 
 def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
@@ -243,9 +277,7 @@ def prefill(
     known = not isinstance(cache.lengths, jax.core.Tracer) and cache.lengths.is_fully_addressable
     if known and int(cache.lengths.max()) > 0:
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
-    if model.rules is None:
-        return _prefill(model, cache, tokens, counts)
-    return over_mesh(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
+    return _run(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
 
 
 def _prefill(model: Model, cache: Cache, tokens, counts):
