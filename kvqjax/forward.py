@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
@@ -80,7 +81,7 @@ def _check_capacity(cache: Cache, counts) -> None:
     numbers = cache.lengths, counts
     if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in numbers):
         return
-    longest = int((cache.lengths + counts).max())
+    longest = int((np.asarray(cache.lengths) + np.asarray(counts)).max())
     if longest > cache.layout.capacity:
         raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
 

@@ -49,7 +49,7 @@ def bucket(length: int) -> int:
 
 def encode_prompts(model: Model, prompts, chat: bool = False) -> list[list[int]]:
     """Token ids of each prompt: a string, a list of ids, or (with `chat`) a string or list of messages put through the
-    tokenizer's chat template. Raises UserError on an empty prompt or an id outside the vocabulary."""
+    tokenizer's chat template. Raises UserError on no prompts, an empty one, or an id outside the vocabulary."""
 
     def ids(prompt) -> list[int]:
         if chat:
@@ -61,6 +61,8 @@ def encode_prompts(model: Model, prompts, chat: bool = False) -> list[list[int]]
         return model.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
 
     encoded = [ids(prompt) for prompt in prompts]
+    if not encoded:
+        raise UserError("no prompts: the batch is empty")
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
         if not prompt or not tokens:
             raise UserError(f"prompt {number} is empty")
@@ -126,12 +128,14 @@ def _record(state: LoopState, tokens, eos) -> LoopState:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+@jax.enable_x64(False)
 def _first(state: LoopState, logits, sampling: Sampling, eos) -> LoopState:
     key, draw = jax.random.split(state.key)
     return _record(state.replace(key=key), sample(draw, logits, state.seen, sampling), eos)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+@jax.enable_x64(False)
 def decode_steps(
     model: Model, state: LoopState, sampling: Sampling, eos: Int[Array, " N"], limit: Int[Array, ""]
 ) -> LoopState:
@@ -259,7 +263,7 @@ def generate(model: Model, prompts, method: Method | None = None, **options) -> 
     max_new_tokens, capacity (tokens per row; default: what is needed), stop (strings), eos_ids (default: the model's),
     seed, and sampling: temperature (0: greedy), top_k, top_p, min_p, repetition_penalty. chunk=None prefills exactly,
     as the papers do; chunk=N feeds the prompt through the cache N tokens at a time. stride: tokens between looks at
-    the text. Raises UserError for prompts that are empty or do not fit."""
+    the text. Raises UserError for no prompts, and for ones that are empty or do not fit."""
     result = Generated([], [])
     for result in stream(model, prompts, method, **options):  # noqa: B007 - the last one is the answer
         pass
