@@ -95,7 +95,7 @@ def _for_inference(tree):
 @_for_inference.defjvp
 def _no_gradient(primals, tangents):
     raise UserError(
-        "forward, attend, commit and prefill are for inference: their caches hold rounded numbers and have no gradient; "
+        "forward, attend, commit and prefill are for inference: a cache holds rounded numbers and has no gradient; "
         "train on kvqjax.decoder.logits"
     )
 
