@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class Artifact:
     def save(self, path: str | os.PathLike) -> None:
         """Write the artifact as a new folder. Raises UserError when `path` exists or cannot be written."""
         text = {"kind": "artifact", "method": str(self.method), "fingerprint": self.fingerprint, "about": self.about}
-        write_folder(Path(path), text | {"runs": len(self.constants)}, flatten(self.constants))
+        constants = {name: np.asarray(x) for name, x in flatten(self.constants).items()}
+        write_folder(Path(path), text | {"runs": len(self.constants)}, constants)
 
 
 def flatten(runs: Any) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         if arrays:
-            ocp.save((part / "arrays").absolute(), {k: np.asarray(v) for k, v in arrays.items()})
+            ocp.save((part / "arrays").absolute(), arrays)
         (part / "description.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         part.rename(path)
     except OSError as error:
@@ -108,12 +110,31 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
     return text
 
 
-def read_arrays(path: Path) -> dict[str, jax.Array]:
-    """The arrays of a stored folder."""
+def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array of a stored folder, without reading it."""
     if not (path / "arrays").exists():
         return {}
     try:
-        return {k: jnp.asarray(v) for k, v in ocp.load((path / "arrays").absolute()).items()}
+        stored = ocp.metadata((path / "arrays").absolute()).metadata
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in stored.items()}
+
+
+def read_arrays(
+    path: Path, places: Mapping[str, jax.sharding.Sharding] | None = None
+) -> dict[str, np.ndarray | jax.Array]:
+    """The arrays of a stored folder, on the host; with `places`, every shard straight on its devices."""
+    like: dict[str, Any] = {
+        name: np.broadcast_to(np.zeros((), a.dtype), a.shape)
+        if places is None
+        else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name])
+        for name, a in read_shapes(path).items()
+    }
+    if not like:
+        return {}
+    try:
+        return ocp.load((path / "arrays").absolute(), like)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
 
@@ -122,5 +143,5 @@ def load_artifact(path: str | os.PathLike) -> Artifact:
     """Read an artifact folder. Raises UserError when it is missing, damaged or of another format."""
     path = Path(path)
     text = read_description(path, "artifact")
-    constants = unflatten(read_arrays(path), text["runs"])
+    constants = unflatten({name: jnp.asarray(x) for name, x in read_arrays(path).items()}, text["runs"])
     return Artifact(parse(text["method"]), constants, text["fingerprint"], text["about"])

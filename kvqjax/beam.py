@@ -22,6 +22,9 @@ from kvqjax.prompt_ids import Prompts, bucket, encode_prompts
 
 __all__ = ["Beams", "beam_search"]
 
+# Score of a hypothesis that does not exist; finite, so that `jax_debug_infs` finds nothing in what a program returns.
+_NONE = float(np.finfo(np.float32).min)
+
 
 class Beams(NamedTuple):
     """For every prompt its hypotheses, best first: `tokens[b][i]` (without the end token) and `scores[b][i]`."""
@@ -31,7 +34,7 @@ class Beams(NamedTuple):
 
 
 class _State(struct.PyTreeNode):
-    """N beams per prompt still growing, and the N best finished hypotheses with their final scores (-inf: none yet).
+    """N beams per prompt still growing, and the N best finished hypotheses with their final scores (_NONE: none yet).
     The last token of each growing beam is not in the cache yet."""
 
     cache: Leaf  # Cache of B * N rows, or None where only the rest is carried
@@ -50,6 +53,11 @@ def _rank(score: Float[Array, "B C"], count: int, *arrays):
     return score, *picked
 
 
+def _score(total, length, penalty):
+    """Sums of log probabilities by the length rule; what does not exist stays so."""
+    return jnp.where(total > _NONE / 2, total / length**penalty, _NONE)
+
+
 def _extend(state: _State, log_probs: Float[Array, "B N V"], eos: Int[Array, " K"], penalty: Float[Array, ""]):
     """One token onto every beam: (the state without a re-ordered cache, parent of each beam [B, N])."""
     batch, beams, vocab = log_probs.shape
@@ -59,21 +67,22 @@ def _extend(state: _State, log_probs: Float[Array, "B N V"], eos: Int[Array, " K
     parent, token = index // vocab, (index % vocab).astype(jnp.int32)
     history = jnp.take_along_axis(state.tokens, parent[:, :, None], axis=1)
     stops = (token[:, :, None] == eos[None, None]).any(-1)
-    final = total / (state.made + 1).astype(jnp.float32) ** penalty
+    final = _score(total, (state.made + 1).astype(jnp.float32), penalty)
     lengths = jnp.broadcast_to(state.made, stops.shape)
     ended_score, ended, ended_length = _rank(
-        jnp.concatenate([state.ended_score, jnp.where(stops, final, -jnp.inf)], 1),
+        jnp.concatenate([state.ended_score, jnp.where(stops, final, _NONE)], 1),
         beams,
         jnp.concatenate([state.ended, history], 1),
         jnp.concatenate([state.ended_length, lengths], 1),
     )
     grown = jax.lax.dynamic_update_slice_in_dim(history, token[:, :, None], state.made, 2)
-    total, tokens, parent = _rank(jnp.where(stops, -jnp.inf, total), beams, grown, parent)
+    total, tokens, parent = _rank(jnp.where(stops, _NONE, total), beams, grown, parent)
     state = state.replace(tokens=tokens, total=total, made=state.made + 1)
     return state.replace(ended=ended, ended_length=ended_length, ended_score=ended_score), parent
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+@jax.enable_x64(False)
 def _search(model: Model, state: _State, eos: Int[Array, " K"], penalty: Float[Array, ""]) -> _State:
     """Grow all beams until they are full, or until no growing beam can still beat the finished ones."""
     batch, beams, most = state.tokens.shape
@@ -81,7 +90,7 @@ def _search(model: Model, state: _State, eos: Int[Array, " K"], penalty: Float[A
     def promising(state):
         # Log probabilities only fall, so a beam's best final score is today's sum at the kindest length.
         length = jnp.where(penalty > 0, jnp.float32(most), state.made.astype(jnp.float32))
-        return (state.total.max(1) / length**penalty > state.ended_score.min(1)).any()
+        return (_score(state.total.max(1), length, penalty) > state.ended_score.min(1)).any()
 
     def step(state):
         newest = jax.lax.dynamic_index_in_dim(state.tokens, state.made - 1, 2, keepdims=False).reshape(-1, 1)
@@ -95,12 +104,13 @@ def _search(model: Model, state: _State, eos: Int[Array, " K"], penalty: Float[A
 
 
 @functools.partial(jax.jit, static_argnames=("beams", "new"))
+@jax.enable_x64(False)
 def _begin(cache: Cache, logits, eos, penalty, *, beams: int, new: int) -> _State:
     """Each prompt's row repeated, and its `beams` best first tokens. One beam is real before them, so no two are
     equal."""
     batch = logits.shape[0]
     empty = jnp.zeros((batch, beams, new), jnp.int32)
-    worst = jnp.full((batch, beams), -jnp.inf)
+    worst = jnp.full((batch, beams), _NONE, jnp.float32)
     counts = jnp.zeros((batch, beams), jnp.int32)
     rows = jnp.repeat(jnp.arange(batch), beams)
     state = _State(gather(cache, rows), empty, worst.at[:, 0].set(0.0), empty, counts, worst, jnp.int32(0))
@@ -152,11 +162,9 @@ def _best(state: _State, penalty: float) -> Beams:
     for row in range(len(state.tokens)):
         done = zip(state.ended_score[row], state.ended_length[row], state.ended[row], strict=True)
         found = [(float(s), t[:n].tolist()) for s, n, t in done]
-        found += [
-            (float(s) / made**penalty, t[:made].tolist())
-            for s, t in zip(state.total[row], state.tokens[row], strict=True)
-        ]
-        best = sorted((f for f in found if f[0] > -np.inf), key=lambda f: -f[0])[: state.tokens.shape[1]]
+        growing = zip(state.total[row], state.tokens[row], strict=True)
+        found += [(float(s) / made**penalty, t[:made].tolist()) for s, t in growing if s > _NONE / 2]
+        best = sorted((f for f in found if f[0] > _NONE / 2), key=lambda f: -f[0])[: state.tokens.shape[1]]
         tokens.append([t for _, t in best])
         scores.append([s for s, _ in best])
     return Beams(tokens, scores)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.cache.state import Cache, plan
+from kvqjax.cache.state import Cache, check_alive, plan
 from kvqjax.errors import UserError
 from kvqjax.layer_step import is_known
 from kvqjax.model import Model
@@ -44,6 +44,7 @@ def _check_cache(model: Any, cache: Any) -> None:
     if not isinstance(cache, Cache):
         hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
         raise UserError(f"cache is {_named(cache)}; wanted a Cache, such as init_cache gives{hint}")
+    check_alive(cache)
     if cache.layout.shape != model.config.kv_shape:
         raise UserError("the cache was made for a model of another config")
     if cache.layout.dtype != str(model.params["embed"].dtype):

@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -17,6 +16,7 @@ from kvqjax.cache.eviction import Chosen
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan, stored_form
 from kvqjax.config import KVShape
 from kvqjax.doors import check_counts, check_model, check_new_tokens, check_pending
+from kvqjax.eager import kept_program
 from kvqjax.errors import UserError
 from kvqjax.layer_step import (
     attend_one,
@@ -33,7 +33,7 @@ from kvqjax.model import Model, compute_dtype
 from kvqjax.options import named_options
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
-from kvqjax.sharding import cache_layout, over_mesh
+from kvqjax.sharding import Rules, cache_layout, over_mesh
 
 __all__ = ["attend", "commit", "forward", "init_cache", "prefill"]
 
@@ -85,9 +85,26 @@ def init_cache(
     layout = cache_layout(rules, layout, batch)
     if rules is None:
         return allocate_cache(layout, batch)
-    specs = rules.cache(jax.eval_shape(lambda: allocate_cache(layout, batch)))
-    places = jax.tree.map(lambda spec: NamedSharding(rules.mesh, spec), specs)
-    return jax.jit(lambda: allocate_cache(layout, batch), out_shardings=places)()
+    return _allocator(layout, batch, rules)()
+
+
+@functools.lru_cache(maxsize=64)
+def _allocator(layout: CacheLayout, batch: int, rules: Rules):
+    """A program that makes an empty cache in place on a mesh; kept, because every new one would be compiled."""
+    allocate = functools.partial(allocate_cache, layout, batch)
+    return jax.jit(allocate, out_shardings=rules.places(jax.eval_shape(allocate)))
+
+
+def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):
+    """`step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh."""
+    arguments = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32), arguments)
+    step = functools.partial(step, **options)
+    if model.rules is None:
+        return step(model, cache, *arguments)
+    return over_mesh(step, model, cache, *arguments, out=out)
+
+
+_run = kept_program(_placed, static_argnums=0, static_argnames=("out", "within", "last"))
 
 
 def attend(
@@ -107,10 +124,8 @@ def attend(
     of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean
     nothing. With `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
     check_new_tokens(model, tokens, counts, cache)
-    step = functools.partial(_attend, within=within, last=last)
-    if model.rules is None:
-        return step(model, cache, tokens, counts)
-    return over_mesh(step, model, cache, tokens, counts, out=("logits" if last else "chunk", "pending"))
+    out = ("logits" if last else "chunk", "pending")
+    return _run(_attend, model, cache, tokens, counts, out=out, within=within, last=last)
 
 
 def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
@@ -167,9 +182,7 @@ def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"
     when a row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
     check_pending(model, cache, pending, counts)
     check_capacity(cache, counts)
-    if model.rules is None:
-        return _commit(model, cache, pending, counts)
-    return over_mesh(_commit, model, cache, pending, counts, out=("cache",))
+    return _run(_commit, model, cache, pending, counts, out=("cache",))
 
 
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
@@ -188,10 +201,8 @@ def forward(
     jit."""
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
-    step = functools.partial(_forward, last=last)
-    if model.rules is None:
-        return step(model, cache, tokens, counts)
-    return over_mesh(step, model, cache, tokens, counts, out=("logits" if last else "chunk", "cache"))
+    out = ("logits" if last else "chunk", "cache")
+    return _run(_forward, model, cache, tokens, counts, out=out, last=last)
 
 
 def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
@@ -209,9 +220,7 @@ def prefill(
     check_capacity(cache, counts)
     if is_known(cache.lengths) and int(cache.lengths.max()) > 0:
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
-    if model.rules is None:
-        return _prefill(model, cache, tokens, counts)
-    return over_mesh(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
+    return _run(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
 
 
 def _prefill(model: Model, cache: Cache, tokens, counts):

@@ -103,12 +103,14 @@ def _record(state: LoopState, tokens, eos) -> LoopState:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+@jax.enable_x64(False)
 def _first(state: LoopState, logits, sampling: Sampling, eos) -> LoopState:
     key, draw = jax.random.split(state.key)
     return _record(state.replace(key=key), sample(draw, logits, state.seen, sampling), eos)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+@jax.enable_x64(False)
 def decode_steps(
     model: Model, state: LoopState, sampling: Sampling, eos: Int[Array, " N"], limit: Int[Array, ""]
 ) -> LoopState:

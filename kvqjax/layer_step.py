@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax import cache as caches
 from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.eviction import Received, no_mass
-from kvqjax.cache.state import Cache, CacheLayout, RunPlan, due, plan
+from kvqjax.cache.state import Cache, CacheLayout, RunPlan, check_alive, due, plan
 from kvqjax.decoder import Projected
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
@@ -86,6 +86,7 @@ def is_known(*arrays) -> bool:
 def check_capacity(cache: Cache, counts) -> None:
     """Raise UserError outside jit where a row would overflow. Inside jit, and on rows of other hosts, appending raises
     the row's sticky flag instead (see `Cache`)."""
+    check_alive(cache)
     if not is_known(cache.lengths, counts):
         return
     longest = int((np.asarray(cache.lengths) + np.asarray(counts)).max())  # jnp would be traced inside a user's loop

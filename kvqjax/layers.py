@@ -16,6 +16,7 @@ from kvqjax import cache as caches
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.state import Cache, RunPlan, plan
 from kvqjax.decoder import Projected
+from kvqjax.eager import kept_program
 from kvqjax.errors import UserError
 from kvqjax.layer_step import Call, Flow, attend_one, begin, check_capacity, depending_on, first_flow, run_constants
 from kvqjax.rope import rotate
@@ -60,6 +61,13 @@ def attend_layer(
     jit. Raises UserError for shapes that do not fit, missing constants, and a missing `below`."""
     check_capacity(cache, counts)
     _check_heads(cache, q, k, v)
+    layer = layer if isinstance(layer, jax.core.Tracer) else int(layer)
+    return _attend_layer(cache, q, k, v, counts, below, constants, layer=layer, within=within)
+
+
+def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: str):
+    """`attend_layer` after its checks."""
+    counts = counts.astype(jnp.int32)
     call = begin(cache, counts, q.shape[1], constants, within)
     number, index = _place(call.runs, layer)
     shape, positions = call.runs[number].shape, call.tokens.positions
@@ -69,6 +77,9 @@ def attend_layer(
     projected = Projected(rotate(q, positions, shape), k, v, None, None)
     out, new, flow = attend_one(call, number, index, {}, projected, flow)
     return out.astype(q.dtype), New(depending_on(out, new), flow)
+
+
+_attend_layer = kept_program(_attend, static_argnames=("layer", "within"))
 
 
 def _check_heads(cache: Cache, q, k, v) -> None:
@@ -114,11 +125,15 @@ def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B
         kind = type(cache).__name__
         raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")
     check_capacity(cache, counts)
-    runs = plan(cache.layout)
-    pending, mass = _by_runs(cache, new, runs)
-    return caches.commit(
-        cache, (*pending, *(() if mass is None else (mass,))), counts, run_constants(constants, cache.layout)
-    )
+    return _append(cache, new, counts, constants)
+
+
+@kept_program
+def _append(cache: Cache, new, counts, constants) -> Cache:
+    """`append` after its checks."""
+    pending, mass = _by_runs(cache, new, plan(cache.layout))
+    fixed = run_constants(constants, cache.layout)
+    return caches.commit(cache, (*pending, *(() if mass is None else (mass,))), counts.astype(jnp.int32), fixed)
 
 
 def _by_runs(cache: Cache, new, runs: tuple[RunPlan, ...]) -> tuple[list[dict], Received | None]:

@@ -150,7 +150,7 @@ def _write_plane(field, words, codes, index, token, bits, wanted):
     per_block = 1024 // bits
     row = token // per_block * PLANE + token % PLANE
     start, codes = ((*index, 0, row), codes.T) if field.along_lanes else ((*index, row, 0), codes)
-    shift = (token % per_block // PLANE * bits).astype(jnp.uint32)
+    shift = jnp.asarray(token % per_block // PLANE * bits, jnp.uint32)
     old = jax.lax.dynamic_slice(words, start, (1,) * len(index) + codes.shape)
     mask = jnp.uint32((1 << bits) - 1) << shift
     new = _chosen(wanted, (old & ~mask) | (codes << shift).reshape(old.shape), old)
@@ -161,7 +161,7 @@ def write(
     field: Field,
     stored: Stored,
     index: tuple[Int[Array, ""] | int, ...],
-    token: Int[Array, ""],
+    token: Int[Array, ""] | int,
     tile: Num[Array, "rows lanes"],
     wanted: Bool[Array, ""] | None = None,
 ) -> Stored:

@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.artifacts import flatten, read_arrays, read_description, write_folder
+from kvqjax.artifacts import flatten, read_arrays, read_description, read_shapes, write_folder
 from kvqjax.cache import Cache, CacheLayout, allocate_cache
+from kvqjax.cache.redeal import dealt_anew
+from kvqjax.cache.state import check_alive
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import parse
 from kvqjax.model import Model
 from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.sharding import cache_layout
 
 __all__ = ["load_cache", "save_cache"]
 
@@ -46,41 +49,63 @@ def _stored(cache: Cache) -> dict[str, Any]:
 
 def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
     """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
-    and constants filled it. Raises UserError when `path` exists or cannot be written, or the cache is dealt."""
+    and constants filled it. Raises UserError when `path` exists or cannot be written, or the cache was donated or lies
+    on several hosts."""
+    check_alive(cache)
     layout = cache.layout
-    if layout.dealt > 1:
-        raise UserError(f"{path}: a cache whose blocks are dealt over {layout.dealt} devices cannot be saved")
+    if not cache.lengths.is_fully_addressable:
+        raise UserError(f"{path}: a cache that lies on several hosts cannot be saved")
     text = {"kind": "cache", "method": str(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
-    write_folder(Path(path), text | {"batch": cache.batch} | _about(model), _stored(cache))
+    text |= {"batch": cache.batch, "dealt": layout.dealt}
+    write_folder(Path(path), text | _about(model), _stored(cache))
 
 
 def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
+    """What was stored: the layout of `model`, its blocks dealt as they were then."""
+    dealt = text.get("dealt", 1)
+    if type(dealt) is not int or dealt < 1:
+        raise UserError(f"{path}: description.json has no usable 'dealt'")
     return CacheLayout(
         shape=model.config.kv_shape,
         method=parse(text["method"]),
         capacity=text["capacity"],
         dtype=text["dtype"],
         target=target_of(model.params["embed"]),
+        dealt=dealt,
     )
 
 
+def _check(path: Path, shape: Cache) -> None:
+    """Compare what the folder holds with what the layout wants."""
+    arrays = read_shapes(path)
+    for name, leaf in _stored(shape).items():
+        got = arrays.get(name)
+        if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
+            found = "nothing" if got is None else f"{got.dtype}{got.shape}"
+            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
+
+
 def load_cache(path: str | os.PathLike, model: Model) -> Cache:
-    """Read a cache that `model` filled. Raises UserError when the folder is missing or damaged, or was written for
-    another model, other constants or another compute dtype, naming the field."""
+    """Read a cache that `model` filled, on whatever mesh it then was: it comes back as `init_cache` would lay it out
+    for `model`, dealt over its devices. On as many devices along the sequence as before, every shard is read straight
+    into its own. Raises UserError when the folder is missing or damaged, or was written for another model, other
+    constants or another compute dtype, naming the field."""
     path = Path(path)
     text = read_description(path, "cache")
     wanted = _about(model) | {"dtype": str(model.params["embed"].dtype)}
     for field, value in wanted.items():
         if text.get(field) != value:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
-    shape = jax.eval_shape(functools.partial(allocate_cache, _layout(path, text, model), text["batch"]))
-    arrays = read_arrays(path)
-    for name, leaf in _stored(shape).items():
-        got = arrays.get(name)
-        if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
-            found = "nothing" if got is None else f"{got.dtype}{got.shape}"
-            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
+    stored, rules = _layout(path, text, model), model.rules
+    layout = cache_layout(rules, dataclasses.replace(stored, dealt=1), text["batch"])
+    shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
+    _check(path, shape)
+    places = None if rules is None else rules.places(target)
+    arrays = read_arrays(path, flatten((places,)) if stored == layout and places is not None else None)
     leaves = [
-        arrays[name] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in flatten((shape,)).items()
+        arrays[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype) for name, leaf in flatten((shape,)).items()
     ]
-    return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+    cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
+    if stored != layout:
+        cache = dealt_anew(cache, layout)
+    return jax.tree.map(jnp.asarray, cache) if places is None else jax.device_put(cache, places)

@@ -146,6 +146,10 @@ class Rules:
         runs = tuple(self.run(s, p) for s, p in zip(cache.runs, plan(cache.layout), strict=True))
         return cache.replace(runs=runs, lengths=rows, overflow=rows, kept=dict.fromkeys(cache.kept, rows))
 
+    def places(self, cache: Cache) -> Cache:
+        """Where each array of a cache lies."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.cache(cache))
+
     def local_config(self, config: ModelConfig) -> ModelConfig:
         """What one device computes: the KV heads it caches and the query heads that attend to them."""
         rest = self.width[len(self.kv_heads) :]

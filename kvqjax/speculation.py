@@ -108,6 +108,7 @@ def _verify(model: Model, state: _State, drafted: Int[Array, "B draft"], eos: In
 
 
 @functools.partial(jax.jit, static_argnames=("draft", "ngram"), donate_argnames="state")
+@jax.enable_x64(False)
 def _rounds(
     model: Model, small: Model | None, state: _State, eos: Int[Array, " N"], *, draft: int, ngram: int
 ) -> _State:
@@ -198,6 +199,7 @@ def _state(cache: Cache, drafter: Cache | None, known, counts, new: int) -> _Sta
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+@jax.enable_x64(False)
 def _first(state: _State, logits, eos) -> _State:
     """Record the token that the prefill chose."""
     token = logits.argmax(-1).astype(jnp.int32)

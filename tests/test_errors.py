@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -176,6 +177,21 @@ def generating(prompts, **options):
     return lambda tmp_path, monkeypatch, recall: kvq.generate(recall, prompts, **options)
 
 
+def step(model, cache):
+    return kvq.forward(model, jnp.zeros((1, 2), jnp.int32), jnp.asarray([2], jnp.int32), cache)
+
+
+def donated(tmp_path, monkeypatch, recall):
+    cache = kvq.init_cache(recall, kvq.exact(), 1, 64)
+    jax.jit(step, donate_argnums=1)(recall, cache)
+    step(recall, cache)
+
+
+def gradient(tmp_path, monkeypatch, recall):
+    cache = kvq.init_cache(recall, kvq.exact(), 1, 64)
+    jax.grad(lambda model: step(model, cache)[0].sum())(recall)
+
+
 def cache_of(spec: str):
     return lambda tmp_path, monkeypatch, recall: kvq.init_cache(recall, kvq.parse(spec), 1, 64)
 
@@ -218,6 +234,9 @@ CASES = {
     "more tokens counted than given": forwarding(jnp.ones((2, 3), int), jnp.asarray([4, 0])),
     "cache of another model": forwarding(jnp.ones((2, 3), int), jnp.asarray([3, 0]), num_layers=1),
     "tokens beyond the capacity": beyond_capacity,
+    "empty batch": generating([]),
+    "donated cache": donated,
+    "gradient through a cache": gradient,
     "no such file": text_file("absent.txt", None),
     "text that is not UTF-8": text_file("latin.txt", "caf\xe9".encode("latin-1")),
     "empty text": text_file("empty.txt", b" \n"),

@@ -26,7 +26,7 @@ class Deal(NamedTuple):
             raise ValueError("a cache dealt over devices is read and written on its mesh only")
         return jax.lax.axis_index(self.axes)
 
-    def place(self, token: Int[Array, ""]) -> tuple[Bool[Array, ""] | None, Int[Array, ""]]:
+    def place(self, token: Int[Array, ""] | int) -> tuple[Bool[Array, ""] | None, Int[Array, ""] | int]:
         """Whether body token `token` lies here (None: everything does), and its number among those that do."""
         if self.parts == 1:
             return None, token

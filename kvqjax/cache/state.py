@@ -11,6 +11,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
@@ -25,7 +26,7 @@ from kvqjax.methods.keep import Keep
 from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Clock, Wiring
 
-__all__ = ["Cache", "CacheLayout", "Run", "RunPlan", "allocate_cache", "body_tokens", "chains", "plan"]
+__all__ = ["Cache", "CacheLayout", "Run", "RunPlan", "allocate_cache", "body_tokens", "chains", "check_alive", "plan"]
 
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 
@@ -285,6 +286,7 @@ def _allocate_run(run: RunPlan, batch: int, layout: CacheLayout) -> Run:
     )
 
 
+@jax.enable_x64(False)
 def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     """An empty cache of `batch` rows."""
     if layout.capacity < 1 or batch < 1:
@@ -296,6 +298,16 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     if keep is not None and first.kept:
         kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.clocks[0].unit, first.ring)
     return Cache(runs, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool), layout, kept)
+
+
+def check_alive(*values: Any) -> None:
+    """Raise UserError when an array of a cache, or of pending sources, was donated: a jitted call took its memory."""
+    arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    if any(array.is_deleted() for array in arrays):
+        raise UserError(
+            "this cache was donated to an earlier call, or shares arrays with one that was; "
+            "go on with what that call returned, or fork the cache before it"
+        )
 
 
 def body_tokens(run: RunPlan, state: Run) -> Int[Array, " B"]:

@@ -1,10 +1,13 @@
 """Operations on whole rows of packed caches: crop, fork, gather, insert, evict. Pure, jit-compatible, for every method.
 
 None of them decodes or encodes anything: they move arrays and change counts, and know nothing of what a field means.
+What `crop` and `evict` return shares its arrays with the cache they were given, so donating one of the two ends the
+other: `fork` first where both must live on.
 Contract: what lies below a row's `lengths` equals a fresh encode of the same tokens with as many groups encoded; what
 lies beyond is undefined and never read, because words are cleared before they are written."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.eviction import crop_kept, forget
-from kvqjax.cache.state import Cache, Run, RunPlan, plan
+from kvqjax.cache.state import Cache, Run, check_alive, plan
 from kvqjax.errors import UserError
 
 __all__ = ["crop", "evict", "fork", "gather", "insert"]
@@ -20,11 +23,13 @@ __all__ = ["crop", "evict", "fork", "gather", "insert"]
 
 def fork(cache: Cache) -> Cache:
     """A copy that shares no buffer with `cache`: either may be donated and the other lives on."""
+    check_alive(cache)
     return jax.tree.map(jnp.copy, cache)
 
 
 def _by_rows(function: Callable, cache: Cache, *others: Cache) -> Cache:
     """Apply `function(axis, array, *arrays)` to every array, `axis` being its row axis: 1 behind the layers, else 0."""
+    check_alive(cache, *others)
 
     def stacked(*arrays):
         return function(1, *arrays)
@@ -71,22 +76,27 @@ def insert(cache: Cache, row: Int[Array, ""] | int, other: Cache, other_row: Int
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Empty the marked rows: length 0, nothing encoded, overflow forgotten. Their old words stay until overwritten."""
+    """Empty the marked rows: length 0, nothing encoded, overflow forgotten. Their old words stay until overwritten, in
+    arrays that the result shares with `cache`: `fork` first where both must live on."""
+    check_alive(cache)
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
     done = cache.replace(runs=runs, lengths=empty(cache.lengths), overflow=cache.overflow & ~rows)
     return done.replace(kept=forget(cache.kept, rows))
 
 
-def _floor(wanted: Int[Array, " B"], clocks: list[tuple[RunPlan, int, Array]]) -> Int[Array, " B"]:
-    """The most body tokens, at most `wanted`, at which each clock (run, unit, encoded tokens [B]) can stand: at or
-    above what it has encoded, or on a boundary of its units below that."""
+@functools.partial(jax.jit, static_argnames="clocks")
+def _floor(
+    wanted: Int[Array, " B"], encoded: tuple[Int[Array, " B"], ...], clocks: tuple[tuple[int, bool], ...]
+) -> Int[Array, " B"]:
+    """The most body tokens, at most `wanted`, at which each clock (unit, whether its body is a ring) can stand: at or
+    above what it has `encoded`, or on a boundary of its units below that."""
 
     def lower(length):
-        for run, unit, encoded in clocks:
+        for (unit, wraps), done in zip(clocks, encoded, strict=True):
             # A ring body has overwritten what a row cut back that far would need, so only the sinks are left.
-            below = jnp.zeros_like(length) if run.wraps else length // unit * unit
-            length = jnp.where((encoded > length) & (length > 0), below, length)
+            below = jnp.zeros_like(length) if wraps else length // unit * unit
+            length = jnp.where((done > length) & (length > 0), below, length)
         return length
 
     def step(pair):
@@ -106,15 +116,15 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     is a ring (sliding windows) have overwritten older tokens: a crop into their encoded part leaves the sinks only.
     Where tokens are evicted by policy (`keep`), those below the cut that the body still holds stay, and those that it
     gave up before do not come back: the row then holds less than a fresh encode of the same tokens.
+    The result shares its arrays with `cache`: `fork` first where both must live on.
     """
     sinks, runs = cache.layout.method.sinks, plan(cache.layout)
-    clocks = [
-        (run, clock.unit, count * clock.unit)
-        for run, state in zip(runs, cache.runs, strict=True)
-        for clock, count in zip(run.wiring.clocks, state.flushed, strict=True)
-    ]
-    wanted = jnp.clip(lengths, 0, cache.lengths) - sinks
-    kept = _floor(wanted, clocks)
+    check_alive(cache)
+    clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.clocks)
+    counts = [count for state in cache.runs for count in state.flushed]
+    encoded = tuple(count * unit for count, (unit, _) in zip(counts, clocks, strict=True))
+    wanted = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, cache.lengths) - sinks
+    kept = _floor(wanted, encoded, clocks)
     whole = jnp.maximum(kept, 0)
     states = tuple(
         state.replace(

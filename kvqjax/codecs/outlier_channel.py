@@ -7,6 +7,7 @@ channel never widens a group. That costs the kept channels' codes: 16/W bits per
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.layout import Field
@@ -29,7 +30,7 @@ class OutlierChannels:
         # A neighbour shares the kept channel's group along channels, except at a group's edge.
         source = [next(c % width for c in range(i, i + width) if c % width not in kept) for i in range(width)]
         inner = self.inner.build(width)
-        where, neighbour = jnp.asarray(kept), jnp.asarray(source)
+        where, neighbour = np.asarray(kept), np.asarray(source)
         field = Field(kind="token", width=len(kept), role="outliers", dtype=self.dtype)
 
         def encode(constants, x):

@@ -1,0 +1,60 @@
+"""A cache on the host that was dealt over some devices, as it lies when it is dealt over others.
+
+A body is a ring of blocks: token block j stands in ring block j mod n (a body that never wraps is a ring long enough).
+Dealing says where ring block q is stored, and how many there are: whole turns of all devices. So a block moves, as it
+is, from its place in the one ring to its place in the other.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int, Shaped
+
+from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, plan
+
+__all__ = ["dealt_anew"]
+
+
+def _places(run: RunPlan) -> Int[np.ndarray, " n"]:
+    """Where ring block q is stored: devices one after the other, each with its own blocks in order."""
+    ring, deal = np.arange(run.slots // run.block), run.deal
+    each = max(1, deal.block // run.block)
+    turn = ring // each
+    return turn % deal.parts * (len(ring) // deal.parts) + turn // deal.parts * each + ring % each
+
+
+def _moved(
+    old: RunPlan, new: RunPlan, encoded: Int[np.ndarray, " B"], array: Shaped[np.ndarray, "L B R W"], axis: int
+) -> Shaped[np.ndarray, "L B r w"]:
+    """A field's array of `old` as `new` stores it; tokens follow each other along `axis`. Of a row's blocks each ring
+    holds the newest; what the old one no longer held is zero."""
+    count, wanted = old.slots // old.block, new.slots // new.block
+    blocks = np.moveaxis(array, axis, 2)
+    blocks = blocks.reshape(*blocks.shape[:2], count, -1, blocks.shape[3])
+    moved = np.zeros((*blocks.shape[:2], wanted, *blocks.shape[3:]), array.dtype)
+    source, target = _places(old), _places(new)
+    for row, last in enumerate((encoded - 1) // old.block):
+        newest = last - (last - np.arange(wanted)) % wanted  # the block that each place of the new ring stands for
+        held = (newest >= 0) & (newest > last - count)
+        moved[:, row, target[held]] = blocks[:, row, source[newest[held] % count]]
+    return np.moveaxis(moved.reshape(*moved.shape[:2], -1, moved.shape[4]), 2, axis)
+
+
+def _run(old: RunPlan, new: RunPlan, state: Run) -> Run:
+    body = {}
+    for clock, flushed in zip(old.wiring.clocks, state.flushed, strict=True):
+        for source in clock.sources if state.body else ():
+            fields = old.wiring.codecs[source].fields
+            body[source] = {
+                name: tuple(
+                    _moved(old, new, flushed * clock.unit, x, 3 if fields[name].along_lanes else 2) for x in part
+                )
+                for name, part in state.body[source].items()
+            }
+    return dataclasses.replace(state, body=body)
+
+
+def dealt_anew(cache: Cache, layout: CacheLayout) -> Cache:
+    """`cache`, its arrays numpy's, with its blocks dealt as `layout` says, which is else its own."""
+    runs = zip(plan(cache.layout), plan(layout), cache.runs, strict=True)
+    return cache.replace(runs=tuple(_run(old, new, state) for old, new, state in runs), layout=layout)
