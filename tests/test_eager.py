@@ -10,6 +10,7 @@ from cases import model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax.config import KVShape
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
 ROWS, LENGTH, CALLS = 2, 48, 20
@@ -46,7 +47,6 @@ def on_caches(model) -> dict:
         "forward": lambda n: kvq.forward(model, tokens(ROWS, LENGTH, n), counts(n), cache, last=True),
         "attend": lambda n: kvq.attend(model, tokens(ROWS, LENGTH, n), counts(n), cache, within="step"),
         "commit": lambda n: kvq.commit(model, cache, sources, counts(n)),
-        "append": lambda n: kvq.append(model, cache, sources, counts(n)),
         "prefill": lambda n: kvq.prefill(model, tokens(ROWS, LENGTH, n), counts(n), blank),
         "crop": lambda n: kvq.crop(cache, counts(n) - n),
         "evict": lambda n: kvq.evict(cache, jnp.asarray([n % 2 == 0, True])),
@@ -64,7 +64,14 @@ def on_one_device(tmp_path: Path) -> dict:
     kvq.save_cache(folder, cache, model)
     recall, xquant = kvq.load("recall"), model_and_method("xquant-latents")
     kvq.calibrate.run(*xquant).save(tmp_path / "artifact")
+    shape = KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+    layers = kvq.init_cache(shape, "kivi:bits=2,window=32", ROWS, 512)
+    q, k, v = (jnp.ones((ROWS, LENGTH, heads, 16)) for heads in (4, 2, 2))
+    new = [kvq.attend_layer(layers, layer, q, k, v, counts(0))[1] for layer in range(2)]
     return {
+        "attend_layer": lambda n: kvq.attend_layer(layers, n % 2, q, k, v, counts(n)),
+        "append": lambda n: kvq.append(layers, new, counts(n)),
+        "below_first": lambda n: kvq.below_first(layers, counts(n), LENGTH),
         "gather": lambda n: kvq.gather(cache, jnp.asarray([n % 2, 0, 1])),
         "insert": lambda n: kvq.insert(cache, n % 2, cache, 1),
         "speculate": lambda n: kvq.speculate(model, [[1, n], [n]], METHOD, max_new_tokens=9).tokens,
