@@ -14,7 +14,7 @@ from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.surgery import gather
 from kvqjax.errors import UserError
 from kvqjax.forward import forward, init_cache, prefill
-from kvqjax.generate import bucket, encode_prompts
+from kvqjax.generate import bucket, encode_prompts, require_finite
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
 
@@ -137,7 +137,9 @@ def beam_search(
     eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
     penalty = jnp.float32(length_penalty)
     state = _begin(cache, logits, eos, penalty, beams=beams, new=max_new_tokens)
-    return _best(_search(model, state, eos, penalty), length_penalty)
+    state = _search(model, state, eos, penalty)
+    require_finite(state.cache)
+    return _best(state, length_penalty)
 
 
 def _best(state: _State, penalty: float) -> Beams:

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
+from kvqjax.finite import saturated
+
 __all__ = [
     "PLANE",
     "Field",
@@ -172,7 +174,7 @@ def write(
         start = (*index, 0, token)
     else:
         start = (*index, token // field.group, 0)
-    tile = to_bits(tile.astype(field.dtype)).reshape((1,) * len(index) + tile.shape)
+    tile = to_bits(saturated(tile, field.dtype)).reshape((1,) * len(index) + tile.shape)
     if wanted is not None:
         tile = _chosen(wanted, tile, jax.lax.dynamic_slice(stored[0], start, tile.shape))
     tile = row_major(tile)

@@ -75,6 +75,8 @@ def load_cache(path: str | os.PathLike, model: Model) -> Cache:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
     shape = jax.eval_shape(functools.partial(allocate_cache, _layout(path, text, model), text["batch"]))
     arrays = read_arrays(path)
+    if "0/lengths" in arrays:  # a cache from before `finite` was stored; a copy, for two leaves may not share a buffer
+        arrays.setdefault("0/finite", jnp.copy(arrays["0/lengths"]))
     for name, leaf in _stored(shape).items():
         got = arrays.get(name)
         if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:

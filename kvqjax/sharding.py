@@ -137,7 +137,8 @@ class Rules:
         """Specs of a cache."""
         rows = PartitionSpec(self.batch)
         runs = tuple(self.run(s, p) for s, p in zip(cache.runs, plan(cache.layout), strict=True))
-        return cache.replace(runs=runs, lengths=rows, overflow=rows, kept=dict.fromkeys(cache.kept, rows))
+        kept = dict.fromkeys(cache.kept, rows)
+        return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept)
 
     def local_config(self, config: ModelConfig) -> ModelConfig:
         """What one device computes: the KV heads it caches and the query heads that attend to them."""

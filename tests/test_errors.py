@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny
+from tiny import spoiling, tiny
 
 import kvqjax as kvq
 from kvqjax.artifacts import Artifact
@@ -205,6 +205,7 @@ CASES = {
     "token outside the vocabulary": generating([[64]]),
     "prompt beyond the capacity": generating([[1, 2, 3]], capacity=32),
     "tokens beyond the capacity": beyond_capacity,
+    "keys and values that are not finite": lambda *_: kvq.generate(spoiling(), [[1, 2]], max_new_tokens=4),
     "no such file": text_file("absent.txt", None),
     "text that is not UTF-8": text_file("latin.txt", "caf\xe9".encode("latin-1")),
     "empty text": text_file("empty.txt", b" \n"),
