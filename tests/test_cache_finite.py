@@ -159,23 +159,24 @@ def test_a_token_without_a_finite_embedding(name):
         same(forward(model, TOKENS, COUNTS, again)[0], jnp.concatenate([alone[:1], others[1:]]))
 
 
-def test_keys_that_overflow_to_minus_infinity_are_seen():
-    """Their weight is 0, so the output alone would not show them. Products with the queries are of ordinary size."""
-    model, length = tiny(num_layers=1), 12
-    layers = model.params["layers"]
-    pair = np.asarray([0, 8])  # of 16 channels; the first KV head's queries are the first two heads
-    k, q = layers["k"].at[..., pair].multiply(2e38), layers["q"].at[..., [*pair, *(pair + 16)]].multiply(1e-37)
-    model = model.replace(params=model.params | {"layers": layers | {"k": k, "q": q}})
-    cache = kvq.init_cache(model, kvq.exact(), 3, 64)
-    text = jnp.asarray(np.random.default_rng(2).integers(0, 49, (3, length)))
-    logits, pending = attend(model, text, jnp.full(3, length), cache)
-    keys = np.asarray(pending[0]["k"])
-    assert np.isneginf(keys).any()
-    assert not np.isnan(keys).any()
-    bad = ~np.isfinite(keys).all((0, -1))
-    for row, at in enumerate(np.where(bad.any(1), bad.argmax(1), length)):
-        assert np.isfinite(logits[row, :at]).all()
-        assert np.isnan(logits[row, at:]).all()
+def test_a_key_that_overflows_to_minus_infinity_is_seen():
+    """Its weight is 0, so the output alone would not show it. Channel 31 of the input is the third token's alone; RoPE
+    turns that token's key, two equal channels of 3e38, so that one of them overflows."""
+    model, pair = tiny(num_layers=1), np.asarray([0, 8])
+    layers, own = model.params["layers"], 1 / np.sqrt(32)  # its input after the norm is sqrt(32)
+    embed = model.params["embed"].at[:, 31].set(0).at[WRONG].set(jnp.zeros(32).at[31].set(1.0))
+    k = layers["k"].at[..., pair].set(0).at[0, 31, pair].set(3e38 * own)
+    both = np.concatenate([pair, pair + 16])  # the two query heads of that KV head
+    q = layers["q"].at[..., both].set(0).at[0, 31, both].set(-own)
+    model = model.replace(params=model.params | {"embed": embed, "layers": layers | {"k": k, "q": q}})
+    text, cache = jnp.asarray([[1, 2, WRONG]]), kvq.init_cache(model, kvq.exact(), 1, 64)
+    logits, pending = attend(model, text, jnp.full(1, 3), cache)
+    keys = np.asarray(pending[0]["k"])[0, 0]
+    assert np.isfinite(keys[:2]).all()
+    assert np.flatnonzero(~np.isfinite(keys[2])).tolist() == [0]
+    assert keys[2, 0] == -np.inf
+    assert np.isfinite(logits[0, :2]).all()
+    assert np.isnan(logits[0, 2]).all()
 
 
 HUGE = 6e4
