@@ -225,3 +225,11 @@ def test_generation_says_so():
     for call in (kvq.generate, kvq.speculate, kvq.beam_search):
         with pytest.raises(kvq.UserError, match=f"^{message}$"):
             call(spoiling(), [[1, 2]], kvq.exact(), max_new_tokens=4)
+
+
+def test_calibration_sees_it_too():
+    """AQUA-KV fits what an exact prefill gives the cache, where 0 stands for what is not finite."""
+    model = kvq.load("recall")
+    broken = model.replace(params=model.params | {"embed": model.params["embed"].at[:, 0].set(jnp.nan)})
+    with pytest.raises(kvq.UserError, match="came out NaN or infinite"):
+        kvq.calibrate.run(broken, kvq.parse("aqua"), "ab12" * 99, count=1, length=132)
