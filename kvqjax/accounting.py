@@ -135,7 +135,7 @@ def ledger(cache: Cache) -> Ledger:
         for run, state in zip(runs, cache.runs, strict=True)
         for entry in _run_entries(run, state, layout.capacity, layout.method.sinks)
     ]
-    entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow]))
+    entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow, cache.finite]))
     entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in cache.kept.items()]
     values = 2 * layout.shape.num_layers * layout.shape.kv_width
     return Ledger(

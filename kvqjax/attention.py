@@ -43,7 +43,9 @@ def _accumulate(
     v: Float[Array, "B S J N"],
     mask: Bool[Array, "B T S"],
 ) -> _Running:
-    """Fold one block of keys and values into the running softmax; J = 1 is a value that all heads share."""
+    """Fold one block of keys and values into the running softmax; J = 1 is a value that all heads share. A value that
+    no query sees may be anything, for 0 x inf would be NaN."""
+    v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
     scores = jnp.einsum("bkgtd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(-1))

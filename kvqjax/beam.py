@@ -15,6 +15,7 @@ from kvqjax.cache.surgery import gather
 from kvqjax.doors import check_counts
 from kvqjax.errors import UserError
 from kvqjax.forward import forward, init_cache, prefill
+from kvqjax.generation import require_finite
 from kvqjax.methods import MethodLike
 from kvqjax.model import Model
 from kvqjax.options import named_options
@@ -151,7 +152,9 @@ def beam_search(
     eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
     penalty = jnp.float32(length_penalty)
     state = _begin(cache, logits, eos, penalty, beams=beams, new=max_new_tokens)
-    return _best(_search(model, state, eos, penalty), length_penalty)
+    state = _search(model, state, eos, penalty)
+    require_finite(state.cache)
+    return _best(state, length_penalty)
 
 
 def _best(state: _State, penalty: float) -> Beams:

@@ -11,13 +11,15 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax import decoder
-from kvqjax.cache.append import admitted, flush_layer, remember
+from kvqjax.cache.admission import admitted, finite_tokens
+from kvqjax.cache.append import flush_layer, remember
 from kvqjax.cache.eviction import Chosen
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache, due, plan, stored_form
 from kvqjax.config import KVShape
 from kvqjax.doors import check_counts, check_model, check_new_tokens, check_pending
 from kvqjax.eager import kept_program
 from kvqjax.errors import UserError
+from kvqjax.finite import leading, saturated
 from kvqjax.layer_step import (
     attend_one,
     begin,
@@ -122,7 +124,8 @@ def attend(
     `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one
     token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
     of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean
-    nothing. With `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
+    nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
+    `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
     check_new_tokens(model, tokens, counts, cache)
     out = ("logits" if last else "chunk", "pending")
     return _run(_attend, model, cache, tokens, counts, out=out, within=within, last=last)
@@ -139,7 +142,7 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
         projected = decoder.project(weights, h, positions, config)
         whole = projected._replace(q=decoder.whole_heads(projected.q, config))
         attended, new, flow = attend_one(call, number, index, weights, whole, flow)
-        attended = decoder.own_heads(attended, config, projected.q.shape[2])
+        attended = saturated(decoder.own_heads(attended, config, projected.q.shape[2]), h.dtype)
         return (decoder.finish(weights, h, attended, config), flow), new
 
     loop = decoder.embed(model.params, tokens, config), first_flow(call)
@@ -232,28 +235,35 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     h = decoder.embed(model.params, tokens, model.config)
     chosen, kept = chosen_tokens(model, cache, constants, h, counts, chunk)
     carry = slab(runs, tokens.shape if chosen is None else chosen.token.shape, layout.dtype)
-    states = []
+    states, whole = [], counts
     for run, state, own in zip(runs, cache.runs, constants, strict=True):
-        h, carry, state = _prefill_run(model, run, state, own, h, carry, counts, chunk, layout.method.sinks, chosen)
+        (h, carry, whole), state = _prefill_run(
+            model, run, state, own, (h, carry, whole), counts, chunk, layout.method.sinks, chosen
+        )
         states.append(state)
-    done = cache.replace(runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow, kept=kept)
+    finite = finite_tokens(cache, whole, counts)
+    done = cache.replace(
+        runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=kept
+    )
     return _last_logits(model, h, counts), done
 
 
 def _prefill_run(
-    model, run: RunPlan, state: Run, constants, h, carry, counts, chunk: int, sinks: int, chosen: Chosen | None
+    model, run: RunPlan, state: Run, constants, flow: tuple, counts, chunk: int, sinks: int, chosen: Chosen | None
 ):
     """One run of layers over the whole prompt: attention, then encoding, layer by layer; where there is a choice, of
-    the `chosen` tokens as if they were the whole prompt."""
+    the `chosen` tokens as if they were the whole prompt. `flow` goes from layer to layer: hidden states, the method's
+    carry, and how many tokens come before the first that is not finite."""
     empty = jnp.zeros_like(counts)
     held = empty - sinks
     targets = tuple(due(clock, held + counts, f) for clock, f in zip(run.wiring.clocks, state.flushed, strict=True))
 
     def step(index, loop):
-        h, carry, body, exact = loop
+        (h, carry, whole), body, exact = loop
         weights = decoder.layer(model.params, run.first + index)
         fixed = caches.pick(constants, index)
-        new, h, _ = exact_layer(model, run, weights, fixed, h, counts, chunk)
+        new, h, finite, _ = exact_layer(model, run, weights, fixed, h, counts, chunk)
+        whole = jnp.minimum(whole, leading(finite))
         if run.slots and chosen is None:
             body, new, carry = flush_layer(run, body, index, new, held, targets, fixed, carry)
         elif run.slots and chosen is not None and chosen.token.shape[1]:
@@ -263,11 +273,11 @@ def _prefill_run(
         fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
         fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-        return h, carry, body, jax.tree.map(put, exact, (fresh.sinks, fresh.window))
+        return (h, carry, whole), body, jax.tree.map(put, exact, (fresh.sinks, fresh.window))
 
     # How many layers XLA cannot know: it would unroll a single one, whose products then are others than those of the
     # layers above it and compile once more.
     count = run.count if decoder.is_unrolled(model.params) else run.count + jnp.minimum(counts[0], 0)
-    loop = h, carry, state.body, (state.sinks, state.window)
-    h, carry, body, (kept, window) = decoder.over_layers(model.params, 0, count, step, loop)
-    return h, carry, Run(body=body, sinks=kept, window=window, flushed=targets if run.slots else state.flushed)
+    loop = flow, state.body, (state.sinks, state.window)
+    flow, body, (kept, window) = decoder.over_layers(model.params, 0, count, step, loop)
+    return flow, Run(body=body, sinks=kept, window=window, flushed=targets if run.slots else state.flushed)

@@ -22,7 +22,7 @@ from kvqjax.options import named_options
 from kvqjax.prompt_ids import Prompts, bucket, encode_prompts
 from kvqjax.sampling import Sampling, make_sampling, sample
 
-__all__ = ["Generated", "decode_steps", "generate", "prefill_chunks", "stream"]
+__all__ = ["Generated", "decode_steps", "generate", "prefill_chunks", "require_finite", "stream"]
 
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
@@ -133,6 +133,15 @@ def _require_finite(logits) -> None:
         raise UserError("the model's logits are NaN or infinite; check its weights, or try dtype='f32'")
 
 
+def require_finite(cache: Cache) -> None:
+    """Raise UserError where a row holds a token that is not finite: its logits are NaN, so its tokens mean nothing."""
+    broken, finite = _fetched(cache.nonfinite, cache.finite)
+    if broken.any():
+        row = int(broken.argmax())
+        cause = f"a key or value of token {finite[row]} is NaN or infinite"
+        raise UserError(f"row {row}: {cause}; check the model's weights, or try dtype='f32'")
+
+
 def _start(
     model: Model, prompts, cache: Cache, chunk: int | None, new: int, sampling: Sampling, seed: int, eos
 ) -> LoopState:
@@ -207,6 +216,7 @@ def stream(
     cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity))
     state = _start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos)
     while True:
+        require_finite(state.cache)
         made, tokens, done = _fetched(state.made, state.tokens, state.done)
         rows = [row[:count].tolist() for row, count in zip(tokens, made, strict=True)]
         result, stopped = _texts(model, rows, stop)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num, Shaped
 
+from kvqjax.finite import saturated
 from kvqjax.xla import row_major
 
 __all__ = ["HALF", "allocate", "offset", "read", "stored_bits", "tokens_per_row", "write"]
@@ -70,7 +71,7 @@ def _write_piece(field, array, index, token, piece, wanted):
     start, shape = (*index, 0, row, 0), (1,) * len(index) + piece.shape
     old = jax.lax.dynamic_slice(array, start, shape)
     if not field.packed:
-        new = piece.astype(array.dtype).reshape(shape)
+        new = saturated(piece, array.dtype).reshape(shape)
     else:
         new = piece.astype(jnp.int32).reshape(shape)
         if tokens_per_row(field.bits) == 2:

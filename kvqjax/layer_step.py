@@ -15,6 +15,7 @@ from kvqjax.cache.eviction import Received, no_mass
 from kvqjax.cache.state import Cache, CacheLayout, RunPlan, check_alive, due, plan
 from kvqjax.decoder import Projected
 from kvqjax.errors import UserError
+from kvqjax.finite import found_finite, spoiled, zeroed
 from kvqjax.layout import row_major
 from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
 
@@ -143,12 +144,15 @@ def attend_one(
 ) -> tuple[Float[Array, "B T H D"], dict, Flow]:
     """Attend in layer `index` of run `number`: (output in float32, new sources [B, T, W], what flows on).
 
-    `projected.q` holds the queries of all heads that attend here."""
+    `projected.q` holds the queries of all heads that attend here. From a token on whose source is not finite, the
+    output of its row is NaN."""
     run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
     fixed = caches.pick(call.constants[number], index)
     new = run.wiring.capture(weights, fixed, projected, positions)
+    dtype = call.cache.layout.dtype
+    broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
     below = _below(call, number, index)
-    view = LayerView(run, call.cache.runs[number], index, weights, fixed, new, sinks, below)
+    view = LayerView(run, call.cache.runs[number], index, weights, fixed, zeroed(dtype, new), sinks, below)
     parts, tile = attend_exact(projected.q, view, call.tokens, call.recode and run.slots > 0, flow.tile)
     body = flow.body
     if run.slots:
@@ -159,7 +163,8 @@ def attend_one(
         more = weigh(projected.q, view, call.tokens, total_lse(*parts), flow.body)
         mass = jax.tree.map(jnp.add, mass, more)
     new = {name: row_major(x) for name, x in new.items()}
-    return merge(*parts), new, Flow(body, tile, mass)
+    out = jnp.where(broken[:, :, None, None], jnp.nan, merge(*parts))
+    return out, new, Flow(body, tile, mass)
 
 
 def _below(call: Call, number: int, index) -> tuple:

@@ -18,6 +18,7 @@ from kvqjax.cache.state import Cache, RunPlan, plan
 from kvqjax.decoder import Projected
 from kvqjax.eager import kept_program
 from kvqjax.errors import UserError
+from kvqjax.finite import saturated
 from kvqjax.layer_step import Call, Flow, attend_one, begin, check_capacity, depending_on, first_flow, run_constants
 from kvqjax.rope import rotate
 
@@ -76,7 +77,7 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: s
         q = q * jnp.asarray(shape.scale * shape.head_dim**0.5, q.dtype)
     projected = Projected(rotate(q, positions, shape), k, v, None, None)
     out, new, flow = attend_one(call, number, index, {}, projected, flow)
-    return out.astype(q.dtype), New(depending_on(out, new), flow)
+    return saturated(out, q.dtype), New(depending_on(out, new), flow)
 
 
 _attend_layer = kept_program(_attend, static_argnames=("layer", "within"))

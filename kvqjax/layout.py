@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
 from kvqjax import head_major
+from kvqjax.finite import saturated
 from kvqjax.xla import row_major
 
 __all__ = [
@@ -177,7 +178,7 @@ def write(
         start = (*index, 0, token)
     else:
         start = (*index, token // field.group, 0)
-    tile = to_bits(tile.astype(field.dtype)).reshape((1,) * len(index) + tile.shape)
+    tile = to_bits(saturated(tile, field.dtype)).reshape((1,) * len(index) + tile.shape)
     if wanted is not None:
         tile = _chosen(wanted, tile, jax.lax.dynamic_slice(stored[0], start, tile.shape))
     tile = row_major(tile)

@@ -75,9 +75,14 @@ def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
     )
 
 
+# Caches from before `finite` was stored held nothing else: it equals their lengths.
+FINITE, LENGTHS = "0/finite", "0/lengths"
+
+
 def _check(path: Path, shape: Cache) -> None:
     """Compare what the folder holds with what the layout wants."""
     arrays = read_shapes(path)
+    arrays = arrays | {FINITE: arrays.get(FINITE, arrays.get(LENGTHS))}
     for name, leaf in _stored(shape).items():
         got = arrays.get(name)
         if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
@@ -102,6 +107,8 @@ def load_cache(path: str | os.PathLike, model: Model) -> Cache:
     _check(path, shape)
     places = None if rules is None else rules.places(target)
     arrays = read_arrays(path, flatten((places,)) if stored == layout and places is not None else None)
+    if FINITE not in arrays:  # a copy, for two leaves may not share a buffer
+        arrays[FINITE] = jnp.copy(arrays[LENGTHS])
     leaves = [
         arrays[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype) for name, leaf in flatten((shape,)).items()
     ]

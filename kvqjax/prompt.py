@@ -12,6 +12,7 @@ from kvqjax.cache import pick
 from kvqjax.cache.append import window_tokens
 from kvqjax.cache.eviction import Chosen, choose, received
 from kvqjax.cache.state import Cache, RunPlan, due, plan
+from kvqjax.finite import found_finite, spoiled, zeroed
 from kvqjax.model import Model
 from kvqjax.rope import rotate
 from kvqjax.segments import visible
@@ -28,7 +29,7 @@ def chosen_tokens(model: Model, cache: Cache, constants, h, counts, chunk: int) 
     def step(run, fixed, index, loop):
         h, mass = loop
         weights = decoder.layer(model.params, run.first + index)
-        _, h, more = exact_layer(model, run, weights, pick(fixed, index), h, counts, chunk, weighing=True)
+        _, h, _, more = exact_layer(model, run, weights, pick(fixed, index), h, counts, chunk, weighing=True)
         return h, mass + more
 
     mass = jnp.zeros(h.shape[:2])
@@ -45,8 +46,9 @@ def chosen_tokens(model: Model, cache: Cache, constants, h, counts, chunk: int) 
 def exact_layer(
     model: Model, run: RunPlan, weights, constants, h: Float[Array, "B T E"], counts, chunk: int, weighing: bool = False
 ):
-    """One layer of exact causal attention, `chunk` tokens at a time: (sources [B,T,W], next hidden states [B,T,E], and
-    with `weighing` the attention mass of every token, [B,T], else 0)."""
+    """One layer of exact causal attention, `chunk` tokens at a time: (sources [B,T,W] with 0 for what is not finite,
+    next hidden states [B,T,E], which tokens are finite [B,T], and with `weighing` the attention mass of every token,
+    [B,T], else 0)."""
     config, (batch, length) = model.config, h.shape[:2]
     starts = jnp.arange(0, length, chunk)
 
@@ -58,12 +60,15 @@ def exact_layer(
         positions, projected = project(start)
         sources = run.wiring.capture(weights, constants, projected, positions)
         k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
-        return sources, rotate(k, positions, config), v
+        made = sources, {"k": rotate(k, positions, config), "v": v}
+        each = found_finite(h.dtype, *jax.tree.map(lambda x: x.reshape(batch, chunk, -1), made))
+        return *(zeroed(h.dtype, x) for x in made), each
 
     def join(x):
         return jnp.moveaxis(x, 0, 1).reshape(batch, length, *x.shape[3:])
 
-    new, k, v = jax.tree.map(join, jax.lax.map(keys, starts))
+    new, attending, finite = jax.tree.map(join, jax.lax.map(keys, starts))
+    k, v, broken = attending["k"], attending["v"], spoiled(finite, counts)
 
     def attended(mass, start):
         positions, projected = project(start)
@@ -84,7 +89,9 @@ def exact_layer(
         last = start // chunk + 1
         out, _ = blockwise_attention(projected.q, k.shape[2], read, first, last)
         mass = jax.lax.fori_loop(first, last, add, mass) if weighing else mass
-        return mass, decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out.out, config)
+        spoilt = jax.lax.dynamic_slice_in_dim(broken, start, chunk, 1)[:, :, None, None]
+        out = jnp.where(spoilt, jnp.nan, out.out)
+        return mass, decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out, config)
 
     mass, done = jax.lax.scan(attended, jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0), starts)
-    return new, join(done), mass
+    return new, join(done), finite, mass

@@ -13,6 +13,7 @@ from kvqjax.attention import Partial, blockwise_attention, segment_attention
 from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
+from kvqjax.finite import saturated
 from kvqjax.layout import read
 from kvqjax.methods.direct import MOST_QUERIES, Direct, attend_whole
 from kvqjax.methods.wiring import Packed, SharedValues
@@ -76,6 +77,12 @@ def _side_by_side(view: LayerView, tokens: NewTokens):
     return sources, positions, valid
 
 
+def _expanded(view: LayerView, sources: dict, positions):
+    """Keys and values of exact or decoded sources, [B, N, K, D]; what overflows on the way saturates."""
+    k, v = view.run.wiring.expand(view.weights, view.constants, sources, positions)
+    return saturated(k, k.dtype), saturated(v, v.dtype)
+
+
 def recoded_units(unit: int, length: int) -> int:
     """How many units of a clock can fall due while `length` new tokens are appended, before the last of them
     attends."""
@@ -101,8 +108,8 @@ def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
         index = token + jnp.arange(clock.unit)
         place = jnp.where(index < held, view.sinks + index % run.ring, view.sinks + run.ring + index - held)
         for s, x in recon.items():
-            sources = {**sources, s: sources[s].at[row, place].set(x.astype(sources[s].dtype), mode="drop")}
-        return sources, {n: c.at[row, unit].set(part[n].astype(c.dtype)) for n, c in carry.items()}
+            sources = {**sources, s: sources[s].at[row, place].set(saturated(x, sources[s].dtype), mode="drop")}
+        return sources, {n: c.at[row, unit].set(saturated(part[n], c.dtype)) for n, c in carry.items()}
 
     return jax.lax.fori_loop(0, tokens.counts.shape[0] * units, one, (sources, carry))
 
@@ -116,7 +123,7 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     mask = _seen(view, tokens, positions, valid)
 
     def part(sources, mask):
-        k, v = run.wiring.expand(view.weights, view.constants, sources, positions)
+        k, v = _expanded(view, sources, positions)
         return segment_attention(q, k, v, mask)
 
     if not recode:
@@ -168,8 +175,10 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, run.reading, 1) for n, c in carry.items()}
         part = part or _rebuilt(view, at)
         decoded, part = run.wiring.decode(constants, payload, part)
-        decoded = {name: x.astype(view.new[name].dtype) for name, x in decoded.items()}
-        carry = {n: jax.lax.dynamic_update_slice_in_dim(c, part[n].astype(c.dtype), at, 1) for n, c in carry.items()}
+        decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
+        carry = {
+            n: jax.lax.dynamic_update_slice_in_dim(c, saturated(part[n], c.dtype), at, 1) for n, c in carry.items()
+        }
         if stored is None:
             tokens_here = run.deal.tokens(j * run.reading + jnp.arange(run.reading))
             index = jnp.broadcast_to(tokens_here[None], (ends.shape[0], run.reading))
@@ -177,9 +186,9 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
         else:
             positions = jax.lax.dynamic_slice_in_dim(stored, at, run.reading, 1)
             valid = positions >= 0
-        k, v = run.wiring.expand(view.weights, view.constants, decoded, positions)
+        k, v = _expanded(view, decoded, positions)
         if shared is not None:  # the decoded values then have no user and are never computed
-            v = shared.read(view.weights, view.constants, payload, decoded)[:, :, None].astype(v.dtype)
+            v = saturated(shared.read(view.weights, view.constants, payload, decoded)[:, :, None], v.dtype)
         return k, v, _seen(view, tokens, positions, valid), carry
 
     if stored is not None:
@@ -243,7 +252,7 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
     `attend_body` was given."""
     valid = (jnp.arange(q.shape[1])[None] < tokens.counts[:, None])[:, :, None]
     sources, positions, real = _side_by_side(view, tokens)
-    k, _ = view.run.wiring.expand(view.weights, view.constants, sources, positions)
+    k, _ = _expanded(view, sources, positions)
     exact = received(q, k, _seen(view, tokens, positions, real) & valid, lse)
     read_block, first, last = _body_blocks(view, tokens)
 

@@ -144,7 +144,8 @@ class Rules:
         """Specs of a cache."""
         rows = PartitionSpec(self.batch)
         runs = tuple(self.run(s, p) for s, p in zip(cache.runs, plan(cache.layout), strict=True))
-        return cache.replace(runs=runs, lengths=rows, overflow=rows, kept=dict.fromkeys(cache.kept, rows))
+        kept = dict.fromkeys(cache.kept, rows)
+        return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept)
 
     def places(self, cache: Cache) -> Cache:
         """Where each array of a cache lies."""

@@ -19,6 +19,7 @@ from kvqjax.cache import Cache, Leaf
 from kvqjax.doors import check_counts
 from kvqjax.errors import UserError
 from kvqjax.forward import attend, commit, init_cache, prefill
+from kvqjax.generation import require_finite
 from kvqjax.methods import MethodLike
 from kvqjax.model import Model
 from kvqjax.options import named_options
@@ -187,6 +188,7 @@ def speculate(
     eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
     state = _first(_state(cache, small, known, counts, max_new_tokens), logits, eos)
     state = _rounds(model, drafter, state, eos, draft=draft, ngram=ngram)
+    require_finite(state.cache)
     known, length = np.asarray(state.known), np.asarray(state.length)
     rows = [row[start:stop].tolist() for row, start, stop in zip(known, counts, length, strict=True)]
     return Speculated(rows, int(state.rounds), int(state.accepted), int(state.drafted))

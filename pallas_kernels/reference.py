@@ -11,7 +11,7 @@ queries and probabilities makes the matrix products as small as a group.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvqjax.attention import Partial
 from kvqjax.layout import from_bits, row_major, split_bits, unpack
@@ -31,7 +31,8 @@ def packed_attention(
     """Attend to the packed tokens of one layer. Query t of row b sees body tokens start[b, t] <= s < stop[b, t] (none
     where start >= stop); `start` is 0 without a sliding window, `stop` the row's valid tokens for a decoding step.
 
-    Only blocks that some query sees are read. `q` carries its rotation and not yet the D^-1/2.
+    Only blocks that some query sees are read, and of their tokens those that none sees may hold anything (0 x inf would
+    be NaN). `q` carries its rotation and not yet the D^-1/2.
     """
     if not spec.plain:
         raise ValueError(f"{spec}: this reads uniform codes of keys after RoPE only")
@@ -107,9 +108,12 @@ def _scores(grouped, block: PackedBody, spec: PackedSpec) -> Float[Array, "B K M
     return groups.reshape(scores.shape).swapaxes(-1, -2)
 
 
-def _weighted(weights: Float[Array, "B K M S"], block: PackedBody, spec: PackedSpec) -> Float[Array, "B K M D"]:
+def _weighted(
+    weights: Float[Array, "B K M S"], block: PackedBody, seen: Bool[Array, "B T S"], spec: PackedSpec
+) -> Float[Array, "B K M D"]:
     """Sum of the values: one product a head with the codes times their scales, and one with the minima."""
-    scale, low = (_by_head(_floats(x, spec), spec) for x in (block.value_scale, block.value_low))
+    stored = (_floats(x, spec) for x in (block.value_scale, block.value_low))
+    scale, low = (_by_head(jnp.where(seen.any(1)[:, None], x, 0.0), spec) for x in stored)
     spread = jnp.repeat(scale.swapaxes(-1, -2), spec.value_slice, axis=-1)  # [B, K, S, D]
     codes = _unpacked(block.value_codes, spec.value_bits, spec.kv_heads) * spread
     minima = jnp.einsum("bkms,bkns->bkmn", weights, low)
@@ -133,7 +137,7 @@ def _attend_block(state, grouped, block: PackedBody, seen, spec: PackedSpec):
     # A finite stand-in for the peak of a row that has seen nothing keeps exp(-inf - -inf) from becoming NaN.
     safe = jnp.where(jnp.isneginf(raised), 0.0, raised)
     weights, decay = jnp.exp(scores - safe[..., None]), jnp.exp(peak - safe)
-    acc = acc * decay[..., None] + _weighted(weights, block, spec)
+    acc = acc * decay[..., None] + _weighted(weights, block, seen, spec)
     return raised, total * decay + weights.sum(-1), acc
 
 

@@ -13,6 +13,7 @@ from kvqjax.layout import read
 
 CAPACITY = 512
 PAD = 200  # tokens of one append: one program for every chunk size
+BAD = (np.nan, np.inf, -np.inf)
 
 append = jax.jit(kvq.commit)
 
@@ -38,18 +39,26 @@ def pool(name: str, size: int = CAPACITY) -> tuple[dict[str, np.ndarray], ...]:
     return tuple(out)
 
 
-def pending(name: str, rows: list[list[int]], length: int = PAD):
-    """Sources of each row's pool tokens, padded to `length`."""
-    index = np.zeros((len(rows), length), np.int32)
-    for line, tokens in zip(index, rows, strict=True):
-        line[: len(tokens)] = tokens
-    return tuple({source: jnp.asarray(x[:, index]) for source, x in run.items()} for run in pool(name))
+def pending(name: str, rows: list[list[int]], length: int = PAD, broken: dict[int, int] | None = None):
+    """Sources of each row's pool tokens; what pads them to `length`, and token `broken[row]`, is not finite."""
+    index, bad = np.zeros((len(rows), length), np.int32), np.ones((len(rows), length), bool)
+    for line, marks, tokens in zip(index, bad, rows, strict=True):
+        line[: len(tokens)], marks[: len(tokens)] = tokens, False
+    for row, token in (broken or {}).items():
+        bad[row, token] = True
+
+    def taken(x):
+        x = x[:, index]
+        x[:, bad] = np.resize(np.asarray(BAD, np.float32), (bad.sum(), x.shape[-1]))
+        return jnp.asarray(x)
+
+    return tuple({source: taken(x) for source, x in run.items()} for run in pool(name))
 
 
-def extend(name: str, cache, rows: list[list[int]], length: int = PAD):
-    """Append each row's pool tokens, at most `length` of them."""
-    model = model_and_method(name)[0]
-    return append(model, cache, pending(name, rows, length), jnp.asarray([len(tokens) for tokens in rows], jnp.int32))
+def extend(name: str, cache, rows: list[list[int]], length: int = PAD, broken: dict[int, int] | None = None):
+    """Append each row's pool tokens, at most `length` of them, number `broken[row]` of a row as not finite."""
+    model, counts = model_and_method(name)[0], jnp.asarray([len(tokens) for tokens in rows], jnp.int32)
+    return append(model, cache, pending(name, rows, length, broken), counts)
 
 
 def fresh(name: str, rows: list[list[int]]):
@@ -78,6 +87,17 @@ def body(cache) -> list[dict]:
     """Per run what the body stores, unpacked: {source: {field: [L, B, tokens or groups, lanes]}}."""
     states = enumerate(cache.runs)
     return [jax.tree.map(np.asarray, _stored(s.body, cache.layout, i)) if s.body else {} for i, s in states]
+
+
+def all_finite(cache) -> bool:
+    """Whether every number that the cache holds is finite, in dead slots too."""
+    exact = [x for state in cache.runs for part in (state.sinks, state.window) for x in part.values()]
+    numbers = []
+    for run, fields in zip(plan(cache.layout), body(cache), strict=True):
+        for source, stored in fields.items():
+            codec = run.wiring.codecs[source]
+            numbers += [x for name, x in stored.items() if codec.fields[name].dtype in ("bfloat16", "float32")]
+    return all(np.isfinite(np.asarray(x, np.float32)).all() for x in [*exact, *numbers, *cache.kept.values()])
 
 
 def encoded(cache) -> list[dict[str, np.ndarray]]:

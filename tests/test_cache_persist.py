@@ -12,6 +12,7 @@ from cases import FEW, model_and_method
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax import persist
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -23,6 +24,17 @@ def test_comes_back(name, tmp_path):
     assert back.layout == cache.layout
     jax.tree.map(np.testing.assert_array_equal, cache, back)
     check_row(name, extend(name, back, [[1, 2], [3] * 40]), 1, list(range(33)) + [3] * 40)
+
+
+def test_a_cache_from_before_rows_counted_their_finite_tokens(tmp_path, monkeypatch):
+    model, _ = model_and_method("kivi2")
+    cache, stored = fresh("kivi2", [list(range(50))]), persist._stored
+    monkeypatch.setattr(persist, "_stored", lambda c: {n: x for n, x in stored(c).items() if n != "0/finite"})
+    kvq.save_cache(tmp_path / "cache", cache, model)
+    monkeypatch.undo()
+    back = kvq.load_cache(tmp_path / "cache", model)
+    jax.tree.map(np.testing.assert_array_equal, cache, back)
+    assert back.finite.unsafe_buffer_pointer() != back.lengths.unsafe_buffer_pointer()
 
 
 def test_refused_by_another_model(tmp_path):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algebra import CAPACITY, PAD, check_row, empty, encoded, extend, fresh
+from algebra import CAPACITY, PAD, all_finite, check_row, empty, encoded, extend, fresh
 from cases import CASES, FEW, model_and_method
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import kvqjax as kvq
 
 crop, gather, insert, evict, fork = (jax.jit(f) for f in (kvq.crop, kvq.gather, kvq.insert, kvq.evict, kvq.fork))
+BROKEN = -1
 ROWS = [list(range(330)), list(range(100, 331)), list(range(40, 57))]
 
 
@@ -68,6 +69,7 @@ def test_insert_refuses_another_layout():
 
 OPERATION = st.one_of(
     st.tuples(st.just("append"), st.lists(st.integers(0, PAD), min_size=3, max_size=3), st.integers(0, 100)),
+    st.tuples(st.just("spoil"), st.integers(0, 2), st.integers(1, PAD)),
     st.tuples(st.just("crop"), st.lists(st.integers(0, CAPACITY), min_size=3, max_size=3)),
     st.tuples(st.just("trim"), st.integers(1, 40)),
     st.tuples(st.just("gather"), st.lists(st.integers(0, 2), min_size=3, max_size=3)),
@@ -78,7 +80,7 @@ OPERATION = st.one_of(
 
 
 class Driver:
-    """A cache and what its rows should hold: lists of pool tokens."""
+    """A cache and what its rows should hold: lists of pool tokens, BROKEN for one that is not finite."""
 
     def __init__(self, name: str):
         self.name, self.rows = name, [[], [], []]
@@ -92,6 +94,15 @@ class Driver:
             for n, r in zip(counts, self.rows, strict=True)
         ]
         self.cache = extend(self.name, self.cache, new)
+        self.rows = [r + n for r, n in zip(self.rows, new, strict=True)]
+
+    def spoil(self, row, count):
+        """Append tokens to one row, the middle one of them not finite."""
+        new = [list(range(min(count, self.room - len(r)))) if i == row else [] for i, r in enumerate(self.rows)]
+        broken = {row: len(new[row]) // 2} if new[row] else {}
+        self.cache = extend(self.name, self.cache, new, broken=broken)
+        for at, token in broken.items():
+            new[at][token] = BROKEN
         self.rows = [r + n for r, n in zip(self.rows, new, strict=True)]
 
     def crop(self, lengths):
@@ -125,8 +136,13 @@ def run_sequence(name: str, operations) -> None:
         getattr(driver, operation)(*arguments)
     assert driver.cache.lengths.tolist() == [len(r) for r in driver.rows]
     assert not np.asarray(driver.cache.overflow).any()
+    assert driver.cache.nonfinite.tolist() == [BROKEN in r for r in driver.rows]
+    assert all_finite(driver.cache)
     for row, tokens in enumerate(driver.rows):
-        check_row(name, driver.cache, row, tokens)
+        if BROKEN in tokens:
+            assert int(driver.cache.finite[row]) == tokens.index(BROKEN)
+        else:
+            check_row(name, driver.cache, row, tokens)
 
 
 SEQUENCES = st.lists(OPERATION, min_size=3, max_size=8)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny
+from tiny import spoiling, tiny
 
 import kvqjax as kvq
 from kvqjax.artifacts import Artifact
@@ -237,6 +237,7 @@ CASES = {
     "empty batch": generating([]),
     "donated cache": donated,
     "gradient through a cache": gradient,
+    "keys and values that are not finite": lambda *_: kvq.generate(spoiling(), [[1, 2]], max_new_tokens=4),
     "no such file": text_file("absent.txt", None),
     "text that is not UTF-8": text_file("latin.txt", "caf\xe9".encode("latin-1")),
     "empty text": text_file("empty.txt", b" \n"),

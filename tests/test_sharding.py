@@ -172,7 +172,23 @@ def test_only_the_merge_is_sent_inside_attention():
     assert set(found) == {0, 1}, found  # nothing inside the loop over blocks
     assert set(found[1]) == {"all-reduce"}
     assert 4 <= len(found[1]) <= 5  # XLA may or may not combine output and denominator
-    assert found[0] == ["all-reduce"]  # the embedding rows
+    assert found[0] == ["all-reduce"] * 2  # the embedding rows, and how many new tokens are finite everywhere
+
+
+def test_what_is_not_finite_on_one_device_is_seen_on_all():
+    """One channel of one KV head of the last layer: nothing carries it to the other devices by itself."""
+    model, method = model_of("exact")
+    spread = kvq.shard(model, method, **ALL)
+    cache = kvq.init_cache(spread, method, 2, 512)
+    sources = tuple({name: jnp.ones((2, 2, 4, 32)) for name in "kv"} for _ in cache.runs)
+    sources[-1]["k"] = sources[-1]["k"].at[-1, 0, 2, 31].set(-jnp.inf)
+    cache = jax.jit(kvq.append)(spread, cache, sources, jnp.full(2, 4))
+    assert cache.nonfinite.tolist() == [True, False]
+    parts = [(part.index, part.data.tolist()) for part in cache.finite.addressable_shards]
+    assert all(data == [[2], [4]][index[0].start or 0] for index, data in parts), parts
+    logits = np.asarray(step(spread, TOKENS, jnp.full(2, 2), cache)[0])
+    assert np.isnan(logits[0]).all()
+    assert np.isfinite(logits[1]).all()
 
 
 def test_no_second_cache_on_a_device():

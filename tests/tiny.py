@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 
 import kvqjax as kvq
 from kvqjax import decoder
@@ -15,6 +16,14 @@ def tiny(**changes) -> kvq.Model:
     base = {"vocab_size": 50, "width": 32, "mlp_width": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     config = ModelConfig(**(base | {"head_dim": 16} | changes))
     return kvq.Model(params=decoder.init_params(jax.random.key(0), config), constants=(), config=config)
+
+
+def spoiling() -> kvq.Model:
+    """A tiny model that answers [1, 2] with token 7, whose embedding is not finite."""
+    model = tiny()
+    params = model.params | {"embed": model.params["embed"].at[7].set(jnp.nan)}
+    h = decoder.hidden_states(params, jnp.asarray([[1, 2]]), model.config)[0, -1]
+    return model.replace(params=params | {"head": params["head"].at[:, 7].set(50 * h)})
 
 
 def tokens(rows: int, length: int, seed: int = 1):

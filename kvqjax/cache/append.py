@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
+from kvqjax.cache.admission import admitted, finite_tokens
 from kvqjax.cache.eviction import Moves, enter
 from kvqjax.cache.state import Cache, Run, RunPlan, chains, due, plan
+from kvqjax.finite import found_finite, leading, saturated, zeroed
 from kvqjax.layout import PLANE, row_major, write
 
 __all__ = ["commit", "encode_tile", "flush_layer", "gather_tile", "remember", "ring_tokens", "window_tokens"]
@@ -166,11 +168,12 @@ def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry)
         part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
         body, recon, part = encode_tile(run, body, (layer, row), clock, token % run.slots, tile, constants, part)
         carry = {
-            n: jax.lax.dynamic_update_slice(c, part[n][None].astype(c.dtype), (row, start, 0)) for n, c in carry.items()
+            n: jax.lax.dynamic_update_slice(c, saturated(part[n][None], c.dtype), (row, start, 0))
+            for n, c in carry.items()
         }
         if len(clocks) > 1:
             new = new | {
-                s: new[s].at[row, start + jnp.arange(size)].set(x.astype(new[s].dtype)) for s, x in recon.items()
+                s: new[s].at[row, start + jnp.arange(size)].set(saturated(x, new[s].dtype)) for s, x in recon.items()
             }
         return body, new, carry
 
@@ -238,15 +241,9 @@ def _put_back(run, window, new, recon, layer, row, token, size, held):
         slot = jnp.where(tokens < held, tokens % run.ring, run.ring)
         fresh = jnp.where(tokens >= held, tokens - held, new[source].shape[2])
         old, late = window[source], new[source]
-        window = {**window, source: old.at[layer, row, slot].set(x.astype(old.dtype), mode="drop")}
-        new = {**new, source: late.at[layer, row, fresh].set(x.astype(late.dtype), mode="drop")}
+        window = {**window, source: old.at[layer, row, slot].set(saturated(x, old.dtype), mode="drop")}
+        new = {**new, source: late.at[layer, row, fresh].set(saturated(x, late.dtype), mode="drop")}
     return window, new
-
-
-def admitted(cache: Cache, counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """How many of `counts` new tokens still fit each row, and the overflow flags after them."""
-    fits = jnp.clip(counts, 0, cache.layout.capacity - cache.lengths)
-    return fits, cache.overflow | (fits < counts)
 
 
 def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()) -> Cache:
@@ -254,12 +251,13 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
 
     `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them, and after them the attention
     mass of the call where tokens are kept by it. Tokens beyond the capacity are dropped and raise the row's overflow
-    flag."""
+    flag; a number that is not finite is stored as 0 and counted in `finite`."""
     layout, runs = cache.layout, plan(cache.layout)
     constants = constants or tuple({} for _ in runs)
     counts, overflow = admitted(cache, counts)
+    finite = finite_tokens(cache, leading(found_finite(layout.dtype, *pending[: len(runs)])), counts)
     held = cache.lengths - layout.method.sinks
-    states, sources = list(cache.runs), list(pending[: len(runs)])
+    states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in pending[: len(runs)]]
     moves, kept = _moves(cache, pending, held, counts)
     for chain in chains(layout):
         members = [runs[i] for i in chain]
@@ -283,7 +281,7 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
         remember(run, state, new, cache.lengths, counts, layout.method.sinks)
         for run, state, new in zip(runs, states, sources, strict=True)
     )
-    return cache.replace(runs=done, lengths=cache.lengths + counts, overflow=overflow, kept=kept)
+    return cache.replace(runs=done, lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=kept)
 
 
 def _moves(cache: Cache, pending: tuple, held, counts) -> tuple[Moves | None, dict]:

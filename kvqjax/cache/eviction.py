@@ -79,7 +79,8 @@ def received(
     grouped = q.reshape(batch, length, kv_heads, -1, dim) * jnp.asarray(dim**-0.5, q.dtype)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
     scores = scores - lse.reshape(batch, length, kv_heads, -1).transpose(0, 2, 3, 1)[..., None]
-    return jnp.where(mask[:, None, None], jnp.exp(scores), 0.0).sum((1, 2, 3))
+    share = jnp.exp(scores)  # NaN from queries that see what is not finite
+    return jnp.where(mask[:, None, None] & jnp.isfinite(share), share, 0.0).sum((1, 2, 3))
 
 
 def _take(x: Array, index: Array) -> Array:

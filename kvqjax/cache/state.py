@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.deal import Deal
 from kvqjax.cache.eviction import allocate_kept
@@ -107,18 +107,26 @@ class Run(struct.PyTreeNode):
 
 class Cache(struct.PyTreeNode):
     """A compressed KV cache. `overflow[b]` turns True, and stays so, when a jitted call was asked to hold more tokens
-    than `layout.capacity` in row b; what did not fit is not stored. `kept` says which tokens the body holds where some
-    are evicted (kvqjax.cache.eviction), and is empty otherwise."""
+    than `layout.capacity` in row b; what did not fit is not stored. `finite[b]` counts the tokens of row b before its
+    first one with a NaN or infinite source: it equals `lengths[b]` unless there is one. `kept` says which tokens the
+    body holds where some are evicted (kvqjax.cache.eviction), and is empty otherwise."""
 
     runs: tuple[Run, ...]
     lengths: Leaf  # Int[B]
     overflow: Leaf  # Bool[B]
+    finite: Leaf  # Int[B]
     layout: CacheLayout = struct.field(pytree_node=False)
     kept: dict[str, Leaf] = struct.field(default_factory=dict)
 
     @property
     def batch(self) -> int:
         return self.lengths.shape[0]
+
+    @property
+    def nonfinite(self) -> Bool[Array, " B"]:
+        """Rows that hold a token with a NaN or infinite source: its numbers are stored as 0, and the row's logits are
+        NaN until a crop cuts that token or the row is evicted."""
+        return self.finite < self.lengths
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -297,7 +305,8 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     kept = {}
     if keep is not None and first.kept:
         kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.clocks[0].unit, first.ring)
-    return Cache(runs, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool), layout, kept)
+    lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
+    return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept)
 
 
 def check_alive(*values: Any) -> None:

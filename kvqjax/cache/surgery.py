@@ -47,8 +47,9 @@ def _by_rows(function: Callable, cache: Cache, *others: Cache) -> Cache:
     runs = tuple(one(*states) for states in zip(cache.runs, *(other.runs for other in others), strict=True))
     lengths = flat(cache.lengths, *(other.lengths for other in others))
     overflow = flat(cache.overflow, *(other.overflow for other in others))
+    finite = flat(cache.finite, *(other.finite for other in others))
     kept = jax.tree.map(flat, cache.kept, *(other.kept for other in others))
-    return cache.replace(runs=runs, lengths=lengths, overflow=overflow, kept=kept)
+    return cache.replace(runs=runs, lengths=lengths, overflow=overflow, finite=finite, kept=kept)
 
 
 def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
@@ -76,13 +77,16 @@ def insert(cache: Cache, row: Int[Array, ""] | int, other: Cache, other_row: Int
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Empty the marked rows: length 0, nothing encoded, overflow forgotten. Their old words stay until overwritten, in
-    arrays that the result shares with `cache`: `fork` first where both must live on."""
+    """Empty the marked rows: length 0, nothing encoded; overflow and what was not finite are forgotten. Their old words
+    stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on."""
     check_alive(cache)
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
-    done = cache.replace(runs=runs, lengths=empty(cache.lengths), overflow=cache.overflow & ~rows)
-    return done.replace(kept=forget(cache.kept, rows))
+    kept = forget(cache.kept, rows)
+    overflow = cache.overflow & ~rows
+    return cache.replace(
+        runs=runs, lengths=empty(cache.lengths), overflow=overflow, finite=empty(cache.finite), kept=kept
+    )
 
 
 @functools.partial(jax.jit, static_argnames="clocks")
@@ -116,6 +120,7 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     is a ring (sliding windows) have overwritten older tokens: a crop into their encoded part leaves the sinks only.
     Where tokens are evicted by policy (`keep`), those below the cut that the body still holds stay, and those that it
     gave up before do not come back: the row then holds less than a fresh encode of the same tokens.
+    A row whose first token that was not finite is cut is an ordinary row again.
     The result shares its arrays with `cache`: `fork` first where both must live on.
     """
     sinks, runs = cache.layout.method.sinks, plan(cache.layout)
@@ -135,4 +140,6 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
         )
         for run, state in zip(runs, cache.runs, strict=True)
     )
-    return cache.replace(runs=states, lengths=kept + sinks, kept=crop_kept(cache.kept, kept + sinks))
+    lengths = kept + sinks
+    finite = jnp.minimum(cache.finite, lengths)
+    return cache.replace(runs=states, lengths=lengths, finite=finite, kept=crop_kept(cache.kept, lengths))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.finite import wide
 
 __all__ = ["CENTRES", "Centred", "centred"]
 
@@ -34,7 +35,7 @@ class Centred:
             return constants["mean"].astype(jnp.float32).reshape((1,) * (ndim - 1) + (width,))
 
         def encode(constants, x: Float[Array, "u W"]):
-            return inner.encode(constants, x.astype(jnp.float32) - mean(constants, x.ndim))
+            return inner.encode(constants, wide(x) - mean(constants, x.ndim))
 
         def decode(constants, tile):
             x = inner.decode(constants, tile).astype(jnp.float32)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.commvq_tpu import columns, summed_columns
+from kvqjax.finite import wide
 from kvqjax.layout import Field
 
 __all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "truncate_rounds", "ungroup_pairs"]
@@ -121,10 +122,10 @@ def nearest(x: Float[Array, "n g2"], book: Float[Array, "L g2"]) -> tuple[Int[Ar
 
 
 def _encode(spec: CommVQKeys, codebook, x):
-    wide = x.astype(jnp.float32)
-    prescale = jnp.sqrt((wide * wide).sum(-1)).astype(spec.dtype)
+    x = wide(x)
+    prescale = jnp.sqrt((x * x).sum(-1)).astype(spec.dtype)
     stored = prescale.astype(jnp.float32)[:, None]
-    residual = jnp.swapaxes(group_pairs(wide / jnp.where(stored > 0, stored, 1.0), spec.head_dim, spec.pairs), 0, 1)
+    residual = jnp.swapaxes(group_pairs(x / jnp.where(stored > 0, stored, 1.0), spec.head_dim, spec.pairs), 0, 1)
 
     def search(rest, book):  # [C, u, 2g], [C, L, 2g]
         a, b = jax.vmap(nearest)(rest, book)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from kvqjax.codecs.base import Codec
+from kvqjax.finite import wide
 from kvqjax.layout import Field
 
 __all__ = ["EPS", "CommVQValues", "direction", "fold", "logits", "normalise"]
@@ -88,7 +89,7 @@ def _product(x, matrix):
 
 def normalise(v: Float[Array, "*n W"], scale: Float[Array, " W"]) -> tuple[Float[Array, "*n W"], Float[Array, "*n"]]:
     """The channel-scaled direction the encoder sees, and its norm p."""
-    scaled = v / (scale + EPS).reshape((1,) * (v.ndim - 1) + scale.shape)
+    scaled = wide(wide(v) / (scale + EPS).reshape((1,) * (v.ndim - 1) + scale.shape))
     norm = jnp.linalg.norm(scaled, axis=-1)
     return scaled / (norm[..., None] + EPS), norm
 

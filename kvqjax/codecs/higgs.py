@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, UInt
 from kvqjax.codecs import higgs_tpu
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.hadamard import has_hadamard, transform
+from kvqjax.finite import wide
 from kvqjax.layout import Field
 
 __all__ = ["Higgs", "group_size", "higgs_codec", "nearest", "shipped_grid"]
@@ -130,7 +131,7 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
     }
 
     def encode(_, x):
-        blocks = (_pad(x.astype(jnp.float32), groups * group) * signs[None]).reshape(-1, groups, group)
+        blocks = (_pad(wide(x), groups * group) * signs[None]).reshape(-1, groups, group)
         scale = jnp.sqrt((blocks * blocks).sum(-1)).astype(spec.dtype)
         divisor = scale.astype(jnp.float32)[..., None]
         y = transform(blocks) / jnp.where(divisor > 0, divisor, 1.0)

@@ -35,6 +35,7 @@ from kvqjax.codecs.base import Codec
 from kvqjax.codecs.nuq_outliers import restore_outliers, store_outliers
 from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
 from kvqjax.codecs.uniform import round_toward
+from kvqjax.finite import wide
 from kvqjax.layout import Field, slot_rows
 
 __all__ = [
@@ -126,7 +127,7 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
     count = spec.slot_count(width)
 
     def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
-        x = x.astype(jnp.float32)
+        x = wide(x)
         u, outside = normalise_keys(constants, x)
         tile = {"codes": nearest(u, signposts(spec, constants))}
         if count:
@@ -153,7 +154,7 @@ def _per_token(spec: Nuq, width: int) -> Codec:
     fields |= {"scale": Field(role="scales", **number), "centre": Field(role="zeros", **number)}
 
     def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
-        x = x.astype(jnp.float32)
+        x = wide(x)
         high, low, channels = token_range(x, count // 2)
         centre, scale = stored_range(high, low, spec.dtype)
         u = (x - centre.astype(jnp.float32)) / divisor(scale.astype(jnp.float32))
@@ -214,5 +215,5 @@ def token_range(x: Float[Array, "u W"], side: int):
 def stored_range(high: Float[Array, "u 1"], low: Float[Array, "u 1"], dtype: str):
     """Centre and half range of each token in `dtype`; the range covers high and low around the centre as rounded."""
     centre = (high / 2 + low / 2).astype(dtype)
-    wide = centre.astype(jnp.float32)
-    return centre, round_toward(jnp.maximum(high - wide, wide - low), dtype, up=True)
+    stored = centre.astype(jnp.float32)
+    return centre, round_toward(jnp.maximum(high - stored, stored - low), dtype, up=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.finite import wide
 from kvqjax.layout import Field
 
 __all__ = ["OutlierChannels"]
@@ -34,7 +35,7 @@ class OutlierChannels:
         field = Field(kind="token", width=len(kept), role="outliers", dtype=self.dtype)
 
         def encode(constants, x):
-            return {**inner.encode(constants, x[:, neighbour]), "kept": x[:, where].T}
+            return {**inner.encode(constants, x[:, neighbour]), "kept": wide(x[:, where]).T}
 
         def decode(constants, tile):
             rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "kept"})

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from kvqjax.codecs.base import Codec
+from kvqjax.finite import wide
 from kvqjax.layout import Field
 
 __all__ = ["Uniform", "round_toward"]
@@ -23,8 +24,8 @@ def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*
     `dtype`."""
     near = x.astype(dtype)
     limit = jnp.asarray(jnp.inf if up else -jnp.inf, dtype)
-    wide = near.astype(jnp.float32)
-    wrong = wide < x if up else wide > x
+    stored = near.astype(jnp.float32)
+    wrong = stored < x if up else stored > x
     return jnp.where(wrong, jnp.nextafter(near, limit), near)
 
 
@@ -75,7 +76,7 @@ def _per_channel(spec: Uniform, width: int) -> Codec:
     }
 
     def encode(_, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
-        groups = x.astype(jnp.float32).reshape(-1, spec.group, width)
+        groups = wide(x).reshape(-1, spec.group, width)
         scale, low = _parameters(groups, 1, spec.bits, spec.dtype)
         codes = _quantise(groups, scale, low, spec.bits)
         return {"codes": codes.reshape(x.shape), "scale": scale[:, 0], "low": low[:, 0]}
@@ -101,7 +102,7 @@ def _per_token(spec: Uniform, width: int) -> Codec:
     }
 
     def encode(_, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
-        groups = x.astype(jnp.float32).reshape(-1, count, group)
+        groups = wide(x).reshape(-1, count, group)
         scale, low = _parameters(groups, 2, spec.bits, spec.dtype)
         codes = _quantise(groups, scale, low, spec.bits)
         return {"codes": codes.reshape(x.shape), "scale": scale[..., 0].T, "low": low[..., 0].T}

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.config import KVShape
+from kvqjax.finite import saturated, wide
 from kvqjax.layout import Field
 from kvqjax.methods.predictors import DTYPES, predict, shapes
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, method_factory
@@ -117,12 +118,12 @@ def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, pa
     # Not by astype alone: XLA may drop a conversion to bfloat16 and back.
     info = jnp.finfo(carry[source].dtype)
     total = jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return total.astype(carry[source].dtype)
+    return saturated(total, carry[source].dtype)
 
 
 def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys):
     """Payload and reconstruction of one source's tile `x` [u, W]."""
-    residual = x.astype(jnp.float32) - source_prediction(layer, source, constants, carry, keys)
+    residual = wide(x) - source_prediction(layer, source, constants, carry, keys)
     payload = codec.encode(constants.get(source, {}), residual)
     return payload, reconstruct(layer, codec, source, constants, payload, carry, keys)
 

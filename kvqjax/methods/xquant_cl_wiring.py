@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.config import KVShape
+from kvqjax.finite import saturated, wide
 from kvqjax.layout import Field
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
@@ -117,11 +118,11 @@ def cross_layer(
         if latent:
             step = jnp.einsum("tr,er->te", step, constants["down"].astype(jnp.float32))
         x = step if start else reference.astype(jnp.float32) + step
-        return x, stored_accumulator(x, accumulator, group).astype(reference.dtype)
+        return x, saturated(stored_accumulator(x, accumulator, group), reference.dtype)
 
     def encode(constants, tile, carry):
         own = constants.get("x", {})
-        delta = tile["x"].astype(jnp.float32)
+        delta = wide(tile["x"])
         delta = delta if start else delta - carry["x"].astype(jnp.float32)
         if latent:
             delta = jnp.einsum("te,er->tr", delta, own["down"].astype(jnp.float32))

@@ -24,6 +24,7 @@ from kvqjax.codecs import Codec, Exact, Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.config import KVShape
 from kvqjax.decoder import Layer, heads, norm
+from kvqjax.finite import saturated
 from kvqjax.layout import row_major
 from kvqjax.methods.packing import latent_form
 from kvqjax.methods.spec import Method, first_layers, method_factory
@@ -64,10 +65,11 @@ def attended(
     positions: Int[Array, "B n"],
     config: KVShape,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
-    """Keys and values as attended from rematerialised products: bias, QK-norm, RoPE."""
+    """Keys and values as attended from rematerialised products: bias, QK-norm, RoPE. Numbers that
+    overflowed saturate before a norm or a rotation makes NaN of them."""
     if config.qkv_bias:
         k, v = k + weights["k_bias"][None, None], v + weights["v_bias"][None, None]
-    k, v = heads(k, config.num_kv_heads), heads(v, config.num_kv_heads)
+    k, v = (heads(saturated(x, x.dtype), config.num_kv_heads) for x in (k, v))
     if config.qk_norm:
         k = norm(k, weights["k_norm"], config.norm_eps)
     return rotate(k, positions, config), v

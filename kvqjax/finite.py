@@ -1,0 +1,52 @@
+"""Numbers that are not finite, and numbers too large for their type (docs/design.md, idea 13).
+
+A slot that no query sees is still read: its weight is 0, and 0 x inf = NaN. So no slot may hold a NaN or an infinity.
+`found_finite` and `zeroed` keep them out of the cache, `wide` and `saturated` keep codecs from making them."""
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+__all__ = ["LARGEST", "found_finite", "leading", "saturated", "spoiled", "wide", "zeroed"]
+
+# Encoders sum squares over a token's channels, in float32: 2**16 numbers of this size still have a finite sum.
+LARGEST = 2.0**56
+
+Sources = dict  # source name -> array
+
+
+def found_finite(dtype, *sources: Sources) -> Bool[Array, "B T"]:
+    """Whether all sources of each token, [..., B, T, W], are finite numbers of `dtype`."""
+    arrays = [x for named in sources for x in named.values()]
+    parts = [jnp.isfinite(x.astype(dtype)).all((*range(x.ndim - 3), -1)) for x in arrays]
+    return functools.reduce(jnp.logical_and, parts)
+
+
+def zeroed(dtype, sources: Sources) -> Sources:
+    """The sources with 0 in place of every number that is not finite in `dtype`."""
+    return {name: jnp.where(jnp.isfinite(x.astype(dtype)), x, 0) for name, x in sources.items()}
+
+
+def leading(finite: Bool[Array, "B T"]) -> Int[Array, " B"]:
+    """How many tokens of each row come before its first one that is not finite."""
+    return jnp.cumprod(finite, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+
+
+def spoiled(finite: Bool[Array, "B T"], counts: Int[Array, " B"]) -> Bool[Array, "B T"]:
+    """Which new tokens see one that is not finite: themselves, or an earlier one of their row's `counts[b]` tokens."""
+    valid = jnp.arange(finite.shape[1])[None] < counts[:, None]
+    return jnp.cumsum(~finite & valid, axis=1) > 0
+
+
+def wide(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """`x` in float32, finite numbers beyond +-LARGEST saturated, so that sums of squares stay finite."""
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST), x)
+
+
+def saturated(x: Num[Array, "*S"], dtype) -> Num[Array, "*S"]:
+    """`x` in `dtype`; what float16 cannot hold becomes its largest number. Other types have the range of float32."""
+    x = x.astype(dtype)
+    most = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(x, -most, most) if x.dtype == jnp.float16 else x
