@@ -76,7 +76,7 @@ def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
 
 
 # Caches from before `finite` was stored held nothing else: it equals their lengths.
-FINITE, LENGTHS = "0/finite", "0/lengths"
+FINITE, LENGTHS = "0/.finite", "0/.lengths"
 
 
 def _check(path: Path, shape: Cache) -> None:

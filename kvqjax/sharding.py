@@ -164,7 +164,8 @@ class Rules:
     def local_layout(self, layout: CacheLayout) -> CacheLayout:
         axes = self.sequence if layout.dealt > 1 else ()
         shape = dataclasses.replace(layout.shape, **_shared_out(layout.shape, self.size(self.kv_heads)))
-        return dataclasses.replace(layout, shape=shape, dealt_over=axes)
+        heads = self.width if self.size(self.width) > 1 else ()
+        return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads)
 
 
 def _shared_out(shape: KVShape, parts: int) -> dict[str, int]:

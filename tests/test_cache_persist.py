@@ -29,7 +29,7 @@ def test_comes_back(name, tmp_path):
 def test_a_cache_from_before_rows_counted_their_finite_tokens(tmp_path, monkeypatch):
     model, _ = model_and_method("kivi2")
     cache, stored = fresh("kivi2", [list(range(50))]), persist._stored
-    monkeypatch.setattr(persist, "_stored", lambda c: {n: x for n, x in stored(c).items() if n != "0/finite"})
+    monkeypatch.setattr(persist, "_stored", lambda c: {n: x for n, x in stored(c).items() if n != "0/.finite"})
     kvq.save_cache(tmp_path / "cache", cache, model)
     monkeypatch.undo()
     back = kvq.load_cache(tmp_path / "cache", model)

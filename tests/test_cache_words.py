@@ -103,7 +103,7 @@ def test_no_full_precision_body(name):
     """Whatever is no packed word holds at most one number for 16 channels' worth of tokens (an outlier and its channel
     count as one); only exact layers hold vectors."""
     layout = empty(name, 1).layout
-    exact = [isinstance(getattr(spec, "key", None), Exact) for spec in layout.method.layers(layout.config)]
+    exact = [isinstance(getattr(spec, "key", None), Exact) for spec in layout.method.layers(layout.shape)]
     for run, state in zip(plan(layout), empty(name, 1).runs, strict=True):
         for source, fields in state.body.items():
             whole = run.count * run.slots * run.wiring.sources[source]

@@ -18,6 +18,6 @@ def admitted(cache: Cache, counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], 
 def finite_tokens(cache: Cache, whole: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
     """The cache's `finite` after `counts` new tokens of each row, `whole` of which come before the first that is not
     finite. Devices that hold other heads see other numbers: the least counts."""
-    split = cache.layout.config.split
-    whole = jax.lax.pmin(whole, split) if split else whole
+    axes = cache.layout.heads_over
+    whole = jax.lax.pmin(whole, axes) if axes else whole
     return jnp.where(cache.nonfinite, cache.finite, cache.lengths + jnp.minimum(whole, counts))

@@ -48,6 +48,7 @@ class CacheLayout:
     target: str = "cpu"
     dealt: int = 1
     dealt_over: tuple[str, ...] = ()
+    heads_over: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.layers not in ("scan", "unroll"):
