@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.codecs import Codec, Uniform
+from kvqjax.codecs.uniform import check_group
 from kvqjax.config import ModelConfig
-from kvqjax.layout import Field
+from kvqjax.layout import PLANE, Field
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
 from kvqjax.methods.xquant import LayerInput, attended, prefers_latents, quantiser, summed_first, times
@@ -174,8 +175,10 @@ class CrossLayer:
         if any(window is not None for window in config.windows):
             # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
             raise ValueError(f"xquant_cl needs full attention in every layer; the model's windows are {config.windows}")
+        if self.accumulator.isdigit():
+            check_group(self.group, config.width, least=PLANE)
         width = min(config.width, 2 * config.kv_width) if latent else config.width
-        codec = quantiser(self.bits, along, self.group, self.scales).build(width)
+        codec = quantiser(self.bits, along, self.group, self.scales, width).build(width)
         return cross_layer(
             config,
             codec._replace(needs={"down": (config.width, width)}) if latent else codec,
