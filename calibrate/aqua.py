@@ -164,6 +164,8 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Art
     unpickled. Raises UserError when one is missing or of the wrong shape."""
     constants: list[dict] = []
     layers: tuple[Any, ...] = method.layers(model.config)
+    if model.config.known_key_bias and any(layer.unbiased for layer in layers):
+        raise UserError(f"{method}: released predictors see keys with the model's bias; say centre=none or centre=mean")
     for index, layer in enumerate(layers):
         constants.append({"k": {}, "v": {}})
         for source in ("k", "v"):

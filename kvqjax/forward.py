@@ -3,6 +3,7 @@ the new tokens' sources, `commit` appends them. `forward` is both; `prefill` is 
 layer over the prompt."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache,
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
 from kvqjax.methods import Method
+from kvqjax.methods.advice import bias_advice
 from kvqjax.model import Model
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
@@ -35,7 +37,10 @@ def init_cache(model: Model, method: Method, batch: int, capacity: int, *, targe
     """An empty cache for `batch` rows of at most `capacity` tokens each, in the model's compute dtype.
 
     `target` names the chip whose attention kernels the programs on this cache use; by default the one that holds the
-    model's weights ("cpu", whose path runs everywhere, for abstract or traced ones)."""
+    model's weights ("cpu", whose path runs everywhere, for abstract or traced ones). Warns where the model's key bias
+    makes this method useless."""
+    if advice := bias_advice(method, model.config):
+        warnings.warn(advice, stacklevel=2)
     embed = model.params["embed"]
     layout = CacheLayout(
         config=model.config,

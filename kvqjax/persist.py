@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.artifacts import flatten, read_arrays, read_description, write_folder
+from kvqjax.artifacts import flatten, read_arrays, read_description, read_method, write_folder
 from kvqjax.cache import Cache, CacheLayout, allocate_cache
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
-from kvqjax.methods import parse
+from kvqjax.methods import spelled_out
 from kvqjax.model import Model
 from kvqjax.pallas_kernels.packed import target_of
 
@@ -50,14 +50,14 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
     layout = cache.layout
     if layout.dealt > 1:
         raise UserError(f"{path}: a cache whose blocks are dealt over {layout.dealt} devices cannot be saved")
-    text = {"kind": "cache", "method": str(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
+    text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
     write_folder(Path(path), text | {"batch": cache.batch} | _about(model), _stored(cache))
 
 
 def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
     return CacheLayout(
         config=model.config,
-        method=parse(text["method"]),
+        method=read_method(text, model.config),
         capacity=text["capacity"],
         dtype=text["dtype"],
         target=target_of(model.params["embed"]),

@@ -6,7 +6,7 @@ from kvqjax.methods.higgs import higgs
 from kvqjax.methods.keep import Keep
 from kvqjax.methods.kivi import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant import kvquant
-from kvqjax.methods.registry import METHODS, parse, policy, to_dict
+from kvqjax.methods.registry import METHODS, parse, policy, spelled_out, to_dict
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.methods.xquant import xquant
@@ -30,6 +30,7 @@ __all__ = [
     "method_factory",
     "parse",
     "policy",
+    "spelled_out",
     "to_dict",
     "uniform",
     "xquant",
