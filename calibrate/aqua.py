@@ -150,7 +150,7 @@ def calibrate(
     after every layer: a run that was killed continues there. `advance(done, total)` is told each layer."""
     tokens = np.asarray(tokens)
     task = _prepare(model, method, tokens, recipe)
-    owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), tokens)
+    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(model.config), tokens)
     step = functools.partial(_advance_layer, task)
     now = stepped(_fresh_state(task), model.config.num_layers, step, state, owner, advance)
     about = {"sequences": len(tokens), "tokens": int(tokens.shape[1]), **dataclasses.asdict(recipe)}

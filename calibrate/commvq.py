@@ -150,7 +150,7 @@ def calibrate(
         raise UserError(f"{method}: has no layer of CommVQ to calibrate")
     if tokens.ndim != 2 or tokens.shape[0] * (tokens.shape[1] - method.sinks) < recipe.keys.batch:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T] with {recipe.keys.batch} tokens or more")
-    owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), tokens)
+    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(model.config), tokens)
 
     def step(now):
         index = int(now["done"])
