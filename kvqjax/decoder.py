@@ -79,7 +79,7 @@ def _linear(x, weights: Layer, name: str):
 
 def key_bias(weights: Layer, config: ModelConfig) -> Float[Array, "1 1 K D"]:
     """The bias of the keys that are cached here, as heads."""
-    return heads(_all_channels(weights["k_bias"][None, None], config), config.num_kv_heads)
+    return heads(weights["k_bias"][None, None], config.num_kv_heads)
 
 
 def _all_channels(x: Float[Array, "B T w"], config: ModelConfig) -> Float[Array, "B T W"]:
