@@ -129,9 +129,10 @@ def test_aqua_predicts_keys_without_their_bias():
     for size in (0.0, 20.0):
         artifact = calibrate(biased(size), kvq.parse("aqua:bits=3,first_bits=3,group=32"), tokens)
         errors[size] = [row["reconstruction_mse"] for row in artifact.about["report"] if row["source"] == "k"]
-    # The first layer's keys are the same; the second layer's inputs are not, but alike.
+    # The first layer's keys are the same; those of the second are not, but predicted none the worse than HIGGS alone
+    # codes keys without a bias, 0.03 of their energy at 3 bits.
     assert errors[20.0][0] == pytest.approx(errors[0.0][0], rel=1e-3)
-    assert errors[20.0][1] < 2 * errors[0.0][1]
+    assert max(errors[20.0]) < 0.03
 
 
 def test_released_predictors_are_of_keys_with_their_bias():
