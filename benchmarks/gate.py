@@ -38,13 +38,17 @@ GRID = (
     "kivi_star:bits={b},protected=0",
     "kvquant:bits={b},outliers=0.0",
     "higgs:bits={b}",
+    "higgs:bits={b},centre=none",
     "higgs:bits={b},centre=mean",
+    "aqua:bits={b},first_bits={b}",
     "aqua:bits={b},first_bits={b},centre=mean",
     "xquant:bits={b},latent=true",
 )
 FEW = ("kivi:bits={b},group=128,window=0", "kvquant:bits={b},outliers=0.0", "higgs:bits={b}")  # all shapes but qwen2
 OTHERS = ("xquant:bits=4", "xquant:bits=6", "xquant:bits=8", "xquant_cl:bits=4,base=0,protected=1")
-ONCE = {"qwen2": ("aqua:bits=3,first_bits=3", "commvq:bits=1,window=0", "commvq:bits=2,window=0")}  # without stress
+QWEN2 = ("aqua:bits=3,first_bits=3,centre=none", *(f"kvquant:bits={b}" for b in (3, 2, 4)),
+         "commvq:bits=1,window=0", "commvq:bits=2,window=0")  # fmt: skip
+ONCE = {"qwen2": QWEN2}  # without stress
 LONG = ("uniform:bits=3,centre=mean", "kivi:bits=3,group=128,window=0", "kvquant:bits=3,outliers=0.0",
         "higgs:bits=3,centre=mean", "aqua:bits=3,first_bits=3,centre=mean", "xquant:bits=6")  # fmt: skip
 

@@ -151,7 +151,7 @@ def calibrate(
     after every layer: a run that was killed continues there. `advance(done, total)` is told each layer."""
     tokens = np.asarray(tokens)
     task = _prepare(model, method, tokens, recipe)
-    owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), tokens)
+    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(model.config), tokens)
     step = functools.partial(_advance_layer, task)
     now = stepped(_fresh_state(task), model.config.num_layers, step, state, owner, advance)
     about = {"sequences": len(tokens), "tokens": int(tokens.shape[1]), **dataclasses.asdict(recipe)}
@@ -165,6 +165,8 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Art
     unpickled. Raises UserError when one is missing or of the wrong shape."""
     constants: list[dict] = []
     layers: tuple[Any, ...] = method.layers(model.config)
+    if model.config.known_key_bias and any(layer.unbiased for layer in layers):
+        raise UserError(f"{method}: released predictors see keys with the model's bias; say centre=none or centre=mean")
     for index, layer in enumerate(layers):
         constants.append({"k": {}, "v": {}})
         for source in ("k", "v"):

@@ -58,7 +58,7 @@ def calibrate(
     tokens, config = np.asarray(tokens), model.config
     if tokens.ndim != 2 or tokens.shape[1] <= method.sinks:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, more than {method.sinks} tokens]")
-    rope, owner = _rope(method, config), identity(model.fingerprint, str(method), repr(config), tokens)
+    rope, owner = _rope(method, config), identity(model.fingerprint, repr(method), repr(config), tokens)
     start = {"done": np.int64(0), "sum": np.zeros((config.num_layers, config.kv_width))}
 
     def step(now):

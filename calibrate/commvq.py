@@ -29,6 +29,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.methods.commvq_wiring import CommVQLayer
+from kvqjax.methods.wiring import cached_keys
 from kvqjax.model import Model
 from kvqjax.rope import rotate
 
@@ -48,9 +49,9 @@ class Recipe:
     seed: int = 0
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig):
-    """One exact layer on N sequences, one at a time: keys before RoPE, its `Activations` but o, and the next h."""
+@functools.partial(jax.jit, static_argnames=("config", "unbiased"))
+def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, unbiased: bool):
+    """One exact layer on N sequences, one at a time: keys as cached, its `Activations` but o, and the next h."""
     weights = decoder.layer(params, index)
     positions = jnp.arange(h.shape[1])[None]
     mask = decoder.causal_mask(h.shape[1], decoder.window_table(config)[index])[None]
@@ -60,7 +61,8 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig):
         rotated = rotate(projected.k, positions, config)
         attended = segment_attention(projected.q, rotated, projected.v, mask).out
         out = decoder.finish(weights, row[None], attended, config)[0]
-        flat = (x[0].reshape(row.shape[0], -1) for x in (projected.k, projected.v))
+        k = cached_keys(projected, positions, config, "pre", unbiased)
+        flat = (x[0].reshape(row.shape[0], -1) for x in (k, projected.v))
         return *flat, projected.q[0], rotated[0], out
 
     k, v, q, rotated, out = jax.lax.map(one, h)
@@ -108,7 +110,8 @@ def _advance_layer(model: Model, method: Method, state: dict, recipe: Recipe, te
     index = int(state["done"])
     layer = method.layers(model.config)[index]
     hidden = jnp.asarray(state["h"], model.params["embed"].dtype)
-    k, cached, h = _layer_pass(model.params, jnp.int32(index), hidden, model.config)
+    unbiased = isinstance(layer, CommVQLayer) and layer.unbiased
+    k, cached, h = _layer_pass(model.params, jnp.int32(index), hidden, model.config, unbiased)
     constants, reports = list(state["constants"]), list(state["reports"])
     if isinstance(layer, CommVQLayer):
         key, value = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
@@ -147,7 +150,7 @@ def calibrate(
         raise UserError(f"{method}: has no layer of CommVQ to calibrate")
     if tokens.ndim != 2 or tokens.shape[0] * (tokens.shape[1] - method.sinks) < recipe.keys.batch:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T] with {recipe.keys.batch} tokens or more")
-    owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), tokens)
+    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(model.config), tokens)
 
     def step(now):
         index = int(now["done"])

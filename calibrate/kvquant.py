@@ -183,7 +183,7 @@ def calibrate(
     after every sequence: a run that was killed continues there. `advance(done, total)` is told each step."""
     task = _prepare(model, method, np.asarray(tokens), recipe)
     count = task.tokens.shape[0]
-    owner = identity(model.fingerprint, str(method), repr(recipe), repr(model.config), task.tokens)
+    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(model.config), task.tokens)
 
     def step(now):
         visit = _first_pass if now["done"] < count else _second_pass

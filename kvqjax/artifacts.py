@@ -16,13 +16,27 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from kvqjax.cache.show import arrays_text
+from kvqjax.config import KVShape
 from kvqjax.errors import UserError
-from kvqjax.methods import Method, parse
+from kvqjax.methods import Method, parse, spelled_out
+from kvqjax.methods.grammar import read_text
 from kvqjax.version import __version__
 
-__all__ = ["FORMAT", "Artifact", "flatten", "load_artifact", "read_description", "unflatten", "write_folder"]
+__all__ = [
+    "FORMAT",
+    "Artifact",
+    "flatten",
+    "load_artifact",
+    "read_description",
+    "read_method",
+    "unflatten",
+    "write_folder",
+]
 
-FORMAT = 1  # raised when a stored folder can no longer be read as before
+# Raised when a stored folder can no longer be read as before. Format 1 left out options at their defaults, so those
+# whose default is another one now are given what they had then.
+FORMAT = 2
+FIRST_DEFAULTS = {name: {"centre": "none"} for name in ("aqua", "commvq", "higgs")}
 
 # What each kind of folder says about itself, and as what.
 KINDS: dict[str, dict[str, type]] = {
@@ -47,7 +61,12 @@ class Artifact:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the artifact as a new folder. Raises UserError when `path` exists or cannot be written."""
-        text = {"kind": "artifact", "method": str(self.method), "fingerprint": self.fingerprint, "about": self.about}
+        text = {
+            "kind": "artifact",
+            "method": spelled_out(self.method),
+            "fingerprint": self.fingerprint,
+            "about": self.about,
+        }
         constants = {name: np.asarray(x) for name, x in flatten(self.constants).items()}
         write_folder(Path(path), text | {"runs": len(self.constants)}, constants)
 
@@ -102,12 +121,23 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
         raise UserError(f"{path}: description.json is not kvqjax's")
     if text["kind"] != kind:
         raise UserError(f"{path} holds a {text.get('kind')}, not a {kind}")
-    if text.get("format") != FORMAT:
-        raise UserError(f"{path} has format {text.get('format')}; this version reads {FORMAT}")
+    if text.get("format") not in range(1, FORMAT + 1):
+        raise UserError(f"{path} has format {text.get('format')}; this version reads 1 to {FORMAT}")
     for name, wanted in KINDS[kind].items():
         if not isinstance(text.get(name), wanted):
             raise UserError(f"{path}: description.json has no usable {name!r}")
     return text
+
+
+def read_method(text: dict[str, Any], shape: KVShape | None = None) -> Method:
+    """The method that a description names, its options as they were when it was written; for a model of this `shape`,
+    as they are named now where they mean the same."""
+    if text["format"] > 1 or (shape is not None and not shape.known_key_bias):
+        return parse(text["method"])
+    tree = read_text(text["method"])
+    as_then = lambda part: FIRST_DEFAULTS.get(part["method"], {}) | part  # noqa: E731
+    layers = {numbers: as_then(part) for numbers, part in tree.get("layers", {}).items()}
+    return parse(as_then(tree) | {"layers": layers})
 
 
 def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -144,4 +174,4 @@ def load_artifact(path: str | os.PathLike) -> Artifact:
     path = Path(path)
     text = read_description(path, "artifact")
     constants = unflatten({name: jnp.asarray(x) for name, x in read_arrays(path).items()}, text["runs"])
-    return Artifact(parse(text["method"]), constants, text["fingerprint"], text["about"])
+    return Artifact(read_method(text), constants, text["fingerprint"], text["about"])

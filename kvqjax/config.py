@@ -74,6 +74,11 @@ class KVShape:
         return self.num_heads * self.head_dim
 
     @property
+    def known_key_bias(self) -> bool:
+        """Whether keys before RoPE are x W + b, so that b can be taken off them: no norm comes after it."""
+        return self.qkv_bias and not self.qk_norm
+
+    @property
     def kv_width(self) -> int:
         """K * D, the width of one token's keys (or values) over all KV heads."""
         return self.num_kv_heads * self.head_dim

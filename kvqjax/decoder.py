@@ -31,6 +31,7 @@ __all__ = [
     "hidden_states",
     "init_params",
     "is_unrolled",
+    "key_bias",
     "layer",
     "logits",
     "norm",
@@ -48,13 +49,15 @@ Layer = dict
 
 
 class Projected(NamedTuple):
-    """What one layer computes from its input `h` before attention. `x` is the input after the attention norm."""
+    """What one layer computes from its input `h` before attention. `x` is the input after the attention norm, `bare`
+    the keys before their bias."""
 
     q: Float[Array, "B T H D"]  # rotated
     k: Float[Array, "B T K D"]  # before RoPE, after bias and QK-norm
     v: Float[Array, "B T K D"]
     x: Float[Array, "B T E"]
     h: Float[Array, "B T E"]
+    bare: Float[Array, "B T K D"] | None = None
 
 
 def is_unrolled(params: Params) -> bool:
@@ -102,11 +105,19 @@ def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Flo
     return (scaled.astype(x.dtype) * weight).astype(x.dtype)
 
 
-def _linear(x, weights: Layer, name: str):
+def _product(x, weights: Layer, name: str):
     # Kept row-major, or the head split after it makes XLA transpose the whole stack of weights before a decode loop.
-    y = row_major(jnp.einsum("bte,ef->btf", x, weights[name]))
-    bias = weights.get(f"{name}_bias")
+    return row_major(jnp.einsum("bte,ef->btf", x, weights[name]))
+
+
+def _linear(x, weights: Layer, name: str):
+    y, bias = _product(x, weights, name), weights.get(f"{name}_bias")
     return y if bias is None else y + bias[None, None]
+
+
+def key_bias(weights: Layer, config: ModelConfig) -> Float[Array, "1 1 K D"]:
+    """The bias of the keys that are cached here, as heads."""
+    return heads(weights["k_bias"][None, None], config.num_kv_heads)
 
 
 def _all_channels(x: Float[Array, "B T w"], config: ModelConfig) -> Float[Array, "B T W"]:
@@ -124,10 +135,12 @@ def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T
     x = norm(h, weights["attn_norm"], config.norm_eps)
     q = _linear(x, weights, "q")
     q = heads(q, q.shape[-1] // config.head_dim)
-    k, v = (heads(_all_channels(_linear(x, weights, name), config), config.num_kv_heads) for name in ("k", "v"))
+    parts = _product(x, weights, "k"), _linear(x, weights, "v")
+    bare, v = (heads(_all_channels(y, config), config.num_kv_heads) for y in parts)
+    k = bare + key_bias(weights, config) if "k_bias" in weights else bare
     if config.qk_norm:
         q, k = norm(q, weights["q_norm"], config.norm_eps), norm(k, weights["k_norm"], config.norm_eps)
-    return Projected(rotate(q, positions, config), k, v, x, h)
+    return Projected(rotate(q, positions, config), k, v, x, h, bare)
 
 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):

@@ -2,7 +2,9 @@
 the new tokens' sources, `commit` appends them. `forward` is both; `prefill` is the papers' exact prefill, layer by
 layer over the prompt."""
 
+import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,7 @@ from kvqjax.layer_step import (
     slab,
 )
 from kvqjax.methods import MethodLike, parse
+from kvqjax.methods.advice import bias_advice
 from kvqjax.model import Model, compute_dtype
 from kvqjax.options import named_options
 from kvqjax.pallas_kernels.packed import target_of
@@ -63,13 +66,19 @@ def init_cache(
     kvqjax/decoder.py); by default as the model's weights are stored, for a shape as stacks. `form` is how bodies are
     stored: as "planes" of words or head by head ("heads", kvqjax/head_major.py), by default as the target reads them
     best. `target` names the chip that programs on this cache are for; by default the one that holds the model's
-    weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights)."""
+    weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights). Warns where
+    the model's key bias makes this method useless."""
     check_counts(batch=batch, capacity=capacity)
+    method = parse(method)
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))
-        shape, rules, stored = model.kv_shape, None, "scan"
+        # An attention layer sees neither the model's weights nor its layers' input.
+        shape = dataclasses.replace(model.kv_shape, width=None, qkv_bias=False, qk_norm=False)
+        rules, stored = None, "scan"
     else:
         check_model(model)
+        if advice := bias_advice(method, model.config):
+            warnings.warn(advice, stacklevel=3)
         held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
         stored = "unroll" if decoder.is_unrolled(model.params) else "scan"
         if dtype is not None and compute_dtype(dtype) != held.dtype:
@@ -77,7 +86,7 @@ def init_cache(
     target = target or target_of(held)
     layout = CacheLayout(
         shape=shape,
-        method=parse(method),
+        method=method,
         capacity=capacity,
         dtype=str(held.dtype),
         layers=layers or stored,

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.artifacts import flatten, read_arrays, read_description, read_shapes, write_folder
+from kvqjax.artifacts import FORMAT, flatten, read_arrays, read_description, read_method, read_shapes, write_folder
 from kvqjax.cache import Cache, CacheLayout, allocate_cache
 from kvqjax.cache.redeal import dealt_anew
 from kvqjax.cache.state import check_alive
 from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
-from kvqjax.methods import parse
+from kvqjax.methods import spelled_out
 from kvqjax.model import Model
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.sharding import cache_layout
@@ -25,8 +25,21 @@ from kvqjax.sharding import cache_layout
 __all__ = ["load_cache", "save_cache"]
 
 
-def _digest(config: ModelConfig) -> str:
-    return hashlib.sha256(repr(dataclasses.asdict(config)).encode()).hexdigest()[:16]
+# What format 1 digested: every field of the config, in this order.
+FIRST_FIELDS = (
+    "vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "norm_eps",
+    "qkv_bias", "qk_norm", "tied_embeddings", "windows", "max_position", "eos_ids", "bos_id", "architecture", "split",
+    "gathered",
+)  # fmt: skip
+
+
+def _digest(config: ModelConfig, form: int = FORMAT) -> str:
+    """Digest of what a cache must know of a model; in format 1, of all of its config."""
+    fields = dataclasses.asdict(config.kv_shape)
+    if form == 1:
+        every = dataclasses.asdict(config) | {"windows": config.windows}
+        fields = {name: every[name] for name in FIRST_FIELDS}
+    return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 
 def _constants(model: Model) -> str:
@@ -38,8 +51,8 @@ def _constants(model: Model) -> str:
     return digest.hexdigest()[:16]
 
 
-def _about(model: Model) -> dict[str, str]:
-    return {"fingerprint": model.fingerprint, "config": _digest(model.config), "constants": _constants(model)}
+def _about(model: Model, form: int = FORMAT) -> dict[str, str]:
+    return {"fingerprint": model.fingerprint, "config": _digest(model.config, form), "constants": _constants(model)}
 
 
 def _stored(cache: Cache) -> dict[str, Any]:
@@ -55,7 +68,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
     layout = cache.layout
     if not cache.lengths.is_fully_addressable:
         raise UserError(f"{path}: a cache that lies on several hosts cannot be saved")
-    text = {"kind": "cache", "method": str(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
+    text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
     text |= {"batch": cache.batch, "dealt": layout.dealt}
     write_folder(Path(path), text | _about(model), _stored(cache))
 
@@ -67,7 +80,7 @@ def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
         raise UserError(f"{path}: description.json has no usable 'dealt'")
     return CacheLayout(
         shape=model.config.kv_shape,
-        method=parse(text["method"]),
+        method=read_method(text, model.config),
         capacity=text["capacity"],
         dtype=text["dtype"],
         target=target_of(model.params["embed"]),
@@ -97,7 +110,7 @@ def load_cache(path: str | os.PathLike, model: Model) -> Cache:
     constants or another compute dtype, naming the field."""
     path = Path(path)
     text = read_description(path, "cache")
-    wanted = _about(model) | {"dtype": str(model.params["embed"].dtype)}
+    wanted = _about(model, text["format"]) | {"dtype": str(model.params["embed"].dtype)}
     for field, value in wanted.items():
         if text.get(field) != value:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")

@@ -92,7 +92,9 @@ class Rules:
         if layer in ("k", "v"):
             return PartitionSpec(None, None, self.projections)
         if layer in ("q_bias", "k_bias", "v_bias"):
-            return PartitionSpec(None, self.width if layer == "q_bias" else self.projections)
+            # A key bias lies as the keys that are cached, so that a read of some block needs no exchange for it.
+            axes = {"q_bias": self.width, "k_bias": self.kv_heads, "v_bias": self.projections}
+            return PartitionSpec(None, axes[layer])
         return PartitionSpec()
 
     def placement(self, name: str) -> NamedSharding:

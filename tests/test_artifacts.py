@@ -9,6 +9,8 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.artifacts import Artifact
+from kvqjax.cli.common import calibrated
+from kvqjax.methods.spec import calibrated_part
 
 
 @pytest.fixture
@@ -62,3 +64,37 @@ def test_refusals(saved, tmp_path):
 def test_a_method_without_its_constants_is_refused():
     with pytest.raises(kvq.UserError, match="calibrated constant"):
         kvq.generate(tiny(), [[1, 2, 3]], kvq.parse("kvquant:bits=3"), max_new_tokens=2)
+
+
+CALIBRATED = "kvquant:bits=2,outliers=0.02;0=kvquant:bits=4"
+SAME = ("window=32", "sinks=7", "buffer=32", "keep=h2o:64", "window=32,sinks=7,buffer=32")
+OTHER = ("bits=4", "key_bits=2", "outliers=0.0", "rope=post", "scales=float32")
+
+
+@pytest.mark.parametrize("more", SAME)
+def test_an_artifact_serves_what_was_calibrated(more, tmp_path):
+    """Codec, bits and layers; not when tokens are encoded, nor which are kept."""
+    constants = ({"k": {"upper": jnp.ones((1, 32))}},)
+    Artifact(kvq.parse(CALIBRATED), constants, "", {}).save(tmp_path / "a")
+    head, layer = CALIBRATED.split(";")
+    layer += "," + more if "keep" not in more and "sinks" not in more else ""
+    method = kvq.parse(f"{head},{more};{layer}")
+    assert method != kvq.parse(CALIBRATED)
+    ready, _ = calibrated(tiny(), [method], [tmp_path / "a"])[0]
+    np.testing.assert_array_equal(ready.constants[0]["k"]["upper"], 1)
+
+
+@pytest.mark.parametrize("text", [*(f"kvquant:{more}" for more in OTHER), "kvquant:bits=3;0=exact", "kivi"])
+def test_and_nothing_else(text, tmp_path):
+    Artifact(kvq.parse("kvquant"), (), "", {}).save(tmp_path / "a")
+    with pytest.raises(kvq.UserError, match="--artifact for kvquant:bits=3, which no --cache names"):
+        calibrated(tiny(), [kvq.parse(text)], [tmp_path / "a"])
+
+
+def test_a_bias_that_a_model_lacks_is_no_difference():
+    """Constants of before centre=auto serve it where it means nothing."""
+    old, new = (kvq.parse(f"aqua:centre={c}") for c in ("none", "auto"))
+    assert old != new
+    assert calibrated_part(old, tiny().config) == calibrated_part(new, tiny().config)
+    biased = tiny(qkv_bias=True).config
+    assert calibrated_part(old, biased) != calibrated_part(new, biased)

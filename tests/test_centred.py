@@ -71,7 +71,7 @@ def test_spec_strings_read_back_and_constants_are_asked_for(text):
 
 
 def test_an_unknown_centre_is_refused():
-    with pytest.raises(kvq.UserError, match="centre='median'; known: none, mean"):
+    with pytest.raises(kvq.UserError, match="centre='median'; known: auto, none, mean"):
         kvq.parse("higgs:centre=median")
 
 

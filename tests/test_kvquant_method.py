@@ -174,6 +174,6 @@ def test_constants_are_asked_for():
 def test_spec_strings_name_the_method():
     method = kvquant(bits=2, key_bits=4, outliers=0.005, datatype="nf", rope="post")
     assert parse(str(method)) == method
-    assert str(kvquant(bits=3)) == "kvquant"
+    assert str(kvquant(bits=3)) == "kvquant:bits=3"
     assert method.layer.key.bits == 4
     assert method.layer.value.bits == 2

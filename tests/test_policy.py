@@ -1,5 +1,6 @@
 """Policies: text, dict and JSON file name one method; every typo gives one line with the nearest name."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -8,16 +9,18 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, plan
+from kvqjax.methods import spelled_out
 from kvqjax.methods.aqua_wiring import AquaLayer
 
 POLICIES = (
     "exact",
-    "kivi:key_bits=4,window=64,sinks=4;0-1=exact",
-    "kivi:bits=2,rope=pre;0=exact;-1=kivi:bits=8,group=64;-4--2=uniform",
+    "kivi:bits=2,key_bits=4,window=64,sinks=4;0-1=exact",
+    "kivi:key_bits=4,value_bits=2,window=64,sinks=4;0-1=exact",
+    "kivi:bits=2,rope=pre;0=exact;-1=kivi:bits=8,group=64;-4--2=uniform:bits=4",
     "kvquant:bits=4,outliers=0.02,q_norm=true;3=exact",
     "xquant:bits=3,latent=false",
-    "aqua:exact=3+7,keep=h2o:512;1=kivi:bits=4",
-    "higgs:keep=streaming:1024",
+    "aqua:bits=2,exact=3+7,keep=h2o:512;1=kivi:bits=4",
+    "higgs:bits=2,keep=streaming:1024",
 )
 
 
@@ -35,9 +38,38 @@ def test_text_dict_and_file_are_one_policy(text, tmp_path):
         assert kvq.to_dict(again) == tree
 
 
+@pytest.mark.parametrize("text", POLICIES)
+def test_spelled_out_every_option_is_named(text):
+    method = kvq.parse(text)
+    whole = spelled_out(method)
+    for part in (p.partition("=")[2] if i else p for i, p in enumerate(whole.split(";"))):
+        name, _, options = part.partition(":")
+        wanted = [p.name for p in inspect.signature(kvq.METHODS[name]).parameters.values()]
+        assert [o.partition("=")[0] for o in options.split(",")] == wanted
+    again = kvq.parse(whole)
+    assert again == method
+    assert str(again) == text
+
+
+@pytest.mark.parametrize("name", set(kvq.METHODS) - {"exact"})
+def test_names_keep_their_bits(name):
+    default = kvq.METHODS[name]()
+    assert str(default).startswith(f"{name}:bits=")
+    assert str(kvq.parse(str(default))) == str(default)
+    assert kvq.to_dict(default)["bits"] == int(str(default).rpartition("=")[2])
+
+
+def test_names_say_other_widths_too():
+    assert str(kvq.kivi(key_bits=4)) == "kivi:bits=2,key_bits=4"
+    assert kvq.kivi(key_bits=4) == kvq.kivi(key_bits=4, value_bits=2)
+    assert str(kvq.policy(kvq.parse("kvquant"), {0: kvq.kivi()})) == "kvquant:bits=3;0=kivi:bits=2"
+    assert "Cache(kvquant:bits=3, " in repr(kvq.init_cache(tiny(), kvq.parse("kvquant"), 1, 64))
+
+
 def test_the_dict_has_json_types():
     assert kvq.to_dict(kvq.parse("kvquant:q_norm=true,outliers=0.02,keep=h2o:64;0-1=exact")) == {
         "method": "kvquant",
+        "bits": 3,
         "q_norm": True,
         "outliers": 0.02,
         "keep": "h2o:64",

@@ -230,7 +230,7 @@ def test_what_cannot_be_split_is_refused():
     with pytest.raises(kvq.UserError, match="weights 'int8' cannot be split over a mesh"):
         kvq.shard(kvq.load("recall", weights="int8"), kvq.exact(), model=2)
     model = kvq.shard(tiny(), kvq.exact(), data=2, model=2)
-    with pytest.raises(kvq.UserError, match="aqua mixes KV heads"):
+    with pytest.raises(kvq.UserError, match="aqua:bits=2 mixes KV heads"):
         kvq.init_cache(model, kvq.parse("aqua"), 2, 512)
     with pytest.raises(kvq.UserError, match="3 rows cannot be split over 2"):
         kvq.generate(model, [[1], [2], [3]], max_new_tokens=1)

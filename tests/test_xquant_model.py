@@ -10,7 +10,7 @@ import pytest
 
 from kvqjax import decoder
 from kvqjax.artifacts import load_artifact
-from kvqjax.cache.state import plan
+from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate.xquant import constants, prepared
 from kvqjax.cli import main
 from kvqjax.config import ModelConfig, RopeConfig
@@ -186,3 +186,17 @@ def test_missing_constants_and_sliding_windows_are_refused():
         init_cache(model.replace(config=MHA), parse("xquant:outliers=1"), 1, 64)
     with pytest.raises(ValueError, match="known: norm, residual"):
         parse("xquant_cl:space=input")
+
+
+@pytest.mark.parametrize(
+    "spec", ["xquant", "xquant:latent=true", "xquant_cl:base=0", "xquant_cl:base=0,bits=16,high_bits=16,accumulator=4"]
+)
+def test_a_width_that_the_group_does_not_divide_names_one_that_does(spec):
+    """192 channels, and 192 of keys."""
+    heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 48}
+    config = ModelConfig(vocab_size=8, width=192, mlp_width=8, num_layers=3, **heads)
+    layout = CacheLayout(config=config, method=parse(spec), capacity=256, dtype="float32")
+    with pytest.raises(UserError, match="group=128 does not divide the width 192; group=64 does"):
+        plan(layout)
+    separator = "," if ":" in spec else ":"
+    plan(dataclasses.replace(layout, method=parse(f"{spec}{separator}group=64")))

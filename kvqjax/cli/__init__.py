@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 import typer
 
@@ -15,6 +16,7 @@ def main() -> None:
 
     # Transformers reports on stderr that it found no PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.formatwarning = lambda message, *_, **__: "warning: " + " ".join(str(message).split()) + "\n"
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:

@@ -1,6 +1,6 @@
 """What the commands share: options, loading, tables, progress."""
 
-import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ from kvqjax.artifacts import load_artifact
 from kvqjax.errors import UserError
 from kvqjax.hf_config import read_config
 from kvqjax.methods import Method, parse
+from kvqjax.methods.spec import calibrated_part
 from kvqjax.model import Model, load, locate
 from kvqjax.sharding import MeshSize, rules_for
 
@@ -65,17 +66,17 @@ def open_model(
 
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
-    """Pair every method with a model that holds its constants. An artifact serves the --cache of the same policy, which
-    tokens are kept left aside; what a method derives from the weights alone (xquant) is computed here when there is
-    none."""
+    """Pair every method with a model that holds its constants. An artifact serves every --cache of the same codecs and
+    layers, whatever their sinks, windows and kept tokens; what a method derives from the weights alone (xquant) is
+    computed here when there is none."""
     from kvqjax.calibrate.xquant import prepared
 
-    whole = lambda method: dataclasses.replace(method, keep=None)  # noqa: E731
-    artifacts = {whole(a.method): a for a in map(load_artifact, folders)}
-    unused = set(artifacts) - {whole(method) for method in methods}
+    part = functools.partial(calibrated_part, config=model.config)
+    artifacts = {part(a.method): a for a in map(load_artifact, folders)}
+    unused = set(artifacts) - {part(method) for method in methods}
     if unused:
         raise UserError(f"--artifact for {', '.join(sorted(map(str, unused)))}, which no --cache names")
-    found = [(artifacts.get(whole(method)), method) for method in methods]
+    found = [(artifacts.get(part(method)), method) for method in methods]
     pairs = [(prepared(model, m) if got is None else model.with_artifact(got), m) for got, m in found]
     if model.rules is None:
         return pairs

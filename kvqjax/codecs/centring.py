@@ -7,6 +7,9 @@ Qwen2's key bias gives some channels offsets of dozens of times their spread. Wh
 of a constant bias is removed. After RoPE it is the mean of the rotated keys: what does not turn within the calibration
 text (the slowest pairs, where Qwen2 has its bias) is removed, while the mean of pairs that do turn is near zero and
 stays with the codec.
+
+Before RoPE the bias is known from the model's weights, so it needs no calibration: centre="auto" caches keys without it
+where a model has one (kvqjax.methods.wiring), and leaves the codec as it is.
 """
 
 import dataclasses
@@ -19,7 +22,7 @@ from kvqjax.finite import wide
 
 __all__ = ["CENTRES", "Centred", "centred"]
 
-CENTRES = ("none", "mean")
+CENTRES = ("auto", "none", "mean")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Centred:
 
 
 def centred(spec: CodecSpec, centre: str) -> CodecSpec:
-    """`spec` as it is for "none", around the calibrated mean for "mean"."""
+    """`spec` around the calibrated mean for "mean", as it is for "auto" and "none"."""
     if centre not in CENTRES:
         raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
     return Centred(inner=spec) if centre == "mean" else spec

@@ -16,7 +16,7 @@ from kvqjax.codecs.base import Codec
 from kvqjax.finite import wide
 from kvqjax.layout import Field
 
-__all__ = ["Uniform", "round_toward"]
+__all__ = ["Uniform", "check_group", "round_toward"]
 
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
@@ -90,10 +90,19 @@ def _per_channel(spec: Uniform, width: int) -> Codec:
     return Codec(width, spec.group, fields, encode, decode)
 
 
+def check_group(group: int, width: int, least: int = 1) -> None:
+    """Raise ValueError unless `group` channels divide `width` or exceed it, naming a smaller group that does: a power
+    of two of `least` at least."""
+    if width % min(group, width) == 0:
+        return
+    fitting = [2**i for i in range(group.bit_length()) if least <= 2**i < group and width % 2**i == 0]
+    hint = f"group={fitting[-1]} does" if fitting else f"nor does any power of two from {least} on"
+    raise ValueError(f"group={group} does not divide the width {width}; {hint}")
+
+
 def _per_token(spec: Uniform, width: int) -> Codec:
+    check_group(spec.group, width)
     group = min(spec.group, width)
-    if width % group:
-        raise ValueError(f"group={group} does not divide the width {width}")
     count = width // group
     fields = {
         "codes": Field(kind="codes", width=width, bits=spec.bits, role="payload"),

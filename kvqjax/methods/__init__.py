@@ -6,7 +6,7 @@ from kvqjax.methods.higgs_wiring import higgs
 from kvqjax.methods.keep import Keep
 from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant_wiring import kvquant
-from kvqjax.methods.registry import METHODS, MethodLike, parse, policy, to_dict
+from kvqjax.methods.registry import METHODS, MethodLike, parse, policy, spelled_out, to_dict
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
@@ -31,6 +31,7 @@ __all__ = [
     "method_factory",
     "parse",
     "policy",
+    "spelled_out",
     "to_dict",
     "uniform",
     "xquant",

@@ -43,7 +43,9 @@ class AquaLayer:
     `copy` trades memory for compute at every decode step, L layers and S body tokens. "layer": one layer's keys and
     values, 2 S K D numbers, live during the call; L predictions per token. "none": one block's; every layer is computed
     anew from the first one, L (L + 1) / 2 predictions. "all": every layer's reconstruction is stored beside its codes
-    and no prediction is needed, which saves no memory against the exact cache."""
+    and no prediction is needed, which saves no memory against the exact cache.
+
+    `unbiased` keys are those without the model's key bias, in codes, predictors and carry alike."""
 
     key: CodecSpec
     value: CodecSpec
@@ -55,6 +57,7 @@ class AquaLayer:
     copy: str = "layer"
     window: int = 0
     unit: int = UNIT
+    unbiased: bool = False
 
     def __post_init__(self):
         for name, known in (("key_inputs", ("k", "v", "kv", "none")), ("value_inputs", ("k", "v", "kv", "none"))):
@@ -143,7 +146,7 @@ def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
 
 
 def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wiring:
-    base = keys_and_values(config, codecs, (Clock(("k", "v"), layer.window, layer.unit),), layer.rope)
+    base = keys_and_values(config, codecs, (Clock(("k", "v"), layer.window, layer.unit),), layer.rope, layer.unbiased)
     width = config.kv_width
 
     def encode(constants, tile, carry):
@@ -217,7 +220,7 @@ def aqua(
     buffer: int = UNIT,
     window: int = 0,
     sinks: int = 4,
-    centre: str = "none",
+    centre: str = "auto",
 ) -> Method:
     """Residuals of `bits` per value (`key_bits`, `value_bits` one by one) by `backbone` "higgs", "token" or "channel";
     the first layer at `first_bits` by HIGGS without a predictor, 16 meaning exact (AQUA-KV, sections 3 and 4.1).
@@ -226,9 +229,11 @@ def aqua(
     paper's ablations. Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above
     predicts from their exact keys and values. `buffer` tokens are encoded at a time, whatever is beyond the newest
     `window`. `copy`: see AquaLayer.
-    `centre="mean"` takes a calibrated mean off the first layer's keys (the predictors' biases do so above it).
+    `centre="auto"` takes the model's key bias, where it has one, off the keys of every layer (before RoPE); "mean" a
+    calibrated mean off the first layer's (the predictors' biases do so above it); "none" nothing.
     """
     shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
+    shared["unbiased"] = centre == "auto" and rope == "pre"
     key, value = (_backbone(backbone, b or bits, dim, group, seed) for b in (key_bits, value_bits))
     alone = {"key_inputs": "none", "value_inputs": "none"}
     start = _backbone("higgs", first_bits, 2, group if backbone == "higgs" else None, seed)

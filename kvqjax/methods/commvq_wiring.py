@@ -25,7 +25,8 @@ __all__ = ["CommVQLayer", "commvq"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommVQLayer:
-    """One layer's key and value codecs, once the head dimension is known; `rounds` None: as many as `bits` allow."""
+    """One layer's key and value codecs, once the head dimension is known; `rounds` None: as many as `bits` allow.
+    `unbiased` as in KeysAndValues."""
 
     bits: int
     rounds: int | None = None
@@ -34,6 +35,7 @@ class CommVQLayer:
     hidden: int = 0
     window: int = 128
     unit: int = 128
+    unbiased: bool = False
 
     def __post_init__(self):
         if self.unit % 32 or self.unit < 32:
@@ -50,9 +52,10 @@ class CommVQLayer:
 
     def build(self, config: KVShape) -> Wiring:
         codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
-        wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre")
+        wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre", self.unbiased)
         shared = _summed_bits(self.bits * config.kv_width, config)
-        packed = commvq_form(self.key(config), self.value(), config)
+        plain = not (self.unbiased and config.known_key_bias)
+        packed = commvq_form(self.key(config), self.value(), config) if plain else None
         return wiring._replace(shared=shared, prepare=_prepare, packed=packed)
 
 
@@ -84,13 +87,18 @@ def commvq(
     window: int = 128,
     unit: int = 128,
     sinks: int = 0,
+    centre: str = "auto",
 ) -> Method:
     """1 or 2 bits per channel (CommVQ, sections 4.1 and 4.2); needs calibrated codebooks and value encoders.
 
     `rounds` of the key codebook (None: round(bits * g / log2(levels)), so 11 and 21 at head dimension 128, 5 and 11 at
     64), `levels` in it, `group` rotation pairs that share a code (0: a whole head); `hidden` units of the value encoder
     (0: one per logit, 4096 at most). The newest `window` tokens stay exact and `unit` leave together; `window=0` is the
-    published rule: the whole buffer is encoded when it holds 128 tokens.
+    published rule: the whole buffer is encoded when it holds 128 tokens. `centre="auto"` codes keys without the
+    model's key bias, where it has one; "none" with it.
     """
+    if centre not in ("auto", "none"):
+        raise ValueError(f"centre={centre!r}; known: auto, none")
     options = {"bits": bits, "rounds": rounds, "levels": levels, "group": group, "hidden": hidden}
+    options["unbiased"] = centre == "auto"
     return Method(name="commvq", layer=CommVQLayer(**options, window=window, unit=unit), sinks=sinks)

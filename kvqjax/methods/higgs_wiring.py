@@ -32,7 +32,12 @@ class HiggsLayer:
         size = sizes[self.group] if self.group in sizes else int(self.group)
         key, value = (dataclasses.replace(spec, group=size) for spec in (self.key, self.value))
         layer = KeysAndValues(
-            key=centred(key, self.centre), value=value, rope=self.rope, window=self.window, unit=self.unit
+            key=centred(key, self.centre),
+            value=value,
+            rope=self.rope,
+            window=self.window,
+            unit=self.unit,
+            unbiased=self.centre == "auto",
         )
         return layer.build(config)._replace(reading=READING)
 
@@ -51,16 +56,18 @@ def higgs(
     window: int = 0,
     buffer: int = 128,
     sinks: int = 4,
-    centre: str = "none",
+    centre: str = "auto",
 ) -> Method:
     """`bits` per value (`key_bits`, `value_bits` one by one) in grids of `dim` dimensions, a scale per token and
     `group` channels: "auto" (up to 1024), "head", "width" or a number. `seed` turns on fixed random signs. Keys before
-    or after RoPE (`rope`). `buffer` tokens leave the window at a time, beyond the newest `window`. `centre="mean"`
-    takes a calibrated mean off the keys first (kvqjax.codecs.centring)."""
+    or after RoPE (`rope`). `buffer` tokens leave the window at a time, beyond the newest `window`. What is taken off
+    the keys first is said by `centre`: "auto" the model's key bias, where it has one and keys are stored before RoPE;
+    "mean" a calibrated mean (kvqjax.codecs.centring); or "none"."""
     if group not in GROUPS and not group.isdigit():
         raise ValueError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
     if centre not in CENTRES:
         raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
     key, value = (Higgs(bits=b or bits, dim=dim, seed=seed, dtype=scales) for b in (key_bits, value_bits))
+    centre = "none" if centre == "auto" and rope == "post" else centre
     layer = HiggsLayer(key=key, value=value, group=group, rope=rope, window=window, unit=buffer, centre=centre)
     return Method(name="higgs", layer=layer, sinks=sinks)

@@ -27,16 +27,16 @@ def _kivi_layer(key_bits, value_bits, group, value_group, window, rope, rule, sc
         if window == 0 or window % group:
             raise ValueError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
         clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
-    key = centred(key, centre)
-    return KeysAndValues(key=key, value=value, rope=rope, window=window, unit=group, clocks=clocks)
+    timing = {"rope": rope, "window": window, "unit": group, "clocks": clocks}
+    return KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto" and rope == "pre", **timing)
 
 
 @method_factory
 def kivi(
     *,
-    bits: int | None = None,
-    key_bits: int = 2,
-    value_bits: int = 2,
+    bits: int = 2,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
     group: int = 32,
     value_group: int | None = None,
     window: int = 128,
@@ -49,12 +49,15 @@ def kivi(
     """Keys per channel in groups of `group` tokens, values per token in groups of `value_group` channels (the same
     number by default), 1 to 8 bits each, asymmetric with float minima (KIVI, section 3.2).
 
-    `bits` sets both widths. `window` newest tokens stay exact; `rule="together"` moves keys and values out in whole
-    groups, `rule="published"` does as the released code: keys all at once every `window` tokens, values one at a time.
-    `rope="pre"` caches keys before rotation. `scales` is the dtype of scales and minima. `centre="mean"` takes a
-    calibrated mean off the keys first (kvqjax.codecs.centring)."""
-    key_bits, value_bits = (key_bits, value_bits) if bits is None else (bits, bits)
-    layer = _kivi_layer(key_bits, value_bits, group, value_group or group, window, rope, rule, scales, centre)
+    `key_bits` and `value_bits` set one of the two widths. `window` newest tokens stay exact; `rule="together"` moves
+    keys and values out in whole groups, `rule="published"` does as the released code: keys all at once every `window`
+    tokens, values one at a time. `rope="pre"` caches keys before rotation. `scales` is the dtype of scales and minima.
+    `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centring); a channel's own minimum holds
+    the model's key bias, so that "auto", which takes that off keys before RoPE, gains nothing and no kernel reads it.
+    """
+    layer = _kivi_layer(
+        key_bits or bits, value_bits or bits, group, value_group or group, window, rope, rule, scales, centre
+    )
     return Method(name="kivi", layer=layer, sinks=sinks)
 
 

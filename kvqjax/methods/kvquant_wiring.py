@@ -32,6 +32,7 @@ def kvquant(
     `q_norm` is the released code's correction for 2 bits. `buffer` tokens are encoded together: 1, as in the paper, or
     a multiple of 32, which stay exact until they are as many; on TPUs each then costs a fraction (benchmarks/scale.md).
     `scales` and `outlier_dtype` are the dtypes of the values' scales and of outliers.
+    A model's key bias costs nothing, since a channel's thresholds hold it.
     """
     shared = {
         "outliers": outliers,

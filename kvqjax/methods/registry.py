@@ -16,12 +16,12 @@ from kvqjax.methods.grammar import layer_numbers, read_json, read_text, write_la
 from kvqjax.methods.higgs_wiring import higgs
 from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant_wiring import kvquant
-from kvqjax.methods.spec import Method
+from kvqjax.methods.spec import Method, option_text
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
 from kvqjax.options import check_names
 
-__all__ = ["METHODS", "MethodLike", "parse", "policy", "to_dict"]
+__all__ = ["METHODS", "MethodLike", "parse", "policy", "spelled_out", "to_dict"]
 
 Source = str | os.PathLike | Mapping[str, Any]
 MethodLike = Method | Source  # whatever `parse` takes: it stands at every door that wants a method
@@ -111,6 +111,20 @@ def to_dict(method: MethodLike) -> dict[str, Any]:
     name, options = _options(tree)
     layers = {numbers: to_dict(spec) for numbers, spec in tree.get("layers", {}).items()}
     return {"method": name, **options} | ({"layers": layers} if layers else {})
+
+
+def spelled_out(method: Method) -> str:
+    """The text of a method's policy with every option of every layer, also those at their defaults: what is stored,
+    because a later version may have other defaults. `parse` reads it back."""
+    tree = read_text(str(method))
+
+    def one(part: Mapping[str, Any]) -> str:
+        name, options = _options(part)
+        every = {p.name: options.get(p.name, p.default) for p in inspect.signature(METHODS[name]).parameters.values()}
+        return name + ":" + ",".join(f"{key}={option_text(value)}" for key, value in every.items())
+
+    exceptions = [f"{numbers}={one(part)}" for numbers, part in tree.get("layers", {}).items()]
+    return ";".join([one(tree), *exceptions])
 
 
 def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Method:

@@ -18,9 +18,18 @@ from kvqjax.methods.packing import packed_form
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.options import check_names
 
-__all__ = ["KeysAndValues", "LayerSpec", "Method", "first_layers", "method_factory"]
+__all__ = [
+    "KeysAndValues",
+    "LayerSpec",
+    "Method",
+    "calibrated_part",
+    "first_layers",
+    "method_factory",
+    "option_text",
+]
 
 MOST_LAYERS = 4096  # an option's slip must not fill the memory with overrides
+UNCALIBRATED = ("window", "unit", "clocks", "copy")  # of layer specs: when tokens are encoded, and what a reader holds
 
 
 @runtime_checkable
@@ -34,7 +43,8 @@ class LayerSpec(Protocol):
 class KeysAndValues:
     """Keys and values over all KV heads, each with its own codec; `rope` says whether keys are cached before ("pre")
     or after ("post") rotation. The default clock moves both together: once the window holds `window + unit` tokens its
-    oldest `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it."""
+    oldest `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it. `unbiased` keys
+    before rotation are kept without the model's key bias, if it has one; no kernel reads such bodies yet."""
 
     key: CodecSpec
     value: CodecSpec
@@ -42,11 +52,14 @@ class KeysAndValues:
     window: int = 0
     unit: int = 32
     clocks: tuple[Clock, ...] = ()
+    unbiased: bool = False
 
     def build(self, config: KVShape) -> Wiring:
         codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
-        wiring = keys_and_values(config, codecs, clocks, self.rope)
+        wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased)
+        if self.unbiased and config.known_key_bias:
+            return wiring
         direct = direct_form(self.key, self.value, self.rope, config)
         return wiring._replace(packed=packed_form(self.key, self.value, self.rope, config), direct=direct)
 
@@ -80,6 +93,20 @@ class Method:
         return tuple(specs)
 
 
+def calibrated_part(method: Method, config: KVShape) -> Method:
+    """The method with its codecs and layers alone: its sinks, windows, units and `keep` at their defaults, and whether
+    keys are kept without their bias only for models that have one. Methods that are equal in this take each other's
+    constants."""
+    left_out = UNCALIBRATED if config.known_key_bias else (*UNCALIBRATED, "unbiased")
+
+    def bare(spec: Any) -> Any:
+        fields = (field for field in dataclasses.fields(spec) if field.name in left_out)
+        return dataclasses.replace(spec, **{field.name: field.default for field in fields})
+
+    overrides = tuple((number, bare(spec)) for number, spec in method.overrides)
+    return dataclasses.replace(method, layer=bare(method.layer), sinks=0, overrides=overrides, keep=None)
+
+
 def first_layers(count: int) -> range:
     """Numbers of the first `count` layers, which an option protects. Raises ValueError for no count of layers."""
     if not 0 <= count <= MOST_LAYERS:
@@ -87,13 +114,15 @@ def first_layers(count: int) -> range:
     return range(count)
 
 
-def _text(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """An option's value as policies write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
-    """Name the method that `function` returns after the call that made it, options at their defaults left out; and give
-    every method the option `keep` ("h2o:512", "streaming:512"), which is the cache's matter and not the method's."""
+    """Name the method that `function` returns after the call that made it, options at their defaults left out, but not
+    its bits; and give every method the option `keep` ("h2o:512", "streaming:512"), which is the cache's matter and not
+    the method's."""
     own = inspect.signature(function)
     keep_option = inspect.Parameter("keep", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
     parameters = own.replace(parameters=[*own.parameters.values(), keep_option]).parameters
@@ -103,7 +132,9 @@ def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
         check_names(function.__name__, options, parameters)
         method = function(**options)
         given = {k: v for k, v in (options | {"keep": keep}).items() if v != parameters[k].default}
-        text = ",".join(f"{k}={_text(given[k])}" for k in parameters if k in given)
+        if "bits" in parameters and not {"key_bits", "value_bits"} <= given.keys():
+            given["bits"] = options.get("bits", parameters["bits"].default)
+        text = ",".join(f"{k}={option_text(given[k])}" for k in parameters if k in given)
         name = function.__name__ + (f":{text}" if text else "")
         return dataclasses.replace(method, name=name, keep=None if keep is None else read_keep(keep))
 

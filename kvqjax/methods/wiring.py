@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs.base import Codec
 from kvqjax.config import KVShape
+from kvqjax.decoder import Projected, key_bias
 from kvqjax.methods.direct import Direct
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
@@ -31,7 +32,16 @@ from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.rope import rotate
 
-__all__ = ["Clock", "Packed", "SharedValues", "Wiring", "keys_and_values", "shared_until", "through_heads"]
+__all__ = [
+    "Clock",
+    "Packed",
+    "SharedValues",
+    "Wiring",
+    "cached_keys",
+    "keys_and_values",
+    "shared_until",
+    "through_heads",
+]
 
 
 class Clock(NamedTuple):
@@ -135,16 +145,28 @@ def _heads(x, config: KVShape):
     return x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim)
 
 
-def keys_and_values(config: KVShape, codecs: dict[str, Codec], clocks: tuple[Clock, ...], rope: str) -> Wiring:
+def cached_keys(projected: Projected, positions: Int[Array, "B T"], config: KVShape, rope: str, unbiased: bool):
+    """The keys [B, T, K, D] that a cache keeps: as attended, before RoPE, or before RoPE and without their bias."""
+    if rope == "post":
+        return rotate(projected.k, positions, config)
+    return projected.bare if unbiased and config.known_key_bias else projected.k
+
+
+def keys_and_values(
+    config: KVShape, codecs: dict[str, Codec], clocks: tuple[Clock, ...], rope: str, unbiased: bool = False
+) -> Wiring:
     """Sources are keys and values over all KV heads, `[K*D]` each; keys as attended (`rope="post"`) or before RoPE
-    (`rope="pre"`: the rotation happens at every read and is never undone). Each source has a codec of its own."""
+    (`rope="pre"`: the rotation happens at every read and is never undone). Each source has a codec of its own.
+    `unbiased` keys before RoPE are kept without the model's bias, in sinks, window and body, and read with it."""
     if rope not in ("pre", "post"):
         raise ValueError(f"rope={rope!r}; known: pre, post")
     if rope == "pre" and config.rope is None:
         raise ValueError("it caches keys before RoPE; give the shape a rope, and queries and keys unrotated")
+    if unbiased and rope == "post":
+        raise ValueError("the bias of keys can only be taken off before RoPE")
 
     def capture(weights, constants, projected, positions):
-        k = rotate(projected.k, positions, config) if rope == "post" else projected.k
+        k = cached_keys(projected, positions, config, rope, unbiased)
         return {"k": k.reshape(*k.shape[:2], -1), "v": projected.v.reshape(*k.shape[:2], -1)}
 
     def encode(constants, tile, carry):
@@ -156,6 +178,8 @@ def keys_and_values(config: KVShape, codecs: dict[str, Codec], clocks: tuple[Clo
 
     def expand(weights, constants, sources, positions):
         k, v = _heads(sources["k"], config), _heads(sources["v"], config)
+        if unbiased and config.known_key_bias:
+            k = k + key_bias(weights, config).astype(k.dtype)
         return (rotate(k, positions, config) if rope == "pre" else k), v
 
     widths = {"k": config.kv_width, "v": config.kv_width}

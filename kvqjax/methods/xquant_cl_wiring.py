@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.codecs import Codec, Uniform
+from kvqjax.codecs.uniform import check_group
 from kvqjax.config import KVShape
 from kvqjax.finite import saturated, wide
-from kvqjax.layout import Field
+from kvqjax.layout import PLANE, Field
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
 from kvqjax.methods.xquant_wiring import (
@@ -184,8 +185,10 @@ class CrossLayer:
             # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
             raise ValueError(f"xquant_cl needs full attention in every layer; its window is {config.sliding_window}")
         full = input_width(config)
+        if self.accumulator.isdigit():
+            check_group(self.group, full, least=PLANE)
         width = min(full, 2 * config.kv_width) if latent else full
-        codec = quantiser(self.bits, along, self.group, self.scales).build(width)
+        codec = quantiser(self.bits, along, self.group, self.scales, width).build(width)
         return cross_layer(
             config,
             codec._replace(needs={"down": (full, width)}) if latent else codec,

@@ -22,10 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs import Codec, Exact, Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
+from kvqjax.codecs.uniform import check_group
 from kvqjax.config import KVShape
 from kvqjax.decoder import Layer, heads, norm
 from kvqjax.finite import saturated
-from kvqjax.layout import row_major
+from kvqjax.layout import PLANE, row_major
 from kvqjax.methods.packing import latent_form
 from kvqjax.methods.spec import Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring, shared_until, through_heads
@@ -149,9 +150,13 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
     return wiring._replace(kinds=dict.fromkeys(needs, "compute"))  # they stand for weights
 
 
-def quantiser(bits: int, along: str, group: int, scales: str) -> Exact | Uniform:
-    """The uniform codec of section 4; 16 bits mean the compute dtype itself (the identity)."""
-    return Exact() if bits == 16 else Uniform(bits=bits, along=along, group=group, dtype=scales)
+def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exact | Uniform:
+    """The uniform codec of section 4 for `width` channels; 16 bits mean the compute dtype itself (the identity)."""
+    if bits == 16:
+        return Exact()
+    if along == "channels":
+        check_group(group, width, least=PLANE)  # as many tokens leave the window at a time
+    return Uniform(bits=bits, along=along, group=group, dtype=scales)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,20 +177,21 @@ class LayerInput:
 
     def build(self, config: KVShape) -> Wiring:
         clock = Clock(("x",), self.window, self.group)
-        per_token = {"along": "channels", "group": self.group, "scales": self.scales}
+        full = input_width(config)
+        width = min(full, config.kv_width) if self.uses_latents(config) else full
+        per_token = {"along": "channels", "group": self.group, "scales": self.scales, "width": width}
         if not self.uses_latents(config):
             if self.outliers or self.value_bits not in (None, self.bits):
                 got = f"value_bits={self.value_bits}, outliers={self.outliers}"
                 raise ValueError(f"xquant caches X itself here, of one width and without a first latent; got {got}")
-            return layer_input(config, quantiser(self.bits, **per_token).build(input_width(config)), clock)
+            return layer_input(config, quantiser(self.bits, **per_token).build(width), clock)
         key = quantiser(self.bits, **{**per_token, "along": "tokens"})
         if self.outliers:
             key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
         value = quantiser(self.value_bits or self.bits, **per_token)
-        rank = min(input_width(config), config.kv_width)
-        codecs = {name: codec.build(rank) for name, codec in (("k", key), ("v", value))}
+        codecs = {name: codec.build(width) for name, codec in (("k", key), ("v", value))}
         wiring = latents(config, codecs, clock._replace(sources=("k", "v")))
-        return wiring._replace(packed=latent_form(key, value, rank, config))
+        return wiring._replace(packed=latent_form(key, value, width, config))
 
 
 @method_factory

@@ -1,0 +1,28 @@
+"""What is said once about a method and a model that do badly together."""
+
+from kvqjax.codecs import Uniform
+from kvqjax.codecs.higgs import Higgs
+from kvqjax.config import KVShape
+from kvqjax.methods.spec import LayerSpec, Method
+
+__all__ = ["bias_advice"]
+
+FEW_BITS = 4  # uniform codes per token of so many bits lose a bundled model with Qwen2's bias (benchmarks/gate.py)
+
+
+def _shares_scales(spec: LayerSpec) -> bool:
+    """Whether keys after RoPE share a scale between channels, and nothing is taken off them first."""
+    key = getattr(spec, "key", None)
+    few = isinstance(key, Uniform) and key.along == "channels" and key.bits <= FEW_BITS
+    plain = getattr(spec, "centre", "none") == "none"
+    return (few or isinstance(key, Higgs)) and plain and getattr(spec, "rope", "pre") == "post"
+
+
+def bias_advice(method: Method, config: KVShape) -> str:
+    """One line where the model's key bias will cost most of the precision of this method's keys, else ""."""
+    if not config.qkv_bias or not any(map(_shares_scales, method.layers(config))):
+        return ""
+    return (
+        f"{method}: this model's keys have a bias, and the channels of a key share a scale after RoPE, where the bias "
+        "cannot be taken off; say centre=mean and calibrate, or take a method that stores keys before RoPE"
+    )
