@@ -58,6 +58,9 @@ def run(
     else:
         known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
         raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
+    for option, value in {"count": count, "length": length}.items():
+        if value is not None and value < 1:
+            raise UserError(f"{option}={value}; at least 1 is wanted")
     texts = [texts] if isinstance(texts, str) else texts
     tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
     artifact = module.calibrate(model, method, tokens, state=state, advance=advance)

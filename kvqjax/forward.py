@@ -24,7 +24,7 @@ from kvqjax.prompt import chosen_tokens, exact_layer
 from kvqjax.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
 from kvqjax.sharding import cache_layout, over_mesh
 
-__all__ = ["attend", "commit", "forward", "init_cache", "prefill"]
+__all__ = ["attend", "check_constants", "commit", "forward", "init_cache", "prefill"]
 
 CHUNK = 512  # prompt tokens per step of an exact prefill
 
@@ -67,6 +67,12 @@ def _constants(model: Model, runs: tuple[RunPlan, ...]) -> tuple[dict, ...]:
                 if array.shape != (run.count, *shape):
                     raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
     return given
+
+
+def check_constants(model: Model, method: Method) -> None:
+    """Raise UserError where the model lacks a calibrated constant of `method`, or has one of another shape."""
+    layout = CacheLayout(config=model.config, method=method, capacity=1, dtype=str(model.params["embed"].dtype))
+    _constants(model, plan(layout))
 
 
 def _check_capacity(cache: Cache, counts) -> None:

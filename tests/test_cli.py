@@ -66,7 +66,7 @@ def test_bad_model_folders(call, tmp_path, change, words):
         (["generate", "-m", "recall", "-p", ""], "prompt 0 is empty"),
         (["generate", "-m", "recall"], "--prompt"),
         (["generate", "--nonsense"], "nonsense"),
-        (["generate", "-m", "recall", "-p", "ab", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "-m", "recall", "-p", "ab", "--temperature", "-1"], "--temperature"),
         (["generate", "-m", "recall", "-p", "ab", "-p", "cd", "--stream"], "--stream shows one prompt"),
         (["generate", "-m", "recall", "-p", "ab", "--chat"], "chat template"),
         (["eval", "ppl", "-m", "recall", "-c", "exact", "--data", "/nowhere.txt"], "/nowhere.txt"),

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import typer
 
 from kvqjax.cache import Cache, plan
 from kvqjax.cli.common import (
+    MOST_ROWS,
     Artifacts,
+    Batch,
     Caches,
     Dtype,
     Json,
@@ -18,10 +19,11 @@ from kvqjax.cli.common import (
     Weights,
     calibrated,
     methods_of,
+    number,
     open_model,
+    require_room,
     show,
 )
-from kvqjax.errors import UserError
 from kvqjax.forward import commit, forward, init_cache
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
@@ -65,8 +67,8 @@ def decoding(
     """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls."""
     cache = init_cache(model, method, batch, context + CHUNK + steps * calls)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    for number in range(-(-context // CHUNK)):
-        cache = _fill(model, cache, jax.random.key(number))
+    for start in range(0, context, CHUNK):
+        cache = _fill(model, cache, jax.random.key(start // CHUNK))
 
     def run():
         nonlocal cache
@@ -87,21 +89,21 @@ def step_milliseconds(
 def bench(
     cache: Caches,
     model: ModelName = "demo",
-    context: Annotated[int, typer.Option(help="tokens each row holds")] = 8192,
-    batch: int = 1,
-    steps: Annotated[int, typer.Option(help="decode steps per timing")] = 16,
-    repeats: Annotated[int, typer.Option(help="timings; the median is shown")] = 5,
+    context: Annotated[int, number(help="tokens each row holds")] = 8192,
+    batch: Batch = 1,
+    steps: Annotated[int, number(most=MOST_ROWS, help="decode steps per timing")] = 16,
+    repeats: Annotated[int, number(most=MOST_ROWS, help="timings; the median is shown")] = 5,
     artifact: Artifacts = [],  # noqa: B006
     dtype: Dtype = None,
     weights: Weights = None,
     as_json: Json = False,
 ) -> None:
     """Time decode steps on caches filled with random vectors, against the exact cache in the same run."""
-    if min(context, batch, steps, repeats) < 1:
-        raise UserError("context, batch, steps and repeats must be at least 1")
     loaded = open_model(model, dtype, weights)
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
+    for ready, method in pairs:
+        require_room(ready, method, batch, context)
     for ready, method in pairs:
         size, spent = step_milliseconds(ready, method, context, batch, steps, repeats)
         first = first or spent

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli.common import Dtype, ModelName, Weights, methods_of, open_model, progress_bar, show
+from kvqjax.cli.common import Dtype, ModelName, Seed, Weights, methods_of, number, open_model, progress_bar, show
 from kvqjax.errors import UserError
 from kvqjax.eval.corpora import read_text
 
@@ -18,9 +18,9 @@ def calibrate(
     model: ModelName = "demo",
     data: Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, or 'synthetic'")] = "synthetic",
     folder: Annotated[Path | None, typer.Option(help="holds that data set; default: the hub, by `datasets`")] = None,
-    sequences: Annotated[int | None, typer.Option(help="how many; default: the method's recipe")] = None,
-    length: Annotated[int | None, typer.Option(help="tokens of each; default: the method's recipe")] = None,
-    seed: int = 0,
+    sequences: Annotated[int | None, number(help="how many; default: the method's recipe")] = None,
+    length: Annotated[int | None, number(help="tokens of each; default: the method's recipe")] = None,
+    seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
 ) -> None:

@@ -16,25 +16,41 @@ from rich.table import Table
 
 from kvqjax.artifacts import load_artifact
 from kvqjax.errors import UserError
+from kvqjax.forward import check_constants, init_cache
 from kvqjax.hf_config import read_config
 from kvqjax.methods import Method, parse
 from kvqjax.model import Model, load, locate
 from kvqjax.sharding import MeshSize, rules_for
+from kvqjax.timing import memory
 
 __all__ = [
+    "MOST_HOSTS",
+    "MOST_ROWS",
     "Artifacts",
+    "Batch",
     "Caches",
     "Dtype",
     "Json",
     "Mesh",
     "ModelName",
+    "Seed",
     "Weights",
     "calibrated",
     "methods_of",
+    "number",
     "progress_bar",
+    "require_room",
     "show",
     "size",
 ]
+
+MOST_TOKENS, MOST_ROWS, MOST_HOSTS = 2**24, 2**16, 2**16
+
+
+def number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
+    """An option whose bounds are checked before any work begins."""
+    return typer.Option(*names, min=least, max=most, **about)
+
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a Hugging Face folder, or a hub id")]
 Caches = Annotated[
@@ -44,6 +60,8 @@ Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration o
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bf16, f16 or f32")]
 Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
+Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
+Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="of everything that is drawn")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 _ERRORS = Console(stderr=True)
@@ -67,7 +85,7 @@ def open_model(
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
     """Pair every method with a model that holds its constants. An artifact serves the --cache of the same policy, which
     tokens are kept left aside; what a method derives from the weights alone (xquant) is computed here when there is
-    none."""
+    none. Raises UserError for constants that no artifact brings."""
     from kvqjax.calibrate.xquant import prepared
 
     whole = lambda method: dataclasses.replace(method, keep=None)  # noqa: E731
@@ -77,10 +95,22 @@ def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list
         raise UserError(f"--artifact for {', '.join(sorted(map(str, unused)))}, which no --cache names")
     found = [(artifacts.get(whole(method)), method) for method in methods]
     pairs = [(prepared(model, m) if got is None else model.with_artifact(got), m) for got, m in found]
+    for ready, method in pairs:
+        check_constants(ready, method)
     if model.rules is None:
         return pairs
     place = model.rules.everywhere
     return [(m.replace(constants=jax.device_put(jax.tree.map(np.asarray, m.constants), place)), n) for m, n in pairs]
+
+
+def require_room(model: Model, method: Method, batch: int, capacity: int) -> None:
+    """Raise UserError for a cache that the memory cannot hold: a CPU's system would kill the process instead."""
+    cache = jax.eval_shape(lambda: init_cache(model, method, batch, capacity))
+    devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    if limit is not None and needed > limit * devices:
+        rows = f"{batch} row{'s' * (batch > 1)} of {capacity} tokens"
+        raise UserError(f"{method}: a cache of {rows} takes {size(needed)}; there are {size(limit * devices)}")
 
 
 def size(count: int | float) -> str:

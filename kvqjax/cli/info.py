@@ -9,7 +9,7 @@ import typer
 
 from kvqjax.artifacts import read_arrays, read_description
 from kvqjax.catalogue import config_of
-from kvqjax.cli.common import Caches, Json, Mesh, ModelName, methods_of, show, size
+from kvqjax.cli.common import Batch, Caches, Json, Mesh, ModelName, methods_of, number, show, size
 from kvqjax.errors import UserError
 from kvqjax.methods import METHODS
 from kvqjax.methods.roofline import longest_memory_bound, step_cost
@@ -93,8 +93,8 @@ def _compiled(config, method, context: int, batch: int, chip: str, mesh: MeshSiz
 def plan(
     cache: Caches,
     model: ModelName = "demo",
-    context: Annotated[int, typer.Option(help="tokens per row")] = 131072,
-    batch: int = 1,
+    context: Annotated[int, number(help="tokens per row")] = 131072,
+    batch: Batch = 1,
     device: Annotated[str | None, typer.Option(help=f"one of {', '.join(DEVICES)}")] = None,
     mesh: Mesh = "",
     compile_step: Annotated[bool, typer.Option("--compile", help="compile the decode loop for the device")] = False,
@@ -110,8 +110,6 @@ def plan(
         raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")
     if compile_step and device is None:
         raise UserError("--compile needs a --device")
-    if context < 1 or batch < 1:
-        raise UserError(f"--context {context} --batch {batch}; both must be at least 1")
     config, chip, sizes = config_of(model), DEVICES[device] if device else None, MeshSize.parse(mesh)
     rows = [_row(config, method, context, batch, chip, sizes) for method in methods_of(cache)]
     if compile_step and device:

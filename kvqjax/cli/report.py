@@ -14,11 +14,13 @@ from kvqjax.cli.common import (
     Dtype,
     Json,
     ModelName,
+    Seed,
     Weights,
     calibrated,
     methods_of,
     open_model,
     progress_bar,
+    require_room,
     show,
 )
 from kvqjax.errors import UserError
@@ -42,7 +44,7 @@ class Job(NamedTuple):
 def _options(
     cache: Caches,
     artifact: Artifacts = [],  # noqa: B006
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
     out: Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")] = None,
@@ -66,8 +68,11 @@ def _evaluate(
     """Every cache through one command: its rows as a table or JSON, as a file, as a picture; all with the stamp."""
     methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights), [], {}
     job = prepare(loaded, seed, **own)
+    pairs = calibrated(loaded, methods, artifact)
+    for ready, method in pairs:
+        require_room(ready, method, 1, job.capacity)
     with progress_bar() as bar:
-        for ready, method in calibrated(loaded, methods, artifact):
+        for ready, method in pairs:
             rows += job.evaluate(ready, method, bar)
             roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
     about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}

@@ -12,7 +12,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvqjax.cli.common import Artifacts, Dtype, Json, Mesh, ModelName, Weights, calibrated, methods_of, open_model, size
+from kvqjax.cli.common import (
+    MOST_HOSTS,
+    Artifacts,
+    Dtype,
+    Json,
+    Mesh,
+    ModelName,
+    Seed,
+    Weights,
+    calibrated,
+    methods_of,
+    number,
+    open_model,
+    require_room,
+    size,
+)
 from kvqjax.errors import UserError
 from kvqjax.forward import init_cache
 from kvqjax.generate import Generated, stream
@@ -21,8 +36,11 @@ from kvqjax.hosts import join_hosts, speaks
 from kvqjax.ledger import ledger
 from kvqjax.methods import Method
 from kvqjax.model import Model
+from kvqjax.sampling import make_sampling
 
 __all__ = ["demo", "generate"]
+
+New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at most")]
 
 
 def _prompts(prompts: list[str], file: Path | None) -> list[str]:
@@ -38,8 +56,6 @@ def _prompts(prompts: list[str], file: Path | None) -> list[str]:
 
 def _print_stream(model: Model, prompts: list[str], method: Method, options: dict) -> Generated:
     """Print the only row as it grows."""
-    if len(prompts) != 1:
-        raise UserError(f"--stream shows one prompt, {len(prompts)} were given")
     shown, last = "", Generated([""], [[]])
     for last in stream(model, prompts, method, **options):
         # A byte-level token can end inside a character, shown as U+FFFD until the rest arrives.
@@ -73,15 +89,15 @@ def generate(
     model: ModelName = "demo",
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
     artifact: Artifacts = [],  # noqa: B006
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 64,
-    capacity: Annotated[int | None, typer.Option(help="most tokens a row may hold; default: what is needed")] = None,
-    chunk: Annotated[int | None, typer.Option(help="feed the prompt through the cache N tokens at a time")] = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
+    max_new_tokens: New = 64,
+    capacity: Annotated[int | None, number(help="most tokens a row may hold; default: what is needed")] = None,
+    chunk: Annotated[int | None, number(help="feed the prompt through the cache N tokens at a time")] = None,
+    temperature: Annotated[float, number(least=0, most=10_000, help="0: always the likeliest token")] = 0.0,
+    top_k: Annotated[int, number(least=0, help="draw from the K likeliest; 0: from all")] = 0,
+    top_p: Annotated[float, number(least=0, most=1, help="draw from the likeliest that make up this share")] = 1.0,
+    min_p: Annotated[float, number(least=0, most=1, help="leave out what is less likely than this x the best")] = 0.0,
+    repetition_penalty: Annotated[float, number(least=0, most=10_000, help="above 1: against repetition")] = 1.0,
+    seed: Seed = 0,
     stop: Annotated[list[str], typer.Option(help="end at this text; repeatable")] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
@@ -89,26 +105,35 @@ def generate(
     weights: Weights = None,
     mesh: Mesh = "",
     coordinator: Annotated[str, typer.Option(help="host:port of process 0, for several hosts")] = "",
-    processes: Annotated[int, typer.Option(help="how many hosts run this command")] = 1,
-    process: Annotated[int, typer.Option(help="which of them this is; 0 prints")] = 0,
+    processes: Annotated[int, number(most=MOST_HOSTS, help="how many hosts run this command")] = 1,
+    process: Annotated[int, number(least=0, most=MOST_HOSTS, help="which of them this is; 0 prints")] = 0,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts through a compressed cache, on one device or on a mesh of them."""
     method, prompts = methods_of([cache])[0], _prompts(prompt, prompt_file)
     if not prompts:
         raise UserError("give a --prompt or a --prompt-file")
+    if "" in stop:
+        raise UserError("--stop '' would end every text before its first token")
+    if show_stream and as_json:
+        raise UserError("--stream and --json exclude each other")
+    if show_stream and len(prompts) != 1:
+        raise UserError(f"--stream shows one prompt, {len(prompts)} were given")
     if coordinator:
         _keep_stdout_ours()
         join_hosts(coordinator, processes, process)
-    loaded = calibrated(open_model(model, dtype, weights, method, mesh), [method], artifact)[0][0]
-    options = {
-        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "temperature": temperature,
-        "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,
-        "stop": tuple(stop), "chat": chat,
+    draw = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
     }  # fmt: skip
+    make_sampling(**draw)  # says what cannot be, before any work
+    loaded = calibrated(open_model(model, dtype, weights, method, mesh), [method], artifact)[0][0]
+    options = draw | {
+        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "seed": seed, "stop": tuple(stop),
+        "chat": chat,
+    }  # fmt: skip
+    require_room(loaded, method, len(prompts), capacity or max_new_tokens)
     if show_stream:
-        if as_json:
-            raise UserError("--stream and --json exclude each other")
         _print_stream(loaded, prompts, method, options)
         return
     result = generate_text(loaded, prompts, method, **options)
@@ -136,13 +161,14 @@ def _timed(model: Model, method: Method, prompt: str, new: int, capacity: int) -
 def demo(
     prompt: Annotated[str, typer.Option("--prompt", "-p")] = DEMO_PROMPT,
     model: ModelName = "demo",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 160,
-    capacity: Annotated[int, typer.Option(help="tokens each cache is made for")] = 1024,
+    max_new_tokens: New = 160,
+    capacity: Annotated[int, number(help="tokens each cache is made for")] = 1024,
     as_json: Json = False,
 ) -> None:
     """The same prompt with the exact cache and with KIVI at 4 and 2 bits: text, bytes, speed, agreement."""
     loaded, rows, first = open_model(model, None), [], None
     for method in methods_of(DEMO_CACHES):
+        require_room(loaded, method, 1, capacity)
         (text, tokens), speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
         book = ledger(jax.eval_shape(lambda method=method: init_cache(loaded, method, 1, capacity)))
         first = first or tokens[0]
