@@ -1,12 +1,13 @@
 """Pictures of reports (matplotlib): perplexity against stored bits, divergence against the step, accuracy by depth."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvqjax.errors import UserError
 
-__all__ = ["PLOTS", "draw"]
+__all__ = ["PLOTS", "check_picture", "draw"]
 
 Rows = list[dict[str, Any]]
 
@@ -76,12 +77,23 @@ PLOTS: dict[str, Callable[[Any, Rows], None]] = {
 }
 
 
-def draw(kind: str, rows: Rows, title: str, path: Path) -> None:
-    """Draw the rows of one kind of report into a PNG, SVG or PDF file (by its name)."""
+def check_picture(path: Path) -> None:
+    """Raise UserError where no picture can be drawn into `path`: before the work whose result it would show."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("--plot needs matplotlib: pip install 'kvqjax[plots]'") from error
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise UserError(f"{path}: no kind of picture; its name must end in one of .{', .'.join(known)}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{path}: cannot be written")
+
+
+def draw(kind: str, rows: Rows, title: str, path: Path) -> None:
+    """Draw the rows of one kind of report into a PNG, SVG or PDF file (by its name); see `check_picture`."""
+    from matplotlib.figure import Figure
+
     panels = len(_grouped(rows, "cache", "mode", "task")) if kind == "retrieval" else 1
     figure = Figure(figsize=(min(6.4 * max(1, panels * 0.6), 24), 4.8), layout="constrained")
     PLOTS[kind](figure, rows)

@@ -8,6 +8,7 @@ import typer
 from kvqjax.cli.common import Dtype, ModelName, Seed, Weights, methods_of, number, open_model, progress_bar, show
 from kvqjax.errors import UserError
 from kvqjax.eval.corpora import read_text
+from kvqjax.lock import held
 
 __all__ = ["calibrate"]
 
@@ -30,16 +31,17 @@ def calibrate(
     method = methods_of([cache])[0]
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder")
-    loaded = open_model(model, dtype, weights)
-    text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
-    state = out.with_name(out.name + ".state.npz")
-    with progress_bar() as bar:
-        update = bar(f"calibrating {method}")
-        options = {"count": sequences, "length": length, "state": state}
-        artifact = run(loaded, method, [text], advance=lambda done, total: update(done / total), **options)
-    artifact.about["data"] = source
-    artifact.save(out)
-    state.unlink(missing_ok=True)
+    with held(out):
+        loaded = open_model(model, dtype, weights)
+        text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
+        state = out.with_name(out.name + ".state.npz")
+        with progress_bar() as bar:
+            update = bar(f"calibrating {method}")
+            options = {"count": sequences, "length": length, "state": state}
+            artifact = run(loaded, method, [text], advance=lambda done, total: update(done / total), **options)
+        artifact.about["data"] = source
+        artifact.save(out)
+        state.unlink(missing_ok=True)
     if report := artifact.about.get("report"):
         show(report, False, "what the calibration found")
     typer.echo(f"{out}: {method} for {model}")
