@@ -22,8 +22,8 @@ from kvqjax.cli.common import (
     number,
     open_model,
     require_room,
-    show,
 )
+from kvqjax.cli.tables import show
 from kvqjax.forward import commit, forward, init_cache
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli.common import Dtype, ModelName, Seed, Weights, methods_of, number, open_model, progress_bar, show
+from kvqjax.cli.common import Dtype, ModelName, Seed, Weights, methods_of, number, open_model
+from kvqjax.cli.progress import progress_bar
+from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.eval.corpora import read_text
 from kvqjax.lock import held

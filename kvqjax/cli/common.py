@@ -1,20 +1,16 @@
-"""What the commands share: options, loading, tables, progress."""
+"""What the commands share: options, loading, checks."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvqjax.artifacts import load_artifact
+from kvqjax.cli.tables import size
 from kvqjax.errors import UserError
 from kvqjax.forward import check_constants, init_cache
 from kvqjax.hf_config import read_config
@@ -38,10 +34,7 @@ __all__ = [
     "calibrated",
     "methods_of",
     "number",
-    "progress_bar",
     "require_room",
-    "show",
-    "size",
 ]
 
 MOST_TOKENS, MOST_ROWS, MOST_HOSTS = 2**24, 2**16, 2**16
@@ -63,8 +56,6 @@ Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and m
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
 Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="of everything that is drawn")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-
-_ERRORS = Console(stderr=True)
 
 
 def methods_of(texts: Iterable[str]) -> list[Method]:
@@ -111,58 +102,3 @@ def require_room(model: Model, method: Method, batch: int, capacity: int) -> Non
     if limit is not None and needed > limit * devices:
         rows = f"{batch} row{'s' * (batch > 1)} of {capacity} tokens"
         raise UserError(f"{method}: a cache of {rows} takes {size(needed)}; there are {size(limit * devices)}")
-
-
-def size(count: int | float) -> str:
-    """Bytes in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return " ".join(_cell(v) for v in value)
-    return "" if value is None else str(value)
-
-
-def _caption(about: dict[str, Any]) -> str:
-    """One line of a report's stamp: versions, fingerprint, seed, date, data."""
-    versions = " ".join(f"{name} {number}" for name, number in about["versions"].items())
-    data = about.get("data", {})
-    known = f", data {data['name']} {data.get('sha256', '')[:12]}" if "name" in data else ""
-    return f"{versions}, model {about['fingerprint']}, seed {about['seed']}{known}, {about['date']}"
-
-
-def show(rows: list[dict[str, Any]], as_json: bool, title: str = "", about: dict[str, Any] | None = None) -> None:
-    """Print rows of equal keys as a table, or as a JSON list. With a report's stamp `about` the table carries it as its
-    caption, and every row of the list as its last entry, "about"."""
-    if as_json:
-        stamped = {"about": about} if about else {}
-        typer.echo(json.dumps([row | stamped for row in rows], indent=1))
-        return
-    table = Table(title=title or None, caption=_caption(about) if about else None)
-    for name in rows[0] if rows else ():
-        table.add_column(name.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*(size(v) if k.startswith("bytes") else _cell(v) for k, v in row.items()))
-    console = Console()
-    # Piped output has no width of its own; 80 columns would fold every cell.
-    (console if console.is_terminal else Console(width=160)).print(table)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str], Callable[[float], None]]]:
-    """Yields start(label) -> update(fraction). Shown on stderr, and only where that is a terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=_ERRORS, transient=True, disable=not _ERRORS.is_terminal) as bars:
-
-        def start(label: str) -> Callable[[float], None]:
-            task = bars.add_task(label, total=1.0)
-            return lambda fraction: bars.update(task, completed=fraction)
-
-        yield start

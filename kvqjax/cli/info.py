@@ -9,7 +9,8 @@ import typer
 
 from kvqjax.artifacts import read_arrays, read_description
 from kvqjax.catalogue import config_of
-from kvqjax.cli.common import Batch, Caches, Json, Mesh, ModelName, methods_of, number, show, size
+from kvqjax.cli.common import Batch, Caches, Json, Mesh, ModelName, methods_of, number
+from kvqjax.cli.tables import show, size
 from kvqjax.errors import UserError
 from kvqjax.methods import METHODS
 from kvqjax.methods.roofline import longest_memory_bound, step_cost

@@ -19,10 +19,10 @@ from kvqjax.cli.common import (
     calibrated,
     methods_of,
     open_model,
-    progress_bar,
     require_room,
-    show,
 )
+from kvqjax.cli.progress import progress_bar
+from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.eval.plots import check_picture, draw
 from kvqjax.eval.stamp import ledger_of, stamp

@@ -26,8 +26,8 @@ from kvqjax.cli.common import (
     number,
     open_model,
     require_room,
-    size,
 )
+from kvqjax.cli.tables import size
 from kvqjax.errors import UserError
 from kvqjax.forward import init_cache
 from kvqjax.generate import Generated, stream
