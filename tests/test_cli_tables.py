@@ -6,6 +6,7 @@ import shutil
 import pytest
 from test_cli import run
 
+import kvqjax as kvq
 from kvqjax.cli import progress, tables
 
 CACHES = ("exact", "kivi:bits=4,window=64", "kivi:key_bits=4,value_bits=2,group=64,window=32;0-1=exact:window=128")
@@ -31,7 +32,7 @@ def test_no_line_is_too_long_and_no_word_is_broken(rows, width):
     words = "\n".join(lines).replace(",", " ").split()
     for row in rows:
         for name, value in row.items():
-            shown = tables._cell(name, value).replace(tables.TIE, " ")
+            shown = tables.cell(name, value).replace(tables.TIE, " ")
             assert set(shown.replace(",", " ").split()) <= set(words), (name, shown)
         assert {name.replace("_", " ").split()[0] for name in list(row)[1:]} <= set(words)
 
@@ -59,15 +60,13 @@ def test_numbers_stand_under_each_other():
 
 def test_pipes_have_eighty_columns(capsys, monkeypatch):
     monkeypatch.setattr(shutil, "get_terminal_size", os.terminal_size)
-    for words in (
-        ["methods"],
-        ["plan", "-m", "llama-3.1-8b", "--device", "h100", *(word for c in CACHES for word in ("-c", c))],
-    ):
+    caches = [word for cache in CACHES for word in ("-c", cache)]
+    for words in (["methods"], ["plan", "-m", "llama-3.1-8b"], ["plan", "-m", "demo", "--device", "h100", *caches]):
         code, out, err = run(capsys, monkeypatch, *words)
         assert code == 0, err
         assert max(map(len, out.splitlines())) <= 80, out
-        for cache in CACHES if "plan" in words else ():
-            assert cache in out
+        for cache in CACHES if "-c" in words else ():
+            assert str(kvq.parse(cache)) in out
 
 
 def test_time_left_leaves_the_first_step_out(monkeypatch):

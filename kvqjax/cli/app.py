@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli import bench, calibrate, evaluate, info, run
+from kvqjax.cli import bench, calibrate, evaluate, info, plan, run
 
 __all__ = ["app"]
 
@@ -37,4 +37,4 @@ app.command()(calibrate.calibrate)
 app.command()(bench.bench)
 app.command()(info.methods)
 app.command()(info.inspect)
-app.command()(info.plan)
+app.command()(plan.plan)

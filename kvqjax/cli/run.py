@@ -29,6 +29,7 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.tables import size
 from kvqjax.errors import UserError
+from kvqjax.eval.sources import open_text
 from kvqjax.forward import init_cache
 from kvqjax.generate import Generated, stream
 from kvqjax.generate import generate as generate_text
@@ -44,27 +45,40 @@ New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at m
 
 
 def _prompts(prompts: list[str], file: Path | None) -> list[str]:
+    """All prompts: a file has one a line, and a .jsonl file one JSON string, or object with a "prompt", a line."""
     if file is None:
         return prompts
+    lines = [line for line in open_text(file).split("\n") if line.strip()]
+    return [*prompts, *(_from_json(file, line) if file.suffix == ".jsonl" else line for line in lines)]
+
+
+def _from_json(file: Path, line: str) -> str:
     try:
-        return [*prompts, file.read_text(encoding="utf-8")]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from error
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{file}: {line[:40]!r} is not JSON") from error
+    value = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(value, str):
+        raise UserError(f'{file}: {line[:40]!r} is neither a JSON string nor an object with a "prompt"')
+    return value
 
 
-def _print_stream(model: Model, prompts: list[str], method: Method, options: dict) -> Generated:
-    """Print the only row as it grows."""
+def _print_stream(model: Model, prompts: list[str], method: Method, options: dict) -> None:
+    """Print the only row token by token. Held back is what a later token may change: U+FFFD, which stands for a
+    character not yet whole, and the beginning of a stop string."""
     shown, last = "", Generated([""], [[]])
-    for last in stream(model, prompts, method, **options):
-        # A byte-level token can end inside a character, shown as U+FFFD until the rest arrives.
+    for last in stream(model, prompts, method, stride=1, **options):
         ready = last.text[0].rstrip("\ufffd")
+        ready = ready[: len(ready) - max((_overlap(ready, stop) for stop in options["stop"]), default=0)]
         if ready.startswith(shown):
             typer.echo(ready[len(shown) :], nl=False)
             shown = ready
     typer.echo(last.text[0][len(shown) :])
-    return last
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
 def _print_result(prompts: list[str], result: Generated, method: Method, as_json: bool) -> None:
@@ -85,7 +99,7 @@ def _keep_stdout_ours() -> None:
 
 def generate(
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="text to continue; repeatable")] = [],  # noqa: B006
-    prompt_file: Annotated[Path | None, typer.Option(help="a UTF-8 file with a prompt")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="a UTF-8 file with one prompt a line, or .jsonl")] = None,
     model: ModelName = "demo",
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
     artifact: Artifacts = [],  # noqa: B006

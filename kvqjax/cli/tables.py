@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-__all__ = ["fits", "show", "size", "table", "terminal_width"]
+__all__ = ["cell", "fits", "show", "size", "table", "terminal_width"]
 
 Row = dict[str, Any]
 GAP = 2  # spaces between columns
@@ -24,15 +24,15 @@ def size(count: int | float) -> str:
     return f"{count:.2f} TiB"
 
 
-def _cell(name: str, value: Any) -> str:
+def cell(name: str, value: Any) -> str:
     if isinstance(value, list):
-        return " ".join(_cell("", v) for v in value)
+        return " ".join(cell("", v) for v in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float) and name.startswith("bytes"):
         return size(value).replace(" ", TIE)
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return "" if value is None else str(value).replace("\n", " ")
 
 
@@ -68,7 +68,7 @@ def _line(cells: list[str], widths: list[int], right: list[bool]) -> list[str]:
 
 def _grid(rows: list[Row], names: list[str], room: int) -> list[list[str]] | None:
     """Lines of the header and of every row, or None where they do not fit `room`."""
-    heads, cells = [n.replace("_", " ") for n in names], [[_cell(n, row[n]) for n in names] for row in rows]
+    heads, cells = [n.replace("_", " ") for n in names], [[cell(n, row[n]) for n in names] for row in rows]
     widths = _widths([list(column) for column in zip(heads, *cells, strict=True)], room)
     if widths is None:
         return None
@@ -83,7 +83,7 @@ def _named(rows: list[Row], names: list[str], width: int) -> list[list[str]] | N
     grid = _grid(rows, [n for n in names if n not in words], width - GAP)
     if grid is None:
         return None
-    above = [", ".join(words).replace("_", " "), *(", ".join(_cell(n, row[n]) for n in words) for row in rows)]
+    above = [", ".join(words).replace("_", " "), *(", ".join(cell(n, row[n]) for n in words) for row in rows)]
     named = zip(above, grid, strict=True)
     return [[*_wrapped(name, width), *(" " * GAP + line for line in lines)] for name, lines in named]
 
@@ -93,9 +93,9 @@ def _cards(rows: list[Row], names: list[str], width: int) -> list[str]:
     label = max((len(name) for name in names[1:]), default=0) + GAP
     lines = []
     for row in rows:
-        lines.append(_cell(names[0], row[names[0]]))
+        lines.append(cell(names[0], row[names[0]]))
         for name in names[1:]:
-            first, *more = _wrapped(_cell(name, row[name]), width - GAP - label)
+            first, *more = _wrapped(cell(name, row[name]), width - GAP - label)
             lines.append((" " * GAP + name.replace("_", " ").ljust(label) + first).rstrip())
             lines += [" " * (GAP + label) + part for part in more]
     return lines
@@ -120,7 +120,7 @@ def table(rows: list[Row], width: int, title: str = "", caption: str = "") -> li
     if grid is None and len(rows) > 1:
         grid = _named(rows, names, width)
     body = _cards(rows, names, width) if grid is None else list(itertools.chain.from_iterable(grid))
-    told = ", ".join(f"{name.replace('_', ' ')} {_cell(name, rows[0][name])}" for name in same)
+    told = ", ".join(f"{name.replace('_', ' ')} {cell(name, rows[0][name])}" for name in same)
     notes = [line for text in (told and f"all rows: {told}", caption) if text for line in _wrapped(text, width)]
     return [line.replace(TIE, " ") for line in (*head, *body, *notes)]
 
