@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import kvqjax as kvq
 from kvqjax.cli import main
 from kvqjax.model import locate
 
@@ -182,3 +183,14 @@ def test_a_policy_file_names_a_cache_as_its_text_does(call, tmp_path):
     code, _, err = call("plan", "-m", "recall", "-c", str(file))
     assert (code, err.count("\n")) == (2, 1)
     assert "did you mean 'key_bits'" in err
+
+
+def test_calibrate_says_what_it_will_do_and_gives_json(call, tmp_path):
+    words = ["calibrate", "-m", "recall", "-c", "kivi:centre=mean", "--out", str(tmp_path / "a")]
+    code, out, err = call(*words, "--sequences", "2", "--length", "64", "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert (made["artifact"], made["model"]) == (str(tmp_path / "a"), "recall")
+    assert made["about"]["sequences"] == 2
+    assert err.startswith("calibrating kivi:centre=mean for recall: 2 sequences of 64 tokens of synthetic; ")
+    assert kvq.load_artifact(tmp_path / "a").about == made["about"]

@@ -93,6 +93,11 @@ def test_a_calibrated_method_without_its_artifact(call, words, method):
     assert "kvqjax calibrate" in err
 
 
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_json(words):
+    assert "--json" in [option for option, _, _ in options_of(COMMANDS[words])]
+
+
 @pytest.mark.parametrize("options", [{"count": 0}, {"length": 0}, {"count": -1}])
 def test_no_sequences_are_no_calibration(options):
     with pytest.raises(kvq.UserError, match="at least 1 is wanted"):

@@ -23,6 +23,7 @@ from kvqjax.cli.common import (
     open_model,
     require_room,
 )
+from kvqjax.cli.progress import announce
 from kvqjax.cli.tables import show
 from kvqjax.forward import commit, forward, init_cache
 from kvqjax.methods import Method, exact
@@ -104,6 +105,8 @@ def bench(
     rows, first = [], None
     for ready, method in pairs:
         require_room(ready, method, batch, context)
+    held = f"{batch} row{'s' * (batch > 1)} of {context} tokens"
+    announce(f"{repeats + 1} x {steps} decode steps, {held}, through {', then '.join(str(m) for _, m in pairs)}")
     for ready, method in pairs:
         size, spent = step_milliseconds(ready, method, context, batch, steps, repeats)
         first = first or spent

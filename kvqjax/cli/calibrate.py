@@ -1,12 +1,13 @@
 """`kvqjax calibrate`: a method's constants as an artifact folder."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvqjax.cli.common import Dtype, ModelName, Seed, Weights, methods_of, number, open_model
-from kvqjax.cli.progress import progress_bar
+from kvqjax.cli.common import Dtype, Json, ModelName, Seed, Weights, methods_of, number, open_model
+from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.eval.corpora import read_text
@@ -26,6 +27,7 @@ def calibrate(
     seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
+    as_json: Json = False,
 ) -> None:
     """Calibrate a method for a model. A run that is killed continues where it was when started again."""
     from kvqjax.calibrate import run
@@ -39,11 +41,25 @@ def calibrate(
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:
             update = bar(f"calibrating {method}")
-            options = {"count": sequences, "length": length, "state": state}
-            artifact = run(loaded, method, [text], advance=lambda done, total: update(done / total), **options)
+            artifact = run(
+                loaded,
+                method,
+                [text],
+                count=sequences,
+                length=length,
+                state=state,
+                advance=lambda done, total: update(done / total),
+                announce=lambda what: announce(
+                    f"calibrating {method} for {model}: {what} of {data}; if this is stopped, the same command goes on"
+                ),
+            )
         artifact.about["data"] = source
         artifact.save(out)
         state.unlink(missing_ok=True)
+    made = {"artifact": str(out), "cache": str(method), "model": model, "about": artifact.about}
+    if as_json:
+        typer.echo(json.dumps(made, indent=1))
+        return
     if report := artifact.about.get("report"):
         show(report, False, "what the calibration found")
     typer.echo(f"{out}: {method} for {model}")

@@ -21,7 +21,7 @@ from kvqjax.cli.common import (
     open_model,
     require_room,
 )
-from kvqjax.cli.progress import progress_bar
+from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.eval.plots import check_picture, draw
@@ -79,6 +79,7 @@ def _evaluate(
         pairs = calibrated(loaded, methods, artifact)
         for ready, method in pairs:
             require_room(ready, method, 1, job.capacity)
+        announce(f"{name} of {model} through {', then '.join(str(method) for _, method in pairs)}")
         with progress_bar() as bar:
             for ready, method in pairs:
                 rows += job.evaluate(ready, method, bar)
