@@ -25,7 +25,9 @@ def options_of(command):
             kind, info = get_args(parameter.annotation)
         else:
             kind, info = parameter.annotation, None
-        given = getattr(info, "param_decls", None) or [f"--{name.replace('_', '-')}"]
+        # Typer keeps an Annotated option's first name where a default would stand.
+        given = [n for n in (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ())) if n]
+        given = [n for n in given if isinstance(n, str) and n.startswith("--")] or [f"--{name.replace('_', '-')}"]
         yield given[0], kind, info
 
 

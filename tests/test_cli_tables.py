@@ -8,6 +8,7 @@ from test_cli import run
 
 import kvqjax as kvq
 from kvqjax.cli import progress, tables
+from kvqjax.cli.run import _print_demo
 
 CACHES = ("exact", "kivi:bits=4,window=64", "kivi:key_bits=4,value_bits=2,group=64,window=32;0-1=exact:window=128")
 ROWS = [
@@ -67,6 +68,15 @@ def test_pipes_have_eighty_columns(capsys, monkeypatch):
         assert max(map(len, out.splitlines())) <= 80, out
         for cache in CACHES if "-c" in words else ():
             assert str(kvq.parse(cache)) in out
+
+
+def test_the_demonstration_breaks_no_name(capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "get_terminal_size", os.terminal_size)
+    made = {"bytes": 432, "bits_stored": 18.0, "tokens_per_second": 161.0, "agreement": 1.0, "same_until": 24}
+    _print_demo("Once", [made | {"cache": cache, "text": " upon a time"} for cache in CACHES[:2]], "demo")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("kivi:bits=4,window=64") for line in lines) == 2
 
 
 def test_time_left_leaves_the_first_step_out(monkeypatch):

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import jax
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvqjax.cli.common import (
     MOST_HOSTS,
@@ -27,7 +25,7 @@ from kvqjax.cli.common import (
     open_model,
     require_room,
 )
-from kvqjax.cli.tables import size
+from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.eval.sources import open_text
 from kvqjax.forward import init_cache
@@ -199,16 +197,13 @@ def demo(
 
 
 def _print_demo(prompt: str, rows: list[dict], title: str) -> None:
-    console = Console()
-    console.print(f"[bold]prompt[/bold]\n{prompt}", highlight=False)
+    typer.echo(f"prompt\n{prompt}")
     for row in rows:
-        console.print(f"\n[bold]{row['cache']}[/bold]")
-        console.print(row["text"].strip(), highlight=False, markup=False)
-    table = Table(title=f"\n{title}")
-    for name in ("cache", "bytes held", "bits stored", "tokens/s", "tokens equal to exact"):
-        table.add_column(name, justify="left" if name == "cache" else "right", overflow="fold")
+        typer.echo(f"\n{row['cache']}\n{row['text'].strip()}")
+    plain = []
     for row in rows:
         equal = f"{row['agreement']:.0%}, the first {row['same_until']}"
-        bits, speed = f"{row['bits_stored']:.2f}", f"{row['tokens_per_second']:.0f}"
-        table.add_row(row["cache"], size(row["bytes"]), bits, speed, equal)
-    console.print(table)
+        plain.append({name: row[name] for name in ("cache", "bytes", "bits_stored", "tokens_per_second")})
+        plain[-1]["tokens_as_exact"] = equal
+    typer.echo()
+    show(plain, False, title)
