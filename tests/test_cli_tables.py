@@ -8,7 +8,7 @@ from test_cli import run
 
 import kvqjax as kvq
 from kvqjax.cli import progress, tables
-from kvqjax.cli.run import _print_demo
+from kvqjax.cli.demo import _print_demo
 
 CACHES = ("exact", "kivi:bits=4,window=64", "kivi:key_bits=4,value_bits=2,group=64,window=32;0-1=exact:window=128")
 ROWS = [

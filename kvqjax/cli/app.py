@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli import bench, calibrate, evaluate, info, plan, run
+from kvqjax.cli import bench, calibrate, demo, evaluate, info, plan, run
 
 __all__ = ["app"]
 
@@ -31,7 +31,7 @@ def options(
 
 
 app.command()(run.generate)
-app.command()(run.demo)
+app.command()(demo.demo)
 app.add_typer(evaluate.app, name="eval")
 app.command()(calibrate.calibrate)
 app.command()(bench.bench)
