@@ -23,7 +23,7 @@ from kvqjax.generate import generate
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["TASKS", "problems", "retrieval"]
+__all__ = ["TASKS", "generator", "problems", "retrieval"]
 
 TASKS = {
     "passkey": passkey_prompt,
@@ -34,7 +34,7 @@ TASKS = {
 }
 
 
-def _generator(task: str, hay: Sentences | None) -> Callable[..., Problem]:
+def generator(task: str, hay: Sentences | None) -> Callable[..., Problem]:
     """The task's generator, with `hay` for its sentences. Raises UserError for a task that is not known or has none."""
     if task not in TASKS:
         raise UserError(f"task={task!r}; known: {', '.join(TASKS)}")
@@ -51,7 +51,7 @@ def problems(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their answers. Depths are
     spread evenly from the first place to the last."""
-    make = _generator(task, hay)
+    make = generator(task, hay)
     if samples < 1 or length < 32:
         raise UserError(f"samples={samples} and length={length}; at least 1 and 32 are needed")
     rng = np.random.default_rng(seed)

@@ -23,7 +23,7 @@ from kvqjax.cli.common import (
     open_model,
     require_room,
 )
-from kvqjax.cli.progress import announce
+from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.forward import commit, forward, init_cache
 from kvqjax.methods import Method, exact
@@ -63,13 +63,15 @@ def _steps(model: Model, cache: Cache, *, steps: int) -> tuple[jax.Array, Cache]
 
 
 def decoding(
-    model: Model, method: Method, context: int, batch: int, steps: int, calls: int
+    model: Model, method: Method, context: int, batch: int, steps: int, calls: int, progress=lambda done: None
 ) -> tuple[int, Callable[[], jax.Array]]:
-    """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls."""
+    """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls.
+    `progress(fraction)` is told as the cache fills."""
     cache = init_cache(model, method, batch, context + CHUNK + steps * calls)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     for start in range(0, context, CHUNK):
-        cache = _fill(model, cache, jax.random.key(start // CHUNK))
+        cache = jax.block_until_ready(_fill(model, cache, jax.random.key(start // CHUNK)))
+        progress(min(1.0, (start + CHUNK) / context))
 
     def run():
         nonlocal cache
@@ -80,10 +82,10 @@ def decoding(
 
 
 def step_milliseconds(
-    model: Model, method: Method, context: int, batch: int, steps: int, repeats: int
+    model: Model, method: Method, context: int, batch: int, steps: int, repeats: int, progress=lambda done: None
 ) -> tuple[int, float]:
     """Bytes of the cache, and the median milliseconds of a decode step once it holds `context` tokens a row."""
-    size, run = decoding(model, method, context, batch, steps, repeats + 1)
+    size, run = decoding(model, method, context, batch, steps, repeats + 1, progress)
     return size, 1e3 * median_seconds(run, repeats) / steps
 
 
@@ -108,7 +110,8 @@ def bench(
     held = f"{batch} row{'s' * (batch > 1)} of {context} tokens"
     announce(f"{repeats + 1} x {steps} decode steps, {held}, through {', then '.join(str(m) for _, m in pairs)}")
     for ready, method in pairs:
-        size, spent = step_milliseconds(ready, method, context, batch, steps, repeats)
+        with progress_bar() as bar:
+            size, spent = step_milliseconds(ready, method, context, batch, steps, repeats, bar(f"filling {method}"))
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         rows.append(row | {"ms_per_step": spent, "speed_against_exact": first / spent})

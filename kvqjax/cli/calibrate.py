@@ -50,7 +50,8 @@ def calibrate(
                 state=state,
                 advance=lambda done, total: update(done / total),
                 announce=lambda what: announce(
-                    f"calibrating {method} for {model}: {what} of {data}; if this is stopped, the same command goes on"
+                    f"calibrating {method} for {model}: {what} of {data}; a time is given after the "
+                    "first steps; if this is stopped, the same command goes on"
                 ),
             )
         artifact.about["data"] = source

@@ -51,11 +51,15 @@ def ppl(
     batch: Batch = 4,
 ) -> Job:
     """Perplexity, KL divergence to the exact cache, and top-1 agreement."""
-    from kvqjax.eval.perplexity import perplexity
+    from kvqjax.eval.perplexity import check_mode, perplexity
     from kvqjax.eval.windows import style
+    from kvqjax.eval.windows import windows as cut
 
     length = style(windows).length if window is None else window
+    for kind in mode:
+        check_mode(kind, 1, length)
     ids, about = _encoded(loaded, data, tokens, seed, folder)
+    cut(ids, length, tokens)  # says now if the text is too short
     fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch}
 
     def evaluate(model, method, bar):
@@ -79,11 +83,13 @@ def retrieval(
     data: Annotated[str | None, typer.Option("--data", help="a UTF-8 file whose sentences hide the needle")] = None,
 ) -> Job:
     """Share of stored values, pass keys and needles that are answered right, by length and depth."""
+    from kvqjax.eval.retrieval import generator
     from kvqjax.eval.retrieval import retrieval as run
     from kvqjax.eval.synthetic import sentences_of
 
     text, about = (None, {"name": "synthetic"}) if data is None else read_text(data, 0, seed)
     hay = None if text is None else sentences_of(text)
+    generator(task, hay)  # says now if there is none
     fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths, "hay": hay}
 
     def evaluate(model, method, bar):
@@ -105,8 +111,10 @@ def drift(
 ) -> Job:
     """KL divergence against the number of decoding steps."""
     from kvqjax.eval.drift import drift as run
+    from kvqjax.eval.windows import windows
 
     ids, about = _encoded(loaded, data, tokens, seed, folder)
+    windows(ids, window, tokens)  # says now if the text is too short
     fixed = {"chunk": chunk, "window": window, "tokens": tokens, "bins": bins}
 
     def evaluate(model, method, bar):
