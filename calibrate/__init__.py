@@ -45,11 +45,13 @@ def run(
     length: int | None = None,
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
+    announce: Callable[[str], None] = lambda text: None,
 ) -> Artifact:
     """Calibrate `method` for `model`. texts: what the model reads (not needed by xquant, whose constants come from the
     weights). count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
     context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
-    `advance(done, total)` is told each step. Raises UserError for methods that need no calibration."""
+    `announce(text)` is told what will be read, `advance(done, total)` each step. Raises UserError for methods that need
+    no calibration."""
     check_model(model)
     method = parse(method)
     name = method.name.partition(":")[0]
@@ -63,8 +65,12 @@ def run(
     else:
         known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
         raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
+    for option, value in {"count": count, "length": length}.items():
+        if value is not None and value < 1:
+            raise UserError(f"{option}={value}; at least 1 is wanted")
     texts = [texts] if isinstance(texts, str) else texts
     tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
+    announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens")
     artifact = module.calibrate(model, method, tokens, state=state, advance=advance)
     for name, array in flatten(artifact.constants).items():
         if not bool(jnp.isfinite(array).all()):

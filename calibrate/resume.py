@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.errors import UserError
+from kvqjax.lock import held
 
 __all__ = ["identity", "load_state", "save_state", "stepped"]
 
@@ -40,6 +41,8 @@ def save_state(path: Path, owner: str, state: Any) -> None:
         os.replace(part, path)
     except OSError as error:
         raise UserError(f"{path}: the calibration's state cannot be written: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load_state(path: Path, owner: str, like: Any) -> Any:
@@ -71,11 +74,12 @@ def stepped(
 ) -> dict[str, Any]:
     """The state after `total` steps from `start`. Its entry "done" counts the steps and is kept here; the file at
     `path` (None: no file) holds it after every step, so that a run of `owner` which was killed goes on there.
-    `advance(done, total)` is told each step."""
-    now = start if path is None else load_state(path, owner, start)
-    while (done := int(now["done"])) < total:
-        now = step(now) | {"done": np.int64(done + 1)}
-        if path is not None:
-            save_state(path, owner, now)
-        advance(done + 1, total)
-    return now
+    `advance(done, total)` is told each step. Raises UserError where another process is at the same file."""
+    with held(path):
+        now = start if path is None else load_state(path, owner, start)
+        while (done := int(now["done"])) < total:
+            now = step(now) | {"done": np.int64(done + 1)}
+            if path is not None:
+                save_state(path, owner, now)
+            advance(done + 1, total)
+        return now

@@ -68,13 +68,13 @@ def _layer_constants(spec: LayerSpec, params: Params, number: int, config: Model
 
 
 def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict, ...]:
-    """What every run of layers needs, stacked over its layers, on the host and in the dtype that a model of the params'
-    dtype holds it in; {} for layers that need nothing."""
+    """What every run of XQuant's layers needs, stacked over them, on the host and in the dtype that a model of the
+    params' dtype holds it in; {} for layers that need nothing, or what weights alone do not tell."""
     specs, dtype, stacks = method.layers(config), str(params["embed"].dtype), []
     for run in plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=dtype)):
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
-        wanted = run.wiring.constants(run.count, dtype)
+        wanted = run.wiring.constants(run.count, dtype) if layers[0] else {}
         stacks.append(jax.tree.map(lambda whole, *parts: np.stack(parts).astype(whole.dtype), wanted, *layers))
     return tuple(stacks)
 

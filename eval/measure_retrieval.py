@@ -24,7 +24,7 @@ from kvqjax.generation import generate
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
 
-__all__ = ["TASKS", "problems", "retrieval"]
+__all__ = ["TASKS", "generator", "problems", "retrieval"]
 
 TASKS = {
     "passkey": passkey_prompt,
@@ -35,7 +35,7 @@ TASKS = {
 }
 
 
-def _generator(task: str, hay: Sentences | None) -> Callable[..., Problem]:
+def generator(task: str, hay: Sentences | None) -> Callable[..., Problem]:
     """The task's generator, with `hay` for its sentences. Raises UserError for a task that is not known or has none."""
     if task not in TASKS:
         raise UserError(f"task={task!r}; known: {', '.join(TASKS)}")
@@ -52,7 +52,7 @@ def problems(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their answers. Depths are
     spread evenly from the first place to the last."""
-    make = _generator(task, hay)
+    make = generator(task, hay)
     if samples < 1 or length < 32:
         raise UserError(f"samples={samples} and length={length}; at least 1 and 32 are needed")
     rng = np.random.default_rng(seed)

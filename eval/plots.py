@@ -1,14 +1,17 @@
 """Pictures of reports (matplotlib): perplexity against stored bits, divergence against the step, accuracy by depth."""
 
+import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvqjax.errors import UserError
 
-__all__ = ["PLOTS", "draw"]
+__all__ = ["PLOTS", "check_picture", "draw"]
 
 Rows = list[dict[str, Any]]
+KINDS = (".pdf", ".png", ".svg")
 
 
 def _grouped(rows: Rows, *keys: str) -> dict[str, Rows]:
@@ -76,12 +79,20 @@ PLOTS: dict[str, Callable[[Any, Rows], None]] = {
 }
 
 
+def check_picture(path: Path) -> None:
+    """Raise UserError where no picture can be drawn into `path`: before the work whose result it would show."""
+    if path.suffix.lower() not in KINDS:
+        raise UserError(f"{path}: no kind of picture; its name must end in one of {', '.join(KINDS)}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{path}: cannot be written")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib: pip install 'kvqjax[plots]'")
+
+
 def draw(kind: str, rows: Rows, title: str, path: Path) -> None:
-    """Draw the rows of one kind of report into a PNG, SVG or PDF file (by its name)."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("--plot needs matplotlib: pip install 'kvqjax[plots]'") from error
+    """Draw the rows of one kind of report into a PNG, SVG or PDF file (by its name); see `check_picture`."""
+    from matplotlib.figure import Figure
+
     panels = len(_grouped(rows, "cache", "mode", "task")) if kind == "retrieval" else 1
     figure = Figure(figsize=(min(6.4 * max(1, panels * 0.6), 24), 4.8), layout="constrained")
     PLOTS[kind](figure, rows)

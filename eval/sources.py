@@ -30,10 +30,10 @@ def find(source: Source, folder: Path | None) -> Path | None:
 
 
 def open_text(path: Path) -> str:
-    """The text of a UTF-8 file, unpacked if its name ends in .gz."""
+    """The text of a UTF-8 file, unpacked if its name ends in .gz; every kind of line end is "\\n"."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return raw.decode("utf-8")
+        return raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:

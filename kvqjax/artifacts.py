@@ -107,6 +107,8 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
         part.rename(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def read_description(path: Path, kind: str) -> dict[str, Any]:

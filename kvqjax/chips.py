@@ -31,17 +31,22 @@ class Gpu(NamedTuple):
 _A100 = Gpu((8, 0), 108, 64, 2048, 167936, 166912, 41943040, 1.41, "sm80")
 _HOPPER = Gpu((9, 0), 132, 128, 2048, 233472, 232448, 52428800, 1.98, "sm90")
 GPUS = {
+    "t4": Gpu((7, 5), 40, 64, 1024, 65536, 65536, 4194304, 1.59, "sm75"),
+    "a10g": Gpu((8, 6), 80, 128, 1536, 102400, 101376, 6291456, 1.71, "cpu"),
+    "l4": Gpu((8, 9), 58, 128, 1536, 102400, 101376, 50331648, 2.04, "cpu"),
+    "l40s": Gpu((8, 9), 142, 128, 1536, 102400, 101376, 100663296, 2.52, "cpu"),
     "a100-40": _A100,
     "a100-80": _A100,
     "h100": _HOPPER,
     "h200": _HOPPER,
-    "rtx4090": Gpu((8, 9), 128, 128, 1536, 102400, 101376, 75497472, 2.52, "cpu"),  # no kernels of its own
+    "b200": Gpu((10, 0), 148, 128, 2048, 233472, 232448, 132120576, 1.97, "cpu"),
+    "rtx4090": Gpu((8, 9), 128, 128, 1536, 102400, 101376, 75497472, 2.52, "cpu"),
 }
 
 
 def target_name(chip: str) -> str:
-    """What attention kernels call a chip of `DEVICES`; "cpu" is the path that runs everywhere."""
-    return GPUS[chip].target if chip in GPUS else {"tpu7x": "v7x"}.get(chip, chip)
+    """What attention kernels call a chip of `DEVICES`; "cpu" is the path that runs everywhere, where there are none."""
+    return GPUS[chip].target if chip in GPUS else {"tpu7x": "v7x", "v4": "cpu"}.get(chip, chip)
 
 
 def slice_of(name: str, devices: int = 1) -> str:

@@ -32,7 +32,7 @@ from kvqjax.layer_step import (
     run_constants,
     slab,
 )
-from kvqjax.methods import MethodLike, parse
+from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.methods.advice import bias_advice
 from kvqjax.model import Model, compute_dtype
 from kvqjax.options import named_options
@@ -40,7 +40,7 @@ from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
 from kvqjax.sharding import Rules, cache_layout, over_mesh
 
-__all__ = ["attend", "commit", "forward", "init_cache", "prefill"]
+__all__ = ["attend", "check_constants", "commit", "forward", "init_cache", "prefill"]
 
 CHUNK = 512  # prompt tokens per step of an exact prefill
 
@@ -104,6 +104,12 @@ def _allocator(layout: CacheLayout, batch: int, rules: Rules):
     """A program that makes an empty cache in place on a mesh; kept, because every new one would be compiled."""
     allocate = functools.partial(allocate_cache, layout, batch)
     return jax.jit(allocate, out_shardings=rules.places(jax.eval_shape(allocate)))
+
+
+def check_constants(model: Model, method: Method) -> None:
+    """Raise UserError where the model lacks a calibrated constant of `method`, or has one of another shape."""
+    dtype = str(model.params["embed"].dtype)
+    run_constants(model.constants, CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype))
 
 
 def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):

@@ -19,16 +19,17 @@ from kvqjax.decoder import init_params
 from kvqjax.methods import MethodLike, parse
 from kvqjax.sharding import MeshSize, cache_layout, rules_for
 
-__all__ = ["DEVICES", "Device", "Plan", "largest", "parameter_shapes", "plan_memory", "step_bounds"]
+__all__ = ["DEVICES", "Device", "Plan", "headroom", "largest", "parameter_shapes", "plan_memory", "step_bounds"]
 
 GIB = 2**30
+TIGHT = 0.05  # share of a device that the driver, the compiler and gaps between arrays may well take
 ALONE = MeshSize()
 
 
 class Device(NamedTuple):
     """One chip as its vendor states it: memory in GiB, its bandwidth in GB/s, dense 16-bit matrix TFLOP/s, and, where
     it can be compiled for ahead of time, the compiler's name for it and the axes of its torus. A tpu7x chip is two
-    devices to JAX; these are the figures of one."""
+    devices to JAX; these are the figures of one. A T4 has no bfloat16; its peak and its bytes are those of float16."""
 
     memory: int
     bandwidth: int
@@ -36,15 +37,23 @@ class Device(NamedTuple):
     torus: tuple[str, int] = ("", 0)
 
 
+# TPUs: Google's pages on their architecture (cloud.google.com/tpu/docs/v4 and its neighbours). GPUs: NVIDIA's data
+# sheets, without sparsity, of which they print the double; the A10G is AWS's A10, the B200 that of HGX B200.
 DEVICES = {
+    "v4": Device(32, 1200, 275, ("v4", 3)),
     "v5e": Device(16, 820, 197, ("v5e", 2)),
     "v5p": Device(95, 2765, 459, ("v5p", 3)),
     "v6e": Device(32, 1640, 918, ("v6e", 2)),
     "tpu7x": Device(96, 3685, 1153, ("tpu7x", 3)),
+    "t4": Device(16, 320, 65),
+    "l4": Device(24, 300, 121),
+    "a10g": Device(24, 600, 70),
+    "l40s": Device(48, 864, 362),
     "a100-40": Device(40, 1555, 312),
     "a100-80": Device(80, 2039, 312),
     "h100": Device(80, 3350, 989),
     "h200": Device(141, 4800, 989),
+    "b200": Device(180, 8000, 2250),
     "rtx4090": Device(24, 1008, 165),
 }
 
@@ -108,6 +117,12 @@ def plan_memory(
         workspace=_workspace(rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)),
         book=ledger(cache),
     )
+
+
+def headroom(total: int, device: Device) -> str:
+    """Whether so many bytes fit a device: "yes", "tight" (less than TIGHT of it is left), "no"."""
+    spare = device.memory * GIB - total
+    return "no" if spare < 0 else "tight" if spare < TIGHT * device.memory * GIB else "yes"
 
 
 def largest(fits: Callable[[int], bool], step: int = 1, most: int = 2**24) -> int:

@@ -34,6 +34,8 @@ __all__ = ["MeshSize", "Rules", "cache_layout", "over_mesh", "rules_for", "share
 
 Axes = tuple[str, ...]
 
+MOST_DEVICES = 2**20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSize:
@@ -47,6 +49,8 @@ class MeshSize:
         for name, size in dataclasses.asdict(self).items():
             if size < 1:
                 raise UserError(f"mesh {name}={size}; at least 1 device is wanted")
+            if size > MOST_DEVICES:
+                raise UserError(f"mesh {name}={size}; at most {MOST_DEVICES} devices are possible")
 
     @classmethod
     def parse(cls, text: str) -> "MeshSize":

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["alternating_seconds", "copy_rate", "machine", "median_seconds"]
+__all__ = ["alternating_seconds", "copy_rate", "machine", "median_seconds", "memory"]
 
 
 def alternating_seconds(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
@@ -42,6 +42,14 @@ def copy_rate(size: int, repeats: int = 10, inner: int = 8) -> float:
 
     x = jnp.zeros((max(1, size // 4),), jnp.uint32)
     return 2 * x.nbytes * inner / median_seconds(lambda: copies(x), repeats)
+
+
+def memory() -> int | None:
+    """Bytes that the first device can hold; the machine's where that is a CPU; None where nobody says."""
+    stats = jax.devices()[0].memory_stats()
+    if stats:
+        return stats.get("bytes_limit")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
 
 
 def machine() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import kvqjax as kvq
 from kvqjax.cli import main
 from kvqjax.model import locate
 
@@ -66,7 +67,7 @@ def test_bad_model_folders(call, tmp_path, change, words):
         (["generate", "-m", "recall", "-p", ""], "prompt 0 is empty"),
         (["generate", "-m", "recall"], "--prompt"),
         (["generate", "--nonsense"], "nonsense"),
-        (["generate", "-m", "recall", "-p", "ab", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "-m", "recall", "-p", "ab", "--temperature", "-1"], "--temperature"),
         (["generate", "-m", "recall", "-p", "ab", "-p", "cd", "--stream"], "--stream shows one prompt"),
         (["generate", "-m", "recall", "-p", "ab", "--chat"], "chat template"),
         (["eval", "ppl", "-m", "recall", "-c", "exact", "--data", "/nowhere.txt"], "/nowhere.txt"),
@@ -122,14 +123,41 @@ def test_plan_counts_what_the_formula_says(call):
     assert abs(kivi["bits_stored"] - (3 + 160 * 16 / 65536)) < 0.02
 
 
-def test_plan_prints_a_column_per_cache(call):
+def test_plan_prints_a_column_per_cache_in_plain_words(call):
     words = ["plan", "-m", "qwen3-32b", "-c", "exact", "-c", "aqua", "--device", "h200"]
     out = call(*words)[1]
-    assert "qwen3-32b, 131072 tokens x 1, h200" in out
-    assert "largest_context" in out
+    assert "qwen3-32b, 1 row of 131072 tokens, h200" in out
+    assert "_" not in out
+    for label in ("whole cache", "longest context", "most rows", "tokens a second,"):
+        assert f"\n{label} " in out
     rows = json.loads(call(*words, "--json")[1])
     assert sum(rows[0]["classes"].values()) == rows[0]["bytes"]
-    assert rows[0]["fits"].startswith("yes")
+    assert rows[0]["fits"] is True
+    assert rows[0]["reason"].endswith(" to spare")
+
+
+def test_plan_says_what_is_tight_what_does_not_fit_and_what_the_model_cannot_see(call):
+    words = ["plan", "-m", "llama-3.1-8b", "-c", "exact", "--context", "131072", "--json"]
+    found = {device: json.loads(call(*words, "--device", device)[1])[0] for device in ("h100", "v6e", "l4")}
+    assert [row["fits"] for row in found.values()] == [True, True, False]
+    assert found["v6e"]["reason"].startswith("tight: 30.97 GiB of 32 GiB, 1.03 GiB")
+    assert "tight" not in found["h100"]["reason"]
+    assert found["l4"]["reason"].endswith(" too much")
+    limits = {device: (row["largest_context"], row["context_limited_by"]) for device, row in found.items()}
+    assert limits["h100"] == (131072, "the model")
+    assert limits["l4"][1] == "memory"
+    assert limits["l4"][0] < 131072
+    assert found["h100"]["beyond_model"] is False
+    code, out, _ = call("plan", "-m", "llama-3.1-8b", "--context", "200000")
+    assert code == 0
+    assert "200000 tokens are beyond the 131072 that this model was made for." in out
+
+
+@pytest.mark.parametrize("model", ["recall", "llama-2-7b", "qwen2.5-0.5b", "qwen3-0.6b"])
+def test_plan_compares_some_methods_where_none_is_named(call, model):
+    code, out, err = call("plan", "-m", model, "--json")
+    assert code == 0, err
+    assert [row["cache"] for row in json.loads(out)] == ["exact", "kivi:bits=4", "kivi:bits=2", "kvquant"]
 
 
 def test_bench_sets_every_cache_against_the_exact_one(call):
@@ -155,3 +183,14 @@ def test_a_policy_file_names_a_cache_as_its_text_does(call, tmp_path):
     code, _, err = call("plan", "-m", "recall", "-c", str(file))
     assert (code, err.count("\n")) == (2, 1)
     assert "did you mean 'key_bits'" in err
+
+
+def test_calibrate_says_what_it_will_do_and_gives_json(call, tmp_path):
+    words = ["calibrate", "-m", "recall", "-c", "kivi:centre=mean", "--out", str(tmp_path / "a")]
+    code, out, err = call(*words, "--sequences", "2", "--length", "64", "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert (made["artifact"], made["model"]) == (str(tmp_path / "a"), "recall")
+    assert made["about"]["sequences"] == 2
+    assert err.startswith("calibrating kivi:centre=mean for recall: 2 sequences of 64 tokens of synthetic; ")
+    assert kvq.load_artifact(tmp_path / "a").about == made["about"]

@@ -107,3 +107,17 @@ def test_every_report_has_a_picture(kind, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(kvq.UserError, match="cannot be written"):
         draw(kind, ROWS[kind], "title", tmp_path / "no" / "folder.png")
+
+
+@pytest.mark.parametrize("command", ["ppl", "drift"])
+def test_a_short_text_is_refused_before_anything_is_said(call, tmp_path, command):
+    (tmp_path / "short").write_text("ab12")
+    code, out, err = call("eval", command, "-m", "recall", "-c", "exact", "--data", str(tmp_path / "short"))
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "fewer than one window" in err
+
+
+def test_an_evaluation_says_what_it_will_do(call):
+    words = ["-m", "recall", "-c", "exact", "-c", "kivi", "--task", "kv", "--length", "64", "--samples", "1"]
+    code, _, err = call("eval", "retrieval", *words)
+    assert (code, err) == (0, "retrieval of recall through exact, then kivi\n")

@@ -16,10 +16,14 @@ from tiny import spoiling, tiny
 import kvqjax as kvq
 from kvqjax.artifacts import Artifact
 from kvqjax.calibrate import resume, sequences
+from kvqjax.cli.common import require_room
 from kvqjax.eval.corpora import read_text
+from kvqjax.eval.plots import check_picture
 from kvqjax.eval.windows import windows
 from kvqjax.hf_config import parse_config, read_config
+from kvqjax.lock import held
 from kvqjax.model import locate
+from kvqjax.sharding import MeshSize
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| `(.+)` \|$", PAGE, re.MULTILINE))
@@ -173,6 +177,11 @@ def torn_state(tmp_path, monkeypatch, recall):
     resume.load_state(tmp_path / "s.npz", "one", [np.ones(2)])
 
 
+def held_twice(tmp_path, monkeypatch, recall):
+    with held(tmp_path / "run"), held(tmp_path / "run"):
+        pass
+
+
 def generating(prompts, **options):
     return lambda tmp_path, monkeypatch, recall: kvq.generate(recall, prompts, **options)
 
@@ -220,6 +229,7 @@ CASES = {
     "option of another type": cache_of("kivi:window=wide"),
     "impossible width": cache_of("kivi:bits=7"),
     "negative window": cache_of("kivi:window=-1"),
+    "window beyond any context": cache_of("kivi:window=1000000000000"),
     "method that does not fit the model": cache_of("uniform:group=48"),
     "more layers than models have": cache_of("kivi_star:protected=1000000000"),
     "layer that does not exist": cache_of("exact;9=exact"),
@@ -244,6 +254,7 @@ CASES = {
     "text too short to evaluate": lambda *_: windows(np.arange(10), 512, 8192),
     "text too short to calibrate": lambda _, __, recall: sequences(recall, ["ab12ab12ab"], 1, 64),
     "method without its constants": generating([[1, 2, 3]], method=kvq.parse("kvquant")),
+    "no sequences to calibrate on": lambda _, __, recall: kvq.calibrate.run(recall, kvq.parse("kvquant"), "a", count=0),
     "method that needs none": lambda _, __, recall: kvq.calibrate.run(recall, kvq.kivi(), "ab12"),
     "activations that are not finite": infinite_activations,
     "artifact of another model": lambda _, __, recall: recall.with_artifact(artifact()),
@@ -251,6 +262,7 @@ CASES = {
     "description of something else": described(kind="picture"),
     "description with a part missing": described(about=None),
     "array with a foreign name": foreign_name,
+    "output that another run writes": held_twice,
     "folder of another format": described(format=99),
     "output folder that exists": existing,
     "read-only output folder": failing("pathlib.Path.mkdir", errno.EACCES),
@@ -258,6 +270,10 @@ CASES = {
     "full disk, progress": failing("kvqjax.calibrate.resume.np.savez", errno.ENOSPC),
     "progress of another run": other_state,
     "damaged progress": torn_state,
+    "cache beyond the memory": lambda _, __, recall: require_room(recall, kvq.exact(), 1, 2**30),
+    "mesh beyond any machine": lambda *_: MeshSize.parse("data=99999999"),
+    "picture of no kind": lambda tmp_path, *_: check_picture(tmp_path / "picture.docx"),
+    "picture in no folder": lambda tmp_path, *_: check_picture(tmp_path / "absent" / "picture.png"),
 }
 
 

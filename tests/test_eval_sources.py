@@ -73,3 +73,11 @@ def test_own_text_needs_nothing():
     assert len(text.split()) >= 100
     assert text == read_text("synthetic", 100, 3)[0] != read_text("synthetic", 100, 4)[0]
     assert about["name"] == "synthetic"
+
+
+def test_line_ends_of_other_systems_are_the_same_text(tmp_path):
+    for name, end in (("unix", "\n"), ("dos", "\r\n"), ("mac", "\r")):
+        (tmp_path / name).write_bytes(f"One line.{end}{end}Another, caf\xe9.{end}".encode())
+    texts = {name: read_text(str(tmp_path / name), 0, 0) for name in ("unix", "dos", "mac")}
+    assert {text for text, _ in texts.values()} == {"One line.\n\nAnother, caf\xe9.\n"}
+    assert len({about["sha256"] for _, about in texts.values()}) == 1

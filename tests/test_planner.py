@@ -6,7 +6,9 @@ import pytest
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, allocate_cache
 from kvqjax.catalogue import KNOWN, config_of
-from kvqjax.planner import DEVICES, GIB, Device, largest, parameter_shapes, plan_memory, step_bounds
+from kvqjax.chips import GPUS, slice_of, target_name
+from kvqjax.pallas_kernels.packed import TARGETS
+from kvqjax.planner import DEVICES, GIB, Device, headroom, largest, parameter_shapes, plan_memory, step_bounds
 
 # Parameters as the models' publishers count them (tied heads once).
 PUBLISHED = {
@@ -77,3 +79,18 @@ def test_step_bounds_are_reading_once_and_computing_at_the_peak():
     more = step_bounds(plan_memory(config, kvq.parse("xquant:bits=2"), 8192, 4), config, 8192, 4, DEVICES["h100"])[1]
     less = step_bounds(found, config, 8192, 4, DEVICES["h100"])[1]
     assert (more - less) * 989e12 == pytest.approx(4 * 8192 * 32 * 4 * 1024 * 1024, rel=1e-9)
+
+
+def test_little_room_is_tight():
+    """A gibibyte of eighty is what a driver or a compiler takes."""
+    device = Device(80, 1000, 100)
+    found = {spare: headroom(int((80 - spare) * GIB), device) for spare in (8.0, 4.1, 3.9, 1.0, 0.0, -0.1)}
+    assert list(found.values()) == ["yes", "yes", "tight", "tight", "tight", "no"]
+
+
+def test_every_device_has_a_compiler_and_a_target():
+    for name, device in DEVICES.items():
+        assert target_name(name) in TARGETS
+        assert bool(device.torus[0]) != (name in GPUS), name
+        assert slice_of(name, 8).startswith(device.torus[0] or "1x1x8")
+    assert {"t4", "l4", "l40s", "a10g", "b200", "v4"} <= set(DEVICES)

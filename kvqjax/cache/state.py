@@ -28,6 +28,7 @@ from kvqjax.methods.wiring import Clock, Wiring
 
 __all__ = ["Cache", "CacheLayout", "Run", "RunPlan", "allocate_cache", "body_tokens", "chains", "check_alive", "plan"]
 
+MOST_TOKENS = 2**30  # sums of two such counts are still int32
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 
 
@@ -172,6 +173,8 @@ def _check_clocks(wiring: Wiring, name: str) -> None:
     for clock in wiring.clocks:
         if clock.window < 0:
             raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
+        if clock.window > MOST_TOKENS:
+            raise UserError(f"{name}: window={clock.window}; at most {MOST_TOKENS} tokens are possible")
         if clock.unit != 1 and (clock.unit < 1 or clock.unit % 32):
             raise UserError(
                 f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli import bench, calibrate, evaluate, info, run
+from kvqjax.cli import bench, calibrate, demo, evaluate, info, plan, run
 from kvqjax.version import __version__
 
 __all__ = ["app"]
@@ -43,10 +43,10 @@ def options(
 
 
 app.command()(run.generate)
-app.command()(run.demo)
+app.command()(demo.demo)
 app.add_typer(evaluate.app, name="eval")
 app.command()(calibrate.calibrate)
 app.command()(bench.bench)
 app.command()(info.methods)
 app.command()(info.inspect)
-app.command()(info.plan)
+app.command()(plan.plan)

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import typer
 
 from kvqjax.cache import Cache, plan
 from kvqjax.cli.common import (
+    MOST_ROWS,
     Artifacts,
+    Batch,
     Caches,
     Dtype,
     Json,
@@ -18,10 +19,12 @@ from kvqjax.cli.common import (
     Weights,
     calibrated,
     methods_of,
+    number,
     open_model,
-    show,
+    require_room,
 )
-from kvqjax.errors import UserError
+from kvqjax.cli.progress import announce, progress_bar
+from kvqjax.cli.tables import show
 from kvqjax.forward import commit, forward, init_cache
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
@@ -60,13 +63,15 @@ def _steps(model: Model, cache: Cache, *, steps: int) -> tuple[jax.Array, Cache]
 
 
 def decoding(
-    model: Model, method: Method, context: int, batch: int, steps: int, calls: int
+    model: Model, method: Method, context: int, batch: int, steps: int, calls: int, progress=lambda done: None
 ) -> tuple[int, Callable[[], jax.Array]]:
-    """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls."""
+    """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls.
+    `progress(fraction)` is told as the cache fills."""
     cache = init_cache(model, method, batch, context + CHUNK + steps * calls)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    for number in range(-(-context // CHUNK)):
-        cache = _fill(model, cache, jax.random.key(number))
+    for start in range(0, context, CHUNK):
+        cache = jax.block_until_ready(_fill(model, cache, jax.random.key(start // CHUNK)))
+        progress(min(1.0, (start + CHUNK) / context))
 
     def run():
         nonlocal cache
@@ -77,33 +82,36 @@ def decoding(
 
 
 def step_milliseconds(
-    model: Model, method: Method, context: int, batch: int, steps: int, repeats: int
+    model: Model, method: Method, context: int, batch: int, steps: int, repeats: int, progress=lambda done: None
 ) -> tuple[int, float]:
     """Bytes of the cache, and the median milliseconds of a decode step once it holds `context` tokens a row."""
-    size, run = decoding(model, method, context, batch, steps, repeats + 1)
+    size, run = decoding(model, method, context, batch, steps, repeats + 1, progress)
     return size, 1e3 * median_seconds(run, repeats) / steps
 
 
 def bench(
     cache: Caches,
     model: ModelName = "demo",
-    context: Annotated[int, typer.Option(help="tokens each row holds")] = 8192,
-    batch: int = 1,
-    steps: Annotated[int, typer.Option(help="decode steps per timing")] = 16,
-    repeats: Annotated[int, typer.Option(help="timings; the median is shown")] = 5,
+    context: Annotated[int, number(help="tokens each row holds")] = 8192,
+    batch: Batch = 1,
+    steps: Annotated[int, number(most=MOST_ROWS, help="decode steps per timing")] = 16,
+    repeats: Annotated[int, number(most=MOST_ROWS, help="timings; the median is shown")] = 5,
     artifact: Artifacts = [],  # noqa: B006
     dtype: Dtype = None,
     weights: Weights = None,
     as_json: Json = False,
 ) -> None:
     """Time decode steps on caches filled with random vectors, against the exact cache in the same run."""
-    if min(context, batch, steps, repeats) < 1:
-        raise UserError("context, batch, steps and repeats must be at least 1")
     loaded = open_model(model, dtype, weights)
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
     for ready, method in pairs:
-        size, spent = step_milliseconds(ready, method, context, batch, steps, repeats)
+        require_room(ready, method, batch, context)
+    held = f"{batch} row{'s' * (batch > 1)} of {context} tokens"
+    announce(f"{repeats + 1} x {steps} decode steps, {held}, through {', then '.join(str(m) for _, m in pairs)}")
+    for ready, method in pairs:
+        with progress_bar() as bar:
+            size, spent = step_milliseconds(ready, method, context, batch, steps, repeats, bar(f"filling {method}"))
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         rows.append(row | {"ms_per_step": spent, "speed_against_exact": first / spent})

@@ -1,13 +1,17 @@
 """`kvqjax calibrate`: a method's constants as an artifact folder."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvqjax.cli.common import Dtype, ModelName, Weights, methods_of, open_model, progress_bar, show
+from kvqjax.cli.common import Dtype, Json, ModelName, Seed, Weights, methods_of, number, open_model
+from kvqjax.cli.progress import announce, progress_bar
+from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.eval.corpora import read_text
+from kvqjax.lock import held
 
 __all__ = ["calibrate"]
 
@@ -18,11 +22,12 @@ def calibrate(
     model: ModelName = "demo",
     data: Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, or 'synthetic'")] = "synthetic",
     folder: Annotated[Path | None, typer.Option(help="holds that data set; default: the hub, by `datasets`")] = None,
-    sequences: Annotated[int | None, typer.Option(help="how many; default: the method's recipe")] = None,
-    length: Annotated[int | None, typer.Option(help="tokens of each; default: the method's recipe")] = None,
-    seed: int = 0,
+    sequences: Annotated[int | None, number(help="how many; default: the method's recipe")] = None,
+    length: Annotated[int | None, number(help="tokens of each; default: the method's recipe")] = None,
+    seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
+    as_json: Json = False,
 ) -> None:
     """Calibrate a method for a model. A run that is killed continues where it was when started again."""
     from kvqjax.calibrate import run
@@ -30,16 +35,32 @@ def calibrate(
     method = methods_of([cache])[0]
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder")
-    loaded = open_model(model, dtype, weights)
-    text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
-    state = out.with_name(out.name + ".state.npz")
-    with progress_bar() as bar:
-        update = bar(f"calibrating {method}")
-        options = {"count": sequences, "length": length, "state": state}
-        artifact = run(loaded, method, [text], advance=lambda done, total: update(done / total), **options)
-    artifact.about["data"] = source
-    artifact.save(out)
-    state.unlink(missing_ok=True)
+    with held(out):
+        loaded = open_model(model, dtype, weights)
+        text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
+        state = out.with_name(out.name + ".state.npz")
+        with progress_bar() as bar:
+            update = bar(f"calibrating {method}")
+            artifact = run(
+                loaded,
+                method,
+                [text],
+                count=sequences,
+                length=length,
+                state=state,
+                advance=lambda done, total: update(done / total),
+                announce=lambda what: announce(
+                    f"calibrating {method} for {model}: {what} of {data}; a time is given after the "
+                    "first steps; if this is stopped, the same command goes on"
+                ),
+            )
+        artifact.about["data"] = source
+        artifact.save(out)
+        state.unlink(missing_ok=True)
+    made = {"artifact": str(out), "cache": str(method), "model": model, "about": artifact.about}
+    if as_json:
+        typer.echo(json.dumps(made, indent=1))
+        return
     if report := artifact.about.get("report"):
         show(report, False, "what the calibration found")
     typer.echo(f"{out}: {method} for {model}")

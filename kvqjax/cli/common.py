@@ -1,41 +1,50 @@
-"""What the commands share: options, loading, tables, progress."""
+"""What the commands share: options, loading, checks."""
 
 import functools
-import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvqjax.artifacts import load_artifact
+from kvqjax.cli.tables import size
 from kvqjax.errors import UserError
+from kvqjax.forward import check_constants, init_cache
 from kvqjax.hf_config import read_config
 from kvqjax.methods import Method, parse
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.model import Model, load, locate
 from kvqjax.sharding import MeshSize, rules_for
+from kvqjax.timing import memory
 
 __all__ = [
+    "MOST_HOSTS",
+    "MOST_ROWS",
     "Artifacts",
+    "Batch",
     "Caches",
     "Dtype",
     "Json",
     "Mesh",
     "ModelName",
+    "Seed",
     "Weights",
     "calibrated",
     "methods_of",
-    "progress_bar",
-    "show",
-    "size",
+    "number",
+    "require_room",
 ]
+
+MOST_TOKENS, MOST_ROWS, MOST_HOSTS = 2**24, 2**16, 2**16
+
+
+def number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
+    """An option whose bounds are checked before any work begins."""
+    return typer.Option(*names, min=least, max=most, **about)
+
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a Hugging Face folder, or a hub id")]
 Caches = Annotated[
@@ -45,9 +54,9 @@ Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration o
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bfloat16, float16 or float32")]
 Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
+Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
+Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="of everything that is drawn")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-
-_ERRORS = Console(stderr=True)
 
 
 def methods_of(texts: Iterable[str]) -> list[Method]:
@@ -68,7 +77,7 @@ def open_model(
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
     """Pair every method with a model that holds its constants. An artifact serves every --cache of the same codecs and
     layers, whatever their sinks, windows and kept tokens; what a method derives from the weights alone (xquant) is
-    computed here when there is none."""
+    computed here when there is none. Raises UserError for constants that no artifact brings."""
     from kvqjax.calibrate.xquant import prepared
 
     part = functools.partial(calibrated_part, config=model.config)
@@ -78,62 +87,19 @@ def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list
         raise UserError(f"--artifact for {', '.join(sorted(map(str, unused)))}, which no --cache names")
     found = [(artifacts.get(part(method)), method) for method in methods]
     pairs = [(prepared(model, m) if got is None else model.with_artifact(got), m) for got, m in found]
+    for ready, method in pairs:
+        check_constants(ready, method)
     if model.rules is None:
         return pairs
     place = model.rules.everywhere
     return [(m.replace(constants=jax.device_put(jax.tree.map(np.asarray, m.constants), place)), n) for m, n in pairs]
 
 
-def size(count: int | float) -> str:
-    """Bytes in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return " ".join(_cell(v) for v in value)
-    return "" if value is None else str(value)
-
-
-def _caption(about: dict[str, Any]) -> str:
-    """One line of a report's stamp: versions, fingerprint, seed, date, data."""
-    versions = " ".join(f"{name} {number}" for name, number in about["versions"].items())
-    data = about.get("data", {})
-    known = f", data {data['name']} {data.get('sha256', '')[:12]}" if "name" in data else ""
-    return f"{versions}, model {about['fingerprint']}, seed {about['seed']}{known}, {about['date']}"
-
-
-def show(rows: list[dict[str, Any]], as_json: bool, title: str = "", about: dict[str, Any] | None = None) -> None:
-    """Print rows of equal keys as a table, or as a JSON list. With a report's stamp `about` the table carries it as its
-    caption, and every row of the list as its last entry, "about"."""
-    if as_json:
-        stamped = {"about": about} if about else {}
-        typer.echo(json.dumps([row | stamped for row in rows], indent=1))
-        return
-    table = Table(title=title or None, caption=_caption(about) if about else None)
-    for name in rows[0] if rows else ():
-        table.add_column(name.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*(size(v) if k.startswith("bytes") else _cell(v) for k, v in row.items()))
-    console = Console()
-    # Piped output has no width of its own; 80 columns would fold every cell.
-    (console if console.is_terminal else Console(width=160)).print(table)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str], Callable[[float], None]]]:
-    """Yields start(label) -> update(fraction). Shown on stderr, and only where that is a terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=_ERRORS, transient=True, disable=not _ERRORS.is_terminal) as bars:
-
-        def start(label: str) -> Callable[[float], None]:
-            task = bars.add_task(label, total=1.0)
-            return lambda fraction: bars.update(task, completed=fraction)
-
-        yield start
+def require_room(model: Model, method: Method, batch: int, capacity: int) -> None:
+    """Raise UserError for a cache that the memory cannot hold: a CPU's system would kill the process instead."""
+    cache = jax.eval_shape(lambda: init_cache(model, method, batch, capacity))
+    devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    if limit is not None and needed > limit * devices:
+        rows = f"{batch} row{'s' * (batch > 1)} of {capacity} tokens"
+        raise UserError(f"{method}: a cache of {rows} takes {size(needed)}; there are {size(limit * devices)}")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kvqjax.cli.common import MOST_ROWS, Batch, number
 from kvqjax.cli.report import Job, add_command
 from kvqjax.eval.corpora import read_text
 from kvqjax.model import Model
@@ -19,10 +20,10 @@ app = typer.Typer(
 
 Data = Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, gsm8k, or 'synthetic' (our own text)")]
 Folder = Annotated[Path | None, typer.Option("--folder", help="holds the data sets; default: the hub, by `datasets`")]
-Chunk = Annotated[int, typer.Option("--chunk", help="tokens that enter the cache at a time")]
+Chunk = Annotated[int, number("--chunk", help="tokens that enter the cache at a time")]
 PromptChunk = Annotated[
     int | None,
-    typer.Option("--chunk", help="prompts pass through the cache N tokens at a time; default: exact prefill"),
+    number("--chunk", help="prompts pass through the cache N tokens at a time; default: exact prefill"),
 ]
 
 
@@ -44,17 +45,21 @@ def ppl(
         list[str], typer.Option(help="loop: all through the cache; prefill: first half exact; repeatable")
     ] = ["loop"],  # noqa: B006
     windows: Annotated[str, typer.Option(help="gptq, aqua or llama-perplexity")] = "gptq",
-    chunk: Annotated[list[int], typer.Option(help="tokens that enter the cache at a time; repeatable")] = [],  # noqa: B006
-    window: Annotated[int | None, typer.Option(help="tokens per window; default: the windows' own")] = None,
-    tokens: Annotated[int, typer.Option(help="about how many tokens in all; 0: the whole text")] = 8192,
-    batch: int = 4,
+    chunk: Annotated[list[int], number(help="tokens that enter the cache at a time; repeatable")] = [],  # noqa: B006
+    window: Annotated[int | None, number(least=2, help="tokens per window; default: the windows' own")] = None,
+    tokens: Annotated[int, number(least=0, help="about how many tokens in all; 0: the whole text")] = 8192,
+    batch: Batch = 4,
 ) -> Job:
     """Perplexity, KL divergence to the exact cache, and top-1 agreement."""
-    from kvqjax.eval.measure_perplexity import perplexity
+    from kvqjax.eval.measure_perplexity import check_mode, perplexity
     from kvqjax.eval.windows import style
+    from kvqjax.eval.windows import windows as cut
 
     length = style(windows).length if window is None else window
+    for kind in mode:
+        check_mode(kind, 1, length)
     ids, about = _encoded(loaded, data, tokens, seed, folder)
+    cut(ids, length, tokens)  # says now if the text is too short
     fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch}
 
     def evaluate(model, method, bar):
@@ -71,18 +76,20 @@ def retrieval(
     loaded: Model,
     seed: int,
     task: Annotated[str, typer.Option(help="kv (stored pairs), passkey, multikey, variables or needle")] = "kv",
-    length: Annotated[list[int], typer.Option(help="prompt tokens; repeatable")] = [256, 512],  # noqa: B006
-    samples: int = 16,
-    depths: Annotated[int, typer.Option(help="spans of depth that are reported apart")] = 4,
+    length: Annotated[list[int], number(least=32, help="prompt tokens; repeatable")] = [256, 512],  # noqa: B006
+    samples: Annotated[int, number(most=MOST_ROWS, help="prompts of each length")] = 16,
+    depths: Annotated[int, number(help="spans of depth that are reported apart")] = 4,
     chunk: PromptChunk = None,
     data: Annotated[str | None, typer.Option("--data", help="a UTF-8 file whose sentences hide the needle")] = None,
 ) -> Job:
     """Share of stored values, pass keys and needles that are answered right, by length and depth."""
+    from kvqjax.eval.measure_retrieval import generator
     from kvqjax.eval.measure_retrieval import retrieval as run
     from kvqjax.eval.synthetic import sentences_of
 
     text, about = (None, {"name": "synthetic"}) if data is None else read_text(data, 0, seed)
     hay = None if text is None else sentences_of(text)
+    generator(task, hay)  # says now if there is none
     fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths, "hay": hay}
 
     def evaluate(model, method, bar):
@@ -98,14 +105,16 @@ def drift(
     data: Data = "synthetic",
     folder: Folder = None,
     chunk: Chunk = 1,
-    window: Annotated[int, typer.Option(help="decode steps")] = 512,
-    tokens: Annotated[int, typer.Option(help="about how many tokens in all")] = 2048,
-    bins: Annotated[int, typer.Option(help="spans of steps that are reported apart")] = 8,
+    window: Annotated[int, number(least=2, help="decode steps")] = 512,
+    tokens: Annotated[int, number(help="about how many tokens in all")] = 2048,
+    bins: Annotated[int, number(help="spans of steps that are reported apart")] = 8,
 ) -> Job:
     """KL divergence against the number of decoding steps."""
     from kvqjax.eval.measure_drift import drift as run
+    from kvqjax.eval.windows import windows
 
     ids, about = _encoded(loaded, data, tokens, seed, folder)
+    windows(ids, window, tokens)  # says now if the text is too short
     fixed = {"chunk": chunk, "window": window, "tokens": tokens, "bins": bins}
 
     def evaluate(model, method, bar):
@@ -129,10 +138,12 @@ def tasks(
         list[str], typer.Option(help="family/task, family or family/average of longbench, infinitebench, ruler, gsm8k")
     ],
     folder: Folder = None,
-    limit: Annotated[int, typer.Option(help="most prompt tokens; longer ones keep their first and last halves")] = 1024,
-    samples: Annotated[int, typer.Option(help="of every task; 0: all")] = 20,
+    limit: Annotated[
+        int, number(least=2, help="most prompt tokens; longer ones keep their first and last halves")
+    ] = 1024,
+    samples: Annotated[int, number(least=0, help="of every task; 0: all")] = 20,
     chunk: PromptChunk = None,
-    batch: int = 4,
+    batch: Batch = 4,
 ) -> Job:
     """LongBench, InfiniteBench, RULER and GSM8K, answered greedily."""
     from kvqjax.eval.tasks import Options, chosen, fingerprint, load_task
@@ -152,11 +163,13 @@ def harness(
     seed: int,
     task: Annotated[list[str], typer.Option(help="a task or group of lm-evaluation-harness; repeatable")],
     include: Annotated[Path | None, typer.Option(help="a folder with YAML files of more tasks")] = None,
-    shots: Annotated[int | None, typer.Option(help="worked examples; default: the task's own number")] = None,
-    samples: Annotated[int | None, typer.Option(help="of every task; default: all")] = None,
-    limit: Annotated[int | None, typer.Option(help="longest text in tokens; default: the model's positions")] = None,
+    shots: Annotated[
+        int | None, number(least=0, most=1000, help="worked examples; default: the task's own number")
+    ] = None,
+    samples: Annotated[int | None, number(help="of every task; default: all")] = None,
+    limit: Annotated[int | None, number(least=2, help="longest text in tokens; default: the model's positions")] = None,
     chunk: Chunk = 32,
-    batch: int = 8,
+    batch: Batch = 8,
 ) -> Job:
     """Tasks of lm-evaluation-harness, scored with the tokens passing through the cache."""
     from kvqjax.eval.harness import CacheLM, run_harness

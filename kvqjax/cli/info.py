@@ -1,22 +1,22 @@
-"""`kvqjax methods`, `kvqjax inspect` and `kvqjax plan`: what there is, what a folder holds, what a cache would take."""
+"""`kvqjax methods` and `kvqjax inspect`: what there is, and what a folder holds."""
 
 import inspect as introspect
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from kvqjax.artifacts import read_arrays, read_description
 from kvqjax.catalogue import config_of
-from kvqjax.cli.common import Caches, Json, Mesh, ModelName, methods_of, show, size
+from kvqjax.cli.common import Json, ModelName
+from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.methods import METHODS
-from kvqjax.methods.roofline import longest_memory_bound, step_cost
-from kvqjax.planner import DEVICES, GIB, Device, largest, plan_memory, step_bounds
+from kvqjax.planner import plan_memory
 from kvqjax.sharding import MeshSize
 
-__all__ = ["inspect", "methods", "plan"]
+__all__ = ["inspect", "methods"]
 
 
 def methods(model: ModelName = "demo", as_json: Json = False) -> None:
@@ -53,88 +53,3 @@ def inspect(folder: Path, as_json: Json = False) -> None:
     for key, value in about.items():
         typer.echo(f"{key}: {value}")
     show(rows, False)
-
-
-def _row(config, method, context: int, batch: int, device: Device | None, mesh: MeshSize) -> dict[str, Any]:
-    found = plan_memory(config, method, context, batch, mesh)
-    row: dict[str, Any] = {"cache": str(method), "bytes": found.book.bytes, "bytes_exact": found.book.exact_bytes}
-    row["bits_stored"] = found.book.bits_stored
-    if mesh.devices > 1:
-        row["bytes_cache_per_device"] = found.cache
-    row |= {"bytes_weights": found.weights, "bytes_constants": found.constants, "bytes_workspace": found.workspace}
-    if device is not None:
-        memory = device.memory * GIB
-        fits = lambda context, batch: plan_memory(config, method, context, batch, mesh).total <= memory  # noqa: E731
-        reading, computing = step_bounds(found, config, context, batch, device, mesh)
-        row["fits"] = f"{'yes' if found.total <= memory else 'no'} ({size(found.total)} of {device.memory} GiB)"
-        row["largest_context"] = largest(lambda n: fits(n, batch), step=1024)
-        row["largest_batch"] = largest(lambda n: fits(context, n), most=2**16)
-        row["tokens_per_second"] = batch / max(reading, computing)
-        hidden = longest_memory_bound(step_cost(method, config), 1e3 * device.tflops / device.bandwidth)
-        row["recomputing_hidden_until"] = "always" if hidden == float("inf") else int(hidden)
-        row["bound_by"] = "bandwidth" if reading >= computing else "compute"
-    return row | {"classes": found.book.by_role()}
-
-
-def _compiled(config, method, context: int, batch: int, chip: str, mesh: MeshSize) -> dict[str, Any]:
-    """The compiler's account of the same decode loop, per device."""
-    from kvqjax.aot import compile_decode
-
-    found, made = (
-        plan_memory(config, method, context, batch, mesh),
-        compile_decode(config, method, context, batch, chip, mesh),
-    )
-    row: dict[str, Any] = {"bytes_arguments_compiled": made.arguments}
-    row["compiled_to_planned"] = made.arguments / (found.weights + found.constants + found.cache)
-    row |= {"bytes_temporaries_compiled": made.temporaries, "bytes_cache_copied": made.cache_copied}
-    return row | {"compile_seconds": made.seconds}
-
-
-def plan(
-    cache: Caches,
-    model: ModelName = "demo",
-    context: Annotated[int, typer.Option(help="tokens per row")] = 131072,
-    batch: int = 1,
-    device: Annotated[str | None, typer.Option(help=f"one of {', '.join(DEVICES)}")] = None,
-    mesh: Mesh = "",
-    compile_step: Annotated[bool, typer.Option("--compile", help="compile the decode loop for the device")] = False,
-    as_json: Json = False,
-) -> None:
-    """Bytes of caches, bf16 weights and a decode step's workspace per device; what fits, and time bounds there.
-
-    MODEL is a bundled or known name (llama-3.1-8b), a folder, or a config.json. Tokens per second are bounds: every
-    byte read once and every operation at the peak. --compile sets the compiler's bytes beside the plan's: for TPUs it
-    needs libtpu, for GPUs JAX's CUDA plugin, and neither chip.
-    """
-    if device is not None and device not in DEVICES:
-        raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")
-    if compile_step and device is None:
-        raise UserError("--compile needs a --device")
-    if context < 1 or batch < 1:
-        raise UserError(f"--context {context} --batch {batch}; both must be at least 1")
-    config, chip, sizes = config_of(model), DEVICES[device] if device else None, MeshSize.parse(mesh)
-    rows = [_row(config, method, context, batch, chip, sizes) for method in methods_of(cache)]
-    if compile_step and device:
-        made = [_compiled(config, method, context, batch, device, sizes) for method in methods_of(cache)]
-        rows = [row | more for row, more in zip(rows, made, strict=True)]
-    if as_json:
-        show(rows, True)
-        return
-    _print_plan(
-        rows,
-        f"{model}, {context} tokens x {batch}" + (f", {device}" if device else "") + (f", mesh {mesh}" if mesh else ""),
-    )
-
-
-def _print_plan(rows: list[dict[str, Any]], title: str) -> None:
-    """One column per cache: there are more figures than fit a line."""
-    table: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name == "classes":
-                for role, count in value.items():
-                    table.setdefault(f"  {role}", {})[row["cache"]] = size(count)
-            elif name != "cache":
-                table.setdefault(name, {})[row["cache"]] = size(value) if name.startswith("bytes") else value
-    names = [row["cache"] for row in rows]
-    show([{"": label} | {name: cells.get(name, "") for name in names} for label, cells in table.items()], False, title)

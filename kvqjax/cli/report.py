@@ -14,16 +14,19 @@ from kvqjax.cli.common import (
     Dtype,
     Json,
     ModelName,
+    Seed,
     Weights,
     calibrated,
     methods_of,
     open_model,
-    progress_bar,
-    show,
+    require_room,
 )
+from kvqjax.cli.progress import announce, progress_bar
+from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
-from kvqjax.eval.plots import draw
+from kvqjax.eval.plots import check_picture, draw
 from kvqjax.eval.stamp import ledger_of, stamp
+from kvqjax.lock import held
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
@@ -42,7 +45,7 @@ class Job(NamedTuple):
 def _options(
     cache: Caches,
     artifact: Artifacts = [],  # noqa: B006
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
     out: Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")] = None,
@@ -53,29 +56,40 @@ def _options(
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:
+    part = path.with_name(path.name + ".part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
     except OSError as error:
-        raise UserError(f"{path.parent}: cannot be written: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _evaluate(
     name: str, prepare, own: dict, model: str, cache, artifact, seed, dtype, weights, out, plot, as_json
 ) -> None:
     """Every cache through one command: its rows as a table or JSON, as a file, as a picture; all with the stamp."""
-    methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights), [], {}
-    job = prepare(loaded, seed, **own)
-    with progress_bar() as bar:
-        for ready, method in calibrated(loaded, methods, artifact):
-            rows += job.evaluate(ready, method, bar)
-            roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
-    about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
-    show(rows, as_json, f"{name}, {model}", about)
-    if out is not None:
-        _write(out / f"{name}.json", {"about": about, "rows": rows})
     if plot is not None:
-        draw(name, rows, f"{name}, {model}", plot)
+        check_picture(plot)
+    file = None if out is None else out / f"{name}.json"
+    with held(file):
+        methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights), [], {}
+        job = prepare(loaded, seed, **own)
+        pairs = calibrated(loaded, methods, artifact)
+        for ready, method in pairs:
+            require_room(ready, method, 1, job.capacity)
+        announce(f"{name} of {model} through {', then '.join(str(method) for _, method in pairs)}")
+        with progress_bar() as bar:
+            for ready, method in pairs:
+                rows += job.evaluate(ready, method, bar)
+                roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
+        about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
+        show(rows, as_json, f"{name}, {model}", about)
+        if file is not None:
+            _write(file, {"about": about, "rows": rows})
+        if plot is not None:
+            draw(name, rows, f"{name}, {model}", plot)
 
 
 def add_command(app: typer.Typer, default: str):

@@ -1,54 +1,77 @@
-"""`kvqjax generate` and `kvqjax demo`."""
+"""`kvqjax generate`: prompts continued through a cache."""
 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from kvqjax.accounting import ledger
-from kvqjax.cli.common import Artifacts, Dtype, Json, Mesh, ModelName, Weights, calibrated, methods_of, open_model, size
+from kvqjax.cli.common import (
+    MOST_HOSTS,
+    Artifacts,
+    Dtype,
+    Json,
+    Mesh,
+    ModelName,
+    Seed,
+    Weights,
+    calibrated,
+    methods_of,
+    number,
+    open_model,
+    require_room,
+)
 from kvqjax.errors import UserError
-from kvqjax.forward import init_cache
+from kvqjax.eval.sources import open_text
 from kvqjax.generation import Generated, stream
 from kvqjax.generation import generate as generate_text
 from kvqjax.hosts import join_hosts, speaks
 from kvqjax.methods import Method
 from kvqjax.model import Model
+from kvqjax.sampling import make_sampling
 
-__all__ = ["demo", "generate"]
+__all__ = ["New", "generate"]
+
+New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at most")]
 
 
 def _prompts(prompts: list[str], file: Path | None) -> list[str]:
+    """All prompts: a file has one a line, and a .jsonl file one JSON string, or object with a "prompt", a line."""
     if file is None:
         return prompts
+    lines = [line for line in open_text(file).split("\n") if line.strip()]
+    return [*prompts, *(_from_json(file, line) if file.suffix == ".jsonl" else line for line in lines)]
+
+
+def _from_json(file: Path, line: str) -> str:
     try:
-        return [*prompts, file.read_text(encoding="utf-8")]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from error
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{file}: {line[:40]!r} is not JSON") from error
+    value = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(value, str):
+        raise UserError(f'{file}: {line[:40]!r} is neither a JSON string nor an object with a "prompt"')
+    return value
 
 
-def _print_stream(model: Model, prompts: list[str], method: Method, options: dict) -> Generated:
-    """Print the only row as it grows."""
-    if len(prompts) != 1:
-        raise UserError(f"--stream shows one prompt, {len(prompts)} were given")
+def _print_stream(model: Model, prompts: list[str], method: Method, options: dict) -> None:
+    """Print the only row token by token. Held back is what a later token may change: U+FFFD, which stands for a
+    character not yet whole, and the beginning of a stop string."""
     shown, last = "", Generated([""], [[]])
-    for last in stream(model, prompts, method, **options):
-        # A byte-level token can end inside a character, shown as U+FFFD until the rest arrives.
+    for last in stream(model, prompts, method, stride=1, **options):
         ready = last.text[0].rstrip("\ufffd")
+        ready = ready[: len(ready) - max((_overlap(ready, stop) for stop in options["stop"]), default=0)]
         if ready.startswith(shown):
             typer.echo(ready[len(shown) :], nl=False)
             shown = ready
     typer.echo(last.text[0][len(shown) :])
-    return last
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
 def _print_result(prompts: list[str], result: Generated, method: Method, as_json: bool) -> None:
@@ -69,19 +92,19 @@ def _keep_stdout_ours() -> None:
 
 def generate(
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="text to continue; repeatable")] = [],  # noqa: B006
-    prompt_file: Annotated[Path | None, typer.Option(help="a UTF-8 file with a prompt")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="a UTF-8 file with one prompt a line, or .jsonl")] = None,
     model: ModelName = "demo",
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
     artifact: Artifacts = [],  # noqa: B006
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 64,
-    capacity: Annotated[int | None, typer.Option(help="most tokens a row may hold; default: what is needed")] = None,
-    chunk: Annotated[int | None, typer.Option(help="feed the prompt through the cache N tokens at a time")] = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
+    max_new_tokens: New = 64,
+    capacity: Annotated[int | None, number(help="most tokens a row may hold; default: what is needed")] = None,
+    chunk: Annotated[int | None, number(help="feed the prompt through the cache N tokens at a time")] = None,
+    temperature: Annotated[float, number(least=0, most=10_000, help="0: always the likeliest token")] = 0.0,
+    top_k: Annotated[int, number(least=0, help="draw from the K likeliest; 0: from all")] = 0,
+    top_p: Annotated[float, number(least=0, most=1, help="draw from the likeliest that make up this share")] = 1.0,
+    min_p: Annotated[float, number(least=0, most=1, help="leave out what is less likely than this x the best")] = 0.0,
+    repetition_penalty: Annotated[float, number(least=0, most=10_000, help="above 1: against repetition")] = 1.0,
+    seed: Seed = 0,
     stop: Annotated[list[str], typer.Option(help="end at this text; repeatable")] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
@@ -89,86 +112,37 @@ def generate(
     weights: Weights = None,
     mesh: Mesh = "",
     coordinator: Annotated[str, typer.Option(help="host:port of process 0, for several hosts")] = "",
-    processes: Annotated[int, typer.Option(help="how many hosts run this command")] = 1,
-    process: Annotated[int, typer.Option(help="which of them this is; 0 prints")] = 0,
+    processes: Annotated[int, number(most=MOST_HOSTS, help="how many hosts run this command")] = 1,
+    process: Annotated[int, number(least=0, most=MOST_HOSTS, help="which of them this is; 0 prints")] = 0,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts through a compressed cache, on one device or on a mesh of them."""
     method, prompts = methods_of([cache])[0], _prompts(prompt, prompt_file)
     if not prompts:
         raise UserError("give a --prompt or a --prompt-file")
+    if "" in stop:
+        raise UserError("--stop '' would end every text before its first token")
+    if show_stream and as_json:
+        raise UserError("--stream and --json exclude each other")
+    if show_stream and len(prompts) != 1:
+        raise UserError(f"--stream shows one prompt, {len(prompts)} were given")
     if coordinator:
         _keep_stdout_ours()
         join_hosts(coordinator, processes, process)
-    loaded = calibrated(open_model(model, dtype, weights, method, mesh), [method], artifact)[0][0]
-    options = {
-        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "temperature": temperature,
-        "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,
-        "stop": tuple(stop), "chat": chat,
+    draw = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
     }  # fmt: skip
+    make_sampling(**draw)  # says what cannot be, before any work
+    loaded = calibrated(open_model(model, dtype, weights, method, mesh), [method], artifact)[0][0]
+    options = draw | {
+        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "seed": seed, "stop": tuple(stop),
+        "chat": chat,
+    }  # fmt: skip
+    require_room(loaded, method, len(prompts), capacity or max_new_tokens)
     if show_stream:
-        if as_json:
-            raise UserError("--stream and --json exclude each other")
         _print_stream(loaded, prompts, method, options)
         return
     result = generate_text(loaded, prompts, method, **options)
     if speaks():
         _print_result(prompts, result, method, as_json)
-
-
-DEMO_PROMPT = (
-    "It was late in the evening when the traveller came at last to the house at the end of the road. "
-    "The windows were dark, and there was no sound but the wind in the trees. He knocked at the door, and "
-)
-DEMO_CACHES = ("exact", "kivi:bits=4,window=64", "kivi:bits=2,window=64")
-
-
-def _timed(model: Model, method: Method, prompt: str, new: int, capacity: int) -> tuple[Generated, float]:
-    """The continuation, and tokens per second of a second run, when everything is compiled. Greedy, with a repetition
-    penalty: a small model would otherwise go round in circles whatever the cache."""
-    options = {"max_new_tokens": new, "capacity": capacity, "repetition_penalty": 1.3}
-    generate_text(model, [prompt], method, **options)
-    start = time.perf_counter()
-    result = generate_text(model, [prompt], method, **options)
-    return result, len(result.tokens[0]) / (time.perf_counter() - start)
-
-
-def demo(
-    prompt: Annotated[str, typer.Option("--prompt", "-p")] = DEMO_PROMPT,
-    model: ModelName = "demo",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 160,
-    capacity: Annotated[int, typer.Option(help="tokens each cache is made for")] = 1024,
-    as_json: Json = False,
-) -> None:
-    """The same prompt with the exact cache and with KIVI at 4 and 2 bits: text, bytes, speed, agreement."""
-    loaded, rows, first = open_model(model, None), [], None
-    for method in methods_of(DEMO_CACHES):
-        (text, tokens), speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
-        book = ledger(jax.eval_shape(lambda method=method: init_cache(loaded, method, 1, capacity)))
-        first = first or tokens[0]
-        same = next((i for i, (a, b) in enumerate(zip(first, tokens[0], strict=False)) if a != b), len(tokens[0]))
-        agree = sum(a == b for a, b in zip(first, tokens[0], strict=False)) / max(len(first), 1)
-        rows.append(
-            {"cache": str(method), "bytes": book.bytes, "bits_stored": book.bits_stored, "tokens_per_second": speed,
-             "agreement": agree, "same_until": same, "text": text[0]}
-        )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps(rows, indent=1))
-        return
-    _print_demo(prompt, rows, f"{model}: {max_new_tokens} new tokens through caches of {capacity} tokens")
-
-
-def _print_demo(prompt: str, rows: list[dict], title: str) -> None:
-    console = Console()
-    console.print(f"[bold]prompt[/bold]\n{prompt}", highlight=False)
-    for row in rows:
-        console.print(f"\n[bold]{row['cache']}[/bold]")
-        console.print(row["text"].strip(), highlight=False, markup=False)
-    table = Table(title=f"\n{title}")
-    for name in ("cache", "bytes held", "bits stored", "tokens/s", "tokens equal to exact"):
-        table.add_column(name, justify="left" if name == "cache" else "right", overflow="fold")
-    for row in rows:
-        equal = f"{row['agreement']:.0%}, the first {row['same_until']}"
-        bits, speed = f"{row['bits_stored']:.2f}", f"{row['tokens_per_second']:.0f}"
-        table.add_row(row["cache"], size(row["bytes"]), bits, speed, equal)
-    console.print(table)

@@ -1,0 +1,62 @@
+"""What long work says on stderr: what it will do, how far it is, how long it will still take."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+__all__ = ["announce", "duration", "progress_bar", "reporter"]
+
+_ERRORS = Console(stderr=True)
+FIRST, EVERY = 10.0, 60.0  # seconds until the first line without a terminal, and between the others
+
+
+def announce(text: str) -> None:
+    """Say on stderr what is about to be done, so that a pipe or a log of stdout holds the result alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """About how long, in one unit: "40 s", "7 min", "3.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def reporter(label: str, say: Callable[[str], None] = announce) -> Callable[[float], None]:
+    """update(fraction) for where no bar can be drawn: a line after FIRST seconds, then one every EVERY. The time left
+    follows from what came after the first update: before it programs were compiled, or an earlier run had done it."""
+    begun = told = time.monotonic()
+    start: tuple[float, float] | None = None
+    wait = FIRST
+
+    def update(fraction: float) -> None:
+        nonlocal start, told, wait
+        now = time.monotonic()
+        if start is None:
+            start = now, fraction
+        if fraction < 1 and now - told >= wait and fraction > start[1]:
+            left = (1 - fraction) * (now - start[0]) / (fraction - start[1])
+            say(f"{label}: {fraction:.0%} after {duration(now - begun)}, about {duration(left)} left")
+            told, wait = now, EVERY
+
+    return update
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str], Callable[[float], None]]]:
+    """Yields start(label) -> update(fraction): a bar on stderr where that is a terminal, else a line now and then."""
+    if not _ERRORS.is_terminal:
+        yield reporter
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=_ERRORS, transient=True) as bars:
+
+        def start(label: str) -> Callable[[float], None]:
+            task = bars.add_task(label, total=1.0)
+            return lambda fraction: bars.update(task, completed=fraction)
+
+        yield start
