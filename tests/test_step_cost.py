@@ -182,6 +182,9 @@ ENTRY %main (words: u32[2,4,1024]) -> f32[8,128] {
   %fetch = (bf16[64,128]{1,0:T(8,128)S(1)}, bf16[64,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%weights)
   %weights = bf16[64,128]{1,0:T(8,128)} parameter(1)
   %near = bf16[64,128]{1,0:T(8,128)S(1)} copy-done(%fetch)
+  %bytes = s8[32768]{0} parameter(2)
+  %part = ((s8[32768]{0:T(1024)}), s8[4096]{0:T(1024)S(1)}, s32[]{:S(2)}) slice-start(%bytes), slice={[0:4096]}
+  %there = s8[4096]{0:T(1024)S(1)} slice-done(%part)
   %out = f32[8,128]{1,0:T(8,128)S(1)} fusion(%near), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"700"}
   ROOT %packed_attention_k2v2_2048.7 = f32[8,128]{1,0} custom-call(%words), custom_call_target="tpu_custom_call"
 }
@@ -198,6 +201,8 @@ def test_tpu_kernels_and_fast_memory(counter):
     chip's fast memory costs no bytes."""
     tpu, found = counter("tpu"), counted(counter, TPU_PROGRAM)[0]
     assert found["fetch"] == (1, 16384, 0)
+    assert found["part"] == (1, 4096, 0)
+    assert {"near", "there"}.isdisjoint(found)
     assert found["out"] == (1, 0, 0)
     kernel = counter("hlo").parse(TPU_PROGRAM).computations["main"].instructions["packed_attention_k2v2_2048.7"]
     assert tpu.is_kernel(kernel)
