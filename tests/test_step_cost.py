@@ -215,6 +215,31 @@ def test_tpu_kernels_and_fast_memory(counter):
         tpu.kernel_cost(kernel, {}, reading, "v6e")
 
 
+def test_slice_of_a_stack_laid_out_anew(counter):
+    """A copy inside a fusion changes no more than the slice that is taken of it."""
+    text = """HloModule jit_f
+
+%anew (x: bf16[4,256]) -> bf16[4,256] {
+  %x.1 = bf16[4,256]{1,0} parameter(0)
+  ROOT %y.1 = bf16[4,256]{0,1} copy(%x.1)
+}
+
+%layer (x: bf16[4,256], at: s32[]) -> bf16[1,256] {
+  %x.2 = bf16[4,256]{1,0} parameter(0)
+  %at.2 = s32[] parameter(1)
+  %y.2 = bf16[4,256]{0,1} fusion(%x.2), kind=kLoop, calls=%anew
+  ROOT %z.2 = bf16[1,256]{0,1} dynamic-slice(%y.2, %at.2, %at.2), dynamic_slice_sizes={1,256}
+}
+
+ENTRY %main (x: bf16[4,256], at: s32[]) -> bf16[1,256] {
+  %x.3 = bf16[4,256]{1,0} parameter(0)
+  %at.3 = s32[] parameter(1)
+  ROOT %z.3 = bf16[1,256]{0,1} fusion(%x.3, %at.3), kind=kLoop, calls=%layer
+}
+"""
+    assert counted(counter, text)[0] == {"z.3": (1, 512 + 4, 512)}
+
+
 def test_tpu_step_adds_estimates_and_kernels(counter):
     bounds, account = counter("bound"), counter("account")
     layout = bounds.make_layout(tiny().config, kvq.parse("kivi:bits=2,group=32,window=32"), 8192, "v6e")

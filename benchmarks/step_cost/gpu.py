@@ -60,6 +60,9 @@ def _used(program: Program, inside: Computation, parameter: Instruction) -> floa
                 continue
             elif user.op in ("fusion", "call"):
                 called = program.computations[user.attribute("calls=") or user.attribute("to_apply=")]
+                if {i.op for i in called.instructions.values()} <= {"parameter", *ELEMENTWISE}:
+                    total += of(user.name, False)
+                    continue
                 places = [n for n, operand in enumerate(user.operands) if operand == name]
                 total += sum(_used(program, called, called.parameters[n]) for n in places)
             else:
