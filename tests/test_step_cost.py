@@ -182,6 +182,9 @@ ENTRY %main (words: u32[2,4,1024]) -> f32[8,128] {
   %fetch = (bf16[64,128]{1,0:T(8,128)S(1)}, bf16[64,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%weights)
   %weights = bf16[64,128]{1,0:T(8,128)} parameter(1)
   %near = bf16[64,128]{1,0:T(8,128)S(1)} copy-done(%fetch)
+  %bytes = s8[32768]{0} parameter(2)
+  %part = ((s8[32768]{0:T(1024)}), s8[4096]{0:T(1024)S(1)}, s32[]{:S(2)}) slice-start(%bytes), slice={[0:4096]}
+  %there = s8[4096]{0:T(1024)S(1)} slice-done(%part)
   %out = f32[8,128]{1,0:T(8,128)S(1)} fusion(%near), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"700"}
   ROOT %packed_attention_k2v2_2048.7 = f32[8,128]{1,0} custom-call(%words), custom_call_target="tpu_custom_call"
 }
@@ -198,6 +201,8 @@ def test_tpu_kernels_and_fast_memory(counter):
     chip's fast memory costs no bytes."""
     tpu, found = counter("tpu"), counted(counter, TPU_PROGRAM)[0]
     assert found["fetch"] == (1, 16384, 0)
+    assert found["part"] == (1, 4096, 0)
+    assert {"near", "there"}.isdisjoint(found)
     assert found["out"] == (1, 0, 0)
     kernel = counter("hlo").parse(TPU_PROGRAM).computations["main"].instructions["packed_attention_k2v2_2048.7"]
     assert tpu.is_kernel(kernel)
@@ -208,6 +213,31 @@ def test_tpu_kernels_and_fast_memory(counter):
     assert slow == pytest.approx(4 * 204800 / 1640e9 * 1.75e9)
     with pytest.raises(ValueError, match="its schedule was not written"):
         tpu.kernel_cost(kernel, {}, reading, "v6e")
+
+
+def test_slice_of_a_stack_laid_out_anew(counter):
+    """A copy inside a fusion changes no more than the slice that is taken of it."""
+    text = """HloModule jit_f
+
+%anew (x: bf16[4,256]) -> bf16[4,256] {
+  %x.1 = bf16[4,256]{1,0} parameter(0)
+  ROOT %y.1 = bf16[4,256]{0,1} copy(%x.1)
+}
+
+%layer (x: bf16[4,256], at: s32[]) -> bf16[1,256] {
+  %x.2 = bf16[4,256]{1,0} parameter(0)
+  %at.2 = s32[] parameter(1)
+  %y.2 = bf16[4,256]{0,1} fusion(%x.2), kind=kLoop, calls=%anew
+  ROOT %z.2 = bf16[1,256]{0,1} dynamic-slice(%y.2, %at.2, %at.2), dynamic_slice_sizes={1,256}
+}
+
+ENTRY %main (x: bf16[4,256], at: s32[]) -> bf16[1,256] {
+  %x.3 = bf16[4,256]{1,0} parameter(0)
+  %at.3 = s32[] parameter(1)
+  ROOT %z.3 = bf16[1,256]{0,1} fusion(%x.3, %at.3), kind=kLoop, calls=%layer
+}
+"""
+    assert counted(counter, text)[0] == {"z.3": (1, 512 + 4, 512)}
 
 
 def test_tpu_step_adds_estimates_and_kernels(counter):

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from benchmarks.step_cost.hlo import Computation, Instruction, Program, elements, size
+from benchmarks.step_cost.hlo import ARRAY, Computation, Instruction, Program, elements, size
 from benchmarks.step_cost.walk import Visit, Walk
 
 FREE = {
@@ -21,9 +21,6 @@ FREE = {
     "replica-id",
     "opt-barrier",
     "optimization-barrier",
-    "copy-done",
-    "async-done",
-    "async-update",
 }
 SLICES = ("slice", "dynamic-slice", "gather")
 MOVED = ("bitcast", "reshape")  # the same bytes under another shape
@@ -63,6 +60,9 @@ def _used(program: Program, inside: Computation, parameter: Instruction) -> floa
                 continue
             elif user.op in ("fusion", "call"):
                 called = program.computations[user.attribute("calls=") or user.attribute("to_apply=")]
+                if {i.op for i in called.instructions.values()} <= {"parameter", *ELEMENTWISE}:
+                    total += of(user.name, False)
+                    continue
                 places = [n for n, operand in enumerate(user.operands) if operand == name]
                 total += sum(_used(program, called, called.parameters[n]) for n in places)
             else:
@@ -115,6 +115,9 @@ def cost(program: Program, instruction: Instruction, inside: Computation) -> Byt
             return Bytes(whole, whole)
         case "copy-start":
             return Bytes(size(shapes[0]), max(0.0, whole - size(shapes[0]) - 4))  # source, target, 4 bytes of context
+        case "slice-start":  # its target comes before the context
+            target = list(ARRAY.finditer(instruction.shape))[-2][0]
+            return Bytes(size(target.replace("S(1)", "")), size(target))
         case "dynamic-update-slice":
             return Bytes(size(shapes[1]), size(shapes[1]))
         case "scatter":
@@ -139,7 +142,7 @@ def kernels(found: Walk) -> list[Kernel]:
     known: dict[tuple[int, str], Bytes] = {}
     made = []
     for visit in found.visits:
-        if visit.instruction.op in FREE:
+        if visit.instruction.op in FREE or visit.instruction.op.endswith(("-done", "-update")):
             continue
         key = id(visit.inside), visit.instruction.name
         if key not in known:
