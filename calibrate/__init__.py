@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["CALIBRATIONS", "run", "sequences"]
+__all__ = ["CALIBRATIONS", "module_of", "run", "sequences"]
 
 # Method name -> module with `calibrate(model, method, tokens, state=, advance=) -> Artifact` and the recipe's size.
 CALIBRATIONS = {
@@ -22,6 +23,14 @@ CALIBRATIONS = {
     "kvquant": "kvqjax.calibrate.kvquant",
 }
 FROM_WEIGHTS = ("xquant", "xquant_cl")  # constants are factors of the model's own weights
+
+
+def module_of(method: Method, model: Model) -> ModuleType | None:
+    """What learns the method's constants from text; None where there is nothing to learn."""
+    if centre.needs_only_means(method, model.config):
+        return centre
+    name = method.name.partition(":")[0]
+    return importlib.import_module(CALIBRATIONS[name]) if name in CALIBRATIONS else None
 
 
 def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
@@ -48,14 +57,10 @@ def run(
     weights). count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
     context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
     `advance(done, total)` is told each step. Raises UserError for methods that need no calibration."""
-    name = method.name.partition(":")[0]
-    if name in FROM_WEIGHTS:
+    if method.name.partition(":")[0] in FROM_WEIGHTS:
         return Artifact(method, xquant.constants(model.params, model.config, method), model.fingerprint)
-    if centre.needs_only_means(method, model.config):
-        module = centre
-    elif name in CALIBRATIONS:
-        module = importlib.import_module(CALIBRATIONS[name])
-    else:
+    module = module_of(method, model)
+    if module is None:
         known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
         raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
     texts = [texts] if isinstance(texts, str) else texts

@@ -12,7 +12,9 @@ from kvqjax.ledger import Ledger, ledger
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["bytes_of", "digest", "ledger_of", "stamp"]
+__all__ = ["CONTEXT", "bytes_of", "digest", "ledger_of", "stamp"]
+
+CONTEXT = 32768  # tokens of a row for which bits and bytes are counted, where nothing else is said
 
 
 def digest(text: str) -> str:

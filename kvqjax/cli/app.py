@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli import bench, calibrate, evaluate, info, run
+from kvqjax.cli import bench, calibrate, compare, info, run
 
 __all__ = ["app"]
 
@@ -32,7 +32,7 @@ def options(
 
 app.command()(run.generate)
 app.command()(run.demo)
-app.add_typer(evaluate.app, name="eval")
+app.add_typer(compare.app, name="eval")
 app.command()(calibrate.calibrate)
 app.command()(bench.bench)
 app.command()(info.methods)

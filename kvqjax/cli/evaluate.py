@@ -9,6 +9,7 @@ import typer
 
 from kvqjax.cli.report import Job, add_command
 from kvqjax.eval.corpora import read_text
+from kvqjax.eval.stamp import CONTEXT
 from kvqjax.model import Model
 
 __all__ = ["app"]
@@ -19,6 +20,7 @@ app = typer.Typer(
 
 Data = Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, gsm8k, or 'synthetic' (our own text)")]
 Folder = Annotated[Path | None, typer.Option("--folder", help="holds the data sets; default: the hub, by `datasets`")]
+Context = Annotated[int, typer.Option("--context", help="tokens of a row for which bits and bytes are counted")]
 Chunk = Annotated[int, typer.Option("--chunk", help="tokens that enter the cache at a time")]
 PromptChunk = Annotated[
     int | None,
@@ -48,14 +50,13 @@ def ppl(
     window: Annotated[int | None, typer.Option(help="tokens per window; default: the windows' own")] = None,
     tokens: Annotated[int, typer.Option(help="about how many tokens in all; 0: the whole text")] = 8192,
     batch: int = 4,
+    context: Context = CONTEXT,
 ) -> Job:
     """Perplexity, KL divergence to the exact cache, and top-1 agreement."""
     from kvqjax.eval.perplexity import perplexity
-    from kvqjax.eval.windows import style
 
-    length = style(windows).length if window is None else window
     ids, about = _encoded(loaded, data, tokens, seed, folder)
-    fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch}
+    fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch, "context": context}
 
     def evaluate(model, method, bar):
         for kind in mode:
@@ -63,7 +64,7 @@ def ppl(
                 update = bar(f"{method} {kind} {size or ''}")
                 yield perplexity(model, ids, method, mode=kind, chunk=size, progress=update, **fixed)
 
-    return Job(length, evaluate, about)
+    return Job(context, evaluate, about)
 
 
 @_command("recall")
