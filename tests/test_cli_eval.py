@@ -101,6 +101,9 @@ def test_tasks_from_a_folder(call, tmp_path):
         (["tasks", "-c", "exact"], "--task"),
         (["ppl", "-m", "recall", "-c", "exact", "--data", "wikitext2", "--folder", "/nowhere"], "wiki.test.raw"),
         (["ppl", "-m", "recall", "-c", "exact", "--windows", "round"], "known: gptq"),
+        (["ppl", "-c", "exact", "--context", "0"], "--context"),
+        (["compare", "--sequences", "0"], "--sequences"),
+        (["compare", "-c", "nonsense"], "nonsense"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(call, words, message):
@@ -139,22 +142,33 @@ def test_compare_calibrates_once_and_draws(call, monkeypatch, tmp_path):
     """Table and picture in one command; the second run finds the calibration in the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.chdir(tmp_path)
-    words = ["eval", "compare", "-m", "recall", "-c", "exact", "-c", "higgs:bits=2,centre=mean", "--window", "64"]
-    words += ["--tokens", "128", "--sequences", "1", "--context", "4096", "--json"]
+    words = [
+        "eval",
+        "compare",
+        "-m",
+        "recall",
+        "-c",
+        "exact",
+        "-c",
+        "kivi:bits=2,window=0,centre=mean",
+        "--window",
+        "96",
+    ]
+    words += ["--tokens", "96", "--sequences", "1", "--context", "4096", "--json"]
     code, out, err = call(*words)
     assert code == 0, err
-    exact, higgs = json.loads(out)
+    exact, kivi = json.loads(out)
     assert (exact["cache"], exact["kld"], exact["context"]) == ("exact", 0, 4096)
-    assert higgs["kld"] > 0
-    assert higgs["bits_stored"] < 3 < exact["bits_stored"]
+    assert kivi["kld"] > 0
+    assert kivi["bits_stored"] < 4 < exact["bits_stored"]
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     (kept,) = (tmp_path / "xdg" / "kvqjax" / "artifacts").iterdir()
-    assert kvq.load_artifact(kept).method == kvq.parse(higgs["cache"])
+    assert kvq.load_artifact(kept).method == kvq.parse(kivi["cache"])
     monkeypatch.setattr("kvqjax.calibrate.run", lambda *args, **options: pytest.fail("calibrated twice"))
     code, out, err = call(*words, "--plot", "again.svg")
     assert code == 0, err
     again = json.loads(out)[1]
-    assert again["kld"] == higgs["kld"]
+    assert again["kld"] == kivi["kld"]
     assert "<svg" in (tmp_path / "again.svg").read_text()
 
 
@@ -168,7 +182,7 @@ def test_a_calibration_is_kept_for_its_own_model_and_text(tmp_path):
         kept_path(tmp_path, model, method, "text", 4),
     }
     assert len(paths) == 5
-    assert halves("one two three four") == ("one two", " three four")
+    assert halves("one two three four") == ("one two three", " four")
     assert halves("oneword") == ("one", "word")
 
 

@@ -92,8 +92,9 @@ def drawn(case: Case):
     rounds, heads = np.arange(case.rounds)[None, None, :, None, None], np.arange(case.kv_heads)[None, None, None, None]
     rows = np.linalg.norm(book, axis=-1)[rounds, heads, levels].sum((2, 3))  # [B, S, K]
     largest = float((rows * np.asarray(sizes[0], np.float32).swapaxes(1, 2)).max())
-    q = rng.normal(scale=QUERY, size=(BATCH, case.length, case.config.num_heads, case.head_dim)).astype(np.float32)
-    q = jnp.asarray(q)
+    q = jnp.asarray(
+        rng.normal(scale=QUERY, size=(BATCH, case.length, case.config.num_heads, case.head_dim)), jnp.float32
+    )
     later = np.arange(case.length)
     stop = jnp.asarray(np.stack([case.slots // 2 + 45 + later, case.slots - 8 + later]), jnp.int32)
     start = jnp.asarray(np.stack([0 * later, case.slots // 3 + later]), jnp.int32)
@@ -131,7 +132,7 @@ def near(case: Case, got):
     size, far = float(jnp.linalg.norm(q, axis=-1).max()) / case.head_dim**0.5, 2.0**-6 if case.stretches > 1 else 0.0
     bound = size * ((2.0**-8 + far) * float(jnp.linalg.norm(k, axis=-1).max()) + 2.0**-9 * largest)
     np.testing.assert_allclose(got.lse, want.lse, atol=bound, rtol=0)
-    check_outputs(got.out, want.out)
+    check_outputs(got.out, want.out, most=0.01 if case.stretches == 1 else 0.02)  # far positions: see above
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -105,6 +106,25 @@ def test_the_page_and_its_picture_are_shown(bench, tmp_path, monkeypatch):
     assert {row["cache"]: row["bits_stored"] for row in rows} == {
         cache: row["bits_32k"] for cache, row in page.stored("demo").items()
     }
+
+
+def _tables(path: Path) -> list[list[str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_readme_has_every_method_with_the_bits_of_the_accounting_table():
+    import kvqjax as kvq
+
+    head, *rows = [row for row in _tables(ROOT / "README.md") if len(row) == 7]
+    asked = ["method", "paper", "what is cached", "bits", "needs calibration", "when to use", "where it is slower"]
+    assert head == asked
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} == set(kvq.METHODS)
+    accounts = [row for row in _tables(ROOT / "docs" / "methods" / "index.md") if len(row) == 7]
+    known = {f"{float(cell):.2f}" for row in accounts for cell in row if re.fullmatch(r"\d+\.\d{3}", cell)}
+    stated = {number for row in rows for number in re.findall(r"\d+\.\d\d", row[3])}
+    assert len(stated) > 10
+    assert stated <= known
 
 
 def test_page_is_what_the_records_say(bench):

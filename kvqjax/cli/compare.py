@@ -75,12 +75,16 @@ def compare(
     folder: Folder = None,
     chunk: Chunk = 32,
     window: Annotated[
-        int | None, typer.Option(help="tokens per window; default: 1024, or the model's positions")
+        int | None, typer.Option(min=2, max=2**24, help="tokens per window; default: 1024, or the model's positions")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="about how many tokens are scored or precede them; 0: all")] = 8192,
-    batch: int = 4,
+    tokens: Annotated[
+        int, typer.Option(min=0, max=2**24, help="about how many tokens are scored or precede them; 0: all")
+    ] = 8192,
+    batch: Annotated[int, typer.Option(min=1, max=2**16, help="windows at a time")] = 4,
     context: Context = CONTEXT,
-    sequences: Annotated[int | None, typer.Option(help="to calibrate with; default: the method's recipe")] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, max=2**24, help="to calibrate with; default: the method's recipe")
+    ] = None,
     store: Annotated[Path | None, typer.Option(help="keeps calibrations; default: the user's cache folder")] = None,
 ) -> Job:
     """Several methods by bits and KL divergence, as a table and a picture; calibrates those that need it.

@@ -20,7 +20,9 @@ app = typer.Typer(
 
 Data = Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, gsm8k, or 'synthetic' (our own text)")]
 Folder = Annotated[Path | None, typer.Option("--folder", help="holds the data sets; default: the hub, by `datasets`")]
-Context = Annotated[int, typer.Option("--context", help="tokens of a row for which bits and bytes are counted")]
+Context = Annotated[
+    int, typer.Option("--context", min=32, max=2**24, help="tokens of a row for which bits and bytes are counted")
+]
 Chunk = Annotated[int, typer.Option("--chunk", help="tokens that enter the cache at a time")]
 PromptChunk = Annotated[
     int | None,
