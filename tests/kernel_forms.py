@@ -17,8 +17,8 @@ def rope(theta: float, head_dim: int, factor: float = 1.0) -> Rope:
 
 
 def within(first: int = 4, apart: int = 0) -> float:
-    """How far an output may be off: 1 %, twice that where float32 no longer resolves the angles of positions."""
-    return 0.02 if first > 2**17 else 0.01
+    """How far an output may be off: 1 %, three times that where float32 no longer resolves the angles of positions."""
+    return 0.03 if first > 2**17 else 0.01
 
 
 def first_positions(case: Case, first: int, apart: int) -> np.ndarray:
