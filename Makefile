@@ -2,7 +2,9 @@
 # make test   set up .venv with the test tools and run every check
 # make aot    what needs a chip's compiler (no chip): memory and kernels compiled ahead of time, for TPUs and, in an
 #             environment of its own, for Hopper; skipped without libtpu, without the CUDA plugin or ptxas
-# make results  docs/results.md: what is missing of its records is measured first (DATA=text.txt for the demo model)
+# make results  docs/results.md and its picture: what is missing of their records is measured first (DATA=text.txt for
+#             the demo model)
+# make gate   measure a sample of the gate's recorded rows again and judge its bounds (ROWS=6)
 # make speed  docs/speed.md: what is missing of its records is compiled first, for GPUs and TPUs that are not here (hours)
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
 # make notebooks  set up .venv with Jupyter's kernel and run the notebooks in examples/
@@ -23,12 +25,13 @@ TORCH := $(TORCH)+cpu
 endif
 PYTEST_ARGS ?=
 DATA ?= synthetic
+ROWS ?= 6
 FOLDERS := kvqjax pallas_kernels calibrate eval
 # Folders count as sources too: their time changes when a file in them is deleted.
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test docs notebooks colab aot results speed clean
+.PHONY: demo test docs notebooks colab aot results gate speed clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -59,9 +62,14 @@ aot: $(VENV)/.package $(VENV)/.with-test $(VENV)/.libtpu $(VENV)-gpu/.plugin
 	PYTHONSAFEPATH=1 $(VENV)-gpu/bin/python -m pytest -ra -m slow -k "gpu or h100" tests/aot
 
 # From the root, so that benchmarks is found; -P keeps the source tree from shadowing the installed package.
-results: $(VENV)/.package
-	PYTHONSAFEPATH=1 $(BIN)/python -c "import sys, runpy; sys.path.append('.'); sys.argv[1:] = ['--data', '$(DATA)']; \
-		runpy.run_module('benchmarks.results', run_name='__main__')"
+BENCHMARK := PYTHONSAFEPATH=1 $(BIN)/python -c "import sys, runpy; sys.path.append('.'); sys.argv = sys.argv[1:]; \
+	runpy.run_module(sys.argv[0], run_name='__main__')"
+
+results: $(VENV)/.package $(VENV)/.with-plots
+	$(BENCHMARK) benchmarks.results --data '$(DATA)'
+
+gate: $(VENV)/.package
+	$(BENCHMARK) benchmarks.gate --check $(ROWS)
 
 SPEED := import sys, runpy; sys.path.append('.'); runpy.run_module('benchmarks.step_cost.page', run_name='__main__')
 speed: $(VENV)/.package $(VENV)/.libtpu $(VENV)-gpu/.plugin
@@ -81,8 +89,8 @@ $(VENV)/.package: $(VENV)/.base $(SOURCES)
 	rm -rf build kvqjax.egg-info
 	touch $@
 
-# The package with one of its extras: test, docs, examples.
-EXTRAS := $(VENV)/.with-test $(VENV)/.with-docs $(VENV)/.with-examples
+# The package with one of its extras: test, docs, examples, plots.
+EXTRAS := $(VENV)/.with-test $(VENV)/.with-docs $(VENV)/.with-examples $(VENV)/.with-plots
 $(EXTRAS): $(VENV)/.with-%: pyproject.toml | $(VENV)/.package
 	$(PIP) install --no-build-isolation '.[$*]'
 	rm -rf build kvqjax.egg-info

@@ -3,53 +3,26 @@
     python benchmarks/drift.py [--model recall] [--rows 2] [--record FILE]
 
 The long decode of benchmarks/gate.py (2048 steps of one token, problems of 255 tokens after each other), in spans of
-256 steps: the exact cache's own loss, and KL(exact || cache) for caches and for one that cannot drift: keys and values
-exact but for Gaussian noise of one size, relative to the token's root mean square, wherever the token stands.
+256 steps: the exact cache's own loss, and KL(exact || cache) for caches and for constant noise (benchmarks/noise.py),
+which cannot drift.
 """
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kvqjax
 from benchmarks.calibrated import calibrated, span_rows
 from benchmarks.gate import STEPS, open_shape
-from kvqjax.codecs import Exact
+from benchmarks.noise import method_of
 from kvqjax.eval.replay import exact_logits, replay, score
-from kvqjax.methods import KeysAndValues, Method
 
 RECORD = Path(__file__).parent / "records" / "drift_recall.json"
 SPAN = 256
-NOISE = (0.03, 0.1)
-CACHES = ("xquant:bits=6", "kvquant:bits=3,outliers=0.0", "kivi:bits=3,group=128,window=0")
-
-
-@dataclasses.dataclass(frozen=True)
-class Noisy:
-    """Vectors stored exactly, after noise of `size` times each token's root mean square was added."""
-
-    size: float
-
-    def build(self, width: int):
-        plain = Exact().build(width)
-
-        def encode(constants, x):
-            seed = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32).sum(dtype=jnp.int32)
-            noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), seed), x.shape, x.dtype)
-            spread = jnp.sqrt((x * x).mean(-1, keepdims=True))
-            return plain.encode(constants, x + self.size * spread * noise)
-
-        return plain._replace(encode=encode)
-
-
-def noisy(size: float) -> Method:
-    codec = Noisy(size)
-    return Method(name=f"noise of {size:g}", layer=KeysAndValues(key=codec, value=codec, rope="pre"))
+NOISE = ("noise of 0.03", "noise of 0.1")
+CACHES = (*NOISE, "xquant:bits=6", "kvquant:bits=3,outliers=0.0", "kivi:bits=3,group=128,window=0")
 
 
 def by_span(scores: np.ndarray) -> list[float]:
@@ -61,8 +34,8 @@ def measure(name: str, rows: int) -> dict[str, list[float]]:
     model, tokens = open_shape(name), jnp.asarray(span_rows(open_shape(name), rows, STEPS + 1, seed=2, span=255))
     exact, learn = exact_logits(model, tokens), span_rows(model, 8, 388, seed=1)
     found = {"loss of the exact cache": by_span(score(exact, exact, tokens).nll)}
-    for method in (*map(noisy, NOISE), *map(kvqjax.parse, CACHES)):
-        ready = model if method.name.startswith("noise") else calibrated(model, method, learn)[0]
+    for method in map(method_of, CACHES):
+        ready, _ = calibrated(model, method, learn)
         found[method.name] = by_span(score(replay(ready, tokens, method, 1), exact, tokens).kld)
         print(method.name, [f"{x:.3g}" for x in found[method.name]], flush=True)
     return found

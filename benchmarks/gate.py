@@ -2,6 +2,10 @@
 key channels.
 
     python -m benchmarks.gate [--shape qwen2] [--windows 16] [--out benchmarks/records/gate.json]
+    python -m benchmarks.gate --check 8 [--seed 0]
+
+The second form measures a random sample of the recorded rows again and ends with 1 if one differs, or if with them a
+bound is missed without a reason in benchmarks/gate_bounds.py, or held although a reason is there.
 
 Windows of 384 tokens: a span of random symbols and the same span again, every token through the cache in chunks of 32.
 The second span, which a model can predict from its cache only, is scored: `ratio` is the perplexity over that of the
@@ -13,6 +17,9 @@ Stress: two rotary pairs of every KV head's keys 8 times as large, the queries' 
 
 import argparse
 import json
+import random
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -22,6 +29,8 @@ from rich.progress import track
 
 import kvqjax
 from benchmarks.calibrated import calibrated, span_rows
+from benchmarks.gate_bounds import verdicts
+from benchmarks.noise import NOISES, method_of
 from kvqjax.eval.replay import exact_logits, replay, score
 from kvqjax.eval.stamp import ledger_of
 from kvqjax.eval.stress import stressed
@@ -30,6 +39,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "gate.json"
 SHAPES = ("qwen2", "recall", "mha", "qwen3", "mistral")
 LENGTH, CHUNK, STEPS = 384, 32, 2048
+KEY = ("shape", "cache", "stress", "mode")
 STRESS = {"none": 1.0, "keys x8": 8.0}
 GRID = (
     "uniform:bits={b}",
@@ -51,6 +61,12 @@ QWEN2 = ("aqua:bits=3,first_bits=3,centre=none", *(f"kvquant:bits={b}" for b in 
 ONCE = {"qwen2": QWEN2}  # without stress
 LONG = ("uniform:bits=3,centre=mean", "kivi:bits=3,group=128,window=0", "kvquant:bits=3,outliers=0.0",
         "higgs:bits=3,centre=mean", "aqua:bits=3,first_bits=3,centre=mean", "xquant:bits=6")  # fmt: skip
+LONG_FEW = tuple(text.format(b=3) for text in FEW)
+
+
+def key_of(row: dict) -> tuple[str, ...]:
+    """What names a row."""
+    return tuple(row[name] for name in KEY)
 
 
 def open_shape(name: str):
@@ -65,8 +81,8 @@ def plan(shapes) -> list[dict]:
         others = [text for text in OTHERS if shape != "mistral" or "cl" not in text]  # differences need full attention
         caches = [*others, *(text.format(b=b) for text in grid for b in (3, 2, 4))]
         rows += [{"shape": shape, "cache": c, "stress": s, "mode": "copy"} for c in caches for s in STRESS]
-        if shape in ("qwen2", "recall"):
-            rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "long decode"} for c in LONG]
+        long = (*NOISES, *(LONG if shape in ("qwen2", "recall") else LONG_FEW))
+        rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "long decode"} for c in long]
         rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "copy"} for c in ONCE.get(shape, ())]
     return rows
 
@@ -103,13 +119,40 @@ def measure(row: dict, windows: int) -> dict:
     model = open_shape(row["shape"])
     if row["stress"] != "none":
         model = stressed(model, keys=STRESS[row["stress"]])
-    method = kvqjax.parse(row["cache"])
+    method = method_of(row["cache"])
     ready, seconds = calibrated(model, method, span_rows(model, 8, 388, seed=1))
     if row["mode"] == "copy":
         found = copy_row(ready, method, span_rows(model, windows, LENGTH, seed=0))
     else:
         found = long_row(ready, method, span_rows(model, max(2, windows // 8), STEPS, seed=2, span=255))
     return row | bits(ready, method) | found | {"windows": windows, "calibration_seconds": round(seconds, 1)}
+
+
+def differences(recorded: dict, live: dict) -> list[str]:
+    """What a row measured again says otherwise. Sums in another order flip codes at ties, so that figures may differ:
+    the logarithm of a ratio by half its standard error, divergences by 5 %; bits may not."""
+    parts = {"bits": 0.0, "bits_stored": 0.0, "kld": 0.05, "first": 0.05, "last": 0.05}
+    known = {key: part * recorded[key] + 1e-6 for key, part in parts.items() if key in recorded}
+    found = [(key, abs(live[key] - recorded[key]), bound) for key, bound in known.items()]
+    if "ratio" in live:
+        gap = abs(np.log(live["ratio"] / recorded["ratio"]))
+        found.append(("ratio", gap, recorded["log_error"] / 2 + 1e-4))
+    return [f"{key}: recorded {recorded[key]:g}, now {live[key]:g}" for key, gap, bound in found if not gap <= bound]
+
+
+def check(rows: list[dict], sample: list[dict]) -> list[str]:
+    """Measure the rows of `sample` again: what differs from the record, and what the bounds then say otherwise than
+    gate_bounds.py explains."""
+    live, problems = [], []
+    for row in track(sample, description="gate"):
+        live.append(measure({name: row[name] for name in KEY}, row["windows"]))
+        problems += [f"{key_of(row)}: {text}" for text in differences(row, live[-1])]
+    now = [next((new for new in live if key_of(new) == key_of(row)), row) for row in rows]
+    for verdict in verdicts(now):
+        if verdict.held == bool(verdict.reason):
+            said = "held, but its miss is explained" if verdict.held else "missed, unexplained"
+            problems.append(f"{verdict.name}, bound {verdict.bound:g}, {verdict.measured} by {verdict.by}: {said}")
+    return problems
 
 
 def main() -> None:
@@ -119,16 +162,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose cache begins so")
     parser.add_argument("--mode", default="", choices=("", "copy", "long decode"))
     parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--check", type=int, metavar="N", help="measure N recorded rows again")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the sample; default: another every time")
     given = parser.parse_args()
     done = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
-    key = lambda row: tuple(row[name] for name in ("shape", "cache", "stress", "mode"))  # noqa: E731
-    known = {key(row) for row in done if row["windows"] == given.windows}
+    if given.check is not None:
+        print(f"seed {given.seed}")
+        problems = check(done, random.Random(given.seed).sample(done, min(given.check, len(done))))
+        sys.exit("\n".join(problems) or None)
+    known = {key_of(row) for row in done if row["windows"] == given.windows}
     fits = lambda row: row["cache"].startswith(given.only) and given.mode in ("", row["mode"])  # noqa: E731
-    wanted = [row for row in plan(given.shape or SHAPES) if key(row) not in known and fits(row)]
+    wanted = [row for row in plan(given.shape or SHAPES) if key_of(row) not in known and fits(row)]
     for row in track(wanted, description="gate"):
-        done = [old for old in done if key(old) != key(row)] + [measure(row, given.windows)]
+        done = [old for old in done if key_of(old) != key_of(row)] + [measure(row, given.windows)]
         print(json.dumps(done[-1]), flush=True)
-        text = ",\n ".join(json.dumps(line) for line in sorted(done, key=key))
+        text = ",\n ".join(json.dumps(line) for line in sorted(done, key=key_of))
         given.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")
 
 

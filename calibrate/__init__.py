@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from kvqjax.errors import UserError
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
 
-__all__ = ["CALIBRATIONS", "run", "sequences"]
+__all__ = ["CALIBRATIONS", "module_of", "run", "sequences"]
 
 # Method name -> module with `calibrate(model, method, tokens, state=, advance=) -> Artifact` and the recipe's size.
 CALIBRATIONS = {
@@ -24,6 +25,14 @@ CALIBRATIONS = {
     "kvquant": "kvqjax.calibrate.kvquant",
 }
 FROM_WEIGHTS = ("xquant", "xquant_cl")  # constants are factors of the model's own weights
+
+
+def module_of(method: MethodLike, model: Model) -> ModuleType | None:
+    """What learns the method's constants from text; None where there is nothing to learn."""
+    if centre.needs_only_means(method, model.config):
+        return centre
+    name = method.name.partition(":")[0]
+    return importlib.import_module(CALIBRATIONS[name]) if name in CALIBRATIONS else None
 
 
 def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
@@ -54,15 +63,11 @@ def run(
     no calibration."""
     check_model(model)
     method = parse(method)
-    name = method.name.partition(":")[0]
     model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
-    if name in FROM_WEIGHTS:
+    if method.name.partition(":")[0] in FROM_WEIGHTS:
         return Artifact(method, xquant.constants(model.params, model.config, method), model.fingerprint)
-    if centre.needs_only_means(method, model.config):
-        module = centre
-    elif name in CALIBRATIONS:
-        module = importlib.import_module(CALIBRATIONS[name])
-    else:
+    module = module_of(method, model)
+    if module is None:
         known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
         raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
     for option, value in {"count": count, "length": length}.items():

@@ -3,17 +3,35 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax.cache import plan
 from kvqjax.doors import check_model
 from kvqjax.eval.measure_perplexity import check_mode, score_windows
+from kvqjax.eval.scores import ROUNDING
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.windows import windows
-from kvqjax.methods import MethodLike, parse
+from kvqjax.forward import init_cache
+from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model import Model
 
-__all__ = ["drift"]
+__all__ = ["drift", "encoded_from", "growth"]
+
+
+def encoded_from(model: Model, method: Method, capacity: int) -> int:
+    """The first step that attends to encoded tokens in every layer: until then sinks and windows hold all."""
+    cache = jax.eval_shape(lambda: init_cache(model, method, 1, capacity))
+    clocks = [clock for run in plan(cache.layout) for clock in run.wiring.clocks]
+    return method.sinks + max(clock.window + clock.unit for clock in clocks)
+
+
+def growth(kld: list[float], starts: list[int], encoded: int) -> float | None:
+    """The last span's KLD over that of the first span that begins at step `encoded` or later; None where no earlier
+    span does, or where there is only rounding."""
+    first = next((value for value, start in zip(kld[:-1], starts, strict=False) if start >= encoded), 0.0)
+    return kld[-1] / first if first > ROUNDING else None
 
 
 def drift(
@@ -28,8 +46,8 @@ def drift(
     progress=lambda done: None,
 ) -> dict[str, Any]:
     """One row: mean KLD (nats) and negative log-likelihood in `bins` equal spans of steps of one long decode, over
-    several windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first
-    compressed one (the first span in which it is not zero)."""
+    several windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first in
+    which every step attends to encoded tokens (None: there is none but the last, or nothing is lost)."""
     check_model(model)
     method, name = parse(method), check_mode("loop", chunk, window)
     pieces = windows(ids, window, tokens)
@@ -40,9 +58,10 @@ def drift(
         parts.append(np.stack([np.asarray(got.kld), np.asarray(got.nll), np.asarray(got.tokens)]))
         progress((number + 1) / len(pieces))
     total = np.sum(parts, axis=0)
+    total = total[:, total[2] > 0]  # a window's last token predicts nothing
     spans = np.array_split(total, min(bins, total.shape[1]), axis=1)
+    starts = [int(part[0]) * chunk for part in np.array_split(np.arange(total.shape[1]), len(spans))]
     kld = [float(span[0].sum() / span[2].sum()) for span in spans]
-    first = next((value for value in kld if value > 0), 0.0)
     return {
         "cache": str(method),
         "mode": f"long-decode, {name}",
@@ -51,5 +70,5 @@ def drift(
         **bytes_of(model, method, window),
         "kld": kld,
         "nll": [float(span[1].sum() / span[2].sum()) for span in spans],
-        "growth": kld[-1] / first if first else 1.0,
+        "growth": growth(kld, starts, encoded_from(model, method, window)),
     }

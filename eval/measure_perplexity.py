@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax.doors import check_model
 from kvqjax.errors import UserError
 from kvqjax.eval.scores import negative_log_likelihood, token_scores
-from kvqjax.eval.stamp import bytes_of
+from kvqjax.eval.stamp import CONTEXT, bytes_of
 from kvqjax.eval.through import through
 from kvqjax.eval.windows import style, windows
 from kvqjax.forward import init_cache, prefill
@@ -99,13 +99,14 @@ def perplexity(
     window: int | None = None,
     tokens: int = 8192,
     batch: int = 4,
+    context: int = CONTEXT,
     progress=lambda done: None,
 ) -> dict[str, Any]:
     """One row of the report. ids: token ids of the text, about `tokens` of which are used (0: all). cut: how it is cut
     into windows (kvqjax/eval/windows.py); chunk and window (tokens) override that style's. `progress(fraction)` is
     called as batches finish. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the
     share of positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for
-    one window."""
+    one row of `context` tokens: a window is so short that what stays exact would decide."""
     check_model(model)
     method, chosen = parse(method), style(cut)
     chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
@@ -125,7 +126,8 @@ def perplexity(
         "mode": name,
         "windows": f"{cut} {window}",
         "tokens": int(count),
-        **bytes_of(model, method, window),
+        "context": context,
+        **bytes_of(model, method, context),
         "ppl": float(np.exp(nll / count)),
         "ppl_exact": float(np.exp(nll_exact / count)),
         "kld": float(kld / count),

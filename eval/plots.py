@@ -1,17 +1,20 @@
-"""Pictures of reports (matplotlib): perplexity against stored bits, divergence against the step, accuracy by depth."""
+"""Pictures of reports (matplotlib): divergence against stored bits and against the step, accuracy by depth."""
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvqjax.errors import UserError
+from kvqjax.eval.scores import ROUNDING
 
 __all__ = ["PLOTS", "check_picture", "draw"]
 
 Rows = list[dict[str, Any]]
 KINDS = (".pdf", ".png", ".svg")
+MARKERS = "osD^v<>Pphd*X8"
 
 
 def _grouped(rows: Rows, *keys: str) -> dict[str, Rows]:
@@ -22,16 +25,45 @@ def _grouped(rows: Rows, *keys: str) -> dict[str, Rows]:
     return out
 
 
-def _ppl(figure, rows: Rows) -> None:
-    axes = figure.subplots()
-    for mode, group in _grouped(rows, "mode", "windows").items():
-        axes.plot([row["bits_stored"] for row in group], [row["ppl"] for row in group], "o", label=mode)
-        for row in group:
-            place = (row["bits_stored"], row["ppl"])
-            axes.annotate(row["cache"], place, xytext=(4, 4), textcoords="offset points", fontsize=7)
-    axes.margins(0.15)
-    axes.set(xlabel="stored bits per value", ylabel="perplexity")
-    axes.legend(fontsize=8)
+def series(cache: str) -> str:
+    """What the rows of one line have in common: the policy without its bits."""
+    policy, *exceptions = cache.split(";")
+    name, _, options = policy.partition(":")
+    rest = [option for option in options.split(",") if option and not option.partition("=")[0].endswith("bits")]
+    return ";".join([":".join([name, *([",".join(rest)] if rest else [])]), *exceptions])
+
+
+def _lines(rows: Rows, several: bool) -> dict[str, Rows]:
+    """The rows of each line, by its label; `several`: with mode and windows, which differ."""
+    label = lambda row: "\n".join([series(row["cache"]), *([f"{row['mode']}, {row['windows']}"] * several)])  # noqa: E731
+    return _grouped([row | {"label": label(row)} for row in rows], "label")
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def _quality(figure, rows: Rows) -> None:
+    """KL divergence against bits per number, a line a method; the exact cache, which a log axis cannot show, as its
+    floor."""
+    axes, handles = figure.subplots(), []
+    lossy = [row for row in rows if row["kld"] > ROUNDING]
+    setups = _grouped(rows, "mode", "windows")
+    for number, (name, group) in enumerate(_lines(lossy, len(setups) > 1).items()):
+        points = sorted((row["bits_stored"], row["kld"]) for row in group)
+        style = {"marker": MARKERS[number % len(MARKERS)], "color": f"C{number % 10}", "label": name}
+        handles += axes.plot(*zip(*points, strict=True), lw=1.2, ms=6, **style)
+    floor = 10.0 ** math.floor(math.log10(min((row["kld"] for row in lossy), default=1.0) / 2))
+    exact = next((f" ({row['bits_stored']:.3g} bits)" for row in rows if row["cache"] == "exact"), "")
+    handles += [axes.axhline(floor, color="black", ls="--", lw=1.5, label=f"exact{exact}: 0", clip_on=False)]
+    axes.set(yscale="log", ylim=(floor, None))
+    setup = f"\n({next(iter(setups))})" if len(setups) == 1 else ""
+    axes.set_xlabel(f"bits per number: all that is stored for {_count(rows[0]['context'])} tokens{setup}")
+    axes.set_ylabel("KL divergence from the exact cache (nats)")
+    axes.grid(alpha=0.3)
+    # From top to bottom as the lines end.
+    handles.sort(key=lambda line: -line.get_ydata()[-1])
+    figure.legend(handles=handles, loc="outside right center", fontsize=10, frameon=False, labelspacing=0.8)
 
 
 def _drift(figure, rows: Rows) -> None:
@@ -71,7 +103,8 @@ def _tasks(figure, rows: Rows) -> None:
 
 
 PLOTS: dict[str, Callable[[Any, Rows], None]] = {
-    "ppl": _ppl,
+    "ppl": _quality,
+    "compare": _quality,
     "drift": _drift,
     "retrieval": _retrieval,
     "tasks": _tasks,
@@ -94,7 +127,8 @@ def draw(kind: str, rows: Rows, title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = len(_grouped(rows, "cache", "mode", "task")) if kind == "retrieval" else 1
-    figure = Figure(figsize=(min(6.4 * max(1, panels * 0.6), 24), 4.8), layout="constrained")
+    width = 9.6 if kind in ("ppl", "compare") else min(6.4 * max(1, panels * 0.6), 24)
+    figure = Figure(figsize=(width, 4.8), layout="constrained")
     PLOTS[kind](figure, rows)
     figure.suptitle(title, fontsize=9)
     try:

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["Scores", "negative_log_likelihood", "token_scores"]
+__all__ = ["ROUNDING", "Scores", "negative_log_likelihood", "token_scores"]
+
+ROUNDING = 1e-7  # nats: an exact cache's KL divergence in float32 stays below
 
 
 class Scores(NamedTuple):

@@ -13,7 +13,9 @@ from kvqjax.methods import MethodLike
 from kvqjax.model import Model
 from kvqjax.version import __version__
 
-__all__ = ["bytes_of", "digest", "ledger_of", "stamp"]
+__all__ = ["CONTEXT", "bytes_of", "digest", "ledger_of", "stamp"]
+
+CONTEXT = 32768  # tokens of a row for which bits and bytes are counted, where nothing else is said
 
 
 def digest(text: str) -> str:

@@ -17,6 +17,7 @@ from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope
 
 BATCH, LAYERS = 2, 2
+QUERY = 0.25  # spread of queries: keys here are so large that with 1 rounding a score moves an output by percents
 QUICK = {"xla_backend_optimization_level": 0}  # a kernel under test runs once: compiling it takes all the time
 
 LLAMA31_8B = ModelConfig(
@@ -124,7 +125,7 @@ def make_query(case: Case, seed: int = 1):
     """Queries and ragged intervals: row 0 ends inside a group, row 1 starts late (a sliding window)."""
     rng = np.random.default_rng(seed)
     shape = (BATCH, case.length, case.kv_heads * case.group, case.head_dim)
-    q = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    q = jnp.asarray(rng.normal(scale=QUERY, size=shape), jnp.float32)
     later = np.arange(case.length)
     stop = jnp.asarray(np.stack([case.slots // 2 + 45 + later, case.slots - 8 + later]), jnp.int32)
     start = jnp.asarray(np.stack([0 * later, case.slots // 3 + later]), jnp.int32)
@@ -147,11 +148,18 @@ def agree(got: Partial, want: Partial, key, value, q, epsilon: float = 2.0**-23)
     assert float(jnp.abs(want.out).max()) > 20 * bound, "the comparison says nothing"
 
 
-def near(got, want, key, value, q):
-    """As `agree` for 2^-9 of rounding on queries and on probabilities: checked per query against its own scores."""
+def check_outputs(got, want, most: float = 0.01) -> None:
+    """Every query's output [B, T, H, D] is off by at most 1 % of its norm, and zero where it should be. Rounding to
+    bfloat16 gives 0.3 %."""
+    error, size = (np.linalg.norm(np.asarray(x, np.float64), axis=-1) for x in (got - want, want))
+    assert (error <= most * size).all(), f"a query's output is off by {np.max(error / np.maximum(size, 1e-30)):.2%}"
+
+
+def near(got, want, key, value, q, most: float = 0.01):
+    """As `agree` for 2^-9 of rounding on queries and on probabilities: log-sum-exp within the bound of the longest
+    query and key, outputs query by query within `most`."""
     bound = float(
         2.0**-9 * jnp.linalg.norm(q, axis=-1).max() * jnp.linalg.norm(key, axis=-1).max() / q.shape[-1] ** 0.5
     )
     np.testing.assert_allclose(got.lse, want.lse, atol=bound, rtol=0)
-    error = jnp.linalg.norm(got.out - want.out) / jnp.linalg.norm(want.out)
-    assert float(error) < 0.03, error
+    check_outputs(got.out, want.out, most)

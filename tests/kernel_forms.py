@@ -16,6 +16,11 @@ def rope(theta: float, head_dim: int, factor: float = 1.0) -> Rope:
     return Rope(tuple(theta ** (-np.arange(0, head_dim, 2) / head_dim)), factor)
 
 
+def within(first: int = 4, apart: int = 0) -> float:
+    """How far an output may be off: 1 %, three times that where float32 no longer resolves the angles of positions."""
+    return 0.03 if first > 2**17 else 0.01
+
+
 def first_positions(case: Case, first: int, apart: int) -> np.ndarray:
     """Where each stretch of a unit of the layout begins: `apart` stretches lie between two of them on other devices."""
     return first + np.arange(0, case.slots, case.spec.unit) * (apart + 1)

@@ -1,22 +1,33 @@
 """`kvqjax eval`: one table for several caches, JSON with its stamp, files and pictures."""
 
 import json
+from pathlib import Path
 
 import pytest
 from test_cli import run
 
 import kvqjax as kvq
+from kvqjax.cli.compare import artifact_folder, halves, kept_path
 from kvqjax.eval import measure_perplexity
-from kvqjax.eval.plots import PLOTS, draw
+from kvqjax.eval.plots import PLOTS, draw, series
 
 ROWS = {
-    "ppl": [{"cache": "exact", "mode": "m", "windows": "w", "bits_stored": 16.0, "ppl": 3.0}],
+    "ppl": [{"cache": "exact", "mode": "m", "windows": "w", "bits_stored": 16.0, "kld": 0.0, "context": 32768}],
     "drift": [{"cache": "exact", "steps": 64, "kld": [0.0, 0.1]}],
     "retrieval": [
         {"cache": "exact", "mode": "m", "task": "kv", "length": 64, "by_depth": [1.0, 0.0]},
         {"cache": "exact", "mode": "m", "task": "kv", "length": 128, "by_depth": [0.5]},
     ],
     "tasks": [{"cache": "exact", "task": "ruler/vt", "score": 40.0}],
+    "compare": [
+        {"cache": cache, "mode": "m", "windows": "w", "bits_stored": bits, "kld": kld, "context": 32768}
+        for cache, bits, kld in (
+            ("exact", 16.0, 1e-10),
+            ("kivi:bits=2", 2.4, 0.2),
+            ("kivi", 4.4, 0.01),
+            ("higgs", 3, 1),
+        )
+    ],
     "harness": [{"cache": "exact", "task": "own", "score": 0.4}],
 }
 
@@ -89,6 +100,9 @@ def test_tasks_from_a_folder(call, tmp_path):
         (["tasks", "-c", "exact"], "--task"),
         (["ppl", "-m", "recall", "-c", "exact", "--data", "wikitext2", "--folder", "/nowhere"], "wiki.test.raw"),
         (["ppl", "-m", "recall", "-c", "exact", "--windows", "round"], "known: gptq"),
+        (["ppl", "-c", "exact", "--context", "0"], "--context"),
+        (["compare", "--sequences", "0"], "--sequences"),
+        (["compare", "-c", "nonsense"], "nonsense"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(call, words, message):
@@ -97,6 +111,87 @@ def test_bad_input_is_one_line_and_code_2(call, words, message):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_the_picture_that_compares_caches():
+    """A line a method, KL divergence on a log axis, bits at a context that is named, the exact cache as a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    PLOTS["compare"](figure, ROWS["compare"])
+    (axes,) = figure.axes
+    assert axes.get_yscale() == "log"
+    assert "32K tokens" in axes.get_xlabel()
+    lines = {line.get_label(): line.get_xydata() for line in axes.lines}
+    assert set(lines) == {"kivi", "higgs", "exact (16 bits): 0"}
+    assert lines["kivi"].tolist() == [[2.4, 0.2], [4.4, 0.01]]
+    (low, _), exact = axes.get_ylim(), lines["exact (16 bits): 0"][:, 1]
+    assert (exact == low).all()
+    assert low < 0.01
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["higgs", "kivi", "exact (16 bits): 0"]
+
+
+def test_rows_of_one_line_differ_in_bits_only():
+    assert series("kivi:bits=2,window=0") == series("kivi:window=0") == "kivi:window=0"
+    assert series("aqua:bits=3,first_bits=3") == "aqua"
+    assert series("kivi:key_bits=2,value_bits=4;0-1=exact") == "kivi;0-1=exact"
+
+
+def test_compare_calibrates_once_and_draws(call, monkeypatch, tmp_path):
+    """Table and picture in one command; the second run finds the calibration in the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "eval",
+        "compare",
+        "-m",
+        "recall",
+        "-c",
+        "exact",
+        "-c",
+        "kivi:bits=2,window=0,centre=mean",
+        "--window",
+        "96",
+    ]
+    words += ["--tokens", "96", "--sequences", "1", "--context", "4096", "--json"]
+    code, out, err = call(*words)
+    assert code == 0, err
+    exact, kivi = json.loads(out)
+    assert (exact["cache"], exact["kld"], exact["context"]) == ("exact", 0, 4096)
+    assert kivi["kld"] > 0
+    assert kivi["bits_stored"] < 4 < exact["bits_stored"]
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    (kept,) = (tmp_path / "xdg" / "kvqjax" / "artifacts").iterdir()
+    assert kvq.load_artifact(kept).method == kvq.parse(kivi["cache"])
+    monkeypatch.setattr("kvqjax.calibrate.run", lambda *args, **options: pytest.fail("calibrated twice"))
+    code, out, err = call(*words, "--plot", "again.svg")
+    assert code == 0, err
+    again = json.loads(out)[1]
+    assert again["kld"] == kivi["kld"]
+    assert "<svg" in (tmp_path / "again.svg").read_text()
+
+
+def test_a_calibration_is_kept_for_its_own_model_and_text(tmp_path):
+    model, method = kvq.load("recall"), kvq.parse("kvquant:bits=3")
+    paths = {
+        kept_path(tmp_path, model, method, "text", None),
+        kept_path(tmp_path, model.replace(fingerprint="other"), method, "text", None),
+        kept_path(tmp_path, model, kvq.parse("kvquant:bits=2"), "text", None),
+        kept_path(tmp_path, model, method, "other text", None),
+        kept_path(tmp_path, model, method, "text", 4),
+    }
+    assert len(paths) == 5
+    assert halves("one two three four") == ("one two three", " four")
+    assert halves("oneword") == ("one", "word")
+
+
+def test_where_calibrations_are_kept(monkeypatch, tmp_path):
+    """XDG_CACHE_HOME; a relative one is ignored, as its specification asks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert artifact_folder() == tmp_path / "kvqjax" / "artifacts"
+    for value in ("relative", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert artifact_folder() == Path.home() / ".cache" / "kvqjax" / "artifacts"
 
 
 @pytest.mark.parametrize("kind", PLOTS)

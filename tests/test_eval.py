@@ -8,7 +8,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax import decoder
-from kvqjax.eval.measure_drift import drift
+from kvqjax.eval.measure_drift import drift, encoded_from, growth
 from kvqjax.eval.measure_perplexity import perplexity, score_chunk
 from kvqjax.eval.measure_retrieval import problems, retrieval
 from kvqjax.eval.windows import windows
@@ -66,6 +66,34 @@ def test_scores_against_numpy():
     np.testing.assert_allclose(got.kld, (r * np.log(r / p)).sum(-1)[0, :2].sum(), rtol=1e-5)
     np.testing.assert_allclose(got.top1, (p.argmax(-1) == r.argmax(-1))[0, :2].sum())
     assert float(got.tokens) == 2
+
+
+@pytest.mark.parametrize("policy", ["kivi:bits=2,window=32", "kivi:bits=2,group=64,window=0,sinks=3"])
+def test_growth_starts_where_all_is_encoded(policy):
+    """One step earlier every cache is still exact; a span that begins earlier, be it by one step, is not the first."""
+    model, method = tiny(), kvq.parse(policy)
+    first = encoded_from(model, method, 192)
+    row = drift(model, IDS, method, chunk=1, window=192, tokens=192, bins=192)
+    assert max(np.abs(row["kld"][:first])) < 1e-6 < row["kld"][first]
+    assert growth([0.5, 0.1, 0.2, 0.6], [0, 64, 128, 192], 64) == pytest.approx(6.0)
+    assert growth([0.5, 0.1, 0.2, 0.6], [0, 64, 128, 192], 65) == pytest.approx(3.0)
+    assert growth([0.5, 0.1, 0.2, 0.6], [0, 64, 128, 192], 129) is None  # only the last span
+    assert growth([0.0, 1e-10, 2e-10], [0, 64, 128], 0) is None  # the exact cache: rounding
+
+
+def test_drift_reports_that_growth():
+    model, method = tiny(), kvq.kivi(bits=2, window=32)
+    row = drift(model, IDS, method, chunk=32, window=192, tokens=384, bins=6)
+    first = -(-encoded_from(model, method, 192) // 32)
+    assert 0 < first < 5
+    assert row["growth"] == pytest.approx(row["kld"][-1] / row["kld"][first])
+    assert drift(model, IDS, kvq.exact(), chunk=32, window=192, tokens=192, bins=3)["growth"] is None
+
+
+def test_bytes_are_counted_at_the_context_that_is_named():
+    row = perplexity(tiny(), IDS, kvq.kivi(bits=2, window=32), chunk=32, context=4096, **OPTIONS)
+    book = kvq.ledger(jax.eval_shape(lambda: kvq.init_cache(tiny(), kvq.kivi(bits=2, window=32), 1, 4096)))
+    assert (row["context"], row["bytes"], row["bits_stored"]) == (4096, book.bytes, book.bits_stored)
 
 
 def test_drift_bins_add_up_to_perplexity():

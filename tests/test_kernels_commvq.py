@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import BATCH, LLAMA31_8B, QUICK, check_second_row_sees_nothing, packed_codes, path
+from kernel_cases import (
+    BATCH,
+    LLAMA31_8B,
+    QUERY,
+    QUICK,
+    check_outputs,
+    check_second_row_sees_nothing,
+    packed_codes,
+    path,
+)
 
 from kvqjax.attention import blockwise_attention
 from kvqjax.config import ModelConfig
@@ -83,7 +92,9 @@ def drawn(case: Case):
     rounds, heads = np.arange(case.rounds)[None, None, :, None, None], np.arange(case.kv_heads)[None, None, None, None]
     rows = np.linalg.norm(book, axis=-1)[rounds, heads, levels].sum((2, 3))  # [B, S, K]
     largest = float((rows * np.asarray(sizes[0], np.float32).swapaxes(1, 2)).max())
-    q = jnp.asarray(rng.normal(size=(BATCH, case.length, case.config.num_heads, case.head_dim)), jnp.float32)
+    q = jnp.asarray(
+        rng.normal(scale=QUERY, size=(BATCH, case.length, case.config.num_heads, case.head_dim)), jnp.float32
+    )
     later = np.arange(case.length)
     stop = jnp.asarray(np.stack([case.slots // 2 + 45 + later, case.slots - 8 + later]), jnp.int32)
     start = jnp.asarray(np.stack([0 * later, case.slots // 3 + later]), jnp.int32)
@@ -114,14 +125,14 @@ def oracle(case: Case):
 def near(case: Case, got):
     """Rounded to bfloat16, 2^-9 relative at most: queries and keys (a score is off by 2^-8 |q||k| D^-1/2) and codebook
     rows (2^-9 |q| times the sum of their sizes). Angles of positions up to 3e5 are off by what float32 resolves there,
-    2^-6 relative to a key at most. Weights: 2^-9 of the output, which scores move by e^error - 1."""
+    2^-6 relative to a key at most. Weights: 2^-9 of the output, which scores move by e^error - 1; outputs are compared
+    query by query."""
     want, k = oracle(case)
     q, largest = drawn(case)[2], drawn(case)[-1]
     size, far = float(jnp.linalg.norm(q, axis=-1).max()) / case.head_dim**0.5, 2.0**-6 if case.stretches > 1 else 0.0
     bound = size * ((2.0**-8 + far) * float(jnp.linalg.norm(k, axis=-1).max()) + 2.0**-9 * largest)
     np.testing.assert_allclose(got.lse, want.lse, atol=bound, rtol=0)
-    error = jnp.linalg.norm(got.out - want.out) / jnp.linalg.norm(want.out)
-    assert float(error) < 0.03, error
+    check_outputs(got.out, want.out, most=0.01 if case.stretches == 1 else 0.02)  # far positions: see above
 
 
 @functools.cache

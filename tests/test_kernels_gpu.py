@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gpu_simulator import install
 from kernel_cases import Case, agree, make_body, make_query, near, oracle
-from kernel_forms import case_of, make_form, rope
+from kernel_forms import case_of, make_form, rope, within
 
 from kvqjax.pallas_kernels import (
     dispatch,
@@ -68,7 +68,7 @@ def test_kernel_equals_the_oracle(simulated, case, place, splits):
     want = oracle(q, key, value, start, stop)
     with jax.disable_jit():
         got = gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=splits)
-    near(got, want, key, value, q)
+    near(got, want, key, value, q, within(**place))
 
 
 def test_exact_kernel_equals_the_oracle(simulated):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import BATCH, LLAMA31_8B, _stored, check_second_row_sees_nothing, path, vectors
+from kernel_cases import BATCH, LLAMA31_8B, _stored, check_outputs, check_second_row_sees_nothing, path, vectors
 
 from kvqjax.attention import blockwise_attention
 from kvqjax.codecs.uniform import Uniform
@@ -97,7 +97,9 @@ def near(case: Case, got):
     """Rounded to bfloat16, 2^-9 relative at most: queries and keys (a score is off by 2^-8 |q||k| D^-1/2), latents
     (2^-9 |q| times what the absolute values of latents and up-projection give, less than |q| |x| |up| D^-1/2, |up| its
     spectral norm; a norm after it scales both alike), squares of the norm (2^-10 of a score). Weights: 2^-9 of the
-    output, which scores move by e^error - 1."""
+    output, which scores move by e^error - 1. Outputs are compared query by query: within 3 %, not 1 %, since one group
+    of 128 channels holds the outlying ones, so that weights rounded to 2^-9 are summed with steps from the minimum many
+    times as large as the values."""
     want, k = oracle(case)
     _, body, _, q, _, _, _, x, _ = drawn(case)
     size = float(jnp.linalg.norm(q, axis=-1).max()) / case.head_dim**0.5
@@ -105,8 +107,7 @@ def near(case: Case, got):
     latents = float(jnp.linalg.norm(x, axis=-1).max() * jnp.linalg.norm(body.up.astype(jnp.float32), 2))
     bound = size * (2.0**-8 * keys + 2.0**-9 * (keys if case.qk_norm else latents))
     np.testing.assert_allclose(got.lse, want.lse, atol=bound, rtol=0)
-    error = jnp.linalg.norm(got.out - want.out) / jnp.linalg.norm(want.out)
-    assert float(error) < 0.03, error
+    check_outputs(got.out, want.out, most=0.03)
 
 
 @functools.cache

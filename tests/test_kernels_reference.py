@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import Case, agree, make_body, make_query, oracle
+from kernel_cases import Case, agree, check_outputs, make_body, make_query, oracle
 
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.reference import packed_attention
@@ -60,3 +60,18 @@ def test_refuses_what_does_not_fit():
         PackedSpec(key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=2, head_dim=64, block=256)
     with pytest.raises(ValueError, match="target"):
         PackedSpec(key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=2, head_dim=64, target="h100")
+
+
+def test_one_query_that_is_off_is_noticed():
+    """Among 64 outputs one is 2 % off: hardly anything of the norm of all."""
+    want = np.random.default_rng(0).normal(size=(2, 4, 8, 32))
+    check_outputs(want * 1.009, want)
+    off = want.copy()
+    off[1, 2, 3] *= 1.02
+    assert np.linalg.norm(off - want) < 0.003 * np.linalg.norm(want)
+    with pytest.raises(AssertionError, match="off by 2"):
+        check_outputs(off, want)
+    unseen = want * (np.arange(4) > 0)[None, :, None, None]
+    check_outputs(unseen, unseen)
+    with pytest.raises(AssertionError):
+        check_outputs(unseen + 1e-6, unseen)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import QUICK, make_query, near, oracle
-from kernel_forms import case_of, changed, first_positions, make_form, rope
+from kernel_forms import case_of, changed, first_positions, make_form, rope, within
 
 from kvqjax.pallas_kernels import reference, tpu, tpu_rows
 from kvqjax.pallas_kernels.tpu_rope import swapped
@@ -50,7 +50,7 @@ def attend(case, place: dict, **options):
 
 @pytest.mark.parametrize(("case", "place", "options"), RUNS, ids=str)
 def test_kernel_equals_the_oracle(case, place, options):
-    near(*attend(case, place, interpret=True, **options))
+    near(*attend(case, place, interpret=True, **options), within(**place))
 
 
 def test_race_free_on_simulated_memory():

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -45,11 +46,24 @@ def test_orders_are_compared_pair_by_pair(bench):
     papers = bench("results.papers")
     rows = (("a", "", 1.0, "x"), ("b", "", 2.0, "y"), ("c", "", 3.0, "z"), ("d", "", 4.0, "not run"))
     lower = papers.Paper("", "", "", True, rows)
-    assert papers.disagreements(lower, {"x": 5.0, "y": 6.0, "z": 7.0}) == []
-    assert papers.disagreements(lower, {"x": 5.0, "y": 9.0, "z": 7.0}) == [("b", "c")]
+    noise = np.random.default_rng(0).normal(scale=0.1, size=16)
+    ours = lambda x, y, z: {"x": x + noise, "y": y + noise, "z": z + 0.9 * noise}  # noqa: E731
+    assert papers.disagreements(lower, ours(5.0, 6.0, 7.0)) == []
+    assert papers.disagreements(lower, ours(5.0, 9.0, 7.0)) == [("b", "c")]
     higher = lower._replace(lower=False)
-    assert papers.disagreements(higher, {"x": 7.0, "y": 6.0, "z": 5.0}) == []
-    assert len(papers.disagreements(higher, {"x": 5.0, "y": 6.0, "z": 7.0})) == 3
+    assert papers.disagreements(higher, ours(7.0, 6.0, 5.0)) == []
+    assert len(papers.disagreements(higher, ours(5.0, 6.0, 7.0))) == 3
+
+
+def test_orders_differ_only_beyond_two_standard_errors(bench):
+    """Of differences whose standard error is 1: a mean of 2.1 counts, one of 1.9 does not."""
+    papers = bench("results.papers")
+    rows = (("a", "", 1.0, "x"), ("b", "", 2.0, "y"))
+    apart = np.asarray([-1.0, 1.0] * 8) * 4 / np.asarray([-1.0, 1.0] * 8).std(ddof=1)  # 16 windows: its error is 1
+    base = np.random.default_rng(1).normal(scale=50, size=16)  # what both caches share says nothing
+    for mean, found in ((1.9, []), (2.1, [("a", "b")])):
+        ours = {"x": base + apart + mean, "y": base}
+        assert papers.disagreements(papers.Paper("", "", "", True, rows), ours) == found
 
 
 def test_every_row_of_the_papers_and_plans_can_be_read(bench):
@@ -70,9 +84,47 @@ def test_a_finished_row_is_kept_only_under_its_own_stamp(bench, tmp_path, monkey
     monkeypatch.setattr(rows, "FOLDER", tmp_path)
     about = {"model": "demo", "seed": 0}
     assert rows.finished("demo", "higgs", about) is None
-    rows.path_of("demo", "higgs").write_text(json.dumps({"cache": "higgs", "about": about}))
+    row = {"cache": "higgs", "about": about}
+    rows.path_of("demo", "higgs").write_text(json.dumps(row))
+    assert rows.finished("demo", "higgs", about) is None  # not measured window by window
+    rows.path_of("demo", "higgs").write_text(json.dumps(row | {"by_window": {}}))
     assert rows.finished("demo", "higgs", about)["cache"] == "higgs"
     assert rows.finished("demo", "higgs", about | {"seed": 1}) is None
+
+
+def test_the_page_and_its_picture_are_shown(bench, tmp_path, monkeypatch):
+    """What README and the home page show first is the picture that the page's command writes from the records."""
+    page = bench("results.page")
+    for text in (ROOT / "README.md", ROOT / "docs" / "index.md", page.PAGE):
+        shown = text.read_text(encoding="utf-8").split("](")[1].split(")")[0]
+        assert (text.parent / shown).resolve() == page.PICTURE.resolve(), text
+    drawn = []
+    monkeypatch.setattr(page, "draw", lambda kind, rows, title, path: drawn.append((kind, rows, path)))
+    page.draw_picture()
+    ((kind, rows, path),) = drawn
+    assert (kind, path) == ("compare", page.PICTURE)
+    assert {row["cache"]: row["bits_stored"] for row in rows} == {
+        cache: row["bits_32k"] for cache, row in page.stored("demo").items()
+    }
+
+
+def _tables(path: Path) -> list[list[str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_readme_has_every_method_with_the_bits_of_the_accounting_table():
+    import kvqjax as kvq
+
+    head, *rows = [row for row in _tables(ROOT / "README.md") if len(row) == 7]
+    asked = ["method", "paper", "what is cached", "bits", "needs calibration", "when to use", "where it is slower"]
+    assert head == asked
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} == set(kvq.METHODS)
+    accounts = [row for row in _tables(ROOT / "docs" / "methods" / "index.md") if len(row) == 7]
+    known = {f"{float(cell):.2f}" for row in accounts for cell in row if re.fullmatch(r"\d+\.\d{3}", cell)}
+    stated = {number for row in rows for number in re.findall(r"\d+\.\d\d", row[3])}
+    assert len(stated) > 10
+    assert stated <= known
 
 
 def test_page_is_what_the_records_say(bench):

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvqjax
-from benchmarks.results.page import PAGE, page_text
+from benchmarks.results.page import PAGE, PICTURE, draw_picture, page_text
+from benchmarks.results.papers import PAPERS
 from benchmarks.results.rows import CACHES, FOLDER, MODELS, about_of, data_of, finished, measure, path_of, references
 
 app = typer.Typer(add_completion=False)
@@ -41,17 +42,20 @@ def main(
     cache: Annotated[list[str], typer.Option(help="only these rows; repeatable")] = [],  # noqa: B006
     page_only: Annotated[bool, typer.Option(help="write the page from the records, run nothing")] = False,
 ) -> None:
-    """Run what is missing and write the page."""
+    """Run what is missing and write the page and its picture."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     wanted = cache or [text for bits in (16, 2, 3, 4, 1) for text in CACHES[bits]]
-    wanted.sort(key=lambda text: text.startswith("commvq"))  # its training takes longer than all other rows
+    # The papers' rows first; CommVQ last: its training takes longer than all other rows.
+    compared = {cache for paper in PAPERS for *_, cache in paper.rows}
+    wanted.sort(key=lambda text: (text.startswith("commvq"), text not in compared))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     if not page_only:
         with Progress(*columns, console=CONSOLE) as bar:
             for name in model:
                 run_model(name, data, wanted, bar)
     PAGE.write_text(page_text(), encoding="utf-8")
-    typer.echo(PAGE)
+    draw_picture()
+    typer.echo(f"{PAGE} {PICTURE}")
 
 
 if __name__ == "__main__":

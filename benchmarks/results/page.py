@@ -12,9 +12,16 @@ from benchmarks.rate_distortion import RECORD as DISTORTION
 from benchmarks.rate_distortion import markdown as distortion_table
 from benchmarks.results.papers import PAPERS, Paper, disagreements
 from benchmarks.results.rows import CACHES, CHUNK, LENGTH, MODELS, WINDOWS, path_of
+from kvqjax.eval.plots import draw
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
-HEAD = f"""# Results on the bundled models
+PICTURE = PAGE.with_name("compare.png")
+HEAD = f"""---
+hide: [navigation, toc]
+---
+# Results on the bundled models
+
+![KL divergence from the exact cache against bits per number, by method](compare.png)
 
 Written by `python -m benchmarks.results` (`make results`) from the records under `benchmarks/records`; every row there
 carries the model's fingerprint, versions, seed and data. Mode: in the loop, every token through the cache in chunks of
@@ -31,13 +38,25 @@ waits to be encoded, so figures are worse than with the defaults.
 COMPARED = """\
 Other models, texts and tasks: only the order can be compared. Perplexities of `demo` differ by noise: caches below
 the exact perplexity are no better than it. KLD, which compares with the exact cache token by token, tells them
-apart.
+apart. Listed are pairs of rows measured window by window that stand the other way round by more than twice the
+standard error of their difference, windows being paired.
 """
+DIFFERS = "Pairs whose order differs from the paper's by more than two standard errors:"
 METHODS_PAGES = """
 ## More
 Ablations of single methods: [KVQuant](../benchmarks/kvquant.md), [CommVQ](../benchmarks/commvq.md),
 [HIGGS and AQUA-KV](../benchmarks/aqua.md), [XQuant](../benchmarks/xquant.md).
 """
+
+
+def draw_picture() -> None:
+    """KL divergence against bits of every cache of `demo`, as README and the home page show it."""
+    setup = {"context": 32768, "mode": f"in the loop, chunks of {CHUNK}", "windows": f"windows of {LENGTH}"}
+    rows = [
+        {"cache": cache, "kld": row["kld"], "bits_stored": row["bits_32k"]} | setup
+        for cache, row in stored("demo").items()
+    ]
+    draw("compare", rows, "the bundled model demo (keys and values twice as large as X)", PICTURE)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -90,11 +109,12 @@ def model_section(name: str) -> str:
 
 def _differences(paper: Paper, name: str, ours: dict[str, dict[str, Any]]) -> list[str]:
     """Pairs that stand the other way round than in the paper, by perplexity and by KL divergence."""
-    lines, count = [], sum(cache in ours for *_, cache in paper.rows)
-    for key, what in (("ppl", "perplexity"), ("kld", "KLD")):
-        differ = disagreements(paper, {cache: row[key] for cache, row in ours.items()})
+    known = {cache: row["by_window"] for cache, row in ours.items() if "by_window" in row}
+    lines, count = [], sum(cache in known for *_, cache in paper.rows)
+    for key, what in (("nll", "perplexity"), ("kld", "KLD")):
+        differ = disagreements(paper, {cache: values[key] for cache, values in known.items()})
         said = "; ".join(f"{a} before {b}" for a, b in differ) or "none"
-        lines.append(f"- {name}, {count} rows, by {what}: {said}.")
+        lines.append(f"- {name}, {count} of {len(paper.rows)} rows, by {what}: {said}.")
     return lines if count > 1 else []
 
 
@@ -113,7 +133,7 @@ def paper_section(paper: Paper) -> str:
     head = ["paper's row", "bits or size", paper.measure, "our row", *(f"{name}, perplexity (KLD)" for name in MODELS)]
     parts = [f"### {paper.source}", f"{paper.about}.\n", table(head, rows)]
     found = [line for name in MODELS for line in _differences(paper, name, ours[name])]
-    return "\n".join([*parts, *(["Pairs whose order differs from the paper's:\n", *found, ""] if found else [])])
+    return "\n".join([*parts, *([f"{DIFFERS}\n", *found, ""] if found else [])])
 
 
 def _read(path: Path):
@@ -121,7 +141,8 @@ def _read(path: Path):
 
 
 def _verdict_table(found: list[Verdict]) -> str:
-    lines = [[v.name, f"{v.bound:g}", v.measured, "held" if v.held else "**missed**", v.by] for v in found]
+    said = lambda v: "held" if v.held else "**missed**" + f": {v.reason}" * bool(v.reason)  # noqa: E731
+    lines = [[v.name, f"{v.bound:g}", v.measured, said(v), v.by] for v in found]
     return table(["bound", "value", "measured", "", "by"], lines)
 
 
@@ -133,7 +154,10 @@ def gate_section(rows: list[dict]) -> str:
     """Bounds written before the run, and what was measured."""
     run = sorted({(r["shape"], r["mode"]) for r in rows})
     missing = [row for row in plan(SHAPES) if not _has(rows, row)]
-    about = "Small trained shapes, as they are and with outlier key channels (`python -m benchmarks.gate`). Run: "
+    about = (
+        "Small trained shapes, as they are and with outlier key channels (`python -m benchmarks.gate`; `make gate`\n"
+    )
+    about += "measures a sample of the rows again). Run: "
     about += ", ".join(f"{shape} ({mode})" for shape, mode in run) + f". {len(missing)} planned rows are not run yet.\n"
     more = (
         "The best method is XQuant's X itself, which in these shapes is half as large as keys and values (a quarter\n"

@@ -3,7 +3,10 @@
 Labels and numbers are the papers'; `lower` says whether less is better there. Ours are perplexities throughout.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Paper(NamedTuple):
@@ -115,8 +118,14 @@ PAPERS = (
 )
 
 
-def disagreements(paper: Paper, ours: dict[str, float]) -> list[tuple[str, str]]:
-    """Pairs (better, worse) by the paper's figures that stand the other way round by ours (lower is better)."""
+def disagreements(paper: Paper, ours: dict[str, Sequence[float]]) -> list[tuple[str, str]]:
+    """Pairs (better, worse) by the paper's figures that stand the other way round by ours: a mean over windows for each
+    cache, lower is better. A difference counts beyond twice its standard error, windows being paired."""
     sign = 1 if paper.lower else -1
-    rows = [(label, sign * value, ours[cache]) for label, _, value, cache in paper.rows if cache in ours]
-    return [(a, b) for a, theirs, mine in rows for b, other, own in rows if theirs < other and mine > own]
+    rows = [(label, sign * value, np.asarray(ours[cache])) for label, _, value, cache in paper.rows if cache in ours]
+    return [(a, b) for a, theirs, mine in rows for b, other, own in rows if theirs < other and beyond(mine - own)]
+
+
+def beyond(differences: np.ndarray) -> bool:
+    """Whether the mean is above zero by more than two standard errors."""
+    return bool(differences.mean() > 2 * differences.std(ddof=1) / len(differences) ** 0.5)

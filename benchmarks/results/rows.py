@@ -12,6 +12,7 @@ import numpy as np
 import kvqjax
 from benchmarks.calibrated import calibrated, pair_rows, span_rows
 from kvqjax.eval.corpora import read_text
+from kvqjax.eval.measure_drift import growth
 from kvqjax.eval.replay import exact_logits, replay, score
 from kvqjax.eval.scores import Scores
 from kvqjax.eval.stamp import ledger_of, stamp
@@ -114,10 +115,10 @@ def about_of(model: Model, name: str, data: Data) -> dict[str, Any]:
 
 
 def finished(name: str, cache: str, about: dict[str, Any]) -> dict[str, Any] | None:
-    """The row on disk, if it was measured under the same stamp."""
+    """The row on disk, if it was measured under the same stamp and window by window."""
     path = path_of(name, cache)
     row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return row if row and row["about"] == about else None
+    return row if row and row["about"] == about and "by_window" in row else None
 
 
 def _scores(model: Model, method, rows: np.ndarray, reference) -> Scores:
@@ -133,11 +134,17 @@ def references(model: Model, data: Data) -> dict[str, jax.Array]:
 
 
 def _drift(kld: np.ndarray) -> tuple[list[float], float]:
-    """KL divergence in SPANS equal spans of the window, and the last over the first that is wholly compressed."""
+    """KL divergence in SPANS equal spans of the window, and its growth from the first in which every cache here is
+    wholly encoded: units of up to 128 tokens wait (1 for the exact cache)."""
     means = [float(part.mean()) for part in np.array_split(kld, SPANS, axis=1)]
-    # Units of up to 128 tokens wait in the first two spans; below 1e-7 there is only rounding (the exact cache).
-    first = next((mean for mean in means[2:] if mean > 1e-7), 0.0)
-    return means, means[-1] / first if first else 1.0
+    starts = [int(part[0]) for part in np.array_split(np.arange(kld.shape[1]), SPANS)]
+    return means, growth(means, starts, 128) or 1.0
+
+
+def _by_window(scores: Scores, scored: np.ndarray) -> dict[str, list[float]]:
+    """Means over each window's scored predictions: what standard errors of differences are made of."""
+    means = {name: np.asarray(getattr(scores, name), np.float64)[:, scored].mean(1) for name in ("nll", "kld")}
+    return {name: [float(f"{value:.7g}") for value in values] for name, values in means.items()}
 
 
 def measure(model: Model, data: Data, reference: dict[str, jax.Array], cache: str) -> dict[str, Any]:
@@ -151,8 +158,9 @@ def measure(model: Model, data: Data, reference: dict[str, jax.Array], cache: st
     row |= {"bytes_exact": books[0].exact_bytes, "ppl": float(np.exp(got.nll[:, data.scored].mean()))}
     row |= {"ppl_exact": float(np.exp(np.asarray(exact.nll)[:, data.scored].mean()))}
     row |= {"kld": float(got.kld[:, data.scored].mean()), "top1": float(got.agree[:, data.scored].mean())}
-    spans, growth = _drift(got.kld)
-    row |= {"kld_by_span": spans, "growth": growth, "recall": {}, "calibration_seconds": round(seconds, 1)}
+    row |= {"by_window": _by_window(got, data.scored)}
+    spans, grown = _drift(got.kld)
+    row |= {"kld_by_span": spans, "growth": grown, "recall": {}, "calibration_seconds": round(seconds, 1)}
     for task, (rows, asked) in data.recall.items():
         right = _scores(ready, method, rows, reference[task]).right
         row["recall"][task] = float((right | ~asked).all(1).mean())

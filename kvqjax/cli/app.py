@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli import bench, calibrate, demo, evaluate, info, plan, run
+from kvqjax.cli import bench, calibrate, compare, demo, info, plan, run
 from kvqjax.version import __version__
 
 __all__ = ["app"]
@@ -44,7 +44,7 @@ def options(
 
 app.command()(run.generate)
 app.command()(demo.demo)
-app.add_typer(evaluate.app, name="eval")
+app.add_typer(compare.app, name="eval")
 app.command()(calibrate.calibrate)
 app.command()(bench.bench)
 app.command()(info.methods)

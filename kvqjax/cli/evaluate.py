@@ -10,6 +10,7 @@ import typer
 from kvqjax.cli.common import MOST_ROWS, Batch, number
 from kvqjax.cli.report import Job, add_command
 from kvqjax.eval.corpora import read_text
+from kvqjax.eval.stamp import CONTEXT
 from kvqjax.model import Model
 
 __all__ = ["app"]
@@ -20,6 +21,7 @@ app = typer.Typer(
 
 Data = Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, gsm8k, or 'synthetic' (our own text)")]
 Folder = Annotated[Path | None, typer.Option("--folder", help="holds the data sets; default: the hub, by `datasets`")]
+Context = Annotated[int, number("--context", least=32, help="tokens of a row for which bits and bytes are counted")]
 Chunk = Annotated[int, number("--chunk", help="tokens that enter the cache at a time")]
 PromptChunk = Annotated[
     int | None,
@@ -49,6 +51,7 @@ def ppl(
     window: Annotated[int | None, number(least=2, help="tokens per window; default: the windows' own")] = None,
     tokens: Annotated[int, number(least=0, help="about how many tokens in all; 0: the whole text")] = 8192,
     batch: Batch = 4,
+    context: Context = CONTEXT,
 ) -> Job:
     """Perplexity, KL divergence to the exact cache, and top-1 agreement."""
     from kvqjax.eval.measure_perplexity import check_mode, perplexity
@@ -60,7 +63,7 @@ def ppl(
         check_mode(kind, 1, length)
     ids, about = _encoded(loaded, data, tokens, seed, folder)
     cut(ids, length, tokens)  # says now if the text is too short
-    fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch}
+    fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch, "context": context}
 
     def evaluate(model, method, bar):
         for kind in mode:
@@ -68,7 +71,7 @@ def ppl(
                 update = bar(f"{method} {kind} {size or ''}")
                 yield perplexity(model, ids, method, mode=kind, chunk=size, progress=update, **fixed)
 
-    return Job(length, evaluate, about)
+    return Job(context, evaluate, about)
 
 
 @_command("recall")

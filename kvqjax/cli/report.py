@@ -33,13 +33,22 @@ from kvqjax.model import Model
 __all__ = ["Job", "add_command"]
 
 
+Bar = Callable[[str], Callable[[float], None]]
+
+
+def _given(model: Model, methods: list[Method], folders: list[Path], bar: Bar) -> list[tuple[Model, Method]]:
+    return calibrated(model, methods, folders)
+
+
 class Job(NamedTuple):
     """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar)`
-    gives the cache's rows, and `about` is added to the report's stamp."""
+    gives the cache's rows, `about` is added to the report's stamp, and `ready(model, methods, artifacts, bar)` pairs
+    every method with a model that holds its constants."""
 
     capacity: int
-    evaluate: Callable[[Model, Method, Callable[[str], Callable[[float], None]]], Iterable[dict[str, Any]]]
+    evaluate: Callable[[Model, Method, Bar], Iterable[dict[str, Any]]]
     about: dict[str, Any]
+    ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _given
 
 
 def _options(
@@ -76,11 +85,11 @@ def _evaluate(
     with held(file):
         methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights), [], {}
         job = prepare(loaded, seed, **own)
-        pairs = calibrated(loaded, methods, artifact)
-        for ready, method in pairs:
-            require_room(ready, method, 1, job.capacity)
-        announce(f"{name} of {model} through {', then '.join(str(method) for _, method in pairs)}")
+        announce(f"{name} of {model} through {', then '.join(map(str, methods))}")
         with progress_bar() as bar:
+            pairs = job.ready(loaded, methods, artifact, bar)
+            for ready, method in pairs:
+                require_room(ready, method, 1, job.capacity)
             for ready, method in pairs:
                 rows += job.evaluate(ready, method, bar)
                 roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
@@ -90,16 +99,18 @@ def _evaluate(
             _write(file, {"about": about, "rows": rows})
         if plot is not None:
             draw(name, rows, f"{name}, {model}", plot)
+            typer.echo(f"picture: {plot}", err=True)
 
 
-def add_command(app: typer.Typer, default: str):
+def add_command(app: typer.Typer, default: str, **defaults: Any):
     """Register `prepare(model, seed, **own options) -> Job` as a command of `app`, `default` its model: the common
-    options are added to its own."""
+    options are added to its own, with other `defaults` where given."""
 
     def register(prepare: Callable[..., Job]):
         own = list(inspect.signature(prepare).parameters.values())[2:]
         name = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=ModelName)
         common = inspect.signature(_options).parameters
+        common = {key: p.replace(default=defaults.get(key, p.default)) for key, p in common.items()}
 
         def command(**values: Any) -> None:
             mine = {parameter.name: values.pop(parameter.name) for parameter in own}
