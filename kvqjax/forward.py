@@ -17,7 +17,7 @@ from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, allocate_cache,
 from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.layer_step import attend_one, begin, check_capacity, depending_on, first_flow, run_constants, slab
-from kvqjax.methods import Method
+from kvqjax.methods import Method, parse
 from kvqjax.model import Model, compute_dtype
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
@@ -32,7 +32,7 @@ Pending = tuple  # one {source: [L_run, B, T, W]} per run
 
 def init_cache(
     model: Model | KVShape,
-    method: Method,
+    method: Method | str,
     batch: int,
     capacity: int,
     *,
@@ -41,10 +41,10 @@ def init_cache(
 ) -> Cache:
     """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape.
 
-    `dtype` is that of keys and values as they come ("bf16", "f16", "f32"); by default the model's compute dtype, for a
-    shape that of `load`. `target` names the chip whose attention kernels the programs on this cache use; by default
-    the one that holds the model's weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or
-    traced weights)."""
+    `method` may be a spec string. `dtype` is that of keys and values as they come ("bf16", "f16", "f32"); by default
+    the model's compute dtype, for a shape that of `load`. `target` names the chip whose attention kernels the programs
+    on this cache use; by default the one that holds the model's weights, or JAX's default device ("cpu", whose path
+    runs everywhere, for abstract or traced weights)."""
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))
         shape, rules = model.kv_shape, None
@@ -52,6 +52,7 @@ def init_cache(
         held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
         if dtype is not None and compute_dtype(dtype) != held.dtype:
             raise UserError(f"dtype {dtype!r} is not the model's, {held.dtype}; load the model with it")
+    method = parse(method) if isinstance(method, str) else method
     layout = CacheLayout(
         shape=shape, method=method, capacity=capacity, dtype=str(held.dtype), target=target or target_of(held)
     )
