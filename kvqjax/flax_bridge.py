@@ -53,7 +53,8 @@ class ForwardPass:
     keeps them all until `append` stores them. Make it and use it up inside one trace (one call of a jitted function).
 
     The first `counts[b]` of the new tokens of row b are valid. `constants` are an artifact's. `within` as in
-    `kvq.attend_layer`."""
+    `kvq.attend_layer`. `keys` and `values` are what `attend` was given, one array a layer: the data of
+    `kvq.calibrate.from_tensors`."""
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class ForwardPass:
         self._variable, self.counts = variable, counts
         self._options = {"constants": constants, "within": within}
         self._new: list[New] = []
+        self.keys: list[Array] = []
+        self.values: list[Array] = []
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         """Positions of `length` new tokens of each row: models that rotate queries and keys themselves need them."""
@@ -80,6 +83,8 @@ class ForwardPass:
         below = self._new[-1] if self._new else None
         out, new = attend_layer(read(self._variable), layer, q, k, v, self.counts, below=below, **self._options)
         self._new.append(new)
+        self.keys.append(k)
+        self.values.append(v)
         return out
 
     def append(self, counts: Int[Array, " B"] | None = None) -> None:

@@ -27,7 +27,8 @@ def captured():
     for row in TOKENS:
         parts.append(activations(model.params, jnp.asarray(row[None], jnp.int32), model.config))
     k, v, *fisher = (np.concatenate(x, 1).reshape(2, *TOKENS.shape, 2, 16) for x in zip(*parts, strict=True))
-    return {"keys": k, "values": v}, {n: np.sqrt(x) for n, x in zip(("key_gradients", "value_gradients"), fisher)}
+    slopes = {"key_gradients": np.sqrt(fisher[0]), "value_gradients": np.sqrt(fisher[1])}
+    return {"keys": k, "values": v}, slopes
 
 
 def agree(artifact, wanted, **bound) -> None:
@@ -105,12 +106,11 @@ def test_attention_takes_the_constants(captured, spec):
         found = kvq.calibrate.from_tensors(spec, shape, keys=scale * keys, values=scale * values, **options)
         outs = []
         for method, constants in ((kvq.exact(), None), (kvq.parse(spec), found.constants)):
-            cache, counts = kvq.init_cache(shape, method, 3, 128), jnp.full(3, 72)
+            cache, half = kvq.init_cache(shape, method, 3, 128), jnp.full(3, 36)
             for _ in range(2):  # the second call reads what the first one stored
                 below, new, out = None, [], []
                 for layer in range(2):
                     q, k, v = (jnp.asarray(x[layer][:, :36]) for x in (np.repeat(keys, 2, 3), keys, values))
-                    half = jnp.full(3, 36)
                     got, below = kvq.attend_layer(cache, layer, q, k, v, half, below=below, constants=constants)
                     new.append(below)
                     out.append(got)
