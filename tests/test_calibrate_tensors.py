@@ -95,24 +95,23 @@ def test_commvq(captured, attention, monkeypatch):
         agree(artifact, wanted, rtol=0)
 
 
+@jax.jit
+def call(cache, keys, values, constants):
+    """Outputs of every layer of an own model for new tokens, and the cache that holds them."""
+    below, new, out, counts = None, [], [], jnp.full(len(TOKENS), keys.shape[2])
+    for layer in range(2):
+        q, k, v = jnp.repeat(keys[layer], 2, axis=2) / 4, keys[layer], values[layer]
+        got, below = kvq.attend_layer(cache, layer, q, k, v, counts, below=below, constants=constants)
+        new.append(below)
+        out.append(got)
+    return jnp.stack(out), kvq.append(cache, new, counts, constants=constants)
+
+
 def attended(shape, spec: str, keys, values, constants) -> np.ndarray:
     """Outputs of two calls of 36 tokens each; the second one reads what the first one stored."""
-
-    @jax.jit
-    def call(cache, keys, values):
-        below, new, out = None, [], []
-        for layer in range(shape.num_layers):
-            q, counts = jnp.repeat(keys[layer], 2, axis=2), jnp.full(len(TOKENS), 36)
-            got, below = kvq.attend_layer(
-                cache, layer, q / 4, keys[layer], values[layer], counts, below=below, constants=constants
-            )
-            new.append(below)
-            out.append(got)
-        return jnp.stack(out), kvq.append(cache, new, counts, constants=constants)
-
     cache = kvq.init_cache(shape, spec, len(TOKENS), 128)
-    _, cache = call(cache, keys[:, :, :36], values[:, :, :36])
-    return np.asarray(call(cache, keys[:, :, 36:], values[:, :, 36:])[0])
+    _, cache = call(cache, keys[:, :, :36], values[:, :, :36], constants)
+    return np.asarray(call(cache, keys[:, :, 36:], values[:, :, 36:], constants)[0])
 
 
 @pytest.mark.parametrize("spec", ["kvquant:bits=4", AQUA, COMMVQ.replace("window=32", "window=0"), CENTRED])
