@@ -113,8 +113,9 @@ def from_tensors(
     method = parse(method) if isinstance(method, str) else method
     if _name(method) in FROM_WEIGHTS:
         raise UserError(f"{method}: its constants are factors of a model's weights; use a kvqjax model")
-    tensors = {"keys": keys, "values": values, "queries": queries, "outputs": outputs}
-    tensors |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
-    data = Captured(shape=shape.kv_shape, dtype=str(compute_dtype(dtype)), **tensors)
+    optional = {"queries": queries, "outputs": outputs}
+    optional |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
+    own = shape.kv_shape
+    data = Captured(shape=own, keys=keys, values=values, dtype=str(compute_dtype(dtype)), **optional)
     fit = FITS[calibration(method, shape)]
     return _finite(fit(data, method, recipe, state=state, advance=advance))

@@ -82,7 +82,8 @@ def _positions(rows: int, length: int):
 
 def _cached(run: RunPlan, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n T W"]]:
     """Keys and values of a run's layers, [n, T, K, D] each, as a cache stores them."""
-    projected = Projected(None, jnp.asarray(k), jnp.asarray(v), None, None)
+    nothing: Any = None  # of what the capture of keys and values does not look at
+    projected = Projected(nothing, jnp.asarray(k), jnp.asarray(v), nothing, nothing)
     new = run.wiring.capture({}, {}, projected, _positions(*projected.k.shape[:2]))
     return new["k"].astype(jnp.float32), new["v"].astype(jnp.float32)
 

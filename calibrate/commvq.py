@@ -89,8 +89,9 @@ def _of_model(model: Model, tokens: np.ndarray) -> Layers:
     params, config = model.params, model.config
 
     def read(index: int, h):
-        k, cached, above = _layer_pass(params, jnp.int32(index), jnp.asarray(h, params["embed"].dtype), config)
-        return k, Activations(*cached, decoder.layer(params, index)["o"]), above
+        hidden = jnp.asarray(h, params["embed"].dtype)
+        k, (v, q, rotated), above = _layer_pass(params, jnp.int32(index), hidden, config)
+        return k, Activations(v, q, rotated, decoder.layer(params, index)["o"]), above
 
     h = np.asarray(decoder.embed(params, jnp.asarray(tokens, jnp.int32)), np.float32)
     return Layers(config.kv_shape, h, read, model.fingerprint, (repr(config), tokens))

@@ -111,4 +111,5 @@ def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
         row = jnp.asarray(tokens[number : number + 1], jnp.int32)
         return activations(model.params, row, model.config, rope=rope, gradients=gradients)
 
-    return Sequences(model.config.kv_shape, *tokens.shape, read, model.fingerprint, (repr(model.config), tokens))
+    count, length = tokens.shape
+    return Sequences(model.config.kv_shape, count, length, read, model.fingerprint, (repr(model.config), tokens))
