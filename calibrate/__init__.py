@@ -1,6 +1,7 @@
-"""Calibration: a method's constants for one model, from text or from the weights alone."""
+"""Calibration: a method's constants for one model, from text, from its keys and values, or from the weights alone."""
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -10,13 +11,15 @@ import numpy as np
 
 from kvqjax.artifacts import Artifact, flatten
 from kvqjax.calibrate import centre, xquant
+from kvqjax.config import KVShape
 from kvqjax.decoder import stacked
 from kvqjax.doors import check_model
 from kvqjax.errors import UserError
 from kvqjax.methods import MethodLike, parse
-from kvqjax.model import Model
+from kvqjax.methods.spec import Method
+from kvqjax.model import Model, compute_dtype
 
-__all__ = ["CALIBRATIONS", "module_of", "run", "sequences"]
+__all__ = ["CALIBRATIONS", "calibration", "from_tensors", "learns", "run", "sequences"]
 
 # Method name -> module with `calibrate(model, method, tokens, state=, advance=) -> Artifact` and the recipe's size.
 CALIBRATIONS = {
@@ -27,14 +30,6 @@ CALIBRATIONS = {
 FROM_WEIGHTS = ("xquant", "xquant_cl")  # constants are factors of the model's own weights
 
 
-def module_of(method: MethodLike, model: Model) -> ModuleType | None:
-    """What learns the method's constants from text; None where there is nothing to learn."""
-    if centre.needs_only_means(method, model.config):
-        return centre
-    name = method.name.partition(":")[0]
-    return importlib.import_module(CALIBRATIONS[name]) if name in CALIBRATIONS else None
-
-
 def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
     """Token ids [at most count, length] of the texts, joined; shorter models and texts give fewer and shorter rows."""
     length = min(length, model.config.max_position)
@@ -43,6 +38,34 @@ def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np
     if rows == 0:
         raise UserError(f"the calibration text has {len(ids)} tokens, fewer than one sequence of {length}")
     return ids[: rows * length].reshape(rows, length)
+
+
+def _name(method: Method) -> str:
+    """The name of a method without options and layers."""
+    return re.split("[:;]", method.name)[0]
+
+
+def calibration(method: Method, shape: KVShape) -> str:
+    """The module of this folder that calibrates `method`. Raises UserError for methods that need no data."""
+    name = _name(method)
+    if centre.needs_only_means(method, shape):
+        return "centre"
+    if name in CALIBRATIONS:
+        return name
+    known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
+    raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
+
+
+def learns(method: Method, shape: KVShape) -> bool:
+    """Whether `method` has constants that are learnt from data."""
+    return centre.needs_only_means(method, shape) or _name(method) in CALIBRATIONS
+
+
+def _finite(artifact: Artifact) -> Artifact:
+    for name, array in flatten(artifact.constants).items():
+        if not bool(jnp.isfinite(array).all()):
+            raise UserError(f"constant {name} came out NaN or infinite; check the weights, or try dtype='f32'")
+    return artifact
 
 
 def run(
@@ -64,20 +87,53 @@ def run(
     check_model(model)
     method = parse(method)
     model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
-    if method.name.partition(":")[0] in FROM_WEIGHTS:
+    if _name(method) in FROM_WEIGHTS:
         return Artifact(method, xquant.constants(model.params, model.config, method), model.fingerprint)
-    module = module_of(method, model)
-    if module is None:
-        known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
-        raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
+    module = importlib.import_module(f"{__name__}.{calibration(method, model.config)}")
     for option, value in {"count": count, "length": length}.items():
         if value is not None and value < 1:
             raise UserError(f"{option}={value}; at least 1 is wanted")
     texts = [texts] if isinstance(texts, str) else texts
     tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
     announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens")
-    artifact = module.calibrate(model, method, tokens, state=state, advance=advance)
-    for name, array in flatten(artifact.constants).items():
-        if not bool(jnp.isfinite(array).all()):
-            raise UserError(f"constant {name} came out NaN or infinite; check the weights, or try dtype='f32'")
-    return artifact
+    return _finite(module.calibrate(model, method, tokens, state=state, advance=advance))
+
+
+def from_tensors(
+    method: MethodLike,
+    shape: KVShape,
+    *,
+    keys,
+    values,
+    queries=None,
+    outputs=None,
+    key_gradients=None,
+    value_gradients=None,
+    dtype: str | None = None,
+    recipe=None,
+    state: Path | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Artifact:
+    """Calibrate `method` for any model from what its attention layers computed for N sequences of T tokens. The
+    artifact's `constants` go to `kvq.attend_layer` and `kvq.append`.
+
+    keys, values: one array [N, T, K, D] a layer (a list, or one array with the layers in front, on the host or not), as
+    `attend_layer` takes them: before RoPE where the shape has a rope. These alone calibrate AQUA-KV and centre=mean.
+    key_gradients, value_gradients: for KVQuant, likewise, of each sequence's mean loss. Their squares are the Fisher
+    weights of its k-means; without them every entry weighs the same.
+    queries [N, T, H, D] and outputs [H*D, E] (the output projection), one array a layer: for CommVQ, whose value
+    encoder then also learns from errors of the attention output; without them from errors of the values alone.
+    dtype: the cache's, as for `kvq.init_cache`. recipe: the method's own settings, such as
+    `kvqjax.calibrate.aqua.Recipe()`. state, advance: as for `run`. Raises UserError for tensors that do not fit the
+    shape, and for methods that need no calibration or a model's weights."""
+    from kvqjax.calibrate.captured import FITS, Captured
+
+    method = parse(method)
+    if _name(method) in FROM_WEIGHTS:
+        raise UserError(f"{method}: its constants are factors of a model's weights; use a kvqjax model")
+    optional = {"queries": queries, "outputs": outputs}
+    optional |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
+    own = shape.alone
+    data = Captured(shape=own, keys=keys, values=values, dtype=str(compute_dtype(dtype)), **optional)
+    fit = FITS[calibration(method, shape)]
+    return _finite(fit(data, method, recipe, state=state, advance=advance))

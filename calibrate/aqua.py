@@ -9,26 +9,26 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from kvqjax import decoder
 from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.model import Model
 from kvqjax.prompt import exact_layer
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "released"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "released"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
 CHUNK = 256  # tokens of a sequence that attend at once: the fastest on CPUs, and no [T, T] scores exist
@@ -46,49 +46,80 @@ def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: 
     return k, v, None if last else above[:, :length]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    model: Model
-    layers: tuple[AquaLayer, ...]
+class Layers(NamedTuple):
+    """N sequences of T tokens for a calibration that reads one layer after the other. Layer `index` of sequence
+    `number` is
+
+        read(index, number, h [1, T, E]) -> (keys [T, W] and values [T, W] as cached, the layer above's h or None)
+
+    `h` is the first layer's, of all sequences; `parts` are what `identity` takes of them."""
+
     layout: CacheLayout
-    tokens: np.ndarray
+    h: Float[np.ndarray, "N T E"]
+    read: Callable[[int, int, Any], tuple[Any, Any, Any]]
+    fingerprint: str
+    parts: tuple[Any, ...]
+
+
+def layer_run(layout: CacheLayout, index: int) -> int:
+    """The number of the run that layer `index` is in."""
+    return next(number for number, run in enumerate(plan(layout)) if index < run.first + run.count)
+
+
+def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
+    """What the model computes for N sequences of T tokens."""
+    if tokens.ndim != 2:
+        raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, tokens]")
+    config, dtype = model.config, model.params["embed"].dtype
+    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=str(dtype))
+    h = np.zeros((*tokens.shape, config.width), np.float32)
+    for i in range(len(tokens)):
+        h[i] = decoder.embed(model.params, jnp.asarray(tokens[i : i + 1], jnp.int32))[0]
+
+    def read(index: int, number: int, h):
+        run, last = layer_run(layout, index), index == config.num_layers - 1
+        return _layer_pass(model, layout, run, jnp.int32(index), jnp.asarray(h, dtype), last)
+
+    return Layers(layout, h, read, model.fingerprint, (repr(config), tokens))
+
+
+class _Task(NamedTuple):
+    data: Layers
+    layers: tuple[AquaLayer, ...]
     recipe: Recipe
     span: slice  # the tokens of every sequence that are fitted and reconstructed
 
     @property
     def dtype(self):
-        return self.model.params["embed"].dtype
+        return jnp.dtype(self.data.layout.dtype)
 
 
-def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -> _Task:
-    layers = tuple(layer for layer in method.layers(model.config) if isinstance(layer, AquaLayer))
-    if len(layers) != model.config.num_layers:
+def _prepare(data: Layers, recipe: Recipe) -> _Task:
+    method, shape, size = data.layout.method, data.layout.shape, data.h.shape[:2]
+    layers = tuple(layer for layer in method.layers(shape) if isinstance(layer, AquaLayer))
+    if len(layers) != shape.num_layers:
         raise UserError(f"{method}: AQUA-KV's calibration needs AQUA-KV in every layer; keep layers exact by exact=3+7")
     first = layers[0]
     start, spare = (method.sinks, first.window) if recipe.body_only else (0, 0)
-    length = (tokens.shape[1] - start - spare) // first.unit * first.unit if tokens.ndim == 2 else 0
+    length = (size[1] - start - spare) // first.unit * first.unit
     if length < 1:
         least = start + spare + first.unit
-        raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, {least} tokens or more]")
-    layout = CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=str(model.params["embed"].dtype))
-    return _Task(model, layers, layout, tokens, recipe, slice(start, start + length))
+        raise UserError(f"calibration tokens are {size}; wanted [sequences, {least} tokens or more]")
+    return _Task(data, layers, recipe, slice(start, start + length))
 
 
 def _fresh_state(task: _Task) -> dict:
-    config, count = task.model.config, len(task.tokens)
-    h = np.zeros((count, task.tokens.shape[1], config.width), np.float32)
-    for i in range(count):
-        h[i] = decoder.embed(task.model.params, jnp.asarray(task.tokens[i : i + 1], jnp.int32))[0]
-    length = task.span.stop - task.span.start
+    shape, h = task.data.layout.shape, task.data.h
+    count, length = len(h), task.span.stop - task.span.start
     pair, none = (
-        {name: np.zeros((rows, length, config.kv_width), np.float32) for name in ("k", "v")} for rows in (count, 0)
+        {name: np.zeros((rows, length, shape.kv_width), np.float32) for name in ("k", "v")} for rows in (count, 0)
     )
     empty = []
     for layer in task.layers:
-        needs = {source: layer.needs(source, config.kv_width) for source in ("k", "v")}
+        needs = {source: layer.needs(source, shape.kv_width) for source in ("k", "v")}
         blank = lambda n, shape: np.zeros(shape, np.uint32 if n == "codes" else np.float32)  # noqa: E731
         empty.append({s: {n: blank(n, shape) for n, shape in needs[s].items()} for s in needs})
-    measures = np.zeros((config.num_layers, 2, len(MEASURES)))
+    measures = np.zeros((shape.num_layers, 2, len(MEASURES)))
     return {"done": np.int64(0), "h": h, "recon": pair, "constants": empty, "measures": measures} | {
         "exact": pair if task.recipe.clean else none  # what a clean fit sees of the layer below
     }
@@ -96,19 +127,15 @@ def _fresh_state(task: _Task) -> dict:
 
 def _advance_layer(task: _Task, state: dict) -> dict:
     """The state with one more layer fitted."""
-    index = int(state["done"])
-    layer, last = task.layers[index], index == task.model.config.num_layers - 1
-    number = next(n for n, run in enumerate(plan(task.layout)) if index < run.first + run.count)
-    h = np.empty_like(state["h"])
+    index, h = int(state["done"]), np.empty_like(state["h"])
     exact = {name: np.empty_like(x) for name, x in state["recon"].items()}
     for i in range(len(h)):
-        hidden = jnp.asarray(state["h"][i : i + 1], task.dtype)
-        k, v, above = _layer_pass(task.model, task.layout, number, jnp.int32(index), hidden, last)
+        k, v, above = task.data.read(index, i, state["h"][i : i + 1])
         exact["k"][i], exact["v"][i] = k[task.span], v[task.span]
         if above is not None:
             h[i] = above[0]
     constants, recon, report = fit_layer(
-        layer, exact, state["recon"], task.recipe, task.dtype, exact_below=state["exact"], seed=index
+        task.layers[index], exact, state["recon"], task.recipe, task.dtype, exact_below=state["exact"], seed=index
     )
     measures = state["measures"].copy()
     for row, source in enumerate(("k", "v")):
@@ -119,7 +146,7 @@ def _advance_layer(task: _Task, state: dict) -> dict:
     return {"h": h, "recon": recon, "exact": kept, "constants": learnt, "measures": measures}
 
 
-def _stack(config: ModelConfig, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
+def _stack(config: KVShape, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
     """Constants by run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
     stacks = []
     for run in plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32")):
@@ -138,25 +165,26 @@ def _report(measures: np.ndarray) -> list[dict]:
     return rows
 
 
-def calibrate(
-    model: Model,
-    method: Method,
-    tokens: Int[np.ndarray, "N T"],
+def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
+    """Predictors of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    return fit(_of_model(model, method, np.asarray(tokens)), **options)
+
+
+def fit(
+    data: Layers,
     *,
     recipe: Recipe = Recipe(),
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Artifact:
-    """Predictors of `method` for `model` from N sequences of T tokens. `state` names a file that keeps the progress
-    after every layer: a run that was killed continues there. `advance(done, total)` is told each layer."""
-    tokens = np.asarray(tokens)
-    task = _prepare(model, method, tokens, recipe)
-    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(model.config), tokens)
-    step = functools.partial(_advance_layer, task)
-    now = stepped(_fresh_state(task), model.config.num_layers, step, state, owner, advance)
-    about = {"sequences": len(tokens), "tokens": int(tokens.shape[1]), **dataclasses.asdict(recipe)}
+    """Predictors of the layout's method from layers of any model. `state` names a file that keeps the progress after
+    every layer: a run that was killed continues there. `advance(done, total)` is told each layer."""
+    task, method, shape = _prepare(data, recipe), data.layout.method, data.layout.shape
+    owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
+    now = stepped(_fresh_state(task), shape.num_layers, functools.partial(_advance_layer, task), state, owner, advance)
+    about = {"sequences": data.h.shape[0], "tokens": data.h.shape[1], **dataclasses.asdict(recipe)}
     about |= {"report": _report(now["measures"])}
-    return Artifact(method, _stack(model.config, method, now["constants"], task.dtype), model.fingerprint, about)
+    return Artifact(method, _stack(shape, method, now["constants"], task.dtype), data.fingerprint, about)
 
 
 def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Artifact:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from kvqjax.calibrate.commvq_em import EMSettings, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.commvq_keys import truncate_rounds
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape, ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.methods.commvq_wiring import CommVQLayer
@@ -33,7 +34,7 @@ from kvqjax.methods.wiring import cached_keys
 from kvqjax.model import Model
 from kvqjax.rope import rotate
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "truncate"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "truncate"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 32, 512  # for small models; the paper takes 1024 documents of up to 8192 tokens
 PARTS = 10  # reports of a value encoder's training
@@ -47,6 +48,20 @@ class Recipe:
     keys: EMSettings = dataclasses.field(default_factory=EMSettings)
     values: ValueSettings = dataclasses.field(default_factory=ValueSettings)
     seed: int = 0
+
+
+class Layers(NamedTuple):
+    """N sequences of T tokens for a calibration that reads one layer after the other:
+
+        read(index, h [N, T, E]) -> (keys as cached [N, T, W], its `Activations`, the h of the layer above)
+
+    `h` is the first layer's; `parts` are what `identity` takes of them."""
+
+    shape: KVShape
+    h: Float[np.ndarray, "N T E"]
+    read: Callable[[int, Any], tuple[Any, Activations, Any]]
+    fingerprint: str
+    parts: tuple[Any, ...]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "unbiased"))
@@ -67,6 +82,22 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
 
     k, v, q, rotated, out = jax.lax.map(one, h)
     return k, (v, q, rotated), out
+
+
+def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
+    """What the model computes for N sequences of T tokens."""
+    if tokens.ndim != 2:
+        raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T]")
+    params, config = model.params, model.config
+
+    def read(index: int, h):
+        hidden, layer = jnp.asarray(h, params["embed"].dtype), method.layers(config)[index]
+        unbiased = isinstance(layer, CommVQLayer) and layer.unbiased
+        k, (v, q, rotated), above = _layer_pass(params, jnp.int32(index), hidden, config, unbiased)
+        return k, Activations(v, q, rotated, decoder.layer(params, index)["o"]), above
+
+    h = np.asarray(decoder.embed(params, jnp.asarray(tokens, jnp.int32)), np.float32)
+    return Layers(config.kv_shape, h, read, model.fingerprint, (repr(config), tokens))
 
 
 def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
@@ -94,63 +125,64 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell):
     return values.constants(state), losses
 
 
-def _empty(model: Model, layers, tokens) -> dict:
-    h = np.asarray(decoder.embed(model.params, jnp.asarray(tokens, jnp.int32)), np.float32)
+def _empty(data: Layers, layers) -> dict:
     constants, reports = [], []
     for layer in layers:
-        own = layer.build(model.config).codecs.items() if isinstance(layer, CommVQLayer) else ()
+        own = layer.build(data.shape).codecs.items() if isinstance(layer, CommVQLayer) else ()
         constants.append({s: {n: np.zeros(shape, np.float32) for n, shape in c.needs.items()} for s, c in own})
-        rounds = layer.key(model.config).rounds if own else 0
+        rounds = layer.key(data.shape).rounds if own else 0
         reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS if own else 0, 2))})
-    return {"done": np.int64(0), "h": h, "constants": constants, "reports": reports}
+    return {"done": np.int64(0), "h": data.h, "constants": constants, "reports": reports}
 
 
-def _advance_layer(model: Model, method: Method, state: dict, recipe: Recipe, tell) -> dict:
+def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, tell) -> dict:
     """The state with one more layer calibrated."""
     index = int(state["done"])
-    layer = method.layers(model.config)[index]
-    hidden = jnp.asarray(state["h"], model.params["embed"].dtype)
-    unbiased = isinstance(layer, CommVQLayer) and layer.unbiased
-    k, cached, h = _layer_pass(model.params, jnp.int32(index), hidden, model.config, unbiased)
+    layer = method.layers(data.shape)[index]
+    k, activations, h = data.read(index, state["h"])
     constants, reports = list(state["constants"]), list(state["reports"])
     if isinstance(layer, CommVQLayer):
         key, value = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
-        book, rounds = _fit_keys(key, k, layer.key(model.config), recipe, method.sinks, tell)
-        v, q, rotated = cached
-        data = Activations(v, q, rotated, decoder.layer(model.params, index)["o"])
-        learnt, losses = _fit_values(value, data, layer.value(), recipe.values, tell)
+        book, rounds = _fit_keys(key, k, layer.key(data.shape), recipe, method.sinks, tell)
+        learnt, losses = _fit_values(value, activations, layer.value(), recipe.values, tell)
         constants[index] = jax.tree.map(np.asarray, {"k": {"codebook": book}, "v": learnt})
         reports[index] = {"keys": np.asarray(rounds, float), "values": np.asarray(losses, float)}
     return {"h": np.asarray(h, np.float32), "constants": constants, "reports": reports}
 
 
-def _stack(model: Model, method: Method, constants: list[dict]) -> tuple[dict, ...]:
+def _stack(shape: KVShape, method: Method, constants: list[dict]) -> tuple[dict, ...]:
     """By run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
-    runs = plan(CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype="float32"))
+    runs = plan(CacheLayout(shape=shape, method=method, capacity=1, dtype="float32"))
     own = (constants[run.first : run.first + run.count] for run in runs)
     return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers) for layers in own)
 
 
-def calibrate(
-    model: Model,
+def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
+    """Codebooks and encoders of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    return fit(_of_model(model, method, np.asarray(tokens)), method, **options)
+
+
+def fit(
+    data: Layers,
     method: Method,
-    tokens: Int[np.ndarray, "N T"],
     *,
     recipe: Recipe = Recipe(),
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Artifact:
-    """Codebooks and encoders of `method` for `model` from N sequences of T tokens. `state` names a file that keeps the
-    progress after every layer: a run that was killed continues there. `advance(done, total)` is told each round of EM
-    and each part of a training, `note` their errors and losses. Raises UserError when no layer is CommVQ's."""
-    tokens, layers = np.asarray(tokens), method.layers(model.config)
-    steps = [layer.key(model.config).rounds + PARTS if isinstance(layer, CommVQLayer) else 0 for layer in layers]
+    """Codebooks and encoders of `method` from layers of any model. `state` names a file that keeps the progress after
+    every layer: a run that was killed continues there. `advance(done, total)` is told each round of EM and each part of
+    a training, `note` their errors and losses. Raises UserError when no layer is CommVQ's."""
+    layers, (count, length) = method.layers(data.shape), data.h.shape[:2]
+    steps = [layer.key(data.shape).rounds + PARTS if isinstance(layer, CommVQLayer) else 0 for layer in layers]
     if not sum(steps):
         raise UserError(f"{method}: has no layer of CommVQ to calibrate")
-    if tokens.ndim != 2 or tokens.shape[0] * (tokens.shape[1] - method.sinks) < recipe.keys.batch:
-        raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T] with {recipe.keys.batch} tokens or more")
-    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(model.config), tokens)
+    if count * (length - method.sinks) < recipe.keys.batch:
+        raise UserError(
+            f"calibration tokens are {(count, length)}; wanted [N, T] with {recipe.keys.batch} tokens or more"
+        )
+    owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
 
     def step(now):
         index = int(now["done"])
@@ -160,12 +192,12 @@ def calibrate(
             note(f"layer {index}: {text}")
             advance(next(told), sum(steps))
 
-        return _advance_layer(model, method, now, recipe, tell)
+        return _advance_layer(data, method, now, recipe, tell)
 
-    now = stepped(_empty(model, layers, tokens), len(layers), step, state, owner)
-    about = {"sequences": tokens.shape[0], "tokens": tokens.shape[1], **dataclasses.asdict(recipe)}
+    now = stepped(_empty(data, layers), len(layers), step, state, owner)
+    about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
     about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in now["reports"]]
-    return Artifact(method, _stack(model, method, now["constants"]), model.fingerprint, about)
+    return Artifact(method, _stack(data.shape, method, now["constants"]), data.fingerprint, about)
 
 
 def truncate(artifact: Artifact, method: Method, config: ModelConfig) -> Artifact:

@@ -5,18 +5,22 @@ added to them and the loss is differentiated with respect to these: one backward
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvqjax import decoder
 from kvqjax.attention import segment_attention
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape, ModelConfig
+from kvqjax.errors import UserError
+from kvqjax.model import Model
 from kvqjax.rope import rotate
 
-__all__ = ["Activations", "activations", "loss"]
+__all__ = ["Activations", "Sequences", "activations", "loss", "of_model"]
 
 
 class Activations(NamedTuple):
@@ -26,6 +30,21 @@ class Activations(NamedTuple):
     v: Float[Array, "L B T W"]
     k_fisher: Float[Array, "L B T W"] | None = None
     v_fisher: Float[Array, "L B T W"] | None = None
+
+
+class Sequences(NamedTuple):
+    """`count` sequences of `length` tokens for a calibration that reads one sequence of all layers at a time:
+
+        read(number, rope, gradients) -> Activations of one sequence (B = 1), with F if `gradients`
+
+    `fingerprint` names the model they come from, `parts` are what `resume.identity` takes of them."""
+
+    shape: KVShape
+    count: int
+    length: int
+    read: Callable[[int, str, bool], Activations]
+    fingerprint: str
+    parts: tuple[Any, ...]
 
 
 def _perturbed_loss(zeros, params: decoder.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str):
@@ -81,3 +100,16 @@ def activations(
         return Activations(*map(flat, _perturbed_loss(zeros, params, tokens, config, rope)[1]))
     slopes, cached = jax.grad(_perturbed_loss, has_aux=True)(zeros, params, tokens, config, rope)
     return Activations(*map(flat, cached), *(flat(slope) ** 2 for slope in slopes))
+
+
+def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
+    """What the model computes for N sequences of T tokens."""
+    if tokens.ndim != 2:
+        raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, tokens]")
+
+    def read(number: int, rope: str, gradients: bool) -> Activations:
+        row = jnp.asarray(tokens[number : number + 1], jnp.int32)
+        return activations(model.params, row, model.config, rope=rope, gradients=gradients)
+
+    count, length = tokens.shape
+    return Sequences(model.config.kv_shape, count, length, read, model.fingerprint, (repr(model.config), tokens))

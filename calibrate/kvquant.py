@@ -21,7 +21,7 @@ from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
-from kvqjax.calibrate.fisher import Activations, activations
+from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.nuq_table import fixed_signposts
@@ -29,7 +29,7 @@ from kvqjax.errors import UserError
 from kvqjax.methods import KeysAndValues, Method
 from kvqjax.model import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "OBJECTIVES", "Recipe", "calibrate"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "OBJECTIVES", "Recipe", "calibrate", "fit"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 2048  # the paper's recipe
 OBJECTIVES = ("fisher_s2", "fisher", "none")
@@ -53,8 +53,7 @@ class _Task:
     """One calibration: what is measured, on what. `specs` has a run of layers' (key, value) codecs, None for other
     runs."""
 
-    model: Model
-    tokens: np.ndarray
+    data: Sequences
     recipe: Recipe
     sinks: int
     runs: tuple[RunPlan, ...]
@@ -65,7 +64,7 @@ class _Task:
     def kept(self) -> int:
         """Entries of a channel that pass 1 sees."""
         skipped = 0 if self.recipe.sinks_in_thresholds else self.sinks
-        return self.tokens.shape[0] * (self.tokens.shape[1] - skipped)
+        return self.data.count * (self.data.length - skipped)
 
 
 def _codecs(spec) -> tuple[Nuq, Nuq] | None:
@@ -78,30 +77,24 @@ def _codecs(spec) -> tuple[Nuq, Nuq] | None:
     raise UserError("KVQuant's calibration needs keys quantised per channel and values per token, both by KVQuant")
 
 
-def _prepare(model: Model, method: Method, tokens: np.ndarray, recipe: Recipe) -> _Task:
-    layers: tuple[Any, ...] = method.layers(model.config)
-    runs = plan(CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype="float32"))
+def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
+    layers: tuple[Any, ...] = method.layers(data.shape)
+    runs = plan(CacheLayout(shape=data.shape, method=method, capacity=1, dtype="float32"))
     specs = tuple(_codecs(layers[run.first]) for run in runs)
     ropes = {layers[run.first].rope for run, pair in zip(runs, specs, strict=True) if pair}
     if len(ropes) != 1:
         found = f"{len(ropes)} kinds of keys (before and after RoPE)" if ropes else "no layer of KVQuant"
         raise UserError(f"{method}: has {found}; one is wanted for calibration")
-    if tokens.ndim != 2 or tokens.shape[1] <= method.sinks + 1:
-        raise UserError(
-            f"calibration tokens are {tokens.shape}; wanted [sequences, more than {method.sinks + 1} tokens]"
-        )
-    return _Task(model, tokens, recipe, method.sinks, runs, specs, ropes.pop())
-
-
-def _cached(task: _Task, number: int, gradients: bool) -> Activations:
-    tokens = jnp.asarray(task.tokens[number : number + 1], jnp.int32)
-    return activations(task.model.params, tokens, task.model.config, rope=task.rope, gradients=gradients)
+    size, least = (data.count, data.length), method.sinks + 1
+    if data.length <= least:
+        raise UserError(f"calibration tokens are {size}; wanted [sequences, more than {least} tokens]")
+    return _Task(data, recipe, method.sinks, runs, specs, ropes.pop())
 
 
 def _fresh_state(task: _Task) -> dict[str, Any]:
-    config = task.model.config
+    shape = task.data.shape
     rank = max(passes.rank(task.kept, pair[0].outliers) for pair in task.specs if pair)
-    extremes = passes.empty_extremes(config.num_layers, config.kv_width, rank)
+    extremes = passes.empty_extremes(shape.num_layers, shape.kv_width, rank)
     shapes = [_tally_shape(run.count) if pair else {} for run, pair in zip(task.runs, task.specs, strict=True)]
     return {"done": np.int64(0), "extremes": extremes, "tallies": shapes}
 
@@ -120,14 +113,14 @@ def _bounds(task: _Task, run: RunPlan, pair: tuple[Nuq, Nuq], extremes) -> dict:
 
 
 def _first_pass(task: _Task, state: dict, number: int) -> dict:
-    k = _cached(task, number, gradients=False).k[:, 0]
+    k = task.data.read(number, task.rope, False).k[:, 0]
     skipped = 0 if task.recipe.sinks_in_thresholds else task.sinks
     return state | {"extremes": passes.observe(passes.Extremes(*state["extremes"]), k[:, skipped:])}
 
 
 def _second_pass(task: _Task, state: dict, number: int) -> dict:
     objective = task.recipe.objective
-    cached = _cached(task, number, gradients=objective != "none")
+    cached = task.data.read(number, task.rope, objective != "none")
     tallies = []
     for run, pair, old in zip(task.runs, task.specs, state["tallies"], strict=True):
         if pair is None:
@@ -152,7 +145,7 @@ def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
         groups = {"k": _bounds(task, run, pair, state["extremes"]), "v": {}}
         for name, spec, hist in zip("kv", pair, (tally.k, tally.v), strict=True):
             groups[name] |= _tables(spec, hist)
-        seen = task.tokens.shape[0] * (task.tokens.shape[1] - task.sinks) * task.model.config.kv_width
+        seen = task.data.count * (task.data.length - task.sinks) * task.data.shape.kv_width
         shares = {"key_outliers": (tally.outliers / seen).tolist(), "key_clipped": (tally.clipped / seen).tolist()}
         constants.append(groups)
         reports.append({"first_layer": run.first} | shares)
@@ -170,20 +163,23 @@ def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
     return tables | ({"norm": kmeans.q_norm(hist, table)} if spec.q_norm else {})
 
 
-def calibrate(
-    model: Model,
+def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
+    """Constants of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    return fit(of_model(model, np.asarray(tokens)), method, **options)
+
+
+def fit(
+    data: Sequences,
     method: Method,
-    tokens: Int[np.ndarray, "N T"],
     *,
     recipe: Recipe = Recipe(),
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Artifact:
-    """Constants of `method` for `model` from N sequences of T tokens. `state` names a file that keeps the progress
-    after every sequence: a run that was killed continues there. `advance(done, total)` is told each step."""
-    task = _prepare(model, method, np.asarray(tokens), recipe)
-    count = task.tokens.shape[0]
-    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(model.config), task.tokens)
+    """Constants of `method` from sequences of any model. `state` names a file that keeps the progress after every
+    sequence: a run that was killed continues there. `advance(done, total)` is told each step."""
+    task, count = _prepare(data, method, recipe), data.count
+    owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
 
     def step(now):
         visit = _first_pass if now["done"] < count else _second_pass
@@ -191,5 +187,5 @@ def calibrate(
 
     now = stepped(_fresh_state(task), 2 * count, step, state, owner, advance)
     constants, reports = _constants(task, now)
-    about = {"sequences": count, "tokens": int(task.tokens.shape[1]), **dataclasses.asdict(recipe), "runs": reports}
-    return Artifact(method, constants, model.fingerprint, about)
+    about = {"sequences": count, "tokens": data.length, **dataclasses.asdict(recipe), "runs": reports}
+    return Artifact(method, constants, data.fingerprint, about)

@@ -93,6 +93,11 @@ class KVShape:
         """This shape without what a model adds to it."""
         return KVShape(**{field.name: getattr(self, field.name) for field in dataclasses.fields(KVShape)})
 
+    @property
+    def alone(self) -> "KVShape":
+        """This shape as another model's attention layer knows it, without the weights and inputs of its projections."""
+        return dataclasses.replace(self.kv_shape, width=None, qkv_bias=False, qk_norm=False)
+
     def layer(self, index: int) -> "KVShape":
         """The shape of layer `index` alone."""
         of_layers = {name: getattr(self, name) for name in ("rope", "sliding_window", "scale")}

@@ -2,7 +2,6 @@
 the new tokens' sources, `commit` appends them. `forward` is both; `prefill` is the papers' exact prefill, layer by
 layer over the prompt."""
 
-import dataclasses
 import functools
 import warnings
 
@@ -72,9 +71,7 @@ def init_cache(
     method = parse(method)
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))
-        # An attention layer sees neither the model's weights nor its layers' input.
-        shape = dataclasses.replace(model.kv_shape, width=None, qkv_bias=False, qk_norm=False)
-        rules, stored = None, "scan"
+        shape, rules, stored = model.alone, None, "scan"
     else:
         check_model(model)
         if advice := bias_advice(method, model.config):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax import cache as caches
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.state import Cache, RunPlan, plan
+from kvqjax.config import KVShape
 from kvqjax.decoder import Projected
 from kvqjax.eager import kept_program
 from kvqjax.errors import UserError
@@ -22,7 +23,7 @@ from kvqjax.finite import saturated
 from kvqjax.layer_step import Call, Flow, attend_one, begin, check_capacity, depending_on, first_flow, run_constants
 from kvqjax.rope import rotate
 
-__all__ = ["New", "append", "attend_layer", "below_first"]
+__all__ = ["New", "append", "attend_layer", "below_first", "ready_queries"]
 
 
 class New(struct.PyTreeNode):
@@ -71,16 +72,20 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: s
     counts = counts.astype(jnp.int32)
     call = begin(cache, counts, q.shape[1], constants, within)
     number, index = _place(call.runs, layer)
-    shape, positions = call.runs[number].shape, call.tokens.positions
     flow = _flow_below(call, layer, below)
-    if shape.scale is not None:  # our attention divides the scores by the root of D
-        q = q * jnp.asarray(shape.scale * shape.head_dim**0.5, q.dtype)
-    projected = Projected(rotate(q, positions, shape), k, v, None, None)
+    projected = Projected(ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None)
     out, new, flow = attend_one(call, number, index, {}, projected, flow)
     return saturated(out, q.dtype), New(depending_on(out, new), flow)
 
 
 _attend_layer = kept_program(_attend, static_argnames=("layer", "within"))
+
+
+def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shape: KVShape) -> Float[Array, "B T H D"]:
+    """Scale and rotate one layer's queries as our attention, which divides scores by the root of D, wants them."""
+    if shape.scale is not None:
+        q = q * jnp.asarray(shape.scale * shape.head_dim**0.5, q.dtype)
+    return rotate(q, positions, shape)
 
 
 def _check_heads(cache: Cache, q, k, v) -> None:

@@ -13,9 +13,11 @@ import numpy as np
 
 from kvqjax.artifacts import FORMAT, flatten, read_arrays, read_description, read_method, read_shapes, write_folder
 from kvqjax.cache import Cache, CacheLayout, allocate_cache
+from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.cache.redeal import dealt_anew
-from kvqjax.cache.state import check_alive
-from kvqjax.config import ModelConfig
+from kvqjax.cache.state import check_alive, stored_form
+from kvqjax.config import KVShape
+from kvqjax.decoder import is_unrolled
 from kvqjax.errors import UserError
 from kvqjax.methods import spelled_out
 from kvqjax.model import Model
@@ -33,7 +35,7 @@ FIRST_FIELDS = (
 )  # fmt: skip
 
 
-def _digest(config: ModelConfig, form: int = FORMAT) -> str:
+def _digest(config: KVShape, form: int = FORMAT) -> str:
     """Digest of what a cache must know of a model; in format 1, of all of its config."""
     fields = dataclasses.asdict(config.kv_shape)
     if form == 1:
@@ -42,17 +44,21 @@ def _digest(config: ModelConfig, form: int = FORMAT) -> str:
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 
-def _constants(model: Model) -> str:
+def _constants(constants) -> str:
     """Digest of the calibrated constants: words mean nothing without the very ones they were encoded with."""
     digest = hashlib.sha256()
-    for name, leaf in sorted(flatten(model.constants or ()).items()):
+    for name, leaf in sorted(flatten(constants or ()).items()):
         array = np.asarray(leaf)
         digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return digest.hexdigest()[:16]
 
 
-def _about(model: Model, form: int = FORMAT) -> dict[str, str]:
-    return {"fingerprint": model.fingerprint, "config": _digest(model.config, form), "constants": _constants(model)}
+def _about(model: Model | KVShape, constants, form: int = FORMAT) -> dict[str, str]:
+    """What a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
+    if isinstance(model, KVShape):
+        return {"config": _digest(model.alone, form), "constants": _constants(constants)}
+    own = _constants(model.constants if constants is None else constants)
+    return {"fingerprint": model.fingerprint, "config": _digest(model.config, form), "constants": own}
 
 
 def _stored(cache: Cache) -> dict[str, Any]:
@@ -60,31 +66,37 @@ def _stored(cache: Cache) -> dict[str, Any]:
     return {name: leaf for name, leaf in flatten((cache,)).items() if leaf.size}
 
 
-def save_cache(path: str | os.PathLike, cache: Cache, model: Model) -> None:
+def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *, constants=None) -> None:
     """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
-    and constants filled it. Raises UserError when `path` exists or cannot be written, or the cache was donated or lies
-    on several hosts."""
+    and constants filled it. On disk there is one form, whatever the chip. `constants` are an artifact's, by default
+    those of the model; a KVShape has none. Raises UserError when `path` exists or cannot be written, for a cache of
+    another KVShape, and for one that was donated or lies on several hosts."""
     check_alive(cache)
     layout = cache.layout
+    if isinstance(model, KVShape) and layout.shape != model.alone:
+        raise UserError(f"{path}: this is a cache of another shape: {layout.shape}")
     if not cache.lengths.is_fully_addressable:
         raise UserError(f"{path}: a cache that lies on several hosts cannot be saved")
     text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
     text |= {"batch": cache.batch, "dealt": layout.dealt}
-    write_folder(Path(path), text | _about(model), _stored(cache))
+    write_folder(Path(path), text | _about(model, constants), _stored(convert(cache, **CANONICAL)))
 
 
-def _layout(path: Path, text: dict, model: Model) -> CacheLayout:
-    """What was stored: the layout of `model`, its blocks dealt as they were then."""
+def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
+    """What was stored: the layout of `model` in its canonical form, its blocks dealt as they were then."""
     dealt = text.get("dealt", 1)
     if type(dealt) is not int or dealt < 1:
         raise UserError(f"{path}: description.json has no usable 'dealt'")
+    alone = isinstance(model, KVShape)
+    shape = model.alone if alone else model.config.kv_shape
     return CacheLayout(
-        shape=model.config.kv_shape,
-        method=read_method(text, model.config),
+        shape=shape,
+        method=read_method(text, shape),
         capacity=text["capacity"],
         dtype=text["dtype"],
-        target=target_of(model.params["embed"]),
+        target=target_of(jnp.zeros(()) if alone else model.params["embed"]),
         dealt=dealt,
+        **CANONICAL,
     )
 
 
@@ -103,18 +115,23 @@ def _check(path: Path, shape: Cache) -> None:
             raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
 
 
-def load_cache(path: str | os.PathLike, model: Model) -> Cache:
-    """Read a cache that `model` filled, on whatever mesh it then was: it comes back as `init_cache` would lay it out
-    for `model`, dealt over its devices. On as many devices along the sequence as before, every shard is read straight
-    into its own. Raises UserError when the folder is missing or damaged, or was written for another model, other
+def load_cache(path: str | os.PathLike, model: Model | KVShape, *, constants=None) -> Cache:
+    """Read a cache that `model` filled, or a model of this KVShape, on whatever chip or mesh it then was: it comes back
+    as `init_cache` would lay it out for `model`, dealt over its devices. On as many devices along the sequence as
+    before, every shard is read straight into its own. `constants` are an artifact's, by default those of the model; a
+    KVShape has none. Raises UserError when the folder is missing or damaged, or was written for another model, other
     constants or another compute dtype, naming the field."""
     path = Path(path)
     text = read_description(path, "cache")
-    wanted = _about(model, text["format"]) | {"dtype": str(model.params["embed"].dtype)}
+    wanted = _about(model, constants, text["format"])
+    if not isinstance(model, KVShape):
+        wanted |= {"dtype": str(model.params["embed"].dtype)}
+    elif text["dtype"] not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"{path}: dtype {text['dtype']!r} is unknown")
     for field, value in wanted.items():
         if text.get(field) != value:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
-    stored, rules = _layout(path, text, model), model.rules
+    stored, rules = _layout(path, text, model), None if isinstance(model, KVShape) else model.rules
     layout = cache_layout(rules, dataclasses.replace(stored, dealt=1), text["batch"])
     shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
     _check(path, shape)
@@ -128,4 +145,6 @@ def load_cache(path: str | os.PathLike, model: Model) -> Cache:
     cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     if stored != layout:
         cache = dealt_anew(cache, layout)
-    return jax.tree.map(jnp.asarray, cache) if places is None else jax.device_put(cache, places)
+    cache = jax.tree.map(jnp.asarray, cache) if places is None else jax.device_put(cache, places)
+    unrolled = not isinstance(model, KVShape) and is_unrolled(model.params)
+    return convert(cache, layers="unroll" if unrolled else "scan", form=stored_form(layout.target))

@@ -59,3 +59,28 @@ def test_damage_is_named(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"capacity": 1024}))
     with pytest.raises(kvq.UserError, match="should be"):
         kvq.load_cache(tmp_path / "cache", model)
+
+
+def test_a_cache_of_a_shape_comes_back_for_its_shape_and_constants(tmp_path):
+    """Saved and loaded without a model: by KVShape and, where there are any, an artifact's constants."""
+    model, _ = model_and_method("kivi2")
+    shape, cache = model.config.kv_shape, fresh("kivi2", [list(range(150)), list(range(33))])
+    constants = ({"k": {"mean": np.ones((2, 32), np.float32)}},)
+    for name, own in (("plain", None), ("calibrated", constants)):
+        kvq.save_cache(tmp_path / name, cache, shape, constants=own)
+        back = kvq.load_cache(tmp_path / name, shape, constants=own)
+        assert back.layout == cache.layout
+        jax.tree.map(np.testing.assert_array_equal, cache, back)
+    other = dataclasses.replace(shape, rope=None)
+    with pytest.raises(kvq.UserError, match="another config"):
+        kvq.load_cache(tmp_path / "plain", other)
+    with pytest.raises(kvq.UserError, match="another constants"):
+        kvq.load_cache(tmp_path / "calibrated", shape)
+    with pytest.raises(kvq.UserError, match="cache of another shape"):
+        kvq.save_cache(tmp_path / "wrong", cache, other)
+    with pytest.raises(kvq.UserError, match="another fingerprint"):
+        kvq.load_cache(tmp_path / "plain", model)
+    path = tmp_path / "plain" / "description.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "complex64"}))
+    with pytest.raises(kvq.UserError, match="dtype 'complex64' is unknown"):
+        kvq.load_cache(tmp_path / "plain", shape)

@@ -87,7 +87,7 @@ def compare(
 
     Methods learn from the first half of the text. Of each window of the second half, the second half is scored: by then
     caches hold more than what stays exact."""
-    from kvqjax.calibrate import module_of
+    from kvqjax.calibrate import learns
     from kvqjax.eval.measure_perplexity import perplexity
 
     text, about = read_text(data, 2 * max(LEARNT, tokens), seed, folder)
@@ -98,7 +98,7 @@ def compare(
 
     def ready(model, methods, folders, bar):
         given = {load_artifact(path).method for path in folders}
-        missing = [method for method in methods if method not in given and module_of(method, model)]
+        missing = [method for method in methods if method not in given and learns(method, model.config)]
         made = [kept_path(home, model, method, learnt, sequences) for method in missing]
         for path, method in zip(made, missing, strict=True):
             calibrate_once(path, model, method, learnt, sequences, bar(f"calibrating {method}"))
