@@ -4,7 +4,6 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import jax.numpy as jnp
 import numpy as np

@@ -56,7 +56,7 @@ def _constants(constants) -> str:
 def _about(model: Model | KVShape, constants, form: int = FORMAT) -> dict[str, str]:
     """What a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
     if isinstance(model, KVShape):
-        return {"config": _digest(model.alone, form), "constants": _constants(constants)}
+        return {"config": _digest(model.alone), "constants": _constants(constants)}
     own = _constants(model.constants if constants is None else constants)
     return {"fingerprint": model.fingerprint, "config": _digest(model.config, form), "constants": own}
 
