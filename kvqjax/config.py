@@ -2,6 +2,7 @@
 Qwen2/2.5 and Qwen3 differ only by fields."""
 
 import dataclasses
+from typing import Any
 
 __all__ = ["KVShape", "ModelConfig", "RopeConfig"]
 
@@ -28,6 +29,13 @@ class RopeConfig:
 def _alike(values):
     """The one value of a tuple whose entries are all equal, so that equal shapes compare equal."""
     return values[0] if isinstance(values, tuple) and values and len(set(values)) == 1 else values
+
+
+def _common(values: Any) -> Any:
+    """The value that all layers have. Raises ValueError where they differ."""
+    if isinstance(values, tuple):
+        raise ValueError(f"layers differ ({values}); ask for the shape of one layer")
+    return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +94,17 @@ class KVShape:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer."""
-        return tuple(self.layer(index).sliding_window for index in range(self.num_layers))
+        return tuple(self.layer(index).window for index in range(self.num_layers))
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window that all layers have."""
+        return _common(self.sliding_window)
+
+    @property
+    def turning(self) -> RopeConfig | None:
+        """The rope that all layers have."""
+        return _common(self.rope)
 
     @property
     def kv_shape(self) -> "KVShape":

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import segment_attention
-from kvqjax.config import ModelConfig
+from kvqjax.config import KVShape, ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.layout import row_major
 from kvqjax.rope import rotate
@@ -55,8 +55,8 @@ class Projected(NamedTuple):
     q: Float[Array, "B T H D"]  # rotated
     k: Float[Array, "B T K D"]  # before RoPE, after bias and QK-norm
     v: Float[Array, "B T K D"]
-    x: Float[Array, "B T E"]
-    h: Float[Array, "B T E"]
+    x: Float[Array, "B T E"] | None
+    h: Float[Array, "B T E"] | None
     bare: Float[Array, "B T K D"] | None = None
 
 
@@ -115,7 +115,7 @@ def _linear(x, weights: Layer, name: str):
     return y if bias is None else y + bias[None, None]
 
 
-def key_bias(weights: Layer, config: ModelConfig) -> Float[Array, "1 1 K D"]:
+def key_bias(weights: Layer, config: KVShape) -> Float[Array, "1 1 K D"]:
     """The bias of the keys that are cached here, as heads."""
     return heads(weights["k_bias"][None, None], config.num_kv_heads)
 

@@ -87,7 +87,7 @@ def write(
     field,
     stored: tuple[Array, ...],
     index: tuple[Int[Array, ""] | int, ...],
-    token: Int[Array, ""],
+    token: Int[Array, ""] | int,
     tile: Num[Array, "u W"],
     wanted: Bool[Array, ""] | None = None,
 ) -> tuple[Array, ...]:

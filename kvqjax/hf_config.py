@@ -6,7 +6,7 @@ Absent fields take the defaults of transformers' config classes; fields known to
 import json
 from pathlib import Path
 
-from kvqjax.config import ModelConfig
+from kvqjax.config import ModelConfig, RopeConfig
 from kvqjax.errors import UserError
 from kvqjax.hf_fields import integer, number, refuse
 from kvqjax.hf_rope import rope_from_hf, rope_to_hf
@@ -220,4 +220,4 @@ def config_to_hf(config: ModelConfig) -> dict:
     if config.architecture.startswith("Qwen"):
         types = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
         raw |= {"use_sliding_window": window is not None, "layer_types": types}
-    return raw | rope_to_hf(config.rope)
+    return raw | rope_to_hf(config.rope or RopeConfig())

@@ -81,16 +81,16 @@ def exact_layer(
 
         def add(j, mass):
             keys, _, mask, _ = read(j, None)
-            part = received(projected.q, keys, mask & (positions < counts[:, None])[:, :, None], out.lse)
+            part = received(projected.q, keys, mask & (positions < counts[:, None])[:, :, None], found.lse)
             part = part + jax.lax.dynamic_slice_in_dim(mass, j * chunk, chunk, 1)
             return jax.lax.dynamic_update_slice_in_dim(mass, part, j * chunk, 1)
 
         first = jnp.int32(0) if run.sliding is None else jnp.maximum(start - run.sliding + 1, 0) // chunk
         last = start // chunk + 1
-        out, _ = blockwise_attention(projected.q, k.shape[2], read, first, last)
+        found, _ = blockwise_attention(projected.q, k.shape[2], read, first, last)
         mass = jax.lax.fori_loop(first, last, add, mass) if weighing else mass
         spoilt = jax.lax.dynamic_slice_in_dim(broken, start, chunk, 1)[:, :, None, None]
-        out = jnp.where(spoilt, jnp.nan, out.out)
+        out = jnp.where(spoilt, jnp.nan, found.out)
         return mass, decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out, config)
 
     mass, done = jax.lax.scan(attended, jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0), starts)

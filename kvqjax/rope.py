@@ -38,7 +38,9 @@ def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 def inverse_frequencies(config: KVShape) -> np.ndarray:
     """Angle per position of each pair, float32 [D/2], a trace-time constant."""
-    rope = config.rope
+    rope = config.turning
+    if rope is None:
+        raise ValueError("a shape without a rope has no frequencies")
     freq = 1.0 / rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
     if rope.kind == "linear":
         freq = freq / rope.factor
@@ -54,11 +56,12 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
 def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: KVShape) -> Float[Array, "*B T N D"]:
     """Rotate N heads of T tokens to their absolute positions; without a rope they are as they should be. Angles, cos
     and sin in float32, the result in x.dtype."""
-    if config.rope is None:
+    rope = config.turning
+    if rope is None:
         return x
     # An outer product written as einsum: rank promotion stays an error everywhere else.
     angles = jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))  # [*B, T, D/2]
-    return turn(x, angles, config.rope.attention_factor)
+    return turn(x, angles, rope.attention_factor)
 
 
 def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:

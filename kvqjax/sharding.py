@@ -162,21 +162,22 @@ class Rules:
         rest = self.width[len(self.kv_heads) :]
         return dataclasses.replace(
             config,
-            **_shared_out(config, self.size(self.kv_heads)),
+            num_heads=config.num_heads // self.size(self.kv_heads),
+            num_kv_heads=config.num_kv_heads // self.size(self.kv_heads),
             split=self.width if self.size(self.width) > 1 else (),
             gathered=rest if self.size(rest) > 1 else (),
         )
 
     def local_layout(self, layout: CacheLayout) -> CacheLayout:
         axes = self.sequence if layout.dealt > 1 else ()
-        shape = dataclasses.replace(layout.shape, **_shared_out(layout.shape, self.size(self.kv_heads)))
+        shape = _share(layout.shape, self.size(self.kv_heads))
         heads = self.width if self.size(self.width) > 1 else ()
         return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads)
 
 
-def _shared_out(shape: KVShape, parts: int) -> dict[str, int]:
-    """Query and KV heads of one of `parts` devices."""
-    return {"num_heads": shape.num_heads // parts, "num_kv_heads": shape.num_kv_heads // parts}
+def _share(shape: KVShape, parts: int) -> KVShape:
+    """The shape of one of `parts` devices that share out the heads."""
+    return dataclasses.replace(shape, num_heads=shape.num_heads // parts, num_kv_heads=shape.num_kv_heads // parts)
 
 
 def cache_layout(rules: Rules | None, layout: CacheLayout, batch: int) -> CacheLayout:
@@ -198,9 +199,8 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
     as its share of the whole, and nothing is calibrated on, or carried for, all heads together."""
     if parts == 1:
         return True
-    shape = dataclasses.replace(layout.shape, **_shared_out(layout.shape, parts))
     try:
-        local = plan(dataclasses.replace(layout, shape=shape))
+        local = plan(dataclasses.replace(layout, shape=_share(layout.shape, parts)))
     except UserError:
         return False
     return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(plan(layout), local, strict=True))

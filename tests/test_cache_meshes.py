@@ -14,7 +14,7 @@ import kvqjax as kvq
 MESHES = {"one": None, "seq": {"seq": 4}, "all": {"data": 2, "seq": 2, "model": 2}}
 SPECS = {
     # Two runs, sliding windows (the body is a ring, of another length on every mesh), two clocks in a layer.
-    "kivi:bits=4,value_group=16,window=64,rule=published;0=exact": tiny(windows=(300, 300)),
+    "kivi:bits=4,value_group=16,window=64,rule=published;0=exact": tiny(sliding_window=300),
     # `model` shares out tokens as well, and some fields lie along lanes.
     "kvquant:bits=4,sinks=2": tiny(),
 }

@@ -51,7 +51,7 @@ def test_spelled_out_every_option_is_named(text):
     assert str(again) == text
 
 
-@pytest.mark.parametrize("name", set(kvq.METHODS) - {"exact"})
+@pytest.mark.parametrize("name", sorted(set(kvq.METHODS) - {"exact"}))
 def test_names_keep_their_bits(name):
     default = kvq.METHODS[name]()
     assert str(default).startswith(f"{name}:bits=")

@@ -31,7 +31,7 @@ class Deal(NamedTuple):
         if self.parts == 1:
             return None, token
         turn = token // self.block
-        return turn % self.parts == self._here(), turn // self.parts * self.block + token % self.block
+        return jnp.equal(turn % self.parts, self._here()), turn // self.parts * self.block + token % self.block
 
     def tokens(self, local: Int[Array, "*S"]) -> Int[Array, "*S"]:
         """The body tokens that the `local`-th ones here are."""

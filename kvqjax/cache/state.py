@@ -78,7 +78,7 @@ class RunPlan(NamedTuple):
     @property
     def sliding(self) -> int | None:
         """How many tokens a query sees, itself included; None: all before it."""
-        return self.shape.sliding_window
+        return self.shape.window
 
     @property
     def slots_here(self) -> int:
@@ -221,9 +221,9 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
         kept = max(0, min(keep.budget // unit * unit, most))
         return RunPlan(first, count, shape, wiring, block, -(-kept // block) * block, ring, False, kept=kept)
     whole = blocks = max(0, -(-most // block))
-    if shape.sliding_window is not None:
+    if shape.window is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
-        blocks = min(whole, -(-(shape.sliding_window + ring) // block) + 1)
+        blocks = min(whole, -(-(shape.window + ring) // block) + 1)
     return RunPlan(first, count, shape, wiring, block, blocks * block, ring, blocks < whole)
 
 

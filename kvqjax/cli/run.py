@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -135,7 +135,7 @@ def generate(
     }  # fmt: skip
     make_sampling(**draw)  # says what cannot be, before any work
     loaded = calibrated(open_model(model, dtype, weights, method, mesh), [method], artifact)[0][0]
-    options = draw | {
+    options: dict[str, Any] = draw | {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "seed": seed, "stop": tuple(stop),
         "chat": chat,
     }  # fmt: skip

@@ -233,14 +233,14 @@ def aqua(
     calibrated mean off the first layer's (the predictors' biases do so above it); "none" nothing.
     """
     shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
-    shared["unbiased"] = centre == "auto" and rope == "pre"
+    unbiased = centre == "auto" and rope == "pre"
     key, value = (_backbone(backbone, b or bits, dim, group, seed) for b in (key_bits, value_bits))
     alone = {"key_inputs": "none", "value_inputs": "none"}
     start = _backbone("higgs", first_bits, 2, group if backbone == "higgs" else None, seed)
-    first = AquaLayer(key=centred(start, centre), value=start, **alone, **shared)
+    first = AquaLayer(key=centred(start, centre), value=start, unbiased=unbiased, **alone, **shared)
     inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
     low_rank = {"rank": rank} if predictor == "low_rank" else {}
-    layer = AquaLayer(key=key, value=value, predictor=predictor, **low_rank, **inputs, **shared)
+    layer = AquaLayer(key=key, value=value, predictor=predictor, unbiased=unbiased, **low_rank, **inputs, **shared)
     plain = layer.admit(KeysAndValues(key=Exact(), value=Exact()))
     overrides = ((0, first), *((number, plain) for number in _numbers(exact)))
     return Method(name="aqua", layer=layer, sinks=sinks, overrides=overrides)

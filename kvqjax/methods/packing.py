@@ -110,7 +110,8 @@ def commvq_form(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed
 
 
 def _rope(config: KVShape) -> Rope:
-    return Rope(tuple(map(float, inverse_frequencies(config))), config.rope.attention_factor)
+    factor = 1.0 if config.turning is None else config.turning.attention_factor
+    return Rope(tuple(map(float, inverse_frequencies(config))), factor)
 
 
 def _spec(key, value, rope: str, config: KVShape, **more) -> PackedSpec:

@@ -145,11 +145,14 @@ def _heads(x, config: KVShape):
     return x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim)
 
 
-def cached_keys(projected: Projected, positions: Int[Array, "B T"], config: KVShape, rope: str, unbiased: bool):
+def cached_keys(
+    projected: Projected, positions: Int[Array, "B T"], config: KVShape, rope: str, unbiased: bool
+) -> Float[Array, "B T K D"]:
     """The keys [B, T, K, D] that a cache keeps: as attended, before RoPE, or before RoPE and without their bias."""
     if rope == "post":
         return rotate(projected.k, positions, config)
-    return projected.bare if unbiased and config.known_key_bias else projected.k
+    bare = projected.bare if unbiased and config.known_key_bias else None
+    return projected.k if bare is None else bare
 
 
 def keys_and_values(

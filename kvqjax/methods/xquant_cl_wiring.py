@@ -181,9 +181,9 @@ class CrossLayer:
     def build(self, config: KVShape) -> Wiring:
         latent = self.uses_latents(config)
         along = "tokens" if self.axis == "channel" and not self.start else "channels"
-        if config.sliding_window is not None:
+        if config.window is not None:
             # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
-            raise ValueError(f"xquant_cl needs full attention in every layer; its window is {config.sliding_window}")
+            raise ValueError(f"xquant_cl needs full attention in every layer; its window is {config.window}")
         full = input_width(config)
         if self.accumulator.isdigit():
             check_group(self.group, full, least=PLANE)
