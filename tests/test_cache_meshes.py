@@ -18,7 +18,7 @@ SPECS = {
     # `model` shares out tokens as well, and some fields lie along lanes.
     "kvquant:bits=4,sinks=2": tiny(),
 }
-append = jax.jit(kvq.append)
+append = jax.jit(kvq.commit)
 attend = jax.jit(kvq.attend)
 
 

@@ -65,6 +65,7 @@ def test_a_cache_of_a_shape_comes_back_for_its_shape_and_constants(tmp_path):
     """Saved and loaded without a model: by KVShape and, where there are any, an artifact's constants."""
     model, _ = model_and_method("kivi2")
     shape, cache = model.config.kv_shape, fresh("kivi2", [list(range(150)), list(range(33))])
+    cache = cache.replace(layout=dataclasses.replace(cache.layout, shape=shape.alone))
     constants = ({"k": {"mean": np.ones((2, 32), np.float32)}},)
     for name, own in (("plain", None), ("calibrated", constants)):
         kvq.save_cache(tmp_path / name, cache, shape, constants=own)

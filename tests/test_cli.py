@@ -157,7 +157,7 @@ def test_plan_says_what_is_tight_what_does_not_fit_and_what_the_model_cannot_see
 def test_plan_compares_some_methods_where_none_is_named(call, model):
     code, out, err = call("plan", "-m", model, "--json")
     assert code == 0, err
-    assert [row["cache"] for row in json.loads(out)] == ["exact", "kivi:bits=4", "kivi:bits=2", "kvquant"]
+    assert [row["cache"] for row in json.loads(out)] == ["exact", "kivi:bits=4", "kivi:bits=2", "kvquant:bits=3"]
 
 
 def test_bench_sets_every_cache_against_the_exact_one(call):
@@ -175,7 +175,7 @@ def test_a_policy_file_names_a_cache_as_its_text_does(call, tmp_path):
     file = tmp_path / "policy.json"
     file.write_text('{"method": "kivi", "key_bits": 4, "keep": "h2o:512", "layers": {"0": "exact:window=128"}}')
     (row,) = json.loads(call("plan", "-m", "recall", "-c", str(file), "--context", "8192", "--json")[1])
-    assert row["cache"] == "kivi:key_bits=4,keep=h2o:512;0=exact:window=128"
+    assert row["cache"] == "kivi:bits=2,key_bits=4,keep=h2o:512;0=exact:window=128"
     (same,) = json.loads(call("plan", "-m", "recall", "-c", row["cache"], "--context", "8192", "--json")[1])
     assert same == row
     assert row["bytes"] < 0.2 * row["bytes_exact"]
@@ -192,5 +192,5 @@ def test_calibrate_says_what_it_will_do_and_gives_json(call, tmp_path):
     made = json.loads(out)
     assert (made["artifact"], made["model"]) == (str(tmp_path / "a"), "recall")
     assert made["about"]["sequences"] == 2
-    assert err.startswith("calibrating kivi:centre=mean for recall: 2 sequences of 64 tokens of synthetic; ")
+    assert err.startswith("calibrating kivi:bits=2,centre=mean for recall: 2 sequences of 64 tokens of synthetic; ")
     assert kvq.load_artifact(tmp_path / "a").about == made["about"]

@@ -59,8 +59,12 @@ def test_numbers_stand_under_each_other():
     assert tables.table(rows, 80)[2:] == ["a         3", "b      1234"]
 
 
+def not_a_terminal(fallback=(80, 24)):
+    return os.terminal_size(fallback)
+
+
 def test_pipes_have_eighty_columns(capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "get_terminal_size", os.terminal_size)
+    monkeypatch.setattr(shutil, "get_terminal_size", not_a_terminal)
     caches = [word for cache in CACHES for word in ("-c", cache)]
     for words in (["methods"], ["plan", "-m", "llama-3.1-8b"], ["plan", "-m", "demo", "--device", "h100", *caches]):
         code, out, err = run(capsys, monkeypatch, *words)
@@ -71,7 +75,7 @@ def test_pipes_have_eighty_columns(capsys, monkeypatch):
 
 
 def test_the_demonstration_breaks_no_name(capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "get_terminal_size", os.terminal_size)
+    monkeypatch.setattr(shutil, "get_terminal_size", not_a_terminal)
     made = {"bytes": 432, "bits_stored": 18.0, "tokens_per_second": 161.0, "agreement": 1.0, "same_until": 24}
     _print_demo("Once", [made | {"cache": cache, "text": " upon a time"} for cache in CACHES[:2]], "demo")
     lines = capsys.readouterr().out.splitlines()

@@ -85,11 +85,11 @@ def _evaluate(
     with held(file):
         methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights), [], {}
         job = prepare(loaded, seed, **own)
-        announce(f"{name} of {model} through {', then '.join(map(str, methods))}")
         with progress_bar() as bar:
             pairs = job.ready(loaded, methods, artifact, bar)
             for ready, method in pairs:
                 require_room(ready, method, 1, job.capacity)
+            announce(f"{name} of {model} through {', then '.join(map(str, methods))}")
             for ready, method in pairs:
                 rows += job.evaluate(ready, method, bar)
                 roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
