@@ -46,7 +46,7 @@ def copy_rate(size: int, repeats: int = 10, inner: int = 8) -> float:
 
 def memory() -> int | None:
     """Bytes that the first device can hold; the machine's where that is a CPU; None where nobody says."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats:
         return stats.get("bytes_limit")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None

@@ -199,7 +199,7 @@ def test_reconstructions_saturate_in_float16(name):
             name: random.choice([-1, 1], shape) * random.uniform(0.9, 1.09, shape) for name, shape in shapes.items()
         }
         sources.append({name: jnp.asarray(HUGE * x, jnp.float16) for name, x in made.items()})
-    cache = jax.jit(kvq.append)(model, cache, tuple(sources), jnp.asarray([200, 170, 3]))
+    cache = jax.jit(kvq.commit)(model, cache, tuple(sources), jnp.asarray([200, 170, 3]))
     assert not cache.nonfinite.any()
     assert all_finite(cache)
     logits = attend(model, TOKENS, COUNTS, cache)[0]

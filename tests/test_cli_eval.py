@@ -215,4 +215,4 @@ def test_a_short_text_is_refused_before_anything_is_said(call, tmp_path, command
 def test_an_evaluation_says_what_it_will_do(call):
     words = ["-m", "recall", "-c", "exact", "-c", "kivi", "--task", "kv", "--length", "64", "--samples", "1"]
     code, _, err = call("eval", "retrieval", *words)
-    assert (code, err) == (0, "retrieval of recall through exact, then kivi\n")
+    assert (code, err) == (0, "retrieval of recall through exact, then kivi:bits=2\n")

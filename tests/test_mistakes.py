@@ -60,7 +60,7 @@ MISTAKES = {
     "init_cache(model, 'kivi', True, 8)": "batch=True; it must be a whole number of at least 1",
     "init_cache(model, 'kivi', 2, max_cache_len=8)": "init_cache has no option 'max_cache_len': write capacity=N",
     "init_cache('demo', 'kivi', 2, 8)": "model is 'demo'; wanted a Model",
-    "calibrate.run(model, 'kivi', 'text')": "kivi needs no calibration",
+    "calibrate.run(model, 'kivi', 'text')": "kivi:bits=2 needs no calibration",
     "eval.perplexity(model, [1] * 64, 'kivi:bit=2')": "did you mean 'bits'?",
     "eval.drift(model, [1] * 64, 'kivi:bit=2')": "did you mean 'bits'?",
     "eval.retrieval(model, 'kivi:bit=2')": "did you mean 'bits'?",

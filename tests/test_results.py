@@ -75,7 +75,8 @@ def test_every_row_of_the_papers_and_plans_can_be_read(bench):
     assert all(str(kvq.parse(cache)) == cache for cache in caches)
     assert {cache for paper in papers.PAPERS for *_, cache in paper.rows} <= set(caches)
     assert len({rows.path_of("demo", cache) for cache in caches}) == len(caches)
-    for row in bench("gate").plan(bench("gate").SHAPES):
+    gate = bench("gate")
+    for row in [row for row in gate.plan(gate.SHAPES) if row["cache"] not in gate.NOISES]:
         assert str(kvq.parse(row["cache"])).partition(":")[0] in kvq.METHODS
 
 

@@ -182,7 +182,7 @@ def test_what_is_not_finite_on_one_device_is_seen_on_all():
     cache = kvq.init_cache(spread, method, 2, 512)
     sources = tuple({name: jnp.ones((2, 2, 4, 32)) for name in "kv"} for _ in cache.runs)
     sources[-1]["k"] = sources[-1]["k"].at[-1, 0, 2, 31].set(-jnp.inf)
-    cache = jax.jit(kvq.append)(spread, cache, sources, jnp.full(2, 4))
+    cache = jax.jit(kvq.commit)(spread, cache, sources, jnp.full(2, 4))
     assert cache.nonfinite.tolist() == [True, False]
     parts = [(part.index, part.data.tolist()) for part in cache.finite.addressable_shards]
     assert all(data == [[2], [4]][index[0].start or 0] for index, data in parts), parts

@@ -243,7 +243,7 @@ ENTRY %main (x: bf16[4,256], at: s32[]) -> bf16[1,256] {
 def test_tpu_step_adds_estimates_and_kernels(counter):
     bounds, account = counter("bound"), counter("account")
     layout = bounds.make_layout(tiny().config, kvq.parse("kivi:bits=2,group=32,window=32"), 8192, "v6e")
-    target = account.Target("v6e", {"packed_attention_k2v2_2048.7": 10**6}, layout)
+    target = account.Target("v6e", {"packed_attention_k2v2_2048.7": 10**6}, tiny().config, layout)
     step = account.step(counter("hlo").parse(TPU_PROGRAM), target, [bounds.resting(layout, 8192)])
     assert sum(step.work.values()) == pytest.approx((700 + 4 * 10**6) / 16)  # nothing of it is in a loop over steps
     assert (step.syncs, step.seconds) == (0, pytest.approx(sum(step.work.values()) / 1.75e9))
@@ -310,7 +310,7 @@ def test_account_has_the_promised_keys(counter, compiled):
     config, method, text = compiled
     layout = counter("bound").make_layout(config, method, 4096, "cpu")
     account = counter("account")
-    target = account.Target("h100", {}, layout)
+    target = account.Target("h100", {}, config, layout)
     found = json.loads(json.dumps(account.account(counter("hlo").parse(text), target, [4096, 2048])))
     promised = {"launches", "syncs", "bytes_over_bound", "attention_over_bound", "estimated_ms"}
     assert promised <= found.keys()

@@ -195,7 +195,7 @@ def test_a_width_that_the_group_does_not_divide_names_one_that_does(spec):
     """192 channels, and 192 of keys."""
     heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 48}
     config = ModelConfig(vocab_size=8, width=192, mlp_width=8, num_layers=3, **heads)
-    layout = CacheLayout(config=config, method=parse(spec), capacity=256, dtype="float32")
+    layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=256, dtype="float32")
     with pytest.raises(UserError, match="group=128 does not divide the width 192; group=64 does"):
         plan(layout)
     separator = "," if ":" in spec else ":"
