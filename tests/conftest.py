@@ -33,3 +33,14 @@ jax.config.update("jax_compilation_cache_max_size", 2**30)
 # Compiling makes single examples slow, and a red run must be red again: no deadline, no randomness, no database.
 hypothesis.settings.register_profile("strict", deadline=None, derandomize=True, database=None, max_examples=50)
 hypothesis.settings.load_profile("strict")
+
+# Every compiled program takes memory maps, of which a process may have 65 530: the compiler then dies.
+MOST_MAPS = 30_000
+MAPS = Path("/proc/self/maps")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Let go of the programs of earlier files before there are too many; those needed again come from the folder."""
+    leaves = nextitem is None or nextitem.path != item.path
+    if leaves and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
