@@ -146,3 +146,14 @@ def test_a_cache_moves_between_forms_and_back(name):
     np.testing.assert_allclose(
         forward(model, text, one, there)[0], forward(model, text, one, cache)[0], atol=BOUND * 5, rtol=1e-4
     )
+
+
+def test_on_a_mesh():
+    """Rows, blocks of the body and heads shared out over 8 devices: the logits of planes."""
+    spec, text, found = "kivi:bits=2,value_group=16,window=32", tokens(2, 321), []
+    model = kvq.shard(tiny(), spec, data=2, seq=2, model=2)
+    for form in ("planes", "heads"):
+        cache = kvq.init_cache(model, spec, 2, 1024, form=form)
+        _, cache = kvq.forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
+        found.append(kvq.forward(model, text[:, 320:], jnp.asarray([1, 1]), cache)[0])
+    np.testing.assert_allclose(found[1], found[0], atol=BOUND)
