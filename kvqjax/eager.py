@@ -25,15 +25,16 @@ def _no_gradient(primals, tangents):
     )
 
 
-def kept_program(function: Callable, static_argnums=(), static_argnames=()) -> Callable:
+def kept_program(
+    function: Callable, static_argnums: tuple[int, ...] = (), static_argnames: tuple[str, ...] = ()
+) -> Callable:
     """`function` of arrays and trees, compiled once for its shapes and static arguments where no argument is traced.
     Raises UserError where a gradient is asked for."""
 
     @functools.wraps(function)
     @jax.enable_x64(False)  # tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says
     def plain(*arguments, **options):
-        numbers = static_argnums if isinstance(static_argnums, tuple) else (static_argnums,)
-        fixed = [x if i in numbers else _for_inference(x) for i, x in enumerate(arguments)]
+        fixed = [x if i in static_argnums else _for_inference(x) for i, x in enumerate(arguments)]
         return function(*fixed, **options)
 
     compiled = jax.jit(plain, static_argnums=static_argnums, static_argnames=static_argnames)

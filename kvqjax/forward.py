@@ -118,7 +118,7 @@ def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], 
     return over_mesh(step, model, cache, *arguments, out=out)
 
 
-_run = kept_program(_placed, static_argnums=0, static_argnames=("out", "within", "last"))
+_run = kept_program(_placed, static_argnums=(0,), static_argnames=("out", "within", "last"))
 
 
 def attend(

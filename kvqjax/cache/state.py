@@ -38,7 +38,7 @@ class CacheLayout:
     whether layers that cache alike are one stack ("scan") or each is stored by itself ("unroll"), whether a body that
     can be is stored head by head ("heads", kvqjax/head_major.py) or as planes of words ("planes"), the chip whose
     kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), and over how many devices (mesh axes, inside
-    `shard_map`) the body's blocks are dealt."""
+    `shard_map`) the body's blocks are dealt. `heads_over` are, inside `shard_map`, the axes that share out heads."""
 
     shape: KVShape
     method: Method
