@@ -76,12 +76,13 @@ def run(
     length: int | None = None,
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
-    announce: Callable[[str], None] = lambda text: None,
+    announce: Callable[[str, float], None] = lambda text, work: None,
 ) -> Artifact:
     """Calibrate `method` for `model`. texts: what the model reads (not needed by xquant, whose constants come from the
     weights). count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
     context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
-    `announce(text)` is told what will be read, `advance(done, total)` each step. Raises UserError for methods that need
+    `announce(text, work)` is told what will be read and how many floating point operations it
+    takes at least, `advance(done, total)` each step. Raises UserError for methods that need
     no calibration."""
     check_model(model)
     method = parse(method)
@@ -94,7 +95,7 @@ def run(
             raise UserError(f"{option}={value}; at least 1 is wanted")
     texts = [texts] if isinstance(texts, str) else texts
     tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
-    announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens")
+    announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, method, *tokens.shape))
     return _finite(module.calibrate(model, method, tokens, state=state, advance=advance))
 
 

@@ -21,6 +21,7 @@ from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
+from kvqjax.calibrate.work import forward_work
 from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
@@ -28,7 +29,7 @@ from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.model import Model
 from kvqjax.prompt import exact_layer
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "released"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "released", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
 CHUNK = 256  # tokens of a sequence that attend at once: the fastest on CPUs, and no [T, T] scores exist
@@ -163,6 +164,14 @@ def _report(measures: np.ndarray) -> list[dict]:
             plain = {n: None if np.isnan(x) else float(x) for n, x in zip(MEASURES, values, strict=True)}
             rows.append({"layer": layer, "source": source} | plain)
     return rows
+
+
+def work(model: Model, method: Method, count: int, length: int) -> float:
+    """Floating point operations of `calibrate` on `count` sequences of `length` tokens: an exact pass, and per layer
+    the second moments of keys and values with what predicts them, and predictions."""
+    rows, width = count * length, model.config.kv_width
+    products = rows * sum(2 * (inputs + width) * inputs + 2 * inputs * width for inputs in (width, 2 * width))
+    return forward_work(model.config, rows) + model.config.num_layers * products
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:

@@ -17,12 +17,13 @@ from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
+from kvqjax.calibrate.work import forward_work
 from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "needs_only_means"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "needs_only_means", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
@@ -43,6 +44,11 @@ def _rope(method: Method, shape: KVShape) -> str:
     if len(ropes) != 1:
         raise UserError(f"{method}: centred keys both before and after RoPE; one kind is wanted for calibration")
     return ropes.pop()
+
+
+def work(model: Model, method: Method, count: int, length: int) -> float:
+    """Floating point operations of `calibrate` on `count` sequences of `length` tokens."""
+    return forward_work(model.config, count * length)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:

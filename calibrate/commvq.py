@@ -22,9 +22,10 @@ from kvqjax.artifacts import Artifact
 from kvqjax.attention import segment_attention
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate import commvq_values as values
-from kvqjax.calibrate.commvq_em import EMSettings, fit_keys
+from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
 from kvqjax.calibrate.resume import identity, stepped
+from kvqjax.calibrate.work import forward_work
 from kvqjax.codecs.commvq_keys import truncate_rounds
 from kvqjax.config import KVShape, ModelConfig
 from kvqjax.errors import UserError
@@ -34,7 +35,7 @@ from kvqjax.methods.wiring import cached_keys
 from kvqjax.model import Model
 from kvqjax.rope import rotate
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "truncate"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "truncate", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 32, 512  # for small models; the paper takes 1024 documents of up to 8192 tokens
 PARTS = 10  # reports of a value encoder's training
@@ -155,6 +156,18 @@ def _stack(shape: KVShape, method: Method, constants: list[dict]) -> tuple[dict,
     runs = plan(CacheLayout(shape=shape, method=method, capacity=1, dtype="float32"))
     own = (constants[run.first : run.first + run.count] for run in runs)
     return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers) for layers in own)
+
+
+def work(model: Model, method: Method, count: int, length: int) -> float:
+    """Floating point operations of `calibrate` on `count` sequences of `length` tokens, at least: an exact pass,
+    and per layer EM without improvement and a training."""
+    recipe, config = Recipe(), model.config
+    layers = [layer for layer in method.layers(config) if isinstance(layer, CommVQLayer)]
+    em = sum(
+        em_work(layer.key(config), config, min(recipe.key_tokens, count * length), recipe.keys) for layer in layers
+    )
+    training = sum(values.work(layer.value(), config, length, recipe.values) for layer in layers)
+    return forward_work(model.config, count * length) + em + training
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs.commvq_keys import CommVQKeys, centre, group_pairs, nearest, quarter_turn, split_distances
+from kvqjax.config import KVShape
 
-__all__ = ["EMSettings", "Fit", "Statistics", "e_step", "fit_keys", "fit_round", "initial_book", "m_step"]
+__all__ = ["EMSettings", "Fit", "Statistics", "e_step", "em_work", "fit_keys", "fit_round", "initial_book", "m_step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,16 @@ class Fit(NamedTuple):
     book: Float[Array, "*C L g2"]
     error: Float[Array, "*C"]
     steps: Int[Array, "*C"]
+
+
+PAIR_WORK = 60  # operations of a token with one pair of levels, beside products: root, exponential, sums, comparisons
+
+
+def em_work(spec: CommVQKeys, shape: KVShape, tokens: int, settings: EMSettings) -> float:
+    """Floating point operations that fitting one layer takes at least."""
+    groups = shape.kv_width // (2 * spec.pairs)
+    products = 16 * spec.levels * spec.pairs
+    return float(tokens * groups * spec.rounds * settings.patience * (spec.levels**2 * PAIR_WORK + products))
 
 
 def e_step(

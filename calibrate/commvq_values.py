@@ -16,6 +16,7 @@ resumed training ends with the same bytes.
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -25,8 +26,19 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.attention import segment_attention
 from kvqjax.codecs.commvq_values import EPS, CommVQValues, choice_bits, fold, logits, normalise
+from kvqjax.config import KVShape
 
-__all__ = ["Activations", "Training", "ValueSettings", "channel_scale", "constants", "output_energy", "start", "train"]
+__all__ = [
+    "Activations",
+    "Training",
+    "ValueSettings",
+    "channel_scale",
+    "constants",
+    "output_energy",
+    "start",
+    "train",
+    "work",
+]
 
 Params = dict  # trained arrays of one layer: the codec's constants but "scale", with the codebook not yet folded
 
@@ -60,6 +72,14 @@ class Training(NamedTuple):
     optimizer: tuple
     scale: Float[Array, " W"]
     step: Int[Array, ""]
+
+
+def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSettings) -> float:
+    """Floating point operations of one layer's training: forward and back through encoder, codebook, attention and
+    output projection."""
+    sizes = sum(math.prod(s) for name, s in spec.shapes(shape.kv_width).items() if name in ("w1", "w2", "codebook"))
+    attention = shape.num_heads * shape.head_dim * (2 * length + shape.num_heads * shape.head_dim)
+    return 6.0 * settings.steps * settings.batch * length * (sizes + attention)
 
 
 def channel_scale(v: Float[Array, "*n W"]) -> Float[Array, " W"]:

@@ -23,13 +23,14 @@ from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
+from kvqjax.calibrate.work import forward_work
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.nuq_table import fixed_signposts
 from kvqjax.errors import UserError
 from kvqjax.methods import KeysAndValues, Method
 from kvqjax.model import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "OBJECTIVES", "Recipe", "calibrate", "fit"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "OBJECTIVES", "Recipe", "calibrate", "fit", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 2048  # the paper's recipe
 OBJECTIVES = ("fisher_s2", "fisher", "none")
@@ -161,6 +162,12 @@ def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
         tables, fixed = {}, jnp.asarray(fixed_signposts(spec.datatype, spec.bits))
         table = jnp.broadcast_to(fixed[None], (hist.energy.shape[0], fixed.size))
     return tables | ({"norm": kmeans.q_norm(hist, table)} if spec.q_norm else {})
+
+
+def work(model: Model, method: Method, count: int, length: int) -> float:
+    """Floating point operations of `calibrate` on `count` sequences of `length` tokens: two exact passes, the second
+    with gradients, which cost two passes more."""
+    return 4 * forward_work(model.config, count * length)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:

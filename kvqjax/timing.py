@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["alternating_seconds", "copy_rate", "machine", "median_seconds", "memory"]
+__all__ = ["alternating_seconds", "copy_rate", "machine", "median_seconds", "memory", "product_rate"]
 
 
 def alternating_seconds(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
@@ -42,6 +42,17 @@ def copy_rate(size: int, repeats: int = 10, inner: int = 8) -> float:
 
     x = jnp.zeros((max(1, size // 4),), jnp.uint32)
     return 2 * x.nbytes * inner / median_seconds(lambda: copies(x), repeats)
+
+
+def product_rate(size: int = 1024, repeats: int = 3, inner: int = 4) -> float:
+    """Floating point operations per second of a chain of `inner` float32 matrix products [size, size]."""
+
+    @jax.jit
+    def chain(x):
+        return jax.lax.fori_loop(0, inner, lambda _, x: x @ x, x)
+
+    x = jnp.zeros((size, size), jnp.float32)
+    return 2 * size**3 * inner / median_seconds(lambda: chain(x), repeats)
 
 
 def memory() -> int | None:

@@ -1,6 +1,7 @@
 """The command line: what works prints what it says, what is wrong gives one line and exit code 2."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -193,4 +194,5 @@ def test_calibrate_says_what_it_will_do_and_gives_json(call, tmp_path):
     assert (made["artifact"], made["model"]) == (str(tmp_path / "a"), "recall")
     assert made["about"]["sequences"] == 2
     assert err.startswith("calibrating kivi:bits=2,centre=mean for recall: 2 sequences of 64 tokens of synthetic; ")
+    assert re.search(r"; at least about \d+ s on this device, ", err)
     assert kvq.load_artifact(tmp_path / "a").about == made["about"]

@@ -1,15 +1,20 @@
 """`kvqjax eval`: one table for several caches, JSON with its stamp, files and pictures."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
+import jax
 import pytest
 from test_cli import run
 
 import kvqjax as kvq
+from kvqjax.calibrate.work import forward_work
 from kvqjax.cli.compare import artifact_folder, halves, kept_path
 from kvqjax.eval import measure_perplexity
 from kvqjax.eval.plots import PLOTS, draw, series
+from kvqjax.planner import parameter_shapes
 
 ROWS = {
     "ppl": [{"cache": "exact", "mode": "m", "windows": "w", "bits_stored": 16.0, "kld": 0.0, "context": 32768}],
@@ -215,4 +220,15 @@ def test_a_short_text_is_refused_before_anything_is_said(call, tmp_path, command
 def test_an_evaluation_says_what_it_will_do(call):
     words = ["-m", "recall", "-c", "exact", "-c", "kivi", "--task", "kv", "--length", "64", "--samples", "1"]
     code, _, err = call("eval", "retrieval", *words)
-    assert (code, err) == (0, "retrieval of recall through exact, then kivi:bits=2\n")
+    assert code == 0
+    about = "retrieval of recall through exact, then kivi:bits=2: 64 tokens each; "
+    assert re.fullmatch(about + r"at least about \d+ s on this device, .*\n", err)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pass_multiplies_with_every_weight_but_a_looked_up_embedding(tied):
+    config = dataclasses.replace(kvq.load("recall").config, tied_embeddings=tied)
+    sizes = {name: part for name, part in parameter_shapes(config).items() if name != "head"}
+    assert ("head" in parameter_shapes(config)) != tied
+    # The head, a matrix of the embedding's size, multiplies in both; the embedding of an untied model does not.
+    assert forward_work(config, 3) == 6 * sum(leaf.size for leaf in jax.tree.leaves(sizes))

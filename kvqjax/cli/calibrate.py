@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvqjax.cli.common import Dtype, Json, ModelName, Seed, Weights, methods_of, number, open_model
-from kvqjax.cli.progress import announce, progress_bar
+from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.eval.corpora import read_text
@@ -49,9 +49,9 @@ def calibrate(
                 length=length,
                 state=state,
                 advance=lambda done, total: update(done / total),
-                announce=lambda what: announce(
-                    f"calibrating {method} for {model}: {what} of {data}; a time is given after the "
-                    "first steps; if this is stopped, the same command goes on"
+                announce=lambda what, work: announce(
+                    f"calibrating {method} for {model}: {what} of {data}; {at_least(work)}; if this is stopped, "
+                    "the same command goes on"
                 ),
             )
         artifact.about["data"] = source

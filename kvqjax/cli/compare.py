@@ -107,4 +107,4 @@ def compare(
     def evaluate(model, method, bar):
         return [perplexity(model, ids, method, batch=batch, context=context, progress=bar(str(method)), **fixed)]
 
-    return Job(context, evaluate, {"data": about}, ready)
+    return Job(context, evaluate, {"data": about}, min(tokens or len(ids), len(ids)), ready)

@@ -71,7 +71,8 @@ def ppl(
                 update = bar(f"{method} {kind} {size or ''}")
                 yield perplexity(model, ids, method, mode=kind, chunk=size, progress=update, **fixed)
 
-    return Job(context, evaluate, about)
+    read = min(tokens or len(ids), len(ids)) * len(mode) * max(1, len(chunk))
+    return Job(context, evaluate, about, read)
 
 
 @_command("recall")
@@ -98,7 +99,7 @@ def retrieval(
     def evaluate(model, method, bar):
         return [run(model, method, length=size, progress=bar(f"{method} {size}"), **fixed) for size in length]
 
-    return Job(max(length), evaluate, {"data": about})
+    return Job(max(length), evaluate, {"data": about}, sum(length) * samples)
 
 
 @_command("demo")
@@ -123,7 +124,7 @@ def drift(
     def evaluate(model, method, bar):
         return [run(model, ids, method, progress=bar(str(method)), **fixed)]
 
-    return Job(window, evaluate, about)
+    return Job(window, evaluate, about, min(tokens, len(ids)))
 
 
 def _tasks_rows(model, method, bar, loaded_tasks, fixed) -> list[dict[str, Any]]:
@@ -157,7 +158,8 @@ def tasks(
     ready = [load_task(name, Options(folder, limit, samples, seed, count)) for name in chosen(task)]
     fixed = {"limit": limit, "chunk": chunk, "batch": batch}
     about = {"data": {one.name: fingerprint(one) for one in ready}, "limit": limit}
-    return Job(limit, lambda model, method, bar: _tasks_rows(model, method, bar, ready, fixed), about)
+    read = sum(min(limit, count(sample.prompt)) for one in ready for sample in one.samples)
+    return Job(limit, lambda model, method, bar: _tasks_rows(model, method, bar, ready, fixed), about, read)
 
 
 @_command("demo")
@@ -187,4 +189,4 @@ def harness(
         update(1.0)
         return [row | sizes for row in rows]
 
-    return Job(length, evaluate, {"data": {"name": "lm-evaluation-harness"}, "tasks": task})
+    return Job(length, evaluate, {"data": {"name": "lm-evaluation-harness"}, "tasks": task}, 0)

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["announce", "duration", "progress_bar", "reporter"]
+from kvqjax.timing import product_rate
+
+__all__ = ["announce", "at_least", "duration", "progress_bar", "reporter"]
 
 _ERRORS = Console(stderr=True)
 FIRST, EVERY = 10.0, 60.0  # seconds until the first line without a terminal, and between the others
@@ -24,6 +26,11 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def at_least(work: float) -> str:
+    """How long `work` floating point operations take at least: at the rate at which this device multiplies matrices."""
+    return f"at least about {duration(work / product_rate())} on this device, a better figure follows the first steps"
 
 
 def reporter(label: str, say: Callable[[str], None] = announce) -> Callable[[float], None]:

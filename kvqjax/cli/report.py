@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from kvqjax.calibrate.work import forward_work
 from kvqjax.cli.common import (
     Artifacts,
     Caches,
@@ -21,7 +22,7 @@ from kvqjax.cli.common import (
     open_model,
     require_room,
 )
-from kvqjax.cli.progress import announce, progress_bar
+from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
 from kvqjax.eval.plots import check_picture, draw
@@ -42,12 +43,14 @@ def _given(model: Model, methods: list[Method], folders: list[Path], bar: Bar) -
 
 class Job(NamedTuple):
     """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar)`
-    gives the cache's rows, `about` is added to the report's stamp, and `ready(model, methods, artifacts, bar)` pairs
+    gives the cache's rows and passes about `tokens` tokens through it (0: not known), `about` is added to the report's
+    stamp, and `ready(model, methods, artifacts, bar)` pairs
     every method with a model that holds its constants."""
 
     capacity: int
     evaluate: Callable[[Model, Method, Bar], Iterable[dict[str, Any]]]
     about: dict[str, Any]
+    tokens: int
     ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _given
 
 
@@ -75,6 +78,14 @@ def _write(path: Path, report: dict[str, Any]) -> None:
         part.unlink(missing_ok=True)
 
 
+def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Method]) -> str:
+    """What is about to be done, and how long it takes at least where that is known."""
+    what = f"{name} of {model} through {', then '.join(map(str, methods))}"
+    if not tokens:
+        return what
+    return f"{what}: {tokens} tokens each; {at_least(len(methods) * forward_work(loaded.config, tokens))}"
+
+
 def _evaluate(
     name: str, prepare, own: dict, model: str, cache, artifact, seed, dtype, weights, out, plot, as_json
 ) -> None:
@@ -89,7 +100,7 @@ def _evaluate(
             pairs = job.ready(loaded, methods, artifact, bar)
             for ready, method in pairs:
                 require_room(ready, method, 1, job.capacity)
-            announce(f"{name} of {model} through {', then '.join(map(str, methods))}")
+            announce(_plan(name, model, job.tokens, loaded, methods))
             for ready, method in pairs:
                 rows += job.evaluate(ready, method, bar)
                 roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
