@@ -41,8 +41,9 @@ from kvqjax.methods import (
     xquant,
     xquant_cl,
 )
-from kvqjax.model import Model, load, shard
+from kvqjax.model import Model, load
 from kvqjax.persist import load_cache, save_cache
+from kvqjax.sharding import shard
 from kvqjax.speculation import speculate
 from kvqjax.version import __version__
 

@@ -22,7 +22,7 @@ from kvqjax.methods import Method
 from kvqjax.model import Model
 from kvqjax.planner import ALONE, parameter_shapes
 from kvqjax.sampling import make_sampling
-from kvqjax.sharding import MeshSize, Rules, cache_layout, rules_for
+from kvqjax.sharding import MeshSize, Rules, rules_for
 
 __all__ = ["Compiled", "abstract_model", "compile_decode", "decode_arguments", "layout_for", "lower_decode"]
 
@@ -70,7 +70,7 @@ def _placed(tree, mesh, specs):
 
 def decode_arguments(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str = "cpu"):
     """What `decode_steps` takes, as shapes on the mesh of `rules`."""
-    layout = cache_layout(rules, layout_for(config, method, context, chip), batch)
+    layout = rules.cache_layout(layout_for(config, method, context, chip), batch)
     model = abstract_model(config, layout)
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))
 

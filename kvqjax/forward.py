@@ -37,7 +37,7 @@ from kvqjax.model import Model, compute_dtype
 from kvqjax.options import named_options
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
-from kvqjax.sharding import Rules, cache_layout, over_mesh
+from kvqjax.sharding import Rules, over_mesh
 
 __all__ = ["attend", "check_constants", "commit", "forward", "init_cache", "prefill"]
 
@@ -90,10 +90,9 @@ def init_cache(
         form=form or stored_form(target),
         target=target,
     )
-    layout = cache_layout(rules, layout, batch)
     if rules is None:
         return allocate_cache(layout, batch)
-    return _allocator(layout, batch, rules)()
+    return _allocator(rules.cache_layout(layout, batch), batch, rules)()
 
 
 @functools.lru_cache(maxsize=64)

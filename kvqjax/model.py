@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,17 @@ from kvqjax.decoder import Params, is_unrolled, unrolled
 from kvqjax.errors import UserError
 from kvqjax.hf_config import read_config
 from kvqjax.hf_sampling import read_sampling
-from kvqjax.methods import MethodLike
 from kvqjax.options import named_options
-from kvqjax.sharding import MeshSize, Rules, rules_for
 from kvqjax.weight_codes import CodedWeight
 from kvqjax.weights import ShardingRule, fingerprint, load_params
 
-__all__ = ["BUNDLED", "Model", "compute_dtype", "load", "locate", "shard"]
+__all__ = ["BUNDLED", "CODED_WEIGHTS", "Model", "Placement", "compute_dtype", "load", "locate"]
 
 BUNDLED = ("demo", "recall")
 
 _ASSETS = Path(__file__).parent / "assets"
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_WEIGHTS = {"int8": 8, "int4": 4}
+CODED_WEIGHTS = {"int8": 8, "int4": 4}
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # Mistral's second copy of the weights, folders of other formats
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -50,12 +48,19 @@ def _tokenizer(folder: str):
     return tokenizer
 
 
+@runtime_checkable
+class Placement(Protocol):
+    """What `load` needs of the rules of a mesh (kvqjax/sharding.py): where a parameter lies, by its name."""
+
+    def placement(self, name: str) -> NamedSharding: ...
+
+
 class Model(struct.PyTreeNode):
     """Pytree of the weights (names in kvqjax/decoder.py) and a method's calibrated constants; the rest is static.
 
     The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/weights.py); `folder` is
     where its tokenizer lies. Both are empty for a model that was not loaded from a folder. `rules` say how it and its
-    caches lie on a mesh of devices; None: on one.
+    caches lie on a mesh of devices (kvqjax/sharding.py); None: on one.
     """
 
     params: Params
@@ -63,7 +68,7 @@ class Model(struct.PyTreeNode):
     config: ModelConfig = struct.field(pytree_node=False, kw_only=True)
     fingerprint: str = struct.field(pytree_node=False, default="")
     folder: str = struct.field(pytree_node=False, default="")
-    rules: Rules | None = struct.field(pytree_node=False, default=None)
+    rules: Any = struct.field(pytree_node=False, default=None)
 
     def __repr__(self) -> str:
         config, leaves = self.config, [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")]
@@ -164,25 +169,12 @@ def compute_dtype(dtype: Any) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, model: int = 1) -> Model:
-    """The model placed on a mesh of data * seq * model devices for caches of `method`: see kvqjax/sharding.py. Large
-    models are better loaded in place: `load(name, sharding=rules_for(...))`."""
-    rules = rules_for(whole.config, method, MeshSize(data=data, seq=seq, model=model))
-    if whole.weights in _WEIGHTS:
-        raise UserError(f"weights {whole.weights!r} cannot be split over a mesh")
-    params = jax.tree.map(
-        lambda spec, x: jax.device_put(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
-    )
-    constants = jax.device_put(whole.constants, rules.everywhere)
-    return whole.replace(params=params, constants=constants, rules=rules)
-
-
 @named_options
 def load(
     name: str | Path,
     *,
     dtype: DTypeLike | None = None,
-    sharding: ShardingRule | Rules | None = None,
+    sharding: ShardingRule | Placement | None = None,
     weights: str | None = None,
     layers: str | None = None,
 ) -> Model:
@@ -201,17 +193,15 @@ def load(
     layers = layers or ("unroll" if jax.default_backend() == "gpu" else "scan")
     if layers not in ("scan", "unroll"):
         raise UserError(f"layers={layers!r}; known: scan, unroll")
-    if weights is not None and weights not in _WEIGHTS:
-        raise UserError(f"weights {weights!r} is unknown; known: {', '.join(_WEIGHTS)}")
+    if weights is not None and weights not in CODED_WEIGHTS:
+        raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
     folder = locate(name)
     config = read_config(folder)
-    if isinstance(sharding, Rules):
-        rules, place = sharding, sharding.placement
-    else:
-        rules, place = None, sharding
+    rules = sharding if isinstance(sharding, Placement) else None
+    place = sharding.placement if isinstance(sharding, Placement) else sharding
     if rules and weights:
         raise UserError(f"weights {weights!r} cannot be split over a mesh")
-    params = load_params(folder, config, compute, place, _WEIGHTS[weights] if weights else None)
+    params = load_params(folder, config, compute, place, CODED_WEIGHTS[weights] if weights else None)
     if layers == "unroll":
         params = unrolled(params)
     about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}

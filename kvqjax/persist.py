@@ -22,7 +22,6 @@ from kvqjax.errors import UserError
 from kvqjax.methods import spelled_out
 from kvqjax.model import Model
 from kvqjax.pallas_kernels.packed import target_of
-from kvqjax.sharding import cache_layout
 
 __all__ = ["load_cache", "save_cache"]
 
@@ -132,7 +131,9 @@ def load_cache(path: str | os.PathLike, model: Model | KVShape, *, constants=Non
         if text.get(field) != value:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
     stored, rules = _layout(path, text, model), None if isinstance(model, KVShape) else model.rules
-    layout = cache_layout(rules, dataclasses.replace(stored, dealt=1), text["batch"])
+    layout = dataclasses.replace(stored, dealt=1)
+    if rules is not None:
+        layout = rules.cache_layout(layout, text["batch"])
     shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
     _check(path, shape)
     places = None if rules is None else rules.places(target)

@@ -17,7 +17,7 @@ from kvqjax.cache.state import CacheLayout, allocate_cache, plan
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import init_params
 from kvqjax.methods import MethodLike, parse
-from kvqjax.sharding import MeshSize, cache_layout, rules_for
+from kvqjax.sharding import MeshSize, rules_for
 
 __all__ = ["DEVICES", "Device", "Plan", "headroom", "largest", "parameter_shapes", "plan_memory", "step_bounds"]
 
@@ -107,7 +107,7 @@ def plan_memory(
     rules = rules_for(config, method, mesh, devices=())
     rows = -(-batch // mesh.data)
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=context, dtype=dtype)
-    layout = cache_layout(rules, layout, rows * mesh.data)
+    layout = rules.cache_layout(layout, rows * mesh.data)
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
     weights = parameter_shapes(config, dtype)
     return Plan(

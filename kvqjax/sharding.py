@@ -29,8 +29,9 @@ from kvqjax.config import KVShape, ModelConfig
 from kvqjax.decoder import is_unrolled
 from kvqjax.errors import UserError
 from kvqjax.methods import MethodLike, parse
+from kvqjax.model import CODED_WEIGHTS, Model
 
-__all__ = ["MeshSize", "Rules", "cache_layout", "over_mesh", "rules_for", "shares_heads"]
+__all__ = ["MeshSize", "Rules", "over_mesh", "rules_for", "shard", "shares_heads"]
 
 Axes = tuple[str, ...]
 
@@ -174,24 +175,21 @@ class Rules:
         heads = self.width if self.size(self.width) > 1 else ()
         return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads)
 
+    def cache_layout(self, layout: CacheLayout, batch: int) -> CacheLayout:
+        """The layout of a cache of `batch` rows that is dealt as these rules say. Raises UserError when the method
+        mixes what they split, or they cannot share out the rows."""
+        if layout.method.keep is not None and self.mesh.size > 1:
+            raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
+        if batch % self.size(self.batch):
+            raise UserError(f"{batch} rows cannot be split over {self.size(self.batch)} devices")
+        if not shares_heads(layout, self.size(self.kv_heads)):
+            raise UserError(f"{layout.method} mixes KV heads, and this model is split for a method that does not")
+        return dataclasses.replace(layout, dealt=self.size(self.sequence))
+
 
 def _share(shape: KVShape, parts: int) -> KVShape:
     """The shape of one of `parts` devices that share out the heads."""
     return dataclasses.replace(shape, num_heads=shape.num_heads // parts, num_kv_heads=shape.num_kv_heads // parts)
-
-
-def cache_layout(rules: Rules | None, layout: CacheLayout, batch: int) -> CacheLayout:
-    """The layout of a cache of `batch` rows that is dealt as the rules say. Raises UserError when the method mixes what
-    they split, or they cannot share out the rows."""
-    if rules is None:
-        return layout
-    if layout.method.keep is not None and rules.mesh.size > 1:
-        raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
-    if batch % rules.size(rules.batch):
-        raise UserError(f"{batch} rows cannot be split over {rules.size(rules.batch)} devices")
-    if not shares_heads(layout, rules.size(rules.kv_heads)):
-        raise UserError(f"{layout.method} mixes KV heads, and this model is split for a method that does not")
-    return dataclasses.replace(layout, dealt=rules.size(rules.sequence))
 
 
 def shares_heads(layout: CacheLayout, parts: int) -> bool:
@@ -286,3 +284,16 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
     return jax.shard_map(
         local, mesh=rules.mesh, in_specs=(placed, specs["cache"], *given), out_specs=results, check_vma=False
     )(model, cache, *arguments)
+
+
+def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, model: int = 1) -> Model:
+    """The model placed on a mesh of data * seq * model devices for caches of `method`: see `rules_for`. Large
+    models are better loaded in place: `load(name, sharding=rules_for(...))`."""
+    rules = rules_for(whole.config, method, MeshSize(data=data, seq=seq, model=model))
+    if whole.weights in CODED_WEIGHTS:
+        raise UserError(f"weights {whole.weights!r} cannot be split over a mesh")
+    params = jax.tree.map(
+        lambda spec, x: jax.device_put(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
+    )
+    constants = jax.device_put(whole.constants, rules.everywhere)
+    return whole.replace(params=params, constants=constants, rules=rules)

@@ -14,7 +14,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, plan
 from kvqjax.methods import Keep
-from kvqjax.sharding import Rules, cache_layout
+from kvqjax.sharding import Rules
 
 attend = jax.jit(kvq.attend, static_argnames=("within", "last"))
 commit = jax.jit(kvq.commit)
@@ -178,7 +178,7 @@ def test_a_mesh_is_refused():
         shape=tiny().config.kv_shape, method=kvq.parse("kivi:keep=h2o:64"), capacity=CAPACITY, dtype="float32"
     )
     with pytest.raises(kvq.UserError, match="on one device only"):
-        cache_layout(rules, layout, 2)
+        rules.cache_layout(layout, 2)
 
 
 def test_heavy_hitters_through_a_chain_of_predictors():
