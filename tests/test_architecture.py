@@ -85,12 +85,11 @@ def test_wrong_shape_refused_in_kvqjax(installed):
 
 @pytest.mark.smoke
 def test_wrong_shape_refused_in_pallas_kernels(installed):
-    from kvqjax.pallas_kernels.commvq_scores import commuted_scores
+    from kvqjax.pallas_kernels.commvq import decoding_matrix
 
-    q, codebook, codes = jnp.zeros((1, 2, 8)), jnp.zeros((1, 2, 4, 4)), jnp.zeros((1, 3, 8), jnp.int32)
-    positions, frequencies = jnp.zeros((1, 5), jnp.int32), jnp.zeros(4)
-    with pytest.raises(jaxtyping.TypeCheckError, match="positions"):
-        commuted_scores(q, codebook, codes, jnp.zeros((1, 3)), positions, frequencies, kv_heads=1)
+    assert decoding_matrix(jnp.zeros((2, 1, 4, 8))).shape == (8, 2 * 2 * 4)
+    with pytest.raises(jaxtyping.TypeCheckError, match="codebook"):
+        decoding_matrix(jnp.zeros((1, 4, 8)))
 
 
 @pytest.mark.smoke

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from scipy.linalg import hadamard as sylvester
 
 __all__ = ["hadamard", "has_hadamard", "transform"]
 
@@ -44,13 +45,6 @@ def has_hadamard(order: int) -> bool:
     return order > 0 and _split(order) is not None
 
 
-def _sylvester(power: int) -> np.ndarray:
-    matrix = np.ones((1, 1), np.int8)
-    for _ in range(power):
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
-
-
 def _paley(order: int) -> np.ndarray:
     prime = order - 1 if _paley_kind(order) == 1 else order // 2 - 1
     squares = {i * i % prime for i in range(1, prime)}
@@ -74,7 +68,7 @@ def _factors(order: int) -> list[np.ndarray]:
     base, power = parts
     factors = [_paley(base)] if base > 1 else []
     count = -(-power // FACTOR)  # as few factors as possible, sizes as equal as possible
-    return factors + [_sylvester((power + i) // count) for i in range(count)]
+    return factors + [sylvester(1 << (power + i) // count, np.int8) for i in range(count)]
 
 
 @functools.lru_cache(maxsize=32)
