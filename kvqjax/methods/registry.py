@@ -16,6 +16,7 @@ from kvqjax.methods.grammar import layer_numbers, read_json, read_text, write_la
 from kvqjax.methods.higgs_wiring import higgs
 from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant_wiring import kvquant
+from kvqjax.methods.plugins import Methods
 from kvqjax.methods.spec import Method, option_text
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
@@ -26,7 +27,7 @@ __all__ = ["METHODS", "MethodLike", "parse", "policy", "spelled_out", "to_dict"]
 Source = str | os.PathLike | Mapping[str, Any]
 MethodLike = Method | Source  # whatever `parse` takes: it stands at every door that wants a method
 
-METHODS: dict[str, Callable[..., Method]] = {
+OWN: dict[str, Callable[..., Method]] = {
     "exact": exact,
     "uniform": uniform,
     "kivi": kivi,
@@ -38,6 +39,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "xquant": xquant,
     "xquant_cl": xquant_cl,
 }
+METHODS = Methods(OWN)  # with those of other packages
 
 
 def _convert(value: Any, annotation, where: str) -> Any:

@@ -1,0 +1,213 @@
+"""Checks for codecs and methods of your own: what every cache of this library keeps to, on a small random model.
+
+    from kvqjax.testing import check_codec, check_method
+
+    check_codec(Fp4(group=32), width=64)
+    check_method(Method(name="fp4", layer=KeysAndValues(key=Fp4(), value=Fp4())))
+
+Each raises AssertionError with one line that names what does not hold, and returns the names of what does.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvqjax import decoder
+from kvqjax.accounting import ledger
+from kvqjax.cache import Cache, plan
+from kvqjax.cache.surgery import crop, evict, fork, gather, insert
+from kvqjax.codecs import Codec, CodecSpec
+from kvqjax.config import ModelConfig
+from kvqjax.errors import UserError
+from kvqjax.forward import forward, init_cache
+from kvqjax.methods import MethodLike, parse
+from kvqjax.model import Model
+from kvqjax.persist import load_cache, save_cache
+
+__all__ = ["check_codec", "check_method", "small_model"]
+
+ROWS, LENGTH, CAPACITY, PIECE = 2, 192, 256, 64
+SUMS = 2e-4  # float32 sums of a few hundred terms of size about 1 in another order, through two layers and the head
+
+
+def small_model(**changes) -> Model:
+    """A random Llama of 2 layers, width 128, 4 query and 2 KV heads of 32, 64 tokens, float32; fields of `ModelConfig`
+    may be changed."""
+    sizes = {"vocab_size": 64, "width": 128, "mlp_width": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    config = ModelConfig(**(sizes | {"head_dim": 32} | changes))
+    return Model(params=decoder.init_params(jax.random.key(0), config), config=config)
+
+
+def _vectors(tokens: int, width: int) -> Float[Array, "u W"]:
+    """Signed, some channels large or on an offset, now and then an outlier."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(tokens, width)) * np.exp(random.normal(size=width)) + 4 * random.normal(size=width)
+    x += 20 * (random.random((tokens, width)) < 0.003)
+    return jnp.asarray(x, jnp.float32)
+
+
+def _equal(ours, theirs) -> bool:
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+def check_codec(spec: CodecSpec, width: int, constants: dict[str, Array] | None = None) -> list[str]:
+    """Check the codec that `spec` builds for vectors of `width` channels; `constants` are what it declares in `needs`.
+    Returns the names of the checks. Raises AssertionError where one does not hold, UserError for missing constants."""
+    built: list[Codec] = []
+    jax.eval_shape(lambda: built.append(spec.build(width)))  # what it keeps from inside a trace must not be a tracer
+    codec, held = built[0], constants or {}
+    for name, shape in codec.needs.items():
+        if name not in held or held[name].shape != shape:
+            raise UserError(f"{spec}: constant {name!r} of shape {shape} is needed to check it")
+    encode, decode = (jax.jit(functools.partial(f, held)) for f in (codec.encode, codec.decode))
+    x = _vectors(4 * codec.unit, width)
+    tiles = [encode(part) for part in jnp.split(x, 4)]
+    assert _equal(tiles[0], encode(x[: codec.unit])), "encode: equal vectors give different words"
+    assert set(tiles[0]) == set(codec.fields), f"encode gives {sorted(tiles[0])}, the fields are {sorted(codec.fields)}"
+    single = [decode(tile) for tile in tiles]
+    assert single[0].shape == (codec.unit, width), f"decode gives {single[0].shape} of {(codec.unit, width)}"
+    both = decode(jax.tree.map(lambda *parts: jnp.stack(parts), *tiles))
+    assert _equal(both, jnp.stack(single)), "decode: tiles with an axis in front come back otherwise than one by one"
+    error = float(((both.reshape(x.shape) - x) ** 2).mean() / x.var(0).mean())
+    assert error < 1, f"decode: its error is {error:.3g} of the vectors' variance; their means alone would do better"
+    for name, value in {"zeros": 0.0, "equal numbers": 3.0, "large numbers": 6e4}.items():
+        back = decode(encode(jnp.full((codec.unit, width), value)))
+        assert bool(jnp.isfinite(back).all()), f"a tile of {name} comes back with numbers that are not finite"
+    return ["tracers", "determinism", "fields", "leading axes", "error", "finite"]
+
+
+class _Subject(NamedTuple):
+    """What is checked: a model with the method's constants, and two rows of LENGTH tokens of which the second holds
+    fewer."""
+
+    model: Model
+    method: Any
+    tokens: Array
+    counts: Array
+
+    def fill(self, rows=slice(None), size: int = PIECE, layers: str | None = None) -> tuple[Array, Cache]:
+        """Logits of each row's last token, and its cache, filled `size` tokens at a time."""
+        tokens, counts = self.tokens[rows], self.counts[rows]
+        cache, last = init_cache(self.model, self.method, len(tokens), CAPACITY, layers=layers), None
+        for start in range(0, LENGTH, size):
+            now = jnp.clip(counts - start, 0, size)
+            logits, cache = _forward(self.model, tokens[:, start : start + size], now, cache)
+            last = logits if last is None else jnp.where(now[:, None] > 0, logits, last)
+        return last, cache
+
+    def continued(self, cache: Cache) -> Array:
+        """Logits of one more token on every row."""
+        rows = cache.lengths.shape[0]
+        return _forward(self.model, jnp.full((rows, 1), 5), jnp.ones(rows, jnp.int32), cache)[0]
+
+
+_forward = jax.jit(functools.partial(forward, last=True))
+
+
+def _close(ours, theirs, what: str) -> None:
+    worst = float(jnp.abs(ours - theirs).max())
+    assert worst <= SUMS, f"{what}: logits differ by {worst:.3g}"
+
+
+def _encodes(subject: _Subject) -> None:
+    flushed = [int(f.max()) for run in subject.fill()[1].runs for f in run.flushed]
+    assert not flushed or max(flushed) > 0, f"no token of {LENGTH} is encoded; give a smaller window"
+
+
+def _rows(subject: _Subject) -> None:
+    together = subject.fill()[0]
+    for row in range(ROWS):
+        _close(together[row], subject.fill(slice(row, row + 1))[0][0], f"row {row} in a batch and alone")
+
+
+def _pieces(subject: _Subject) -> None:
+    whole, parts = subject.fill(size=LENGTH)[1], subject.fill(size=PIECE)[1]
+    for a, b in zip(whole.runs, parts.runs, strict=True):
+        assert _equal(a.flushed, b.flushed), "a prompt in pieces and at once has encoded other tokens"
+
+
+def _numbers(subject: _Subject) -> None:
+    last, cache = subject.fill()
+    assert bool(jnp.isfinite(last).all()), "logits are not finite"
+    assert not cache.nonfinite.any(), "a source is not finite"
+
+
+def _surgery(subject: _Subject) -> None:
+    """Rows that are moved, and rows beside one that is emptied, go on as before."""
+    cache = subject.fill()[1]
+    wanted = subject.continued(cache)
+    _close(subject.continued(gather(cache, jnp.asarray([1, 0])))[::-1], wanted, "gather")
+    _close(subject.continued(fork(cache)), wanted, "fork")
+    moved = insert(cache, 0, cache, 1)
+    _close(subject.continued(moved)[0], wanted[1], "insert")
+    emptied = evict(cache, jnp.asarray([True, False]))
+    assert int(emptied.lengths[0]) == 0, "evict: the row still has tokens"
+    _close(subject.continued(emptied)[1], wanted[1], "evict of the other row")
+    longer = _forward(subject.model, jnp.full((ROWS, 1), 7), jnp.ones(ROWS, jnp.int32), cache)[1]
+    if _equal([run.flushed for run in cache.runs], [run.flushed for run in longer.runs]):  # else a token became codes
+        _close(subject.continued(crop(longer, cache.lengths)), wanted, "crop")
+
+
+def _saved(subject: _Subject) -> None:
+    cache = subject.fill()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cache"
+        try:
+            parse(str(subject.method))
+        except UserError:
+            return  # only methods with a name that `parse` reads can be saved
+        save_cache(path, cache, subject.model)
+        assert _equal(load_cache(path, subject.model), cache), "a saved cache comes back otherwise"
+
+
+def _layers(subject: _Subject) -> None:
+    _close(subject.fill(layers="unroll")[0], subject.fill(layers="scan")[0], "layers as a list and as a stack")
+
+
+def _bytes(subject: _Subject) -> None:
+    cache = init_cache(subject.model, subject.method, ROWS, CAPACITY)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert ledger(cache).bytes == held, f"the ledger counts {ledger(cache).bytes} bytes, the arrays hold {held}"
+
+
+def _tracers(subject: _Subject) -> None:
+    """First, and with a capacity of its own: what is built inside a trace is kept, and used outside."""
+    make = functools.partial(init_cache, subject.model, subject.method, ROWS, CAPACITY + PIECE)
+    assert jax.tree.structure(jax.eval_shape(make)) == jax.tree.structure(make()), "a traced cache has another form"
+
+
+CHECKS: dict[str, Callable[[_Subject], None]] = {
+    "tracers": _tracers,
+    "encodes": _encodes,
+    "finite": _numbers,
+    "rows": _rows,
+    "pieces": _pieces,
+    "surgery": _surgery,
+    "saving": _saved,
+    "layers": _layers,
+    "bytes": _bytes,
+}
+
+
+def check_method(method: MethodLike, model: Model | None = None) -> list[str]:
+    """Check caches of `method` for `model`, by default `small_model()`; a calibrated method needs a model that holds
+    its constants. A prompt in pieces and at once, rows in a batch and alone, layers as a stack and as a list, gather,
+    fork, insert, evict, crop, saving, and the ledger against the arrays. Returns the names of the checks. Raises
+    AssertionError with one line where one does not hold."""
+    model, method = model or small_model(), parse(method)
+    missing = [name for run in plan(init_cache(model, method, 1, 1).layout) for name in run.wiring.wanted()]
+    if missing and not model.constants:
+        raise UserError(f"{method} is calibrated; give a model with its constants (Model.with_artifact)")
+    tokens = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, model.config.vocab_size)
+    subject = _Subject(model, method, tokens, jnp.asarray([LENGTH, LENGTH - 83]))
+    for check in CHECKS.values():
+        check(subject)
+    return [*CHECKS]
