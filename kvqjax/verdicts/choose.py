@@ -129,6 +129,11 @@ def _from_first(usable: bool) -> bool:
     return bool(broadcast_one_to_all(np.asarray(usable)))
 
 
+def _chip_of(held: jax.Array) -> str:
+    """The name of the chip that an array lies on."""
+    return next(iter(held.devices())).device_kind
+
+
 def _tracing() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
@@ -198,7 +203,7 @@ def choose(
     except UserError as error:
         _warn(f"no kernel is used: {error}")
         return dataclasses.replace(layout, kernels=Kernels("auto", (), "checked"))
-    chip = next(iter(held.devices())).device_kind
+    chip = _chip_of(held)
     if _tracing():
         usable = {one for one in tried if _known(folder, chip, one)}
     else:

@@ -29,6 +29,7 @@ from kvqjax.verdicts.examine import Attention, Speed
 
 __all__ = [
     "LENGTHS",
+    "SINKS",
     "Form",
     "Trial",
     "by_kernel",
@@ -153,10 +154,18 @@ def _sources(run: RunPlan, rows: int, tokens: int, dtype: str, random: np.random
     return found
 
 
-def make(form: Form, tokens: int, target: str, kernels: Kernels, stored: str = "planes", seed: int = 0) -> Trial:
+def make(
+    form: Form,
+    tokens: int,
+    target: str,
+    kernels: Kernels,
+    stored: str = "planes",
+    seed: int = 0,
+    dtype: str = "bfloat16",
+) -> Trial:
     """A cache whose bodies hold up to `tokens` tokens, in rows that are full, ragged, nearly empty and empty."""
     random = np.random.default_rng(seed)
-    layout = single_layer(form, SINKS + tokens, target, kernels, stored).layout
+    layout = dataclasses.replace(single_layer(form, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
     run = plan(layout)[0]
     clock = run.wiring.clocks[0]
     held = SINKS + tokens
