@@ -34,7 +34,9 @@ __all__ = [
     "Trial",
     "by_kernel",
     "by_plain_path",
+    "decoding",
     "forms",
+    "full",
     "make",
     "queries",
     "single_layer",
@@ -176,10 +178,10 @@ def make(
     return Trial(cache, _weights(form.shape, layout.dtype, random), constants)
 
 
-def full(trial: Trial, tokens: int) -> Trial:
-    """The trial's layer with bodies of `tokens` tokens, all taken and all zero: enough for a clock."""
+def full(trial: Trial, tokens: int, rows: int) -> Trial:
+    """The trial's layer with `rows` bodies of `tokens` tokens, all taken and all zero: enough for a clock."""
     layout = dataclasses.replace(trial.cache.layout, capacity=SINKS + tokens)
-    cache = allocate_cache(layout, trial.cache.batch)
+    cache = allocate_cache(layout, rows)
     run = plan(layout)[0]
     flushed = tuple(jnp.full((cache.batch,), run.slots // clock.unit, jnp.int32) for clock in run.wiring.clocks)
     held = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
@@ -243,9 +245,14 @@ def _chain(trial: Trial, q: jax.Array, *, inner: int) -> jax.Array:
     return jax.lax.fori_loop(0, inner, step, q)
 
 
+def decoding(trial: Trial, inner: int) -> Callable[[], jax.Array]:
+    """A call that attends `inner` times with one new token a row."""
+    shape = trial.cache.layout.shape
+    q = jnp.ones((trial.cache.batch, 1, shape.num_heads, shape.head_dim), jnp.bfloat16)
+    return functools.partial(_chain, trial, q, inner=inner)
+
+
 def speed(kernel: Trial, plain: Trial, tokens: int, *, rounds: int = 5, inner: int = 8) -> Speed:
     """Median milliseconds of a call with one new token, bodies of `tokens` tokens, both sides in turn."""
-    shape = plain.cache.layout.shape
-    q = jnp.ones((plain.cache.batch, 1, shape.num_heads, shape.head_dim), jnp.bfloat16)
-    sides = [functools.partial(_chain, full(trial, tokens), q, inner=inner) for trial in (kernel, plain)]
+    sides = [decoding(full(trial, tokens, plain.cache.batch), inner) for trial in (kernel, plain)]
     return Speed(*(1e3 * statistics.median(spent) / inner for spent in alternating_seconds(sides, rounds)))
