@@ -274,7 +274,7 @@ def test_bench_says_what_ran(capsys, monkeypatch):
     options = "bench --cache kivi:bits=2 --context 64 --steps 1 --repeats 1 --kernels off --json"
     code, out, _ = run(capsys, monkeypatch, *options.split())
     assert code == 0
-    rows = json.loads(out)["rows"]
+    rows = json.loads(out)
     assert [row["kernels"] for row in rows] == ["kernels off: plain path"] * 2
 
 
