@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax.cache import CacheLayout
 from kvqjax.errors import UserError
 from kvqjax.eval.through import through
-from kvqjax.forward import init_cache
+from kvqjax.forward import empty_cache, planned_layout
 from kvqjax.generation import generate
-from kvqjax.methods import Method, MethodLike, parse
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model import Model
 from kvqjax.prompt_ids import bucket
 
@@ -34,9 +35,9 @@ except ImportError as error:
 __all__ = ["CacheLM", "run_harness", "score_rows"]
 
 
-@functools.partial(jax.jit, static_argnames=("method", "chunk"))
+@functools.partial(jax.jit, static_argnames=("layout", "chunk"))
 def score_rows(
-    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], method: Method, chunk: int
+    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], layout: CacheLayout, chunk: int
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
     """Log-probability (nats) of the token after each position of each row, and whether it is the likeliest. N is T
     rounded up to whole chunks; entries from position `counts[b] - 1` on mean nothing."""
@@ -46,7 +47,7 @@ def score_rows(
         found = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
         return found, log_p.argmax(-1) == targets
 
-    cache = init_cache(model, method, *tokens.shape)
+    cache = empty_cache(model, layout, len(tokens))
     values, greedy = through((model,), (cache,), tokens, counts, chunk, score)
     flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(tokens.shape[0], -1)  # noqa: E731
     return flat(values), flat(greedy)
@@ -54,15 +55,24 @@ def score_rows(
 
 class CacheLM(TemplateLM):
     """The harness's view of a model and a cache. chunk: tokens that enter the cache at a time, in scoring and in
-    prompts; batch: rows at a time; max_length: longest text in tokens (default: the model's positions)."""
+    prompts; batch: rows at a time; max_length: longest text in tokens (default: the model's positions); kernels: as in
+    `init_cache`."""
 
     def __init__(
-        self, model: Model, method: MethodLike, *, chunk: int = 32, batch: int = 8, max_length: int | None = None
+        self,
+        model: Model,
+        method: MethodLike,
+        *,
+        chunk: int = 32,
+        batch: int = 8,
+        max_length: int | None = None,
+        kernels: str = "auto",
     ) -> None:
         super().__init__()
         if chunk < 1 or batch < 1:
             raise UserError(f"chunk={chunk} and batch={batch}; at least 1 is needed")
         self.model, self.method, self.chunk, self.batch = model, parse(method), chunk, batch
+        self.kernels = kernels
         self.max_length = max_length or model.config.max_position
         self.tokenizer = model.tokenizer
 
@@ -106,7 +116,8 @@ class CacheLM(TemplateLM):
                 ids = rows[number][0]
                 tokens[place, : len(ids)], counts[place] = ids, len(ids)
             chunk = min(self.chunk, tokens.shape[1])
-            scored = score_rows(self.model, jnp.asarray(tokens), jnp.asarray(counts), self.method, chunk)
+            layout = planned_layout(self.model, self.method, *tokens.shape, kernels=self.kernels)
+            scored = score_rows(self.model, jnp.asarray(tokens), jnp.asarray(counts), layout, chunk)
             values, greedy = (np.asarray(x) for x in scored)
             for place, number in enumerate(part):
                 ids, goal = rows[number]
@@ -133,6 +144,7 @@ class CacheLM(TemplateLM):
         texts: dict[int, str] = {}
         for key, members in groups.items():
             options, until, new = _generation(json.loads(key))
+            options |= {"kernels": self.kernels}
             room = self.max_length - new
             if room < 1:
                 raise UserError(f"{new} new tokens leave no room for a prompt within {self.max_length}")

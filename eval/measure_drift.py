@@ -9,7 +9,7 @@ import numpy as np
 
 from kvqjax.cache import plan
 from kvqjax.doors import check_model
-from kvqjax.eval.measure_perplexity import check_mode, score_windows
+from kvqjax.eval.measure_perplexity import cache_layouts, check_mode, score_windows
 from kvqjax.eval.scores import ROUNDING
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.windows import windows
@@ -43,6 +43,7 @@ def drift(
     window: int = 512,
     tokens: int = 2048,
     bins: int = 8,
+    kernels: str = "auto",
     progress=lambda done: None,
 ) -> dict[str, Any]:
     """One row: mean KLD (nats) and negative log-likelihood in `bins` equal spans of steps of one long decode, over
@@ -52,9 +53,9 @@ def drift(
     method, name = parse(method), check_mode("loop", chunk, window)
     pieces = windows(ids, window, tokens)
     plain = model.replace(constants=())
-    parts = []
+    layouts, parts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels), []
     for number, piece in enumerate(pieces):
-        got = score_windows(model, plain, jnp.asarray(piece[None]), method, chunk, 0)
+        got = score_windows(model, plain, jnp.asarray(piece[None]), layouts, chunk, 0)
         parts.append(np.stack([np.asarray(got.kld), np.asarray(got.nll), np.asarray(got.tokens)]))
         progress((number + 1) / len(pieces))
     total = np.sum(parts, axis=0)

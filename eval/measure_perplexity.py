@@ -17,17 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax.cache import CacheLayout
 from kvqjax.doors import check_model
 from kvqjax.errors import UserError
 from kvqjax.eval.scores import negative_log_likelihood, token_scores
 from kvqjax.eval.stamp import CONTEXT, bytes_of
 from kvqjax.eval.through import through
 from kvqjax.eval.windows import style, windows
-from kvqjax.forward import init_cache, prefill
+from kvqjax.forward import empty_cache, planned_layout, prefill
 from kvqjax.methods import Method, MethodLike, exact, parse
 from kvqjax.model import Model
 
-__all__ = ["Sums", "check_mode", "perplexity", "score_chunk", "score_windows"]
+__all__ = ["Sums", "cache_layouts", "check_mode", "perplexity", "score_chunk", "score_windows"]
 
 
 class Sums(NamedTuple):
@@ -54,22 +55,21 @@ def score_chunk(
     return Sums(total(scores.nll), total(exact_nll), total(scores.kld), total(scores.agree), weight.sum())
 
 
-@functools.partial(jax.jit, static_argnames=("method", "chunk", "exact_prefix", "scored_from"))
+@functools.partial(jax.jit, static_argnames=("layouts", "chunk", "exact_prefix", "scored_from"))
 def score_windows(
     model: Model,
     reference: Model,
     batch: Int[Array, "B T"],
-    method: Method,
+    layouts: tuple[CacheLayout, CacheLayout],
     chunk: int,
     exact_prefix: int,
     scored_from: int = 0,
 ) -> Sums:
     """Sums over a batch of windows, one entry per chunk. The first `exact_prefix` tokens are prefilled exactly;
     predictions made there or at positions before `scored_from` are not scored. `reference` is the model without the
-    method's constants: the exact cache takes none."""
-    rows, length = batch.shape
-    models = model, reference
-    caches = (init_cache(model, method, rows, length), init_cache(reference, exact(), rows, length))
+    method's constants: the exact cache takes none. `layouts` are those of both caches (`cache_layouts`)."""
+    rows, models = len(batch), (model, reference)
+    caches = tuple(empty_cache(m, layout, rows) for m, layout in zip(models, layouts, strict=True))
     if exact_prefix:
         start = jnp.full((rows,), exact_prefix, jnp.int32)
         caches = tuple(prefill(m, batch[:, :exact_prefix], start, c)[1] for m, c in zip(models, caches, strict=True))
@@ -77,6 +77,15 @@ def score_windows(
     counts = jnp.full((rows,), rest.shape[1], jnp.int32)
     score = lambda logits, targets, valid: score_chunk(logits[0], logits[1], targets, valid)  # noqa: E731
     return through(models, caches, rest, counts, chunk, score, max(0, scored_from - exact_prefix))
+
+
+def cache_layouts(
+    model: Model, reference: Model, method: Method, rows: int, length: int, kernels: str
+) -> tuple[CacheLayout, CacheLayout]:
+    """Of the cache of `method`, and of the exact one beside it, on which nothing is forced."""
+    beside = "off" if kernels == "off" else "auto"
+    own = planned_layout(model, method, rows, length, kernels=kernels)
+    return own, planned_layout(reference, exact(), rows, length, kernels=beside)
 
 
 def check_mode(mode: str, chunk: int, window: int) -> str:
@@ -100,10 +109,12 @@ def perplexity(
     tokens: int = 8192,
     batch: int = 4,
     context: int = CONTEXT,
+    kernels: str = "auto",
     progress=lambda done: None,
 ) -> dict[str, Any]:
     """One row of the report. ids: token ids of the text, about `tokens` of which are used (0: all). cut: how it is cut
-    into windows (kvqjax/eval/windows.py); chunk and window (tokens) override that style's. `progress(fraction)` is
+    into windows (kvqjax/eval/windows.py); chunk and window (tokens) override that style's. kernels: as in `init_cache`.
+    `progress(fraction)` is
     called as batches finish. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the
     share of positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for
     one row of `context` tokens: a window is so short that what stays exact would decide."""
@@ -117,7 +128,8 @@ def perplexity(
     plain, parts = model.replace(constants=()), []
     for start in range(0, len(pieces), batch):
         piece = jnp.asarray(pieces[start : start + batch])
-        got = score_windows(model, plain, piece, method, min(chunk, window), prefix, scored_from)
+        layouts = cache_layouts(model, plain, method, *piece.shape, kernels)
+        got = score_windows(model, plain, piece, layouts, min(chunk, window), prefix, scored_from)
         parts.append([float(part.sum()) for part in got])
         progress(min(1.0, (start + batch) / len(pieces)))
     nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)

@@ -81,11 +81,13 @@ def retrieval(
     batch: int = 8,
     bins: int = 4,
     hay: Sentences | None = None,
+    kernels: str = "auto",
     progress=lambda done: None,
 ) -> dict[str, Any]:
     """One row: the share of answers whose every token is right, over all samples and (`by_depth`) over `bins` equal
     spans of depth, the first place first. chunk=None: the prompt attends exactly; chunk=N: it passes through the cache
-    N tokens at a time. hay: the sentences between the needles, if not our own."""
+    N tokens at a time. hay: the sentences between the needles, if not our own. kernels:
+    as in `init_cache`."""
     check_model(model)
     method = parse(method)
     prompts, answers = problems(model, task, length, samples, seed, hay)
@@ -94,7 +96,8 @@ def retrieval(
         part = prompts[start : start + batch]
         goals = answers[start : start + batch]
         most = max(len(goal) for goal in goals)
-        made = generate(model, part, method, max_new_tokens=most, capacity=capacity, chunk=chunk, eos_ids=()).tokens
+        options = {"max_new_tokens": most, "capacity": capacity, "chunk": chunk, "kernels": kernels}
+        made = generate(model, part, method, eos_ids=(), **options).tokens
         right += [tokens[: len(goal)] == goal for tokens, goal in zip(made, goals, strict=True)]
         progress(min(1.0, (start + batch) / samples))
     return {

@@ -39,7 +39,7 @@ class Ledger:
     padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the
     compute dtype; `layer_flops` the operations that every layer spends on rematerialising one cached token's keys and
     values at every decode step, and `carry` the bytes that flow between layers during one, beside the
-    cache."""
+    cache; `kernels` says what reads the bodies."""
 
     entries: tuple[Entry, ...]
     batch: int
@@ -49,6 +49,7 @@ class Ledger:
     bits_exact: int
     layer_flops: tuple[int, ...]
     carry: int
+    kernels: str
 
     @property
     def bytes(self) -> int:
@@ -81,7 +82,7 @@ class Ledger:
         rows = [dataclasses.asdict(entry) for entry in self.entries]
         summary = {"bytes": self.bytes, "bytes_exact": self.exact_bytes, "bits_method": self.bits_method}
         summary |= {"flops_per_cached_token": self.flops, "flops_by_layer": self.layer_flops}
-        summary |= {"bytes_carry": self.carry}
+        summary |= {"bytes_carry": self.carry, "kernels": self.kernels}
         summary |= {"bits_stored": self.bits_stored, "roles": self.by_role(), "batch": self.batch}
         return summary | {"capacity": self.capacity, "tiled": sum(e.tiled for e in self.entries), "entries": rows}
 
@@ -147,4 +148,5 @@ def ledger(cache: Cache) -> Ledger:
         bits_exact=8 * jax.numpy.dtype(layout.dtype).itemsize,
         layer_flops=flops_by_layer(layout.method, layout.shape),
         carry=_carry_bytes(runs, cache.lengths.shape[0], layout.dtype),
+        kernels=layout.kernels.text(layout.target),
     )

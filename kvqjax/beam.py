@@ -132,6 +132,7 @@ def beam_search(
     max_new_tokens: int = 64,
     length_penalty: float = 1.0,
     eos_ids: Sequence[int] | None = None,
+    kernels: str = "auto",
 ) -> Beams:
     """The `beams` best continuations of each prompt (a string or a list of ids) through a cache of `method`.
 
@@ -147,7 +148,7 @@ def beam_search(
     for row, prompt in zip(tokens, ids, strict=True):
         row[: len(prompt)] = prompt
     capacity = -(-(tokens.shape[1] + max_new_tokens) // 256) * 256
-    cache = init_cache(model, method, len(ids), capacity)
+    cache = init_cache(model, method, len(ids), capacity, kernels=kernels)
     logits, cache = _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
     eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
     penalty = jnp.float32(length_penalty)

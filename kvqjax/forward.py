@@ -35,11 +35,13 @@ from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.methods.advice import bias_advice
 from kvqjax.model import Model, compute_dtype
 from kvqjax.options import named_options
+from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.prompt import chosen_tokens, exact_layer
 from kvqjax.sharding import Rules, over_mesh
+from kvqjax.verdicts.choose import choose, over_devices
 
-__all__ = ["attend", "check_constants", "commit", "forward", "init_cache", "prefill"]
+__all__ = ["attend", "check_constants", "commit", "empty_cache", "forward", "init_cache", "planned_layout", "prefill"]
 
 CHUNK = 512  # prompt tokens per step of an exact prefill
 
@@ -57,6 +59,7 @@ def init_cache(
     layers: str | None = None,
     form: str | None = None,
     target: str | None = None,
+    kernels: str | Kernels = "auto",
 ) -> Cache:
     """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape.
 
@@ -65,17 +68,49 @@ def init_cache(
     kvqjax/decoder.py); by default as the model's weights are stored, for a shape as stacks. `form` is how bodies are
     stored: as "planes" of words or head by head ("heads", kvqjax/head_major.py), by default as the target reads them
     best. `target` names the chip that programs on this cache are for; by default the one that holds the model's
-    weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights). Warns where
-    the model's key bias makes this method useless."""
+    weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights). `kernels` is
+    "auto" (those that this chip checked and found faster; for a chip that is not here the table's word), "off", or the
+    name of those to force: "pallas", "splash", "cudnn". Warns where the model's key bias makes this method useless."""
     check_counts(batch=batch, capacity=capacity)
-    method = parse(method)
+    options = {"dtype": dtype, "layers": layers, "form": form, "target": target, "kernels": kernels}
+    return empty_cache(model, planned_layout(model, parse(method), batch, capacity, **options), batch)
+
+
+def planned_layout(
+    model: Model | KVShape, method: Method, batch: int, capacity: int, *, kernels: str | Kernels = "auto", **options
+) -> CacheLayout:
+    """The layout of the cache that `init_cache` makes of these options. Outside jit this may check kernels; inside,
+    `empty_cache` makes the cache."""
+    layout, held, rules = _plain_layout(model, method, batch, capacity, **options)
+    shared = {} if rules is None else over_devices(rules, layout)
+    return choose(layout, kernels, held, form=options.get("form"), **shared)
+
+
+def empty_cache(model: Model | KVShape, layout: CacheLayout, batch: int) -> Cache:
+    """An empty cache of this layout, on the model's devices."""
+    rules = None if isinstance(model, KVShape) else model.rules
+    return allocate_cache(layout, batch) if rules is None else _allocator(layout, batch, rules)()
+
+
+def _plain_layout(
+    model: Model | KVShape,
+    method: Method,
+    batch: int,
+    capacity: int,
+    *,
+    dtype=None,
+    layers=None,
+    form=None,
+    target=None,
+) -> tuple[CacheLayout, Array, Rules | None]:
+    """The layout before kernels are chosen, an array that lies where the model does, and the mesh's rules."""
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))
         shape, rules, stored = model.alone, None, "scan"
     else:
         check_model(model)
         if advice := bias_advice(method, model.config):
-            warnings.warn(advice, stacklevel=3)
+            warnings.warn(advice, stacklevel=5)
         held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
         stored = "unroll" if decoder.is_unrolled(model.params) else "scan"
         if dtype is not None and compute_dtype(dtype) != held.dtype:
@@ -90,9 +125,7 @@ def init_cache(
         form=form or stored_form(target),
         target=target,
     )
-    if rules is None:
-        return allocate_cache(layout, batch)
-    return _allocator(rules.cache_layout(layout, batch), batch, rules)()
+    return layout if rules is None else rules.cache_layout(layout, batch), held, rules
 
 
 @functools.lru_cache(maxsize=64)

@@ -196,6 +196,7 @@ def stream(
     max_new_tokens: int = 64,
     capacity: int | None = None,
     chunk: int | None = None,
+    kernels: str = "auto",
     chat: bool = False,
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
@@ -213,7 +214,7 @@ def stream(
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     parameters = _shared(model, make_sampling(**options, repetition_penalty=repetition_penalty))
     eos = _shared(model, np.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), np.int32).reshape(-1))
-    cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity))
+    cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity), kernels=kernels)
     state = _start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos)
     while True:
         require_finite(state.cache)
@@ -255,6 +256,7 @@ def generate(
     max_new_tokens: int = 64,
     capacity: int | None = None,
     chunk: int | None = None,
+    kernels: str = "auto",
     chat: bool = False,
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
@@ -271,8 +273,8 @@ def generate(
     prompts: a string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
     capacity: tokens per row; default: what is needed. stop: strings that end a row; eos_ids: tokens that do (default:
     the model's). chunk=None prefills exactly, as the papers do; chunk=N feeds the prompt through the cache N tokens at
-    a time. stride: tokens between looks at the text. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
-    repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request only:
+    a time. kernels: as in `init_cache`. stride: tokens between looks at the text. temperature 0 is greedy; top_k 0,
+    top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request only:
     `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not fit,
     and for options that do not exist."""
     made = stream(
@@ -282,6 +284,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         capacity=capacity,
         chunk=chunk,
+        kernels=kernels,
         chat=chat,
         stop=stop,
         eos_ids=eos_ids,

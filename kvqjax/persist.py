@@ -21,7 +21,9 @@ from kvqjax.decoder import is_unrolled
 from kvqjax.errors import UserError
 from kvqjax.methods import spelled_out
 from kvqjax.model import Model
+from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.verdicts.choose import choose, over_devices
 
 __all__ = ["load_cache", "save_cache"]
 
@@ -114,12 +116,15 @@ def _check(path: Path, shape: Cache) -> None:
             raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
 
 
-def load_cache(path: str | os.PathLike, model: Model | KVShape, *, constants=None) -> Cache:
+def load_cache(
+    path: str | os.PathLike, model: Model | KVShape, *, constants=None, kernels: str | Kernels = "auto"
+) -> Cache:
     """Read a cache that `model` filled, or a model of this KVShape, on whatever chip or mesh it then was: it comes back
     as `init_cache` would lay it out for `model`, dealt over its devices. On as many devices along the sequence as
     before, every shard is read straight into its own. `constants` are an artifact's, by default those of the model; a
-    KVShape has none. Raises UserError when the folder is missing or damaged, or was written for another model, other
-    constants or another compute dtype, naming the field."""
+    KVShape has none. `kernels` as in `init_cache`: what another chip found when the cache was made does not count.
+    Raises UserError when the folder is missing or damaged, or was written for another model, other constants or another
+    compute dtype, naming the field."""
     path = Path(path)
     text = read_description(path, "cache")
     wanted = _about(model, constants, text["format"])
@@ -148,4 +153,9 @@ def load_cache(path: str | os.PathLike, model: Model | KVShape, *, constants=Non
         cache = dealt_anew(cache, layout)
     cache = jax.tree.map(jnp.asarray, cache) if places is None else jax.device_put(cache, places)
     unrolled = not isinstance(model, KVShape) and is_unrolled(model.params)
-    return convert(cache, layers="unroll" if unrolled else "scan", form=stored_form(layout.target))
+    wanted = dataclasses.replace(
+        layout, layers="unroll" if unrolled else "scan", form=stored_form(layout.target), kernels=BY_TABLE
+    )
+    held = jnp.zeros(()) if isinstance(model, KVShape) else model.params["embed"]
+    wanted = choose(wanted, kernels, held, **({} if rules is None else over_devices(rules, wanted)))
+    return convert(cache, layers=wanted.layers, form=wanted.form).replace(layout=wanted)

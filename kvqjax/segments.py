@@ -212,7 +212,8 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, genera
         start = jnp.zeros_like(stop)
     else:
         start = run.deal.share(jnp.maximum(tokens.positions - run.sliding + 1 - view.sinks, 0))
-    return packed_attention(q, body, view.layer, start, run.deal.share(stop), packed.spec, general)
+    stop = run.deal.share(stop)
+    return packed_attention(q, body, view.layer, start, stop, packed.spec, general, packed.trusted)
 
 
 def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: Direct) -> Partial:

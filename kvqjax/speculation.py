@@ -146,8 +146,8 @@ def _rounds(
 _prefill = jax.jit(prefill, donate_argnames="cache")
 
 
-def _begin(model: Model, method: MethodLike, tokens, counts, capacity: int):
-    cache = init_cache(model, method, len(counts), capacity)
+def _begin(model: Model, method: MethodLike, tokens, counts, capacity: int, kernels: str):
+    cache = init_cache(model, method, len(counts), capacity, kernels=kernels)
     return _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
 
 
@@ -163,6 +163,7 @@ def speculate(
     drafter: Model | None = None,
     drafter_method: MethodLike = "exact",
     eos_ids: Sequence[int] | None = None,
+    kernels: str = "auto",
 ) -> Speculated:
     """Continue prompts (strings or lists of ids) greedily, `draft` tokens drafted per call of the model: by looking
     up the row's last `ngram` tokens in what it holds, or by a second model of the same vocabulary with a cache of its
@@ -181,10 +182,11 @@ def speculate(
     known = np.zeros((len(ids), capacity), np.int32)
     for row, prompt in zip(known, ids, strict=True):
         row[: len(prompt)] = prompt
-    logits, cache = _begin(model, method, known[:, :width], counts, capacity)
+    logits, cache = _begin(model, method, known[:, :width], counts, capacity, kernels)
     small = None
     if drafter is not None:
-        small = _begin(drafter, drafter_method, known[:, :width], counts, capacity)[1]
+        own = "off" if kernels == "off" else "auto"  # what is forced is forced on the model's cache
+        small = _begin(drafter, drafter_method, known[:, :width], counts, capacity, own)[1]
     eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
     state = _first(_state(cache, small, known, counts, max_new_tokens), logits, eos)
     state = _rounds(model, drafter, state, eos, draft=draft, ngram=ngram)

@@ -102,12 +102,14 @@ def at_once(spec: Spec, group: int, length: int = 1) -> int:
     return -(-group // number) if number <= MOST_CALLS else 0
 
 
-def path(spec: Spec, group: int, slots: int, length: int = 1) -> str:
+def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = False) -> str:
     """ "tpu", "gpu" or "reference": what computes a call with `length` new tokens and `group` query heads of a KV head
     on a body of `slots` tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once
-    its results were seen to be right (`support`)."""
+    its results were seen to be right: by the table (`support`), or `trusted`, because this chip checked them or the
+    user forces them."""
     kernel, row = "gpu" if spec.target.startswith("sm") else "tpu", row_of(spec)
-    if row not in ROWS or lookup(row, spec.target) not in ("fast", "correct") or not at_once(spec, group, length):
+    enough = ("fast", "correct", "compiled") if trusted else ("fast", "correct")
+    if row not in ROWS or lookup(row, spec.target) not in enough or not at_once(spec, group, length):
         return "reference"
     if kernel == "tpu" and slots % 256:  # what the widest product takes
         return "reference"
@@ -138,11 +140,12 @@ def packed_attention(
     stop: Int[Array, "B T"],
     spec: Spec,
     general: Callable[[], Partial] | None = None,
+    trusted: bool = False,
 ) -> Partial:
     """As `reference.packed_attention`, for every form of a body; kernels round the queries to bfloat16. `general()`
-    computes the same where the form is not `plain`."""
+    computes the same where the form is not `plain`; `trusted` as in `path`."""
     length, group = q.shape[1], q.shape[2] // spec.kv_heads
-    chosen = path(spec, group, body.slots, length)
+    chosen = path(spec, group, body.slots, length, trusted)
     if isinstance(spec, PackedSpec) and spec.plain:
         plain: Callable[..., Partial] = functools.partial(reference.packed_attention, spec=spec)
     elif general is None:

@@ -64,7 +64,9 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
         scratch_types=scratch,
         grid=lead,
         grid_names=("row", "head", "split"),
-        # Every reuse of shared memory is ordered by a commit in the kernel itself.
+        # No automatic barriers: every write of shared memory that other threads read, and every reading that a copy or
+        # a write may follow, ends with a `commit_smem` in the kernel itself. The simulator in tests/gpu_simulator.py
+        # refuses a reading or an overwriting without one. Automatic ones would be several times as many.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

@@ -115,7 +115,7 @@ def _kernel(limits, data: Operands, memory: Memory, results, plan: Plan):
 
     queries = gpu_parts.load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
     put_transposed(memory.held.raw.at[0], queries)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # the queries are written: products read all threads' parts
     limits = gpu_parts.load_limits(bounds, row, (TILE, plan.rows))
 
     def step(tile, state):
@@ -134,7 +134,7 @@ def _fold(memory: Memory, plan: Plan, fetch, ends, limits, state: State) -> Stat
     slot = gpu_parts.row_index(score.shape) + plan.first_token(tile)
     seen = gpu_parts.visible(slot, limits) & (slot >= tile * TILE)  # an earlier tile has counted what is before
     score = jnp.where(seen, score, gpu_parts.NEVER)
-    plgpu.commit_smem()  # the keys are read
+    plgpu.commit_smem()  # all threads have read the keys, which the next copy overwrites
     pl.when(tile + 1 < end)(lambda: fetch("keys", tile + 1))
 
     def write_weights(peak):
@@ -143,11 +143,11 @@ def _fold(memory: Memory, plan: Plan, fetch, ends, limits, state: State) -> Stat
         return weight, jnp.zeros_like(weight)
 
     def weigh():
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # the weights are written: products read all threads' parts
         plgpu.barrier_wait(memory.values_here)
         channels = (pl.ds(first, CHANNELS) for first in range(0, plan.dim, CHANNELS))
         sums = tuple(product((held.value.at[:, x].transpose((1, 0)), held.weights)) for x in channels)
-        plgpu.commit_smem()  # the values are read
+        plgpu.commit_smem()  # all threads have read values and weights, which are overwritten next
         pl.when(tile + 1 < end)(lambda: fetch("values", tile + 1))
         return sums
 

@@ -79,7 +79,7 @@ def kernel(limits, data: Operands, held: Memory, results, plan):
 
     queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
     _keys(plan).start(data, held.keys, plan, where, queries, held.shared_here)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # products read what `start` wrote, all threads' parts of it
     limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
 
     def step(number, state):
@@ -105,9 +105,9 @@ def _fold(data: Operands, held: Memory, plan, fetch, quad: Quad, end, queries, l
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(held.keys_here))
     _keys(plan).prepare(keys, plan, quad, queries)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # the queries with their scales are written: products read all threads' parts
     scores = _masked(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
-    plgpu.commit_smem()  # all threads have read the keys
+    plgpu.commit_smem()  # all threads have read the keys, which the next copy overwrites
     pl.when(more_to_come)(lambda: fetch[0](quad.tile + 1))
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(held.values_here))
@@ -116,9 +116,9 @@ def _fold(data: Operands, held: Memory, plan, fetch, quad: Quad, end, queries, l
         return gpu_values.write_weights(values, plan, quad, scores, peak)
 
     def weigh():
-        plgpu.commit_smem()  # the weights are written
+        plgpu.commit_smem()  # the weights are written: products read all threads' parts
         sums = gpu_values.weigh(values, plan, quad, tables[1])
-        plgpu.commit_smem()  # the values are read
+        plgpu.commit_smem()  # all threads have read values and weights, which are overwritten next
         pl.when(more_to_come)(lambda: fetch[1](quad.tile + 1))
         return sums
 

@@ -4,9 +4,11 @@ fast:      as correct, and within its budget of bundles (`BUDGETS`, before RoPE 
 correct:   the kernel compiles for the chip without spills and copies, equals the reference in interpret mode, and its
            bundles are recorded (benchmarks/records); it is over its budget or has none.
 compiled:  the kernel compiles for the chip without spills and copies (benchmarks/records), and equals the reference
-           in an interpreter only with stand-ins for what it does in registers; it has not run on the chip. No program
-           uses it unasked: call `gpu.packed_attention` by name.
+           in an interpreter only with stand-ins for what it does in registers; it has not run on the chip.
 reference: blockwise jnp, compiled by XLA.
+
+On a chip that is there none is used unless that chip checked it (kvqjax.verdicts) or the user forces it; the levels
+decide for programs that are compiled ahead of time, where those of level compiled are not used.
 """
 
 from kvqjax.pallas_kernels.packed import TARGETS

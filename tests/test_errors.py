@@ -182,6 +182,10 @@ def held_twice(tmp_path, monkeypatch, recall):
         pass
 
 
+def with_kernels(word: str):
+    return lambda *_: kvq.init_cache(tiny(), "kivi:bits=2", 1, 256, kernels=word)
+
+
 def generating(prompts, **options):
     return lambda tmp_path, monkeypatch, recall: kvq.generate(recall, prompts, **options)
 
@@ -233,6 +237,9 @@ CASES = {
     "method that does not fit the model": cache_of("uniform:group=48"),
     "more layers than models have": cache_of("kivi_star:protected=1000000000"),
     "layer that does not exist": cache_of("exact;9=exact"),
+    "misspelt kernels": with_kernels("triton"),
+    "kernels that a chip has not": with_kernels("pallas"),
+    "kernels of another library": with_kernels("splash"),
     "misspelt option of a function": generating([[1]], max_tokens=3),
     "another library's option": generating([[1]], do_sample=True),
     "count that is none": generating([[1]], chunk=0),

@@ -69,13 +69,14 @@ def test_answers_are_the_same(ours, theirs, instance):
 
 def test_scores_come_through_the_cache():
     from kvqjax.eval.harness import score_rows
+    from kvqjax.forward import planned_layout
 
     model, ids, counts = tiny(), tokens(2, 96), jnp.asarray([96, 70])
     want = decoder.logits(model.params, ids, model.config)
     want = np.asarray(want - np.log(np.exp(want).sum(-1, keepdims=True)))[:, :-1]
     want = np.take_along_axis(want, np.asarray(ids)[:, 1:, None], -1)[..., 0]
-    method = kvq.kivi(bits=2, window=32)
-    parts = np.asarray(score_rows(model, ids, counts, method, 32)[0])
+    layout = planned_layout(model, kvq.kivi(bits=2, window=32), *ids.shape)
+    parts = np.asarray(score_rows(model, ids, counts, layout, 32)[0])
     for row, count in enumerate((95, 69)):
         np.testing.assert_allclose(parts[row, :64], want[row, :64], rtol=1e-4)  # nothing has left the window yet
         assert np.abs(parts[row, 64:count] - want[row, 64:count]).max() > 1e-2

@@ -55,7 +55,7 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     model, cache = filled(method)
     plain, calls = logits(model, cache), []
 
-    def kernel(q, body, layer, start, stop, spec, general):
+    def kernel(q, body, layer, start, stop, spec, general, trusted):
         calls.append(spec.rope == rope(10000.0, 128))
         return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 

@@ -179,7 +179,7 @@ def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
 
     plain, calls = logits(for_tpu), []
 
-    def kernel(q, body, layer, start, stop, spec, general):
+    def kernel(q, body, layer, start, stop, spec, general, trusted):
         calls.append(spec.target)
         return tpu_higgs.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 

@@ -88,6 +88,7 @@ def run_task(
     limit: int,
     chunk: int | None = None,
     batch: int = 4,
+    kernels: str = "auto",
     progress=lambda done: None,
 ) -> dict[str, Any]:
     """One row; `score` is the mean over samples, 0 to 100. chunk as in kvqjax.eval.measure_retrieval."""
@@ -97,6 +98,7 @@ def run_task(
     prompts, cut, chat = prepare(model, task, limit)
     capacity = bucket(max(len(prompt) for prompt in prompts)) + task.new
     options = {"max_new_tokens": task.new, "capacity": capacity, "chunk": chunk, "stop": task.stop}
+    options["kernels"] = kernels
     scores: list[float] = []
     for start in range(0, len(prompts), batch):
         texts = generate(model, prompts[start : start + batch], method, **options).text

@@ -24,7 +24,9 @@ from kvqjax.errors import UserError
 from kvqjax.layout import PLANE, Stored, allocate, block_tokens
 from kvqjax.methods.keep import Keep
 from kvqjax.methods.spec import Method
-from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.methods.wiring import Clock, Packed, Wiring
+from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
+from kvqjax.pallas_kernels.dispatch import row_of
 
 __all__ = ["Cache", "CacheLayout", "Run", "RunPlan", "allocate_cache", "body_tokens", "chains", "check_alive", "plan"]
 
@@ -37,8 +39,9 @@ class CacheLayout:
     """Everything static about a cache: the model's shape, method, most tokens per row, the dtype of sinks and window,
     whether layers that cache alike are one stack ("scan") or each is stored by itself ("unroll"), whether a body that
     can be is stored head by head ("heads", kvqjax/head_major.py) or as planes of words ("planes"), the chip whose
-    kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), and over how many devices (mesh axes, inside
-    `shard_map`) the body's blocks are dealt. `heads_over` are, inside `shard_map`, the axes that share out heads."""
+    kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), which `kernels` may, and over how many devices (mesh
+    axes, inside `shard_map`) the body's blocks are dealt. `heads_over` are, inside `shard_map`, the axes that share out
+    heads."""
 
     shape: KVShape
     method: Method
@@ -47,6 +50,7 @@ class CacheLayout:
     layers: str = "scan"
     form: str = "planes"
     target: str = "cpu"
+    kernels: Kernels = BY_TABLE
     dealt: int = 1
     dealt_over: tuple[str, ...] = ()
     heads_over: tuple[str, ...] = ()
@@ -132,7 +136,8 @@ class Cache(struct.PyTreeNode):
 
     def __repr__(self) -> str:
         layout = self.layout
-        head = f"Cache({layout.method}, {layout.dtype}, capacity {layout.capacity}): {arrays_text(self)}"
+        chosen = layout.kernels.text(layout.target)
+        head = f"Cache({layout.method}, {layout.dtype}, capacity {layout.capacity}): {arrays_text(self)}; {chosen}"
         parts = [{"body": r.body, "sinks": r.sinks, "window": r.window} for r in self.runs]
         lines = [run_text(p.first, p.count, part) for p, part in zip(plan(layout), parts, strict=False)]
         return "\n  ".join([head, *lines])
@@ -169,6 +174,14 @@ def _in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
     return wiring._replace(codecs=codecs, packed=None)
 
 
+def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
+    """The form with the layout's word on its kernel: a body for "cpu" has none."""
+    rows = layout.kernels.rows
+    allowed = rows is None or row_of(packed.spec) in rows
+    spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
+    return packed._replace(spec=spec, trusted=rows is not None)
+
+
 def _check_clocks(wiring: Wiring, name: str) -> None:
     for clock in wiring.clocks:
         if clock.window < 0:
@@ -201,8 +214,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     try:
         wiring = _in_form(_resolve(spec.build(shape), layout.dtype), layout.form, shape)
         if wiring.packed is not None:
-            spec = dataclasses.replace(wiring.packed.spec, target=layout.target)
-            wiring = wiring._replace(packed=wiring.packed._replace(spec=spec))
+            wiring = wiring._replace(packed=_with_kernels(wiring.packed, layout))
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     _check_clocks(wiring, str(layout.method))

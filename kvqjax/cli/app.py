@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli import bench, calibrate, compare, demo, info, plan, run
+from kvqjax.cli import bench, calibrate, compare, demo, doctor, info, plan, run
 from kvqjax.version import __version__
 
 __all__ = ["app"]
@@ -50,3 +50,4 @@ app.command()(bench.bench)
 app.command()(info.methods)
 app.command()(info.inspect)
 app.command()(plan.plan)
+app.command()(doctor.doctor)

@@ -15,6 +15,7 @@ from kvqjax.cli.common import (
     Caches,
     Dtype,
     Json,
+    Kernels,
     ModelName,
     Weights,
     calibrated,
@@ -25,7 +26,7 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.forward import commit, forward, init_cache
+from kvqjax.forward import commit, forward, init_cache, planned_layout
 from kvqjax.methods import Method, exact
 from kvqjax.model import Model
 from kvqjax.timing import machine, median_seconds
@@ -63,11 +64,18 @@ def _steps(model: Model, cache: Cache, *, steps: int) -> tuple[jax.Array, Cache]
 
 
 def decoding(
-    model: Model, method: Method, context: int, batch: int, steps: int, calls: int, progress=lambda done: None
+    model: Model,
+    method: Method,
+    context: int,
+    batch: int,
+    steps: int,
+    calls: int,
+    progress=lambda done: None,
+    kernels: str = "auto",
 ) -> tuple[int, Callable[[], jax.Array]]:
     """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls.
     `progress(fraction)` is told as the cache fills."""
-    cache = init_cache(model, method, batch, context + CHUNK + steps * calls)
+    cache = init_cache(model, method, batch, context + CHUNK + steps * calls, kernels=kernels)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     for start in range(0, context, CHUNK):
         cache = jax.block_until_ready(_fill(model, cache, jax.random.key(start // CHUNK)))
@@ -82,10 +90,17 @@ def decoding(
 
 
 def step_milliseconds(
-    model: Model, method: Method, context: int, batch: int, steps: int, repeats: int, progress=lambda done: None
+    model: Model,
+    method: Method,
+    context: int,
+    batch: int,
+    steps: int,
+    repeats: int,
+    progress=lambda done: None,
+    kernels: str = "auto",
 ) -> tuple[int, float]:
     """Bytes of the cache, and the median milliseconds of a decode step once it holds `context` tokens a row."""
-    size, run = decoding(model, method, context, batch, steps, repeats + 1, progress)
+    size, run = decoding(model, method, context, batch, steps, repeats + 1, progress, kernels)
     return size, 1e3 * median_seconds(run, repeats) / steps
 
 
@@ -97,6 +112,7 @@ def bench(
     steps: Annotated[int, number(most=MOST_ROWS, help="decode steps per timing")] = 16,
     repeats: Annotated[int, number(most=MOST_ROWS, help="timings; the median is shown")] = 5,
     artifact: Artifacts = [],  # noqa: B006
+    kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
     as_json: Json = False,
@@ -110,10 +126,15 @@ def bench(
     held = f"{batch} row{'s' * (batch > 1)} of {context} tokens"
     announce(f"{repeats + 1} x {steps} decode steps, {held}, through {', then '.join(str(m) for _, m in pairs)}")
     for ready, method in pairs:
+        # What is forced is forced on the caches that were asked for, not on the exact one beside them.
+        own = kernels if first or kernels == "off" else "auto"
+        chosen = planned_layout(ready, method, batch, context, kernels=own)
         with progress_bar() as bar:
-            size, spent = step_milliseconds(ready, method, context, batch, steps, repeats, bar(f"filling {method}"))
+            filling = bar(f"filling {method}")
+            size, spent = step_milliseconds(ready, method, context, batch, steps, repeats, filling, own)
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
+        row["kernels"] = chosen.kernels.text(chosen.target)
         rows.append(row | {"ms_per_step": spent, "speed_against_exact": first / spent})
     here = machine()
     title = f"decode on {here['device']}, {model}, {loaded.params['embed'].dtype}"

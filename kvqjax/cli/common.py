@@ -28,6 +28,7 @@ __all__ = [
     "Caches",
     "Dtype",
     "Json",
+    "Kernels",
     "Mesh",
     "ModelName",
     "Seed",
@@ -56,6 +57,7 @@ Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrice
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
 Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="of everything that is drawn")]
+Kernels = Annotated[str, typer.Option("--kernels", help="auto, off, pallas, splash or cudnn: what reads the cache")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 

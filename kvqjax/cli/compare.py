@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvqjax.cli.report import Job, add_command
 from kvqjax.errors import UserError
 from kvqjax.eval.corpora import read_text
 from kvqjax.eval.stamp import CONTEXT, digest
+from kvqjax.folders import user_folder
 from kvqjax.methods import Method
 from kvqjax.model import Model
 from kvqjax.version import __version__
@@ -29,9 +29,8 @@ LEARNT = 64 * 1024  # words of our own text that are enough for every method's r
 
 
 def artifact_folder() -> Path:
-    """Where calibrations are kept from one run to the next: below XDG_CACHE_HOME, or ~/.cache."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / "kvqjax" / "artifacts"
+    """Where calibrations are kept from one run to the next."""
+    return user_folder("artifacts")
 
 
 def halves(text: str) -> tuple[str, str]:
@@ -104,7 +103,8 @@ def compare(
             calibrate_once(path, model, method, learnt, sequences, bar(f"calibrating {method}"))
         return calibrated(model, methods, [*folders, *made])
 
-    def evaluate(model, method, bar):
-        return [perplexity(model, ids, method, batch=batch, context=context, progress=bar(str(method)), **fixed)]
+    def evaluate(model, method, bar, kernels):
+        given = fixed | {"batch": batch, "context": context, "kernels": kernels}
+        return [perplexity(model, ids, method, progress=bar(str(method)), **given)]
 
     return Job(context, evaluate, {"data": about}, min(tokens or len(ids), len(ids)), ready)

@@ -65,11 +65,11 @@ def ppl(
     cut(ids, length, tokens)  # says now if the text is too short
     fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch, "context": context}
 
-    def evaluate(model, method, bar):
+    def evaluate(model, method, bar, kernels):
         for kind in mode:
             for size in chunk or [None]:
                 update = bar(f"{method} {kind} {size or ''}")
-                yield perplexity(model, ids, method, mode=kind, chunk=size, progress=update, **fixed)
+                yield perplexity(model, ids, method, mode=kind, chunk=size, kernels=kernels, progress=update, **fixed)
 
     read = min(tokens or len(ids), len(ids)) * len(mode) * max(1, len(chunk))
     return Job(context, evaluate, about, read)
@@ -96,8 +96,9 @@ def retrieval(
     generator(task, hay)  # says now if there is none
     fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths, "hay": hay}
 
-    def evaluate(model, method, bar):
-        return [run(model, method, length=size, progress=bar(f"{method} {size}"), **fixed) for size in length]
+    def evaluate(model, method, bar, kernels):
+        given = fixed | {"kernels": kernels}
+        return [run(model, method, length=size, progress=bar(f"{method} {size}"), **given) for size in length]
 
     return Job(max(length), evaluate, {"data": about}, sum(length) * samples)
 
@@ -121,8 +122,8 @@ def drift(
     windows(ids, window, tokens)  # says now if the text is too short
     fixed = {"chunk": chunk, "window": window, "tokens": tokens, "bins": bins}
 
-    def evaluate(model, method, bar):
-        return [run(model, ids, method, progress=bar(str(method)), **fixed)]
+    def evaluate(model, method, bar, kernels):
+        return [run(model, ids, method, kernels=kernels, progress=bar(str(method)), **fixed)]
 
     return Job(window, evaluate, about, min(tokens, len(ids)))
 
@@ -158,8 +159,12 @@ def tasks(
     ready = [load_task(name, Options(folder, limit, samples, seed, count)) for name in chosen(task)]
     fixed = {"limit": limit, "chunk": chunk, "batch": batch}
     about = {"data": {one.name: fingerprint(one) for one in ready}, "limit": limit}
+
+    def evaluate(model, method, bar, kernels):
+        return _tasks_rows(model, method, bar, ready, fixed | {"kernels": kernels})
+
     read = sum(min(limit, count(sample.prompt)) for one in ready for sample in one.samples)
-    return Job(limit, lambda model, method, bar: _tasks_rows(model, method, bar, ready, fixed), about, read)
+    return Job(limit, evaluate, about, read)
 
 
 @_command("demo")
@@ -183,9 +188,10 @@ def harness(
     length = limit or loaded.config.max_position
     options = {"shots": shots, "limit": samples, "seed": seed, "include": include}
 
-    def evaluate(model, method, bar):
+    def evaluate(model, method, bar, kernels):
         update, sizes = bar(str(method)), bytes_of(model, method, length)
-        rows = run_harness(CacheLM(model, method, chunk=chunk, batch=batch, max_length=length), task, **options)
+        given = {"chunk": chunk, "batch": batch, "max_length": length, "kernels": kernels}
+        rows = run_harness(CacheLM(model, method, **given), task, **options)
         update(1.0)
         return [row | sizes for row in rows]
 

@@ -41,6 +41,7 @@ WORDS = {
     "bytes_temporaries_compiled": "compiled: temporaries",
     "bytes_cache_copied": "compiled: cache copied",
     "compile_seconds": "seconds to compile",
+    "kernels": "compiled with",
 }
 
 
@@ -90,14 +91,15 @@ def _row(config, method: Method, context: int, batch: int, device: Device | None
 
 def _compiled(config, method, context: int, batch: int, chip: str, mesh: MeshSize) -> dict[str, Any]:
     """The compiler's account of the same decode loop, per device."""
-    from kvqjax.aot import compile_decode
+    from kvqjax.aot import compile_decode, layout_for
 
     found = plan_memory(config, method, context, batch, mesh)
     made = compile_decode(config, method, context, batch, chip, mesh)
     row: dict[str, Any] = {"bytes_arguments_compiled": made.arguments}
     row["compiled_to_planned"] = made.arguments / (found.weights + found.constants + found.cache)
     row |= {"bytes_temporaries_compiled": made.temporaries, "bytes_cache_copied": made.cache_copied}
-    return row | {"compile_seconds": made.seconds}
+    layout = layout_for(config, method, context, chip)
+    return row | {"compile_seconds": made.seconds, "kernels": layout.kernels.text(layout.target)}
 
 
 def plan(

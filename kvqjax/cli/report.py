@@ -14,6 +14,7 @@ from kvqjax.cli.common import (
     Caches,
     Dtype,
     Json,
+    Kernels,
     ModelName,
     Seed,
     Weights,
@@ -42,13 +43,13 @@ def _given(model: Model, methods: list[Method], folders: list[Path], bar: Bar) -
 
 
 class Job(NamedTuple):
-    """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar)`
-    gives the cache's rows and passes about `tokens` tokens through it (0: not known), `about` is added to the report's
-    stamp, and `ready(model, methods, artifacts, bar)` pairs
-    every method with a model that holds its constants."""
+    """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar,
+    kernels)` gives the cache's rows and passes about `tokens` tokens through it (0: not known), `about` is added to the
+    report's stamp, and `ready(model, methods, artifacts, bar)` pairs every method with a model that holds its
+    constants."""
 
     capacity: int
-    evaluate: Callable[[Model, Method, Bar], Iterable[dict[str, Any]]]
+    evaluate: Callable[[Model, Method, Bar, str], Iterable[dict[str, Any]]]
     about: dict[str, Any]
     tokens: int
     ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _given
@@ -58,6 +59,7 @@ def _options(
     cache: Caches,
     artifact: Artifacts = [],  # noqa: B006
     seed: Seed = 0,
+    kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
     out: Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")] = None,
@@ -87,7 +89,7 @@ def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Metho
 
 
 def _evaluate(
-    name: str, prepare, own: dict, model: str, cache, artifact, seed, dtype, weights, out, plot, as_json
+    name: str, prepare, own: dict, model: str, cache, artifact, seed, kernels, dtype, weights, out, plot, as_json
 ) -> None:
     """Every cache through one command: its rows as a table or JSON, as a file, as a picture; all with the stamp."""
     if plot is not None:
@@ -102,7 +104,7 @@ def _evaluate(
                 require_room(ready, method, 1, job.capacity)
             announce(_plan(name, model, job.tokens, loaded, methods))
             for ready, method in pairs:
-                rows += job.evaluate(ready, method, bar)
+                rows += job.evaluate(ready, method, bar, kernels)
                 roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
         about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
         show(rows, as_json, f"{name}, {model}", about)

@@ -13,6 +13,7 @@ from kvqjax.cli.common import (
     Artifacts,
     Dtype,
     Json,
+    Kernels,
     Mesh,
     ModelName,
     Seed,
@@ -108,6 +109,7 @@ def generate(
     stop: Annotated[list[str], typer.Option(help="end at this text; repeatable")] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
+    kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
     mesh: Mesh = "",
@@ -137,7 +139,7 @@ def generate(
     loaded = calibrated(open_model(model, dtype, weights, method, mesh), [method], artifact)[0][0]
     options: dict[str, Any] = draw | {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "seed": seed, "stop": tuple(stop),
-        "chat": chat,
+        "chat": chat, "kernels": kernels,
     }  # fmt: skip
     require_room(loaded, method, len(prompts), capacity or max_new_tokens)
     if show_stream:

@@ -90,10 +90,12 @@ class Packed(NamedTuple):
 
         body(weights, constants, stored, positions) -> PackedBody, LatentBody, HiggsBody or CommVQBody
 
-    from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]."""
+    from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]. `trusted`:
+    the chip itself checked the kernel, or the user forces it, so that the table of kernels is not asked."""
 
     spec: PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
     body: Callable
+    trusted: bool = False
 
 
 class Wiring(NamedTuple):

@@ -1,0 +1,65 @@
+"""The page of a run: a table a stage, and two pictures where matplotlib is there."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hardware.log import Log
+from kvqjax.cli.tables import cell
+
+__all__ = ["write_page"]
+
+TITLES = {
+    "doctor": "Kernels and plain paths",
+    "ceiling": "What this chip does at best",
+    "attention": "Attention of one decode step, one layer",
+    "steps": "Whole decode steps, random weights",
+    "prompts": "Exact prefill",
+    "million": "A very long context at 2 bits",
+}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [f"| {' | '.join(name.replace('_', ' ') for name in names)} |", f"|{'---|' * len(names)}"]
+    lines += [f"| {' | '.join(cell(name, row.get(name)).replace('|', '/') for name in names)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _picture(path: Path, rows: list[dict[str, Any]], label: str, value: str, title: str) -> None:
+    """One line for every `label` over the context, rows of one."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    alone = [row for row in rows if row["batch"] == 1]
+    for name in dict.fromkeys(row[label] for row in alone):
+        points = sorted((row["context"], row[value]) for row in alone if row[label] == name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=value, title=title)
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def write_page(folder: Path, log: Log, left: int) -> Path:
+    """Write `page.md` and its pictures into the folder, from what the log holds."""
+    parts = ["# Measured by `python -m benchmarks.hardware`", ", ".join(f"{k} {v}" for k, v in log.about.items())]
+    if left:
+        parts.append(f"{left} items are left; the same command goes on.")
+    for stage, title in TITLES.items():
+        if rows := log.rows(stage):
+            parts += [f"## {title}", _table(rows)]
+    plots = {"attention": ("way", "us"), "steps": ("cache", "ms")}
+    if importlib.util.find_spec("matplotlib") is not None:
+        for stage, (label, value) in plots.items():
+            if rows := log.rows(stage):
+                _picture(folder / f"{stage}.png", rows, label, value, TITLES[stage])
+                parts.append(f"![{TITLES[stage]}]({stage}.png)")
+    if problems := log.problems():
+        parts += ["## What did not run", *(f"- {item}: {line}" for item, line in problems)]
+    path = folder / "page.md"
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return path

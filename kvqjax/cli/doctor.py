@@ -1,0 +1,75 @@
+"""`kvqjax doctor`: whether this installation and this chip do what they should."""
+
+import json
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+
+from kvqjax.cli.common import Json
+from kvqjax.cli.progress import announce
+from kvqjax.cli.tables import show, size
+from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.verdicts import store, survey
+from kvqjax.verdicts.choose import verdict_folder
+from kvqjax.verdicts.install import Finding, Machine, findings, this_machine
+
+__all__ = ["doctor"]
+
+
+def _rows(machine: Machine, full: bool) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """A row for everything that can be checked here, and what was found on the way."""
+    target, told = target_of(jnp.zeros(())), []
+    if target == "cpu" and machine.platform != "cpu":
+        return [], [Finding(False, f"no kernels for {machine.devices[0]}; the plain path serves")]
+    if target == "cpu":
+        return list(survey.plain_rows(survey.ON_CPU if full else survey.FEW_ON_CPU)), []
+    shapes = survey.FULL if full else survey.SHAPES
+    tell = lambda line: told.append(Finding(False, line))  # noqa: E731
+    return list(survey.kernel_rows(target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell)), told
+
+
+def _is_sound(found: list[Finding], rows: list[dict[str, Any]]) -> bool:
+    return not any(one.bad for one in found) and all(row["verdict"] in ("sound", "faster", "slower") for row in rows)
+
+
+def _print(machine: Machine, found: list[Finding], rows: list[dict[str, Any]], sound: bool) -> None:
+    typer.echo(" ".join(f"{name} {number}" for name, number in machine.packages.items()))
+    held = "" if machine.memory is None else f", {size(machine.memory)} each"
+    typer.echo(f"{len(machine.devices)} x {machine.devices[0]} ({machine.platform}){held}")
+    if machine.driver:
+        typer.echo(f"NVIDIA driver {machine.driver}")
+    for one in found:
+        typer.echo(("wrong: " if one.bad else "note: ") + one.text)
+    if rows:
+        show(rows, False)
+    typer.echo(survey.unchecked(machine.platform))
+    typer.echo(f"verdicts: {verdict_folder()}")
+    typer.echo("all is sound" if sound else "something is wrong")
+
+
+def doctor(
+    full: Annotated[bool, typer.Option("--full", help="all shapes and methods; minutes")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="forget kept verdicts first and check anew")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check this installation and every kernel that concerns this chip; on a CPU, the plain paths against float64.
+
+    Ends with exit code 0 when all is sound and with 1 when something is wrong."""
+    if reset:
+        announce(f"{store.reset(verdict_folder())} files of verdicts deleted")
+    machine = this_machine()
+    announce(f"checking {machine.devices[0]}")
+    rows, told = _rows(machine, full)
+    found = [*findings(machine), *told]
+    sound = _is_sound(found, rows)
+    if as_json:
+        about = machine._asdict() | {"verdicts": str(verdict_folder())}
+        listed = [one._asdict() for one in found]
+        text = {"sound": sound, "machine": about, "findings": listed, "rows": rows}
+        typer.echo(json.dumps(text | {"unchecked": survey.unchecked(machine.platform)}, indent=1))
+    else:
+        _print(machine, found, rows, sound)
+    if not sound:
+        raise typer.Exit(1)

@@ -1,0 +1,87 @@
+"""One kernel against the plain path: the same results, the same at every call, and sooner. Pure but for the clock: both
+sides are functions, so that a test can hand in a kernel that is wrong, races, crashes or is slow."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from kvqjax.attention import Partial
+
+__all__ = ["MOST", "Speed", "examine", "worst_error"]
+
+MOST = 0.01  # relative error of a query's output, and of what its weights add up to
+REPEATS = 3
+
+Attention = Callable[[jax.Array], Partial]
+
+
+class Speed(NamedTuple):
+    """Milliseconds of a call."""
+
+    kernel: float
+    plain: float
+
+
+class Examined(NamedTuple):
+    """`outcome` as in `store.OUTCOMES`."""
+
+    outcome: str
+    error: float | None = None
+    speed: Speed | None = None
+    note: str = ""
+
+
+def worst_error(got: Partial, want: Partial) -> float:
+    """The largest relative error of a query: its output's, by norm, or that of the sum of its weights. Infinite where
+    something is not finite that should be, or a query that sees nothing gives something."""
+    out, lse, right, whole = (np.asarray(x, np.float64) for x in (*got, *want))
+    if out.shape != right.shape or lse.shape != whole.shape:
+        return float("inf")
+    empty = np.isneginf(whole)
+    if not np.isneginf(lse[empty]).all() or np.any(out[empty] != 0) or not np.isfinite(lse[~empty]).all():
+        return float("inf")
+    off = np.linalg.norm(out - right, axis=-1)[~empty]
+    size = np.linalg.norm(right, axis=-1)[~empty]
+    weights = np.abs(np.expm1(lse[~empty] - whole[~empty]))
+    errors = np.concatenate([off / np.maximum(size, np.finfo(np.float32).tiny), weights])
+    worst = float(errors.max(initial=0.0))
+    return worst if np.isfinite(worst) else float("inf")
+
+
+def _line(error: BaseException) -> str:
+    text = next(iter(str(error).splitlines()), "").strip()
+    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
+
+
+def _alike(one: Partial, other: Partial) -> bool:
+    return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+def examine(
+    kernel: Attention,
+    plain: Attention,
+    queries: Sequence[jax.Array],
+    timed: Callable[[], Speed],
+    *,
+    repeats: int = REPEATS,
+    most: float = MOST,
+) -> Examined:
+    """Compare `kernel` with `plain` on every array of queries, `repeats` times, and then by what `timed()` says. What
+    the kernel raises is a finding; what the plain path raises is raised, for it says nothing of the kernel."""
+    wanted = [jax.block_until_ready(plain(q)) for q in queries]
+    worst = 0.0
+    try:
+        for q, want in zip(queries, wanted, strict=True):
+            first = jax.block_until_ready(kernel(q))
+            worst = max(worst, worst_error(first, want))
+            if worst > most:
+                return Examined("wrong", worst, note=f"a query of {q.shape[1]} is off by {worst:.2%}")
+            for _ in range(repeats - 1):
+                if not _alike(first, jax.block_until_ready(kernel(q))):
+                    return Examined("wrong", worst, note="results differ from call to call")
+        speed = timed()
+    except Exception as error:  # a compiler or a chip may raise anything
+        return Examined("failed", None, note=_line(error))
+    return Examined("faster" if speed.kernel < speed.plain else "slower", worst, speed)

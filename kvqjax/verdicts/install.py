@@ -1,0 +1,147 @@
+"""What can be wrong with an installation before any kernel is: found by reading versions and files, not by guessing.
+
+Each finding is one line and says what to do. `findings` takes what it judges as arguments, so that every one of them
+can be provoked without such a machine.
+"""
+
+import glob
+import importlib.util
+import os
+import re
+import subprocess
+from importlib import metadata
+from typing import NamedTuple
+
+import jax
+import jaxlib
+
+from kvqjax.pallas_kernels.packed import KINDS
+from kvqjax.timing import memory
+from kvqjax.version import __version__
+
+__all__ = ["Finding", "Machine", "findings", "this_machine"]
+
+OLDEST_DRIVER = {"12": 525, "13": 580}  # major versions of the NVIDIA driver by that of CUDA (its release notes)
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+class Finding(NamedTuple):
+    """`bad` findings make `kvqjax doctor` end with exit code 1, others are remarks."""
+
+    bad: bool
+    text: str
+
+
+class Machine(NamedTuple):
+    """What is installed and plugged in. `packages` by name, those that are absent left out; `driver` the NVIDIA
+    driver's version, "" where there is none; `holders` the processes that hold a TPU's device files."""
+
+    packages: dict[str, str]
+    platform: str
+    devices: tuple[str, ...]
+    memory: int | None
+    nvidia: bool
+    tpu: bool
+    driver: str
+    x64: bool
+    holders: tuple[int, ...] = ()
+
+
+def _versions() -> dict[str, str]:
+    found = {"kvqjax": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    for name in (*PLUGINS, "libtpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _driver() -> str:
+    """The version of the NVIDIA driver that the kernel has loaded."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            found = re.search(r"(?:Kernel Module|for \w+)\s+(\d+\.\d+[\d.]*)", file.read())
+            return found[1] if found else ""
+    except OSError:
+        pass
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _holders() -> tuple[int, ...]:
+    """Other processes of ours that have a TPU's device file open."""
+    found = set()
+    for link in glob.glob("/proc/[0-9]*/fd/*"):
+        process = int(link.split("/")[2])
+        try:
+            if process != os.getpid() and re.match(r"/dev/(accel\d|vfio/\d)", os.readlink(link)):
+                found.add(process)
+        except OSError:
+            continue
+    return tuple(sorted(found))
+
+
+def this_machine() -> Machine:
+    """What JAX and the operating system say of this machine."""
+    devices = jax.local_devices()
+    tpu = bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))
+    return Machine(
+        packages=_versions(),
+        platform=devices[0].platform,
+        devices=tuple(device.device_kind for device in devices),
+        memory=memory(),
+        nvidia=bool(glob.glob("/dev/nvidia[0-9]*")),
+        tpu=tpu,
+        driver=_driver(),
+        x64=jax.config.jax_enable_x64,
+        holders=_holders() if tpu else (),
+    )
+
+
+def _gpu_findings(machine: Machine) -> list[Finding]:
+    found = []
+    plugins = [name for name in PLUGINS if name in machine.packages]
+    if machine.nvidia and not plugins:
+        found.append(Finding(True, "an NVIDIA GPU and no CUDA plugin: pip install 'jax[cuda13]'"))
+    for name in plugins:
+        if machine.packages[name] != machine.packages["jaxlib"]:
+            versions = f"{name} {machine.packages[name]} and jaxlib {machine.packages['jaxlib']}"
+            found.append(Finding(True, f"{versions} differ: pip install {name}=={machine.packages['jaxlib']}"))
+        cuda = name[len("jax-cuda") :].partition("-")[0]
+        major = machine.driver.partition(".")[0]
+        if major.isdigit() and int(major) < OLDEST_DRIVER[cuda]:
+            wanted = f"CUDA {cuda} wants {OLDEST_DRIVER[cuda]} or newer"
+            found.append(Finding(True, f"NVIDIA driver {machine.driver} is too old: {wanted}"))
+    if machine.nvidia and plugins and machine.platform == "cpu":
+        found.append(Finding(True, "an NVIDIA GPU and its plugin, but JAX runs on the CPU: see JAX_PLATFORMS"))
+    return found
+
+
+def _tpu_findings(machine: Machine) -> list[Finding]:
+    if not machine.tpu or machine.platform == "tpu":
+        return []
+    if "libtpu" not in machine.packages and importlib.util.find_spec("libtpu") is None:
+        return [Finding(True, "a TPU and no libtpu: pip install 'jax[tpu]'")]
+    if machine.holders:
+        held = ", ".join(map(str, machine.holders))
+        return [Finding(True, f"the TPU is in use by process {held}: one process at a time can have it")]
+    return [Finding(True, "a TPU and libtpu, but JAX runs elsewhere: see JAX_PLATFORMS")]
+
+
+def findings(machine: Machine) -> list[Finding]:
+    """What is wrong with an installation, or worth a remark."""
+    found = [*_gpu_findings(machine), *_tpu_findings(machine)]
+    if machine.packages["jax"] != machine.packages["jaxlib"]:
+        versions = f"jax {machine.packages['jax']} and jaxlib {machine.packages['jaxlib']}"
+        found.append(Finding(False, f"{versions} differ; JAX allows it, its own tests do not cover it"))
+    if machine.x64:
+        text = "jax_enable_x64 is on: caches keep 32-bit numbers, but what you compute around them is slow on chips"
+        found.append(Finding(False, text))
+    known = machine.platform == "cpu" or any(machine.devices[0].startswith(kind) for kind in KINDS)
+    if not known:
+        found.append(Finding(False, f"{machine.devices[0]} is a chip no kernel was written for: the plain path serves"))
+    return found

@@ -1,0 +1,182 @@
+"""Verdicts on kernels as files: one JSON file a verdict, written whole or not at all, whoever else writes.
+
+Its name is a digest of what the verdict holds for, so another chip, version or kernel form has another file. While a
+check runs, a marker lies beside it. A marker whose process is gone says that the check killed it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvqjax.errors import UserError
+
+__all__ = ["OUTCOMES", "Key", "Verdict", "begin", "died", "every", "find", "keep", "reset"]
+
+FORMAT = 1
+OUTCOMES = ("faster", "slower", "wrong", "failed", "crashed")
+LONGEST = 3600  # seconds after which a check is not under way any more, whoever has its process number now
+
+
+class Key(NamedTuple):
+    """What a verdict holds for: the chip's name, versions, and the kernel form."""
+
+    chip: str
+    jax: str
+    jaxlib: str
+    kvqjax: str
+    form: str
+
+    @property
+    def name(self) -> str:
+        """Of its file, without the ending."""
+        digest = hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.chip} {self.form}".lower()).strip("-")[:80] + f"-{digest}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """`outcome` is one of OUTCOMES; `error` the worst query's relative error; milliseconds of a call of the kernel and
+    of the plain path; `seconds` that the check took; `note` says more in one line. None: not known."""
+
+    outcome: str
+    error: float | None = None
+    kernel_ms: float | None = None
+    plain_ms: float | None = None
+    seconds: float | None = None
+    note: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the kernel gave what the plain path gives, and sooner."""
+        return self.outcome == "faster"
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong with the kernel; it may be slow."""
+        return self.outcome in ("faster", "slower")
+
+
+def _number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _read(text: str, key: Key) -> Verdict | None:
+    """The verdict in a file's text; None for garbage and for what holds for something else."""
+    try:
+        data = json.loads(text)
+        numbers = {name: data[name] for name in ("error", "kernel_ms", "plain_ms", "seconds")}
+        good = (data["format"], data["about"]) == (FORMAT, key._asdict()) and all(map(_number, numbers.values()))
+        if not (good and data["outcome"] in OUTCOMES and isinstance(data["note"], str)):
+            return None
+        numbers = {name: None if number is None else float(number) for name, number in numbers.items()}
+        return Verdict(outcome=data["outcome"], note=data["note"], **numbers)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
+
+
+def find(folder: Path, key: Key) -> Verdict | None:
+    """The verdict kept for `key`; None where there is none, or one that cannot be understood. Raises UserError for a
+    file of another user, which is not believed, and for a folder that cannot be read."""
+    path = folder / f"{key.name}.json"
+    try:
+        if path.exists():
+            if not _is_ours(path):
+                raise UserError(f"{path}: belongs to another user")
+            return _read(path.read_text(encoding="utf-8", errors="replace"), key)
+    except OSError as error:
+        raise UserError(f"{folder}: verdicts cannot be read: {error.strerror}") from error
+    return None
+
+
+def died(folder: Path, key: Key) -> bool:
+    """Whether a check of `key` ended with its process."""
+    return any(map(_is_dead, folder.glob(f"{key.name}.begun-*")))
+
+
+def _is_dead(marker: Path) -> bool:
+    """Whether the process that left a marker is gone, as far as this host can know."""
+    try:
+        begun = json.loads(marker.read_text(encoding="utf-8"))
+        host, process, since = begun["host"], int(begun["process"]), float(begun["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # taken away meanwhile, or nobody's
+    if time.time() - since > LONGEST:
+        return True
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _write(path: Path, data: dict) -> None:
+    """Write a JSON file whole or not at all. Raises UserError where it cannot be written."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent}: verdicts cannot be kept: {error.strerror}") from error
+
+
+def begin(folder: Path, key: Key) -> Path:
+    """Mark that a check runs, and return the marker, to be deleted when it ended. Raises UserError where nothing can be
+    written: then no check may run either, since a crash would go unnoticed and come back every time."""
+    process = os.getpid()
+    marker = folder / f"{key.name}.begun-{socket.gethostname()}-{process}"
+    _write(marker, {"host": socket.gethostname(), "process": process, "time": time.time()})
+    return marker
+
+
+def keep(folder: Path, key: Key, verdict: Verdict) -> None:
+    """Write a verdict in place of what was there, and take away the markers of dead checks."""
+    data = {"format": FORMAT, "about": key._asdict()} | dataclasses.asdict(verdict)
+    _write(folder / f"{key.name}.json", data)
+    for marker in filter(_is_dead, list(folder.glob(f"{key.name}.begun-*"))):
+        marker.unlink(missing_ok=True)
+
+
+def every(folder: Path) -> dict[Path, tuple[Key, Verdict] | None]:
+    """All files of verdicts, None for those that cannot be understood."""
+    found: dict[Path, tuple[Key, Verdict] | None] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            key = Key(**json.loads(text)["about"])
+        except (OSError, ValueError, KeyError, TypeError):
+            found[path] = None
+            continue
+        verdict = _read(text, key)
+        found[path] = None if verdict is None else (key, verdict)
+    return found
+
+
+def reset(folder: Path) -> int:
+    """Delete every verdict and marker of this user's folder; how many files there were. Raises UserError where one
+    cannot be deleted."""
+    files = [*folder.glob("*.json"), *folder.glob("*.begun-*")]
+    try:
+        for path in files:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: verdicts cannot be deleted: {error.strerror}") from error
+    return len(files)

@@ -1,0 +1,149 @@
+"""Every kernel form that concerns a chip, each with its verdict; on a CPU, every plain path against float64."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvqjax.attention import Partial
+from kvqjax.cache.append import pick
+from kvqjax.cache.state import CacheLayout, body_tokens, stored_form
+from kvqjax.config import KVShape, RopeConfig
+from kvqjax.layout import read
+from kvqjax.methods import exact, parse
+from kvqjax.pallas_kernels.choice import OFF
+from kvqjax.pallas_kernels.support import lookup
+from kvqjax.verdicts.choose import TIMED, Checker, check, key_of, obtain
+from kvqjax.verdicts.examine import Attention, worst_error
+from kvqjax.verdicts.trial import SINKS, Form, Trial, by_kernel, forms, make, speed
+
+__all__ = [
+    "CLOSE",
+    "FEW_ON_CPU",
+    "FULL",
+    "METHODS",
+    "ON_CPU",
+    "SHAPES",
+    "in_float64",
+    "kernel_rows",
+    "plain_rows",
+    "unchecked",
+]
+
+CLOSE = 1e-4  # relative error of a plain path in float32
+
+METHODS = (
+    *(f"kivi:bits={bits},group=128" for bits in (2, 3, 4, 8)),
+    *(f"kivi:bits={bits}" for bits in (2, 4)),
+    *(f"kivi:bits={bits},rope=pre,group=128" for bits in (2, 3, 4)),
+    *(f"kvquant:bits={bits},outliers={share}" for share in (0, 0.01) for bits in (2, 3, 4)),
+    *(f"commvq:bits={bits}" for bits in (1, 2)),
+    *(f"higgs:bits={bits}" for bits in (2, 3, 4)),
+    *(f"xquant:bits={bits},latent=true" for bits in (2, 3, 4)),
+)
+FEW_ON_CPU = ("exact", "kivi:bits=2", "kvquant:bits=3,outliers=0.01", "higgs:bits=2")
+ON_CPU = (*FEW_ON_CPU, "uniform:bits=4", "kivi:bits=3,group=128", "kivi:bits=4,rope=pre", "commvq:bits=1")
+ON_CPU += ("xquant:bits=4,latent=true", "kvquant:bits=2,outliers=0", "higgs:bits=4")
+
+
+def _shape(heads: int, kv_heads: int, head_dim: int, **more) -> KVShape:
+    sizes = {"num_layers": 1, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    return KVShape(**sizes, width=heads * head_dim, rope=RopeConfig(theta=5e5), **more)
+
+
+SHAPES = (_shape(32, 8, 128),)  # a layer of Llama-3.1-8B
+# And of Llama-3.2-1B; 7 query heads a KV head; a head of each by itself; Qwen3's norm.
+FULL = (*SHAPES, _shape(32, 8, 64), _shape(28, 4, 128), _shape(8, 8, 128), _shape(32, 8, 128, qk_norm=True))
+SMALL = (_shape(8, 2, 64),)  # on a CPU
+
+
+def found_forms(target: str, shapes: tuple[KVShape, ...]) -> list[Form]:
+    """Every form that has a kernel for `target`, once."""
+    found: dict[str, Form] = {}
+    for shape in shapes:
+        for text in METHODS:
+            layout = CacheLayout(shape=shape, method=parse(text), capacity=2048, dtype="bfloat16", target=target)
+            form = forms(layout)[0]
+            if form is not None and lookup(form.row, target) != "reference":
+                found.setdefault(form.name, form)
+    return list(found.values())
+
+
+@functools.lru_cache(maxsize=16)
+def exact_milliseconds(shape: KVShape, target: str) -> float:
+    """Of a decode step's attention over exact bfloat16 keys and values, as this chip's plain path has it."""
+    form = Form("exact", exact().layer, dataclasses.replace(shape, qk_norm=False, qkv_bias=False))
+    trial = make(form, 600, target, OFF, stored_form(target))
+    return speed(trial, trial, TIMED).plain
+
+
+def kernel_rows(
+    target: str, chip: str, shapes: tuple[KVShape, ...], folder: Path, tell: Callable[[str], None], one: Checker = check
+) -> Iterator[dict[str, Any]]:
+    """A row for every form: its verdict, kept or made now, and its speed. `tell` is given a line where there is
+    none."""
+    for form in found_forms(target, shapes):
+        run = functools.partial(one, form, target, stored_form(target))
+        verdict = obtain(folder, key_of(form, chip), run, tell)
+        row = {"form": form.name, "table": lookup(form.row, target), "verdict": "unknown", "error": None, "ms": None}
+        row |= {"speed_against_plain": None, "speed_against_exact": None, "note": ""}
+        if verdict is not None:
+            row |= {"verdict": verdict.outcome, "error": verdict.error, "ms": verdict.kernel_ms, "note": verdict.note}
+            if verdict.kernel_ms and verdict.plain_ms:
+                row["speed_against_plain"] = verdict.plain_ms / verdict.kernel_ms
+                row["speed_against_exact"] = exact_milliseconds(form.shape, target) / verdict.kernel_ms
+        yield row
+
+
+def in_float64(trial: Trial, q: jax.Array) -> Partial:
+    """Attention in float64 to the keys and values that the body decodes to, in numpy."""
+    run, cache = trial.run, trial.cache
+    constants = run.wiring.prepare(pick(trial.constants, 0))
+    body = cache.runs[0].body
+    payload = {
+        source: {name: read(field, body[source][name], 0, 0, run.slots) for name, field in codec.fields.items()}
+        for source, codec in run.wiring.codecs.items()
+    }
+    positions = jnp.broadcast_to(SINKS + jnp.arange(run.slots)[None], (cache.batch, run.slots))
+    decoded = {name: x.astype(jnp.float32) for name, x in run.wiring.decode(constants, payload, {})[0].items()}
+    k, v = (np.asarray(x, np.float64) for x in run.wiring.expand(trial.weights, constants, decoded, positions))
+    group = run.shape.num_heads // run.shape.num_kv_heads
+    k, v = (np.repeat(x, group, axis=2) for x in (k, v))
+    scores = np.einsum("bthd,bshd->bths", np.asarray(q, np.float64), k) * run.shape.head_dim**-0.5
+    seen = np.arange(run.slots) < np.asarray(body_tokens(run, cache.runs[0]))[:, None]
+    scores = np.where(seen[:, None, None], scores, -np.inf)
+    peak = np.where(seen.any(1), 1, 0)[:, None, None] * np.nan_to_num(scores.max(-1), neginf=0.0)
+    weights = np.exp(scores - peak[..., None])
+    total = weights.sum(-1)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + peak
+    out = np.einsum("bths,bshd->bthd", weights, v) / np.where(total > 0, total, 1)[..., None]
+    return Partial(out, lse)
+
+
+def plain_rows(
+    methods: tuple[str, ...], attention: Callable[[Trial], Attention] = by_kernel
+) -> Iterator[dict[str, Any]]:
+    """A row for every method: the path that this CPU decodes by, in float32, against float64."""
+    for text in methods:
+        form = Form(text, parse(text).layer, SMALL[0])
+        trial = make(form, 600, "cpu", OFF, dtype="float32")
+        rng = np.random.default_rng(0)
+        q = jnp.asarray(rng.normal(scale=0.1, size=(trial.cache.batch, 2, 8, 64)), jnp.float32)
+        error = worst_error(attention(trial)(q), in_float64(trial, q))
+        yield {"form": text, "verdict": "sound" if error <= CLOSE else "wrong", "error": error}
+
+
+def unchecked(platform: str) -> str:
+    """What this machine cannot say, in one line."""
+    if platform == "cpu":
+        return (
+            "not checked on a CPU: Pallas kernels for TPUs and GPUs, their speed, and anything of cuDNN; methods whose "
+            "layers feed each other (aqua, xquant_cl) are left to the tests"
+        )
+    return "not checked here: kernels for other chips; methods whose layers feed each other (aqua, xquant_cl)"

@@ -1,0 +1,258 @@
+"""Bodies to try a kernel on: filled by the cache's own encoder, read by the very functions that decoding uses.
+
+Keys and values are signed, with an offset for every channel, every 17th channel ten times as large, and a few single
+outliers. Rows are full, ragged, nearly empty and empty; the last tile is partly filled. Queries are rounded to
+bfloat16 beforehand, as kernels do, so that both sides are given the same.
+"""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvqjax.attention import Partial
+from kvqjax.cache.append import commit, pick
+from kvqjax.cache.state import Cache, CacheLayout, RunPlan, allocate_cache, plan
+from kvqjax.config import KVShape
+from kvqjax.methods.spec import LayerSpec, Method
+from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels
+from kvqjax.pallas_kernels.dispatch import at_once, row_of
+from kvqjax.pallas_kernels.support import ROWS
+from kvqjax.segments import LayerView, NewTokens, attend_body
+from kvqjax.timing import alternating_seconds
+from kvqjax.verdicts.examine import Attention, Speed
+
+__all__ = [
+    "LENGTHS",
+    "SINKS",
+    "Form",
+    "Trial",
+    "by_kernel",
+    "by_plain_path",
+    "decoding",
+    "forms",
+    "full",
+    "make",
+    "queries",
+    "single_layer",
+    "speed",
+]
+
+
+SINKS = 4  # so that a body token's number is not its position
+QUERY, SPREAD = 0.25, 1.5  # of queries at first, and of log-sum-exps above that of equal scores at most
+LENGTHS = (1, 3)  # new tokens of a call
+
+
+class Form(NamedTuple):
+    """One kernel form as a cache uses it: a row of the table, its layer spec and the layer's shape."""
+
+    row: str
+    spec: LayerSpec
+    shape: KVShape
+
+    @property
+    def name(self) -> str:
+        """What a verdict is kept under: all that a compiled kernel depends on, but for the body's size."""
+        shape = self.shape
+        heads = (
+            f"{shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.num_heads // shape.num_kv_heads} queries each"
+        )
+        packed = single_layer(self, 1, "cpu", BY_TABLE).packed
+        slots = [getattr(packed.spec, name, 0) for name in ("key_slots", "value_slots")]
+        return f"{self.row}, {heads}" + (f", {slots[0]} and {slots[1]} outliers" if any(slots) else "")
+
+
+class _Single(NamedTuple):
+    layout: CacheLayout
+    packed: Any
+
+
+def single_layer(form: Form, capacity: int, target: str, kernels: Kernels, stored: str = "planes") -> _Single:
+    """The layout of a cache of one such layer, and how its body is read while packed."""
+    layout = CacheLayout(
+        shape=form.shape,
+        method=Method(name=form.row, layer=form.spec, sinks=SINKS),
+        capacity=capacity,
+        dtype="bfloat16",
+        form=stored,
+        target=target,
+        kernels=kernels,
+    )
+    return _Single(layout, plan(layout)[0].wiring.packed)
+
+
+def forms(layout: CacheLayout) -> list[Form | None]:
+    """The kernel form of every run of a layout; None where no kernel knows its body. Bodies are taken in planes."""
+    planes = dataclasses.replace(layout, form="planes", kernels=BY_TABLE)
+    specs, found = layout.method.layers(layout.shape), []
+    for run in plan(planes):
+        packed = run.wiring.packed
+        row = "" if packed is None else row_of(packed.spec)
+        known = row in ROWS and not run.wraps and layout.method.keep is None and packed is not None
+        group = run.shape.num_heads // run.shape.num_kv_heads
+        if known and at_once(packed.spec, group):
+            shape = dataclasses.replace(run.shape, sliding_window=None)
+            found.append(Form(row, specs[run.first], shape))
+        else:
+            found.append(None)
+    return found
+
+
+class Trial(NamedTuple):
+    """A filled cache of one layer, its weights and constants."""
+
+    cache: Cache
+    weights: dict
+    constants: dict
+
+    @property
+    def run(self) -> RunPlan:
+        return plan(self.cache.layout)[0]
+
+
+# Constants that cannot be any numbers; all others are normal, of variance one over the second last axis.
+MADE_UP: dict[str, Callable] = {
+    "upper": lambda random, shape: random.uniform(4, 12, shape),
+    "lower": lambda random, shape: random.uniform(-12, -4, shape),
+    "signposts": lambda random, shape: np.sort(random.uniform(-1, 1, shape)),
+    "scale": lambda random, shape: random.uniform(0.5, 2, shape),
+    "mean": lambda random, shape: random.normal(size=shape),
+}
+
+
+def _constants(run: RunPlan, dtype: str, random: np.random.Generator) -> dict:
+    """Made-up calibrated constants of one layer, [1, ...] each."""
+
+    def array(name: str, about):
+        plain = lambda random, shape: random.normal(size=shape) * shape[-2] ** -0.5  # noqa: E731
+        return jnp.asarray(MADE_UP.get(name, plain)(random, about.shape), about.dtype)
+
+    wanted = run.wiring.constants(1, dtype).items()
+    return {group: {name: array(name, about) for name, about in names.items()} for group, names in wanted}
+
+
+def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
+    """What reading a body may ask of a layer's weights: dtypes of the projections, biases, and the keys' norm."""
+    numbers = lambda size, around: jnp.asarray(around + 0.3 * random.normal(size=size), dtype)  # noqa: E731
+    weights = {name: jnp.zeros((), dtype) for name in ("k", "v")}
+    weights |= {name: numbers(shape.kv_width, 0.0) for name in ("k_bias", "v_bias") if shape.qkv_bias}
+    return weights | ({"k_norm": numbers(shape.head_dim, 1.0)} if shape.qk_norm else {})
+
+
+def _sources(run: RunPlan, rows: int, tokens: int, dtype: str, random: np.random.Generator) -> dict:
+    found = {}
+    for name, width in run.wiring.sources.items():
+        x = random.normal(size=(1, rows, tokens, width))
+        x[..., ::17] *= 10
+        x += random.normal(size=width) * (1.5 if name == "v" else 3.0)
+        x[random.random(x.shape) < 1e-4] *= 5
+        found[name] = jnp.asarray(x, dtype)
+    return found
+
+
+def make(
+    form: Form,
+    tokens: int,
+    target: str,
+    kernels: Kernels,
+    stored: str = "planes",
+    seed: int = 0,
+    dtype: str = "bfloat16",
+) -> Trial:
+    """A cache whose bodies hold up to `tokens` tokens, in rows that are full, ragged, nearly empty and empty."""
+    random = np.random.default_rng(seed)
+    layout = dataclasses.replace(single_layer(form, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
+    run = plan(layout)[0]
+    clock = run.wiring.clocks[0]
+    held = SINKS + tokens
+    counts = jnp.asarray([held, held * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32)
+    constants = _constants(run, layout.dtype, random)
+    pending = (_sources(run, len(counts), held, layout.dtype, random),)
+    cache = jax.jit(commit)(allocate_cache(layout, len(counts)), pending, counts, (constants,))
+    return Trial(cache, _weights(form.shape, layout.dtype, random), constants)
+
+
+def full(trial: Trial, tokens: int, rows: int) -> Trial:
+    """The trial's layer with `rows` bodies of `tokens` tokens, all taken and all zero: enough for a clock."""
+    layout = dataclasses.replace(trial.cache.layout, capacity=SINKS + tokens)
+    cache = allocate_cache(layout, rows)
+    run = plan(layout)[0]
+    flushed = tuple(jnp.full((cache.batch,), run.slots // clock.unit, jnp.int32) for clock in run.wiring.clocks)
+    held = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
+    runs = (cache.runs[0].replace(flushed=flushed),)
+    return trial._replace(cache=cache.replace(runs=runs, lengths=held))
+
+
+def _attend(trial: Trial, q: jax.Array) -> Partial:
+    """Attention of new tokens to the body alone, by what the cache's layout names."""
+    run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
+    positions = cache.lengths[:, None] + jnp.arange(length)[None]
+    tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
+    new = {name: jnp.zeros((batch, length, width), q.dtype) for name, width in run.wiring.sources.items()}
+    constants = pick(trial.constants, 0)
+    view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS)
+    return attend_body(q, run.shape.num_kv_heads, view, tokens, {})[0]
+
+
+_attend_compiled = jax.jit(_attend)
+
+
+@jax.jit
+def _precisely(trial: Trial, q: jax.Array) -> Partial:
+    """In float32 throughout: a TPU's matrix unit rounds float32 to bfloat16 unless it is told not to."""
+    with jax.default_matmul_precision("highest"):
+        return _attend(trial, q.astype(jnp.float32))
+
+
+def by_kernel(trial: Trial) -> Attention:
+    """Attention as decoding has it."""
+    return functools.partial(_attend_compiled, trial)
+
+
+def by_plain_path(trial: Trial) -> Attention:
+    """Attention to the same arrays without a kernel, in float32."""
+    layout = dataclasses.replace(trial.cache.layout, kernels=OFF)
+    return functools.partial(_precisely, trial._replace(cache=trial.cache.replace(layout=layout)))
+
+
+def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[jax.Array]:
+    """Queries [B, T, H, D] for every T of `lengths` that the kernel takes, so short that no token takes all the weight:
+    larger scores would make the plain path's own rounding a matter of percents."""
+    run, random = trial.run, np.random.default_rng(seed)
+    shape, plain = run.shape, by_plain_path(trial)
+    most, found = np.log(run.slots) + SPREAD, []
+    for length in lengths:
+        if not at_once(run.wiring.packed.spec, shape.num_heads // shape.num_kv_heads, length):
+            continue
+        size = (trial.cache.batch, length, shape.num_heads, shape.head_dim)
+        q = jnp.asarray(random.normal(scale=QUERY, size=size), jnp.bfloat16)
+        while float(plain(q).lse.max()) > most:
+            q = q * jnp.bfloat16(0.5)
+        found.append(q)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="inner")
+def _chain(trial: Trial, q: jax.Array, *, inner: int) -> jax.Array:
+    """`inner` calls that feed each other, so that none of them can be left out; a query hardly changes."""
+    step = lambda _, x: q + (1e-3 * _attend(trial, x).out).astype(q.dtype)  # noqa: E731
+    return jax.lax.fori_loop(0, inner, step, q)
+
+
+def decoding(trial: Trial, inner: int) -> Callable[[], jax.Array]:
+    """A call that attends `inner` times with one new token a row."""
+    shape = trial.cache.layout.shape
+    q = jnp.ones((trial.cache.batch, 1, shape.num_heads, shape.head_dim), jnp.bfloat16)
+    return functools.partial(_chain, trial, q, inner=inner)
+
+
+def speed(kernel: Trial, plain: Trial, tokens: int, *, rounds: int = 5, inner: int = 8) -> Speed:
+    """Median milliseconds of a call with one new token, bodies of `tokens` tokens, both sides in turn."""
+    sides = [decoding(full(trial, tokens, plain.cache.batch), inner) for trial in (kernel, plain)]
+    return Speed(*(1e3 * statistics.median(spent) / inner for spent in alternating_seconds(sides, rounds)))

@@ -1,0 +1,36 @@
+"""Which kernels a cache's programs may use: a static value, part of the cache's layout."""
+
+from typing import NamedTuple
+
+from kvqjax.errors import UserError
+
+__all__ = ["BY_TABLE", "KERNELS", "OFF", "Kernels", "check_name"]
+
+KERNELS = ("auto", "off", "splash", "cudnn", "pallas")
+
+
+class Kernels(NamedTuple):
+    """`asked` is the user's word. `rows` are the rows of `support` whose kernels may run; None leaves it to the table.
+    `basis` says why: "table" (not checked), "checked" (on this very chip), "forced" or "off"."""
+
+    asked: str = "auto"
+    rows: tuple[str, ...] | None = None
+    basis: str = "table"
+
+    def text(self, target: str) -> str:
+        """One phrase for people: what was asked, what runs on `target`, and why."""
+        if self.rows is None:
+            why = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
+            return f"kernels {self.asked} for {target} ({why})"
+        runs = f"Pallas for {', '.join(self.rows)} ({self.basis})" if self.rows else "plain path"
+        return f"kernels {self.asked}: {runs}"
+
+
+BY_TABLE = Kernels()
+OFF = Kernels("off", (), "off")
+
+
+def check_name(kernels: str) -> None:
+    """Raise UserError for a word that `kernels=` does not know."""
+    if kernels not in KERNELS:
+        raise UserError(f"kernels={kernels!r}; known: {', '.join(KERNELS)}")
