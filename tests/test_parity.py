@@ -38,6 +38,9 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 RATIOS = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5}
 SLIDING = {"use_sliding_window": True, "sliding_window": 20}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+MINISTRAL3 = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 # name: (model type, fields, what must change the logits when it is taken from our config: proof that it is exercised)
 MODELS = {
@@ -66,6 +69,42 @@ MODELS = {
         },
         "sliding_window",
     ),
+    "qwen3-linear": (
+        "qwen3",
+        {**GQA, "head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        "rope",
+    ),
+    "qwen3-llama3": ("qwen3", {**GQA, "head_dim": 16, "rope_parameters": LLAMA3}, "rope"),
+    "qwen3-yarn": ("qwen3", {**GQA, "head_dim": 16, "rope_parameters": YARN}, "rope"),
+    "mixtral": ("mixtral", {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2}, None),
+    "mixtral-sliding": ("mixtral", {**GQA, "num_local_experts": 4, "sliding_window": 20}, "sliding_window"),
+    "qwen2-moe": ("qwen2_moe", {**GQA, **SHARED}, None),
+    "qwen2-moe-dense-among-sparse": (
+        "qwen2_moe",
+        {**GQA, **SHARED, "mlp_only_layers": [1], "norm_topk_prob": True},
+        None,
+    ),
+    "qwen2-moe-every-other-slides": (
+        "qwen2_moe",
+        {**GQA, **SHARED, **SLIDING, "max_window_layers": 3},
+        "sliding_window",
+    ),
+    "qwen3-moe": ("qwen3_moe", {**GQA, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}, None),
+    "qwen3-moe-step-2-tied": (
+        "qwen3_moe",
+        {**GQA, **EXPERTS, "head_dim": 16, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+        None,
+    ),
+    "ministral-mixed": (
+        "ministral",
+        {**GQA, "head_dim": 8, "sliding_window": 20, "layer_types": ["full_attention", *2 * ["sliding_attention"]]},
+        "sliding_window",
+    ),
+    "ministral3": (
+        "ministral3",
+        {**GQA, "head_dim": 16, "rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}},
+        "query_growth",
+    ),
 }
 
 
@@ -81,7 +120,7 @@ def randomise(model: torch.nn.Module):
         elif "embed" in name:
             weight.data = noise
         else:
-            weight.data = noise * weight.shape[1] ** -0.5
+            weight.data = noise * weight.shape[-1] ** -0.5
 
 
 def write(folder, kind: str, fields: dict, dtype=torch.float32, **saving):
@@ -118,7 +157,7 @@ def test_logits_equal_torch(name, tmp_path):
     model = load(tmp_path, dtype="f32")
     assert np.std(wanted) > 0.3
     np.testing.assert_allclose(ours(model), wanted, rtol=0, atol=TOLERANCE)
-    neutral = {"rope": RopeConfig(theta=model.config.rope.theta), "sliding_window": None}
+    neutral = {"rope": RopeConfig(theta=model.config.rope.theta), "sliding_window": None, "query_growth": 0.0}
     if exercised:
         broken = ours(model, **{exercised: neutral[exercised]})
         assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE

@@ -66,7 +66,7 @@ BROKEN = {
     ),
     "missing shard": (
         lambda f: (split(f), (f / "model-00001.safetensors").unlink()),
-        "model-00001.safetensors: no such",
+        "index.json: 1 of 3 files it names are missing: model-00001.safetensors$",
     ),
     "index names a wrong shard": (wrong_index, f"tensor '{Q_PROJ}' is missing, though the index places it here"),
     "index names a path": (outside_index, "is not a file name in this folder"),
