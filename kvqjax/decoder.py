@@ -76,7 +76,7 @@ def unrolled(params: Params) -> Params:
     if is_unrolled(params):
         return params
     rest = dict(params["layers"])
-    layers = [{} for _ in range(rest["q"].shape[0])]
+    layers = [{} for _ in rest["attn_norm"]]
     for name in list(rest):
         stack = rest.pop(name)
         numbers = stack.layers if isinstance(stack, Rows) else range(len(layers))

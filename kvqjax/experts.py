@@ -6,7 +6,6 @@
 `s` may be divided by the sum of the chosen ones. Equal scores: the expert with the lower number wins.
 """
 
-import os
 import functools
 
 import jax
@@ -19,6 +18,7 @@ from kvqjax.rows import Row, whole
 __all__ = ["BY_EXPERT", "mix", "mlp", "route"]
 
 BY_EXPERT = ("experts_gate", "experts_up", "experts_down")  # [X, E, F], [X, E, F], [X, F, E]
+MOST_AT_ONCE = 512  # tokens that all experts compute together
 MOST_TOGETHER = 128  # tokens that one product with an expert's matrices takes
 
 
@@ -55,59 +55,37 @@ def _tiles(chosen: Int[Array, " P"], held: int, size: int):
     return expert, rows, tile < ends[-1], jnp.zeros_like(order).at[order].set(place)
 
 
-def _by_tiles(x, chosen: Int[Array, "N k"], weights: dict, held: int) -> Float[Array, "N k E"]:
-    """Every chosen expert's output, tile after tile: the matrices of an expert are read once per tile, those of an
-    expert that nobody chose never."""
-    (count, k), pairs = chosen.shape, chosen.size
+def _in_turn(weights: dict, x, chosen: Int[Array, "N k"], alone: bool) -> Float[Array, "N k E"]:
+    """Every chosen expert's output in a loop over tiles: an expert's matrices are read once per tile of its tokens, and
+    those of an expert that nobody chose never. `alone`: every pair is of an expert that is here."""
+    (count, k), pairs, held = chosen.shape, chosen.size, weights[BY_EXPERT[0]].experts
     size = min(MOST_TOGETHER, 1 << (max(1, pairs // held) - 1).bit_length())
     expert, rows, used, place = _tiles(chosen.reshape(-1), held, size)
+    one = lambda number, rows: mlp(x[rows // k], *(weights[name].expert(number) for name in BY_EXPERT))  # noqa: E731
 
     def step(_, tile):
         number, rows, used = tile
-        run = lambda: mlp(x[rows // k], *(weights[name].expert(number) for name in BY_EXPERT))  # noqa: E731
-        return None, jax.lax.cond(used, run, lambda: jnp.zeros((size, x.shape[1]), x.dtype))
+        if alone and size == 1:  # every tile is used
+            return None, one(number, rows)
+        return None, jax.lax.cond(used, one, lambda *_: jnp.zeros((size, x.shape[1]), x.dtype), number, rows)
 
     _, out = jax.lax.scan(step, None, (expert, rows, used))
     return out.reshape(-1, x.shape[1])[jnp.minimum(place, out.shape[0] * size - 1)].reshape(count, k, -1)
 
 
-def _by_pairs(x, chosen, weights, held):
-    form = os.environ.get("MOE", "reduce")
-    count, k = chosen.shape
-    xs = jnp.repeat(x, k, axis=0)
-    if form == "loop":
-
-        def step(_, pair):
-            number, row = pair
-            return None, mlp(row[None], *(weights[name].expert(number) for name in BY_EXPERT))[0]
-
-        return jax.lax.scan(step, None, (chosen.reshape(-1), xs))[1].reshape(count, k, -1)
-    if form == "unroll":
-        ys = [
-            mlp(xs[i][None], *(weights[name].expert(chosen.reshape(-1)[i]) for name in BY_EXPERT))[0]
-            for i in range(count * k)
-        ]
-        return jnp.stack(ys).reshape(count, k, -1)
-    gate, up, down = (jax.vmap(weights[name].expert)(chosen.reshape(-1)) for name in BY_EXPERT)
-    if form == "vmap":
-        return jax.vmap(lambda x, g, u, d: mlp(x[None], g, u, d)[0])(xs, gate, up, down).reshape(count, k, -1)
-
-    def times(x, w):
-        return (x[:, :, None].astype(jnp.float32) * w.astype(jnp.float32)).sum(1).astype(x.dtype)
-
-    return times(jax.nn.silu(times(xs, gate)) * times(xs, up), down).reshape(count, k, -1)
-
-
-def _ragged(x, chosen, weights, held):
-    count, k = chosen.shape
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat)
-    sizes = (flat[:, None] == jnp.arange(held)[None]).sum(0, dtype=jnp.int32)
-    gate, up, down = (weights[name].whole() for name in BY_EXPERT)
-    xs = x[order // k]
-    inner = jax.nn.silu(jax.lax.ragged_dot(xs, gate, sizes)) * jax.lax.ragged_dot(xs, up, sizes)
-    ys = jax.lax.ragged_dot(inner, down, sizes)
-    return jnp.zeros_like(ys).at[order].set(ys).reshape(count, k, -1)
+def _at_once(weights: dict, x, chosen: Int[Array, "N k"]) -> Float[Array, "N k E"]:
+    """The same without a loop. Few tokens: the matrices of each one's experts, which XLA for GPUs reads where they lie.
+    Many: all experts on all tokens, which reads every matrix once."""
+    (count, k), held = chosen.shape, weights[BY_EXPERT[0]].experts
+    inside = jnp.minimum(chosen, held - 1)
+    if chosen.size <= held:
+        matrices = (jax.vmap(weights[name].expert)(inside.reshape(-1)) for name in BY_EXPERT)
+        return jax.vmap(mlp)(jnp.repeat(x, k, axis=0), *matrices).reshape(count, k, -1)
+    matrices = [weights[name].whole() for name in BY_EXPERT]
+    one = lambda token: jax.vmap(mlp, in_axes=(None, 0, 0, 0))(token[0], *matrices)[token[1]]  # noqa: E731
+    if count <= MOST_AT_ONCE:
+        return jax.vmap(one)((x, inside))
+    return jax.lax.map(one, (x, inside), batch_size=MOST_AT_ONCE)
 
 
 def mix(weights: dict, x: Float[Array, "N E"], config: ModelConfig) -> Float[Array, "N E"]:
@@ -117,14 +95,9 @@ def mix(weights: dict, x: Float[Array, "N E"], config: ModelConfig) -> Float[Arr
     if config.split:
         chosen = chosen - jax.lax.axis_index(config.split) * held
     here = (chosen >= 0) & (chosen < held)
-    form = os.environ.get("MOE", "reduce")
-    if form == "ragged":
-        out = _ragged(x, chosen, weights, held)
-    elif form == "tiles" or config.split or chosen.size > held:
-        out = _by_tiles(x, jnp.where(here, chosen, held), weights, held)
-    else:
-        out = _by_pairs(x, chosen, weights, held)
-    shares = jnp.where(here, shares, 0)
+    chosen = jnp.where(here, chosen, held)  # of no expert here
+    turns = functools.partial(_in_turn, alone=not config.split)
+    out = jax.lax.platform_dependent(weights, x, chosen, cuda=_at_once, default=turns)
     out = jnp.where(here[..., None], out, jnp.zeros((), out.dtype))
     total = jnp.einsum("nke,nk->ne", out, shares, preferred_element_type=jnp.float32).astype(x.dtype)
     if "shared_gate" not in weights:

@@ -170,9 +170,8 @@ def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, mode
     rules = rules_for(whole.config, method, MeshSize(data=data, seq=seq, model=model))
     if whole.weights in _WEIGHTS:
         raise UserError(f"weights {whole.weights!r} cannot be split over a mesh")
-    params = jax.tree.map(
-        lambda spec, x: jax.device_put(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
-    )
+    place = lambda spec, x: jax.device_put(x, NamedSharding(rules.mesh, spec))  # noqa: E731
+    params = jax.tree.map(place, rules.parameters(whole.params), whole.params)
     constants = jax.device_put(whole.constants, rules.everywhere)
     return whole.replace(params=params, constants=constants, rules=rules)
 
