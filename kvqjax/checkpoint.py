@@ -21,8 +21,12 @@ __all__ = ["Checkpoint", "Tensor", "header_digest", "open_checkpoint", "read", "
 _SAMPLE_BYTES = 4096
 _SAMPLE_PIECES = 8
 _DTYPES = {
-    **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16},
-    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "I32": np.int32},
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I32": np.int32,
 }
 
 

@@ -177,3 +177,18 @@ class ModelConfig(KVShape):
     def sparse_layers(self) -> tuple[int, ...]:
         """The layers with experts."""
         return tuple(index for index in range(self.num_layers) if index not in self.dense_layers)
+
+    @property
+    def idle_numbers(self) -> int:
+        """How many numbers of all experts one token does not pass through."""
+        x = self.experts
+        return 0 if x is None else 3 * len(self.sparse_layers) * (x.count - x.per_token) * x.width * self.width
+
+    @property
+    def mlp_numbers(self) -> float:
+        """How many numbers of a layer's MLP, or of its experts and their router, one token passes through: the mean."""
+        x, dense = self.experts, 3 * self.mlp_width * self.width
+        if x is None:
+            return dense
+        sparse = (x.count + 3 * (x.per_token * x.width + x.shared_width) + (x.shared_width > 0)) * self.width
+        return (len(self.dense_layers) * dense + len(self.sparse_layers) * sparse) / self.num_layers

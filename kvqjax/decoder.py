@@ -8,8 +8,9 @@
 
 Layers have two forms. Stacked over L in front, they are read by number inside a scan, which compiles fast. As a list of
 one dict a layer (`unrolled`) they are read as they lie: XLA copies a layer's weights out of a stack before it uses
-them, on GPUs and CPUs all of them, and moves none of a list. Where sparse and dense layers mix, the names of either kind are
-stacked over the layers of that kind, with a table of which they are (kvqjax/rows.py); what stands in a list is plain.
+them, on GPUs and CPUs all of them, and moves none of a list. Where sparse and dense layers mix, the names of either
+kind are stacked over the layers of that kind, with a table of which they are (kvqjax/rows.py); a list holds plain
+arrays.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.config import ModelConfig
-from kvqjax.rows import Row, whole
+from kvqjax.rows import whole
 
 __all__ = ["BY_EXPERT", "mix", "mlp", "route"]
 

@@ -17,8 +17,15 @@ _FIELDS = {
 }
 _GROWTH, _FULL = "llama_4_scaling_beta", "max_position_embeddings"
 _MINISTRAL3 = {  # what its config class has where nothing is said
-    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, _LENGTH: 16384, "beta_fast": 32.0, "beta_slow": 1.0},
-    **{"mscale": 1.0, "mscale_all_dim": 1.0, _GROWTH: 0.1},
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    _LENGTH: 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _GROWTH: 0.1,
 }
 _WRITTEN = {
     "default": (),

@@ -1,6 +1,6 @@
 """Weights that some layers have and others lack, or that are read expert by expert, in a stack of layers.
 
-    {"q": [L, E, H*D], "gate": Rows([2, E, F], layers=(0, 3)), "experts_gate": Rows([L-2, X, E, F], layers=(1, 2, 4, ...))}
+    {"q": [L, E, H*D], "gate": Rows([2, E, F], layers=(0, 3)), "experts_gate": Rows([L-2, X, E, F], layers=(1, 2, ...))}
 
 A loop over stacked layers knows its layer only as data. A `Row` is therefore a promise: which row of the stack, and
 whether this layer has one at all. What is read of it is cut out of the whole stack where it is used, inside a branch

@@ -16,7 +16,6 @@ import kvqjax as kvq
 from kvqjax import decoder, experts
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.config import ExpertConfig
-from kvqjax.planner import plan_memory, step_bounds
 from kvqjax.rows import Row, Rows
 from kvqjax.weight_codes import code_weight
 

@@ -11,8 +11,10 @@ torch = pytest.importorskip("torch", reason="parity needs torch (pip install tor
 
 import transformers  # noqa: E402
 
+import kvqjax as kvq  # noqa: E402
 from kvqjax.config import RopeConfig  # noqa: E402
 from kvqjax.decoder import logits  # noqa: E402
+from kvqjax.errors import UserError  # noqa: E402
 from kvqjax.model import load  # noqa: E402
 from kvqjax.weights import save_params  # noqa: E402
 
@@ -199,3 +201,61 @@ def test_saved_params_are_read_by_transformers(tmp_path):
     model = load(tmp_path / "theirs", dtype="f32")
     save_params(tmp_path / "ours", model.params, model.config)
     np.testing.assert_array_equal(reference(read_back(tmp_path / "ours")), wanted)
+
+
+def mistral3(folder, kind: str, rope: dict):
+    """A checkpoint of pictures and text, as Mistral Small and Ministral 3 are published."""
+    text = (
+        SIZES | GQA | {"head_dim": 16, "model_type": kind, "sliding_window": None, "tie_word_embeddings": False} | rope
+    )
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 1, "image_size": 28, "patch_size": 14, "head_dim": 16}
+    config = transformers.AutoConfig.for_model(
+        "mistral3", text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_index=95
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "architecture"),
+    [
+        ("mistral", {}, "MistralForCausalLM"),
+        ("ministral3", {"rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}}, "Ministral3ForCausalLM"),
+    ],
+)
+def test_language_part_of_a_checkpoint_with_a_vision_part(kind, rope, architecture, tmp_path):
+    theirs = mistral3(tmp_path, kind, rope)
+    with pytest.raises(UserError, match=r"tensor '\S*multi_modal_projector\S*' is of the vision part .* --text-only"):
+        load(tmp_path)
+    model = load(tmp_path, dtype="f32", text_only=True)
+    assert model.config.architecture == architecture
+    ids = tokens() % 95  # the last token stands for a picture
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(ids, dtype=torch.long)).logits.numpy()
+    got = jax.jit(logits, static_argnames="config")(model.params, ids, config=model.config)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-dense-among-sparse", "qwen3-moe", "ministral3"])
+def test_greedy_text_equals_torch(name, tmp_path):
+    kind, fields, _ = MODELS[name]
+    theirs = write(tmp_path, kind, fields)
+    prompt = tokens()[0, :20].tolist()
+    with torch.no_grad():
+        made = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    for layers in ("scan", "unroll"):
+        model = load(tmp_path, dtype="f32", layers=layers)
+        model = model.replace(config=dataclasses.replace(model.config, eos_ids=()))
+        assert kvq.generate(model, [prompt], max_new_tokens=24).tokens == [made[0, 20:].tolist()]
+
+
+def test_saved_experts_are_read_by_transformers(tmp_path):
+    kind, fields, _ = MODELS["qwen2-moe-dense-among-sparse"]
+    wanted = reference(write(tmp_path / "theirs", kind, fields))
+    model = load(tmp_path / "theirs", dtype="f32")
+    save_params(tmp_path / "ours", model.params, model.config)
+    np.testing.assert_allclose(reference(read_back(tmp_path / "ours")), wanted, rtol=0, atol=1e-5)
+    assert load(tmp_path / "ours").config == model.config
