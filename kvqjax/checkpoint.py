@@ -11,9 +11,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - makes bfloat16 known to numpy before safetensors reads it
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from kvqjax.errors import UserError
 
@@ -21,7 +20,14 @@ __all__ = ["Checkpoint", "Tensor", "header_digest", "open_checkpoint", "read", "
 
 _SAMPLE_BYTES = 4096
 _SAMPLE_PIECES = 8
-_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I32": np.int32,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +69,8 @@ def _tensor(file: Path, name: str, entry: Any, data: int) -> Tensor:
         numbers = all(type(number) is int and number >= 0 for number in (first, last, *shape))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})") from error
-    # Integer and 8-bit tensors are refused by name where they are wanted; only floats are ever read.
-    size = _FLOAT_BYTES.get(dtype, 0) if isinstance(dtype, str) else -1
+    # Tensors of other types are refused by name where they are wanted.
+    size = (np.dtype(_DTYPES[dtype]).itemsize if dtype in _DTYPES else 0) if isinstance(dtype, str) else -1
     if not numbers or first > last or size < 0 or (size and last - first != size * math.prod(shape)):
         raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})")
     return Tensor(file, name, dtype, shape, data + first, last - first)
@@ -87,6 +93,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
         if not single.exists():
+            _refuse_pickles(folder)
             raise UserError(f"{folder}: no model.safetensors or model.safetensors.index.json in this folder")
         return {single: None}
     try:
@@ -98,7 +105,19 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
         if Path(file).name != file:
             raise UserError(f"{index}: weight_map[{name!r}]={file!r} is not a file name in this folder")
         shards.setdefault(folder / file, []).append(name)
+    absent = [file.name for file in shards if not file.is_file()]
+    if absent:
+        raise UserError(f"{index}: {len(absent)} of {len(shards)} files it names are missing: {', '.join(absent)}")
     return dict(shards)
+
+
+def _refuse_pickles(folder: Path):
+    """Refuse a folder of .bin files, which run code when they are read, and say how to convert it."""
+    found = sorted(folder.glob("*.bin"))
+    if found:
+        text = "m = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto'); m.save_pretrained(NEW)"
+        why = "a .bin file can run code and is not read; convert it where you trust it"
+        raise UserError(f"{found[0]}: {why}, with torch and transformers: {text}")
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -118,10 +137,13 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 def read(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     """The slice `index` of a tensor, read from disk in its stored dtype without touching the rest."""
+    if 0 in tensor.shape:
+        return np.empty(tensor.shape, _DTYPES[tensor.dtype])[index]
     try:
-        with safe_open(tensor.file, framework="numpy") as file:
-            return file.get_slice(tensor.name)[index]
-    except (OSError, SafetensorError) as error:
+        about = {"dtype": _DTYPES[tensor.dtype], "mode": "r", "offset": tensor.start}
+        mapped = np.memmap(tensor.file, shape=tensor.shape or (1,), **about)
+        return np.array(mapped.reshape(tensor.shape)[index])
+    except (OSError, ValueError) as error:
         raise UserError(f"{tensor.file}: cannot be read: {' '.join(str(error).split())}") from error
 
 

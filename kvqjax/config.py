@@ -1,10 +1,10 @@
-"""Frozen descriptions: what a cache must know of a model, and what our decoder must know besides. Llama, Mistral,
-Qwen2/2.5 and Qwen3 differ only by fields."""
+"""Frozen descriptions: what a cache must know of a model, and what our decoder must know besides. All families differ
+only by fields."""
 
 import dataclasses
 from typing import Any
 
-__all__ = ["KVShape", "ModelConfig", "RopeConfig"]
+__all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RopeConfig"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,30 @@ class KVShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """A mixture of experts: a token goes through `per_token` of `count` MLPs of `width`, by softmax scores of a router,
+    and through a shared MLP of `shared_width` (0: there is none).
+
+    `normalised`: the scores of the chosen experts are divided by their sum. `dense_layers` have one ordinary MLP.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    normalised: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not 1 <= self.per_token <= self.count:
+            raise ValueError(f"{self.per_token} experts per token of {self.count}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(KVShape):
-    """A KVShape with what the decoder itself needs: V vocabulary, MLP, embeddings, special tokens.
+    """A KVShape with what the decoder itself needs: V vocabulary, MLP, embeddings, special tokens. `mlp_width` is that
+    of the layers without experts. The query of position p is multiplied by 1 + query_growth ln(1 + floor(p / N)), N
+    the rope's `original_max_position`.
 
     The last two are set inside `shard_map` only (kvqjax/sharding.py): the mesh axes over which query heads, MLP and
     vocabulary are split, and those of them over which queries are gathered before they attend, so that `num_heads`
@@ -136,6 +158,8 @@ class ModelConfig(KVShape):
     width: int
     mlp_width: int
     rope: RopeConfig | None = RopeConfig()
+    experts: ExpertConfig | None = None
+    query_growth: float = 0.0
     tied_embeddings: bool = False
     max_position: int = 2048
     eos_ids: tuple[int, ...] = ()
@@ -143,3 +167,28 @@ class ModelConfig(KVShape):
     architecture: str = "LlamaForCausalLM"
     split: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers with one ordinary MLP."""
+        return tuple(range(self.num_layers)) if self.experts is None else self.experts.dense_layers
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        return tuple(index for index in range(self.num_layers) if index not in self.dense_layers)
+
+    @property
+    def idle_numbers(self) -> int:
+        """How many numbers of all experts one token does not pass through."""
+        x = self.experts
+        return 0 if x is None else 3 * len(self.sparse_layers) * (x.count - x.per_token) * x.width * self.width
+
+    @property
+    def mlp_numbers(self) -> float:
+        """How many numbers of a layer's MLP, or of its experts and their router, one token passes through: the mean."""
+        x, dense = self.experts, 3 * self.mlp_width * self.width
+        if x is None:
+            return dense
+        sparse = (x.count + 3 * (x.per_token * x.width + x.shared_width) + (x.shared_width > 0)) * self.width
+        return (len(self.dense_layers) * dense + len(self.sparse_layers) * sparse) / self.num_layers

@@ -3,10 +3,14 @@
     params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]} or a list}
     layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
             q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3); a matrix may be a `CodedWeight`.
+            With experts (kvqjax/experts.py) instead of gate, up and down: router [E,X], experts_gate/experts_up
+            [X,E,F], experts_down [X,F,E], shared_gate/shared_up/shared_down as an MLP's, shared_router [E,1].
 
 Layers have two forms. Stacked over L in front, they are read by number inside a scan, which compiles fast. As a list of
 one dict a layer (`unrolled`) they are read as they lie: XLA copies a layer's weights out of a stack before it uses
-them, on GPUs and CPUs all of them, and moves none of a list.
+them, on GPUs and CPUs all of them, and moves none of a list. Where sparse and dense layers mix, the names of either
+kind are stacked over the layers of that kind, with a table of which they are (kvqjax/rows.py); a list holds plain
+arrays.
 """
 
 from collections.abc import Callable
@@ -19,9 +23,10 @@ from jaxtyping import Array, Float, Int
 from kvqjax.attention import segment_attention
 from kvqjax.config import KVShape, ModelConfig
 from kvqjax.errors import UserError
+from kvqjax.experts import BY_EXPERT, mix, mlp
 from kvqjax.layout import row_major
 from kvqjax.rope import rotate
-from kvqjax.weight_codes import CodedWeight
+from kvqjax.rows import Row, Rows, whole
 
 __all__ = [
     "Params",
@@ -46,6 +51,7 @@ __all__ = [
 
 Params = dict
 Layer = dict
+SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")
 
 
 class Projected(NamedTuple):
@@ -71,11 +77,13 @@ def unrolled(params: Params) -> Params:
     if is_unrolled(params):
         return params
     rest = dict(params["layers"])
-    layers = [{} for _ in range(jax.tree.leaves(rest)[0].shape[0])]
+    layers = [{} for _ in rest["attn_norm"]]
     for name in list(rest):
         stack = rest.pop(name)
-        for index, own in enumerate(layers):
-            own[name] = jax.tree.map(lambda a, index=index: a[index], stack)
+        numbers = stack.layers if isinstance(stack, Rows) else range(len(layers))
+        stack = stack.stack if isinstance(stack, Rows) else stack
+        for row, index in enumerate(numbers):
+            layers[index][name] = jax.tree.map(lambda a, row=row: a[row], stack)
     return params | {"layers": layers}
 
 
@@ -83,18 +91,26 @@ def stacked(params: Params) -> Params:
     """The same weights as one stack a name, which is a second copy of a list's."""
     if not is_unrolled(params):
         return params
-    return params | {"layers": jax.tree.map(lambda *parts: jnp.stack(parts), *params["layers"])}
+    layers, join = params["layers"], lambda *parts: jnp.stack(parts)
+    found = {}
+    for name in dict.fromkeys(name for own in layers for name in own):
+        numbers = tuple(index for index, own in enumerate(layers) if name in own)
+        stack = jax.tree.map(join, *(layers[index][name] for index in numbers))
+        found[name] = Rows(stack, numbers) if name in SPARSE or len(numbers) < len(layers) else stack
+    return params | {"layers": found}
 
 
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
-    """The weights of layer `index` in the compute dtype; of a list only by a plain number."""
+    """The weights of layer `index` in the compute dtype; of a list only by a plain number. Experts, and what only some
+    layers have, are still to be read (`kvqjax.rows.Row`)."""
     if is_unrolled(params):
         if isinstance(index, jax.core.Tracer):
             raise UserError("this reads weights as stacks; load the model with layers='scan'")
-        own = params["layers"][index]
-    else:
-        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), params["layers"])
-    return {name: x.decoded() if isinstance(x, CodedWeight) else x for name, x in own.items()}
+        alone = lambda x: Row(jax.tree.map(lambda a: a[None], x), 0, True)  # noqa: E731
+        return {name: alone(x) if name in BY_EXPERT else whole(x) for name, x in params["layers"][index].items()}
+    cut = lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False)  # noqa: E731
+    own = {n: x.row(index) if isinstance(x, Rows) else whole(jax.tree.map(cut, x)) for n, x in params["layers"].items()}
+    return {name: x for name, x in own.items() if x is not None}
 
 
 def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Float[Array, "*B W"]:
@@ -140,7 +156,15 @@ def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T
     k = bare + key_bias(weights, config) if "k_bias" in weights else bare
     if config.qk_norm:
         q, k = norm(q, weights["q_norm"], config.norm_eps), norm(k, weights["k_norm"], config.norm_eps)
-    return Projected(rotate(q, positions, config), k, v, x, h, bare)
+    return Projected(_tempered(rotate(q, positions, config), positions, config), k, v, x, h, bare)
+
+
+def _tempered(q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T N D"]:
+    """Queries, longer the further they are beyond the length before scaling (Ministral 3)."""
+    if not config.query_growth:
+        return q
+    times = (positions // config.turning.original_max_position).astype(jnp.float32)
+    return (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
 
 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
@@ -148,9 +172,16 @@ def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T
     attended = attended.reshape(*h.shape[:2], -1).astype(h.dtype)
     h = h + _total(jnp.einsum("btf,fe->bte", attended, weights["o"]), config)
     x = norm(h, weights["mlp_norm"], config.norm_eps)
-    gate = jnp.einsum("bte,ef->btf", x, weights["gate"])
-    up = jnp.einsum("bte,ef->btf", x, weights["up"])
-    return h + _total(jnp.einsum("btf,fe->bte", jax.nn.silu(gate) * up, weights["down"]), config)
+    return h + _total(_feed_forward(weights, x, config), config)
+
+
+def _feed_forward(weights: Layer, x: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T E"]:
+    """The MLP, or the experts. In a loop over layers of both kinds both are there, and a branch is taken."""
+    dense = lambda: mlp(x, *(whole(weights[name]) for name in ("gate", "up", "down")))  # noqa: E731
+    sparse = lambda: mix(weights, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)  # noqa: E731
+    if "router" in weights and "gate" in weights:
+        return jax.lax.cond(weights["router"].here, sparse, dense)
+    return (sparse if "router" in weights else dense)()
 
 
 def _total(x, config: ModelConfig):
@@ -242,14 +273,20 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         "k": (c.width, c.kv_width),
         "v": (c.width, c.kv_width),
         "o": (c.query_width, c.width),
-        "gate": (c.width, c.mlp_width),
-        "up": (c.width, c.mlp_width),
-        "down": (c.mlp_width, c.width),
     }
-    keys = dict(zip([*shapes, "embed", "head"], jax.random.split(key, len(shapes) + 2), strict=True))
-    layers = {name: jax.random.normal(keys[name], (count, *s), dtype) * s[0] ** -0.5 for name, s in shapes.items()}
-    for name in ("o", "down"):
-        layers[name] = layers[name] * (2 * count) ** -0.5
+    own = shapes | _mlp_shapes("", c.width, c.mlp_width) | _expert_shapes(config)
+    keys = dict(zip([*own, "embed", "head"], jax.random.split(key, len(own) + 2), strict=True))
+
+    def stack(name: str, shape: tuple[int, ...], rows: int):
+        drawn = jax.random.normal(keys[name], (rows, *shape), dtype) * shape[-2] ** -0.5
+        return drawn * (2 * count) ** -0.5 if name.endswith(("o", "down")) else drawn
+
+    layers = {}
+    for name, shape in own.items():
+        numbers = c.sparse_layers if name in SPARSE else range(count) if name in shapes else c.dense_layers
+        if numbers:
+            drawn = stack(name, shape, len(numbers))
+            layers[name] = drawn if len(numbers) == count and name not in SPARSE else Rows(drawn, tuple(numbers))
     ones = {"attn_norm": c.width, "mlp_norm": c.width}
     if c.qk_norm:
         ones |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
@@ -262,3 +299,18 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
     if not c.tied_embeddings:
         params["head"] = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype) * c.width**-0.5
     return params
+
+
+def _mlp_shapes(prefix: str, width: int, inner: int, *lead: int) -> dict[str, tuple[int, ...]]:
+    into, back = (*lead, width, inner), (*lead, inner, width)
+    return {f"{prefix}gate": into, f"{prefix}up": into, f"{prefix}down": back}
+
+
+def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What a sparse layer has in place of an MLP."""
+    c, x = config, config.experts
+    if x is None:
+        return {}
+    shapes = {"router": (c.width, x.count)} | _mlp_shapes("experts_", c.width, x.width, x.count)
+    shared = _mlp_shapes("shared_", c.width, x.shared_width) | {"shared_router": (c.width, 1)}
+    return shapes | (shared if x.shared_width else {})

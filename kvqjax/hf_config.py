@@ -8,8 +8,11 @@ from pathlib import Path
 
 from kvqjax.config import ModelConfig, RopeConfig
 from kvqjax.errors import UserError
+from kvqjax.hf_experts import experts_from_hf, experts_to_hf
 from kvqjax.hf_fields import integer, number, refuse
-from kvqjax.hf_rope import rope_from_hf, rope_to_hf
+from kvqjax.hf_rope import growth_from_hf, rope_from_hf, rope_to_hf
+from kvqjax.hf_windows import windows_from_hf, windows_to_hf
+from kvqjax.stored import read_scheme
 
 __all__ = ["config_to_hf", "parse_config", "read_config", "read_json"]
 
@@ -38,7 +41,54 @@ _DEFAULTS = {
         "max_window_layers": 28,
         "head_dim": 128,
     },
+    "MinistralForCausalLM": {
+        "model_type": "ministral",
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Ministral3ForCausalLM": {
+        "model_type": "ministral3",
+        "max_position_embeddings": 262144,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+    },
+    "MixtralForCausalLM": {
+        "model_type": "mixtral",
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "Qwen2MoeForCausalLM": {
+        "model_type": "qwen2_moe",
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 16,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "Qwen3MoeForCausalLM": {
+        "model_type": "qwen3_moe",
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
+QKV_BIAS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+# Checkpoints of pictures and text, whose config holds that of the language part.
+_NESTED = ("Mistral3ForConditionalGeneration",)
 
 # Fields that change what a model computes, with the values that leave it as the decoder has it; null is always fine.
 _ACCEPTED = {
@@ -46,7 +96,6 @@ _ACCEPTED = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
     "pretraining_tp": (1,),
-    "quantization_config": (),
     "compression_config": (),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -59,6 +108,25 @@ _ACCEPTED = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
 }
+
+
+def _language_part(raw: dict) -> dict:
+    """The config of the language part of a checkpoint of pictures and text; any other as it is."""
+    names, text = raw.get("architectures"), raw.get("text_config")
+    nested = any(name in _NESTED for name in names) if isinstance(names, list) else raw.get("model_type") == "mistral3"
+    if not nested:
+        if text is None and ("vision_config" in raw or "Vision" in str(names)):
+            refuse("architectures", names, "a vision model without a language part")
+        return raw
+    if not isinstance(text, dict):
+        refuse("text_config", text, "wanted the language part's config")
+    kind = text.get("model_type", "mistral")
+    own = [name for name, defaults in _DEFAULTS.items() if defaults["model_type"] == kind]
+    if kind not in ("mistral", "ministral3"):
+        refuse("text_config.model_type", kind, "wanted mistral or ministral3")
+    shared = ("quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id", "auto_map")
+    outer = {name: raw[name] for name in shared if raw.get(name) is not None}
+    return outer | text | {"architectures": own, "model_type": kind}
 
 
 def _architecture(raw: dict) -> str:
@@ -82,41 +150,15 @@ def _check_accepted(raw: dict, architecture: str):
         value = raw.get(field)
         if value is not None and value not in accepted:
             refuse(field, value, f"wanted {' or '.join(json.dumps(a) for a in accepted) or 'null'}")
-    # In Llama and Qwen3 this flag also gives o_proj a bias; Qwen2 ignores it and always has biases on q, k and v.
-    if raw.get("attention_bias") and architecture != "Qwen2ForCausalLM":
+    # In Llama and Qwen3 this flag also gives o_proj a bias; Qwen2 ignores it and always has biases on q, k and v, but
+    # its kind with experts has a flag of its own.
+    if raw.get("qkv_bias", True) is not True and architecture in QKV_BIAS:
+        refuse("qkv_bias", raw["qkv_bias"], "wanted true")
+    if raw.get("attention_bias") and architecture not in QKV_BIAS:
         refuse("attention_bias", raw["attention_bias"], "a bias on o_proj is not computed; wanted false")
     code = raw.get("auto_map") or {}
     if not isinstance(code, dict) or any(name.startswith("AutoModel") for name in code):
         refuse("auto_map", code, "code from a checkpoint is never run")
-
-
-def _windows(raw: dict, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window of each layer; Mistral slides everywhere, Qwen by `layer_types` or from `max_window_layers` up."""
-    window, types = raw.get("sliding_window"), raw.get("layer_types")
-    qwen = architecture.startswith("Qwen")
-    if qwen and not raw.get("use_sliding_window"):
-        window = None
-    if window is not None:
-        window = integer(raw, "sliding_window")
-    if architecture == "LlamaForCausalLM" and window is not None:
-        refuse("sliding_window", window, "Llama attends to everything; wanted null")
-    uniform = (window,) * num_layers
-    if types is None and qwen and window is not None:
-        first = raw["max_window_layers"]
-        if not isinstance(first, int):
-            refuse("max_window_layers", first, "wanted an integer")
-        return tuple(window if index >= first else None for index in range(num_layers))
-    if types is None:
-        return uniform
-    wanted = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != num_layers or any(name not in list(wanted) for name in types):
-        refuse("layer_types", types, f"wanted {num_layers} of full_attention or sliding_attention")
-    if window is None and "sliding_attention" in types:
-        refuse("layer_types", types, "sliding_attention without a sliding window")
-    windows = tuple(wanted[name] for name in types)
-    if not qwen and windows != uniform:
-        refuse("layer_types", types, f"all layers of {architecture} attend alike")
-    return windows
 
 
 def _eos_ids(*sources: dict) -> tuple[int, ...]:
@@ -139,9 +181,11 @@ def _bos_id(raw: dict) -> int | None:
 
 def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
     """ModelConfig from the contents of config.json and, where present, generation_config.json. Raises UserError."""
+    raw = _language_part(raw)
     architecture = _architecture(raw)
     raw = {**_DEFAULTS[architecture], **raw}
     _check_accepted(raw, architecture)
+    read_scheme(raw)
     width, heads = (integer(raw, field) for field in ("hidden_size", "num_attention_heads"))
     layers = integer(raw, "num_hidden_layers", most=MOST_LAYERS)
     if raw.get("head_dim") is None and width % heads:
@@ -155,11 +199,13 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
         "num_kv_heads": heads if raw.get("num_key_value_heads") is None else integer(raw, "num_key_value_heads"),
         "head_dim": width // heads if raw.get("head_dim") is None else integer(raw, "head_dim"),
         "rope": rope_from_hf(raw),
+        "experts": experts_from_hf(raw, architecture, layers),
+        "query_growth": growth_from_hf(raw),
         "norm_eps": number(raw, "rms_norm_eps", 1e-6),
-        "qkv_bias": architecture == "Qwen2ForCausalLM",
-        "qk_norm": architecture == "Qwen3ForCausalLM",
+        "qkv_bias": architecture in QKV_BIAS,
+        "qk_norm": architecture in QK_NORM,
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "sliding_window": _windows(raw, architecture, layers),
+        "sliding_window": windows_from_hf(raw, architecture, layers),
         "max_position": integer(raw, "max_position_embeddings"),
         "eos_ids": _eos_ids(raw, generation or {}),
         "bos_id": _bos_id(raw),
@@ -198,7 +244,6 @@ def config_to_hf(config: ModelConfig) -> dict:
     """The contents of config.json for a ModelConfig: what `parse_config` reads back as the same value."""
     if config.architecture not in _DEFAULTS:
         raise UserError(f"architecture {config.architecture!r} is unknown; known: {', '.join(_DEFAULTS)}")
-    window = next((window for window in config.windows if window is not None), None)
     raw = {
         "architectures": [config.architecture],
         "model_type": _DEFAULTS[config.architecture]["model_type"],
@@ -213,11 +258,8 @@ def config_to_hf(config: ModelConfig) -> dict:
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tied_embeddings,
-        "sliding_window": window,
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids) or None,
     }
-    if config.architecture.startswith("Qwen"):
-        types = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
-        raw |= {"use_sliding_window": window is not None, "layer_types": types}
-    return raw | rope_to_hf(config.rope or RopeConfig())
+    raw |= windows_to_hf(config) | experts_to_hf(config)
+    return raw | rope_to_hf(config.rope or RopeConfig(), config.query_growth)

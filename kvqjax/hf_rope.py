@@ -7,13 +7,25 @@ import math
 from kvqjax.config import RopeConfig
 from kvqjax.hf_fields import integer, number, refuse
 
-__all__ = ["rope_from_hf", "rope_to_hf"]
+__all__ = ["growth_from_hf", "rope_from_hf", "rope_to_hf"]
 
 _LENGTH = "original_max_position_embeddings"
 _FIELDS = {
     *("rope_type", "type", "rope_theta", "factor", _LENGTH, "partial_rotary_factor", "finetuned"),
     *("low_freq_factor", "high_freq_factor"),
     *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+}
+_GROWTH, _FULL = "llama_4_scaling_beta", "max_position_embeddings"
+_MINISTRAL3 = {  # what its config class has where nothing is said
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    _LENGTH: 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _GROWTH: 0.1,
 }
 _WRITTEN = {
     "default": (),
@@ -67,15 +79,28 @@ def _original_length(raw: dict, rope: dict, prefix: str) -> int:
     return integer(raw, "max_position_embeddings")
 
 
-def rope_from_hf(raw: dict) -> RopeConfig:
-    """RopeConfig of a config.json; a non-empty `rope_scaling` wins over `rope_parameters`, as in transformers."""
-    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    rope, prefix = raw.get(field) or {}, f"{field}."
+def _fields(raw: dict) -> tuple[dict, str]:
+    """The object that describes the rope, and where it stands; a non-empty `rope_scaling` wins over
+    `rope_parameters`, as in transformers."""
+    field, grows = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters", raw["model_type"] == "ministral3"
+    rope, prefix = raw.get(field) or (_MINISTRAL3 if grows else {}), f"{field}."
     if not isinstance(rope, dict):
         refuse(field, rope, "wanted an object")
     for name in rope:
-        if name not in _FIELDS:
+        if name not in _FIELDS | ({_GROWTH, _FULL} if grows else set()):
             refuse(prefix + name, rope[name], "the field is unknown")
+    return rope, prefix
+
+
+def growth_from_hf(raw: dict) -> float:
+    """How fast queries grow beyond the length before scaling."""
+    rope, prefix = _fields(raw)
+    return number(rope, _GROWTH, prefix=prefix) if raw["model_type"] == "ministral3" else 0.0
+
+
+def rope_from_hf(raw: dict) -> RopeConfig:
+    """RopeConfig of a config.json."""
+    rope, prefix = _fields(raw)
     if rope.get("partial_rotary_factor") not in (None, 1):
         refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -93,9 +118,10 @@ def rope_from_hf(raw: dict) -> RopeConfig:
     return RopeConfig(theta=theta, kind=kind, original_max_position=original, **_yarn(rope, ratio, prefix))
 
 
-def rope_to_hf(rope: RopeConfig) -> dict:
+def rope_to_hf(rope: RopeConfig, growth: float = 0.0) -> dict:
     """The fields of config.json for a RopeConfig, in transformers 4's spelling, which version 5 reads too."""
     scaling = {"rope_type": rope.kind} | {name: getattr(rope, name) for name in _WRITTEN[rope.kind]}
     if rope.original_max_position:
         scaling[_LENGTH] = rope.original_max_position
+    scaling |= {_GROWTH: growth} if growth else {}
     return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}

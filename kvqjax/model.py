@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvqjax.config import ModelConfig
-from kvqjax.decoder import Params, is_unrolled, unrolled
+from kvqjax.decoder import Params, is_unrolled
 from kvqjax.errors import UserError
 from kvqjax.hf_config import read_config
 from kvqjax.hf_sampling import read_sampling
@@ -177,6 +177,7 @@ def load(
     sharding: ShardingRule | Placement | None = None,
     weights: str | None = None,
     layers: str | None = None,
+    text_only: bool = False,
 ) -> Model:
     """Model by bundled name, folder or hub id (looked for in this order; "./demo" is always a folder).
 
@@ -187,6 +188,7 @@ def load(
     "int4" keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype stays.
     `layers="scan"` keeps layers as stacks, which compile fast, "unroll" each by itself, which XLA for GPUs reads at
     half the cost (kvqjax/decoder.py); None means unroll on GPUs, scan elsewhere. Its caches are stored likewise.
+    `text_only=True` loads the language part of a checkpoint of pictures and text, which is refused otherwise.
     Code from a checkpoint is never run. Raises UserError with one line naming the cause.
     """
     compute = compute_dtype(dtype)
@@ -201,8 +203,7 @@ def load(
     place = sharding.placement if isinstance(sharding, Placement) else sharding
     if rules and weights:
         raise UserError(f"weights {weights!r} cannot be split over a mesh")
-    params = load_params(folder, config, compute, place, CODED_WEIGHTS[weights] if weights else None)
-    if layers == "unroll":
-        params = unrolled(params)
+    bits = CODED_WEIGHTS[weights] if weights else None
+    params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)
     about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
     return Model(params, config=config, **about)

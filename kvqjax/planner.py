@@ -146,12 +146,14 @@ def step_bounds(
 ) -> tuple[float, float]:
     """Lower bounds on one decode step at a full context: (seconds to read a device's weights, constants and cache once,
     seconds to compute its part at the dense 16-bit peak). An embedding table that is not the head is looked up, not
-    read; what devices send each other is not counted.
+    read; what devices send each other is not counted. Of experts, those count that one token passes through: rows that
+    choose others read more.
 
     Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over the context, and
     what the method spends to bring cached tokens back (arXiv 2508.10395, section 3.4, for XQuant)."""
     split = 1 if config.vocab_size % mesh.model else mesh.model
     lookup = 0 if config.tied_embeddings else config.vocab_size * config.width // split
+    lookup += config.idle_numbers // mesh.model
     item, rows = jnp.dtype(dtype).itemsize, -(-batch // mesh.data)
     read = found.weights - lookup * item + found.constants + found.cache
     attention = 4 * config.num_layers * config.query_width * context

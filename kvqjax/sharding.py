@@ -2,8 +2,10 @@
 
 One `shard_map` runs the whole step; a device holds its part of everything and runs the code of a single device on it:
 
-- rows of the batch over `batch`; query heads, MLP and vocabulary over `width`; blocks of the body, dealt in turn, over
-  `sequence`. Two sums over `width` per layer (after the output projection and after the MLP), as usual.
+- rows of the batch over `batch`; query heads, MLP, experts and vocabulary over `width`; blocks of the body, dealt in
+  turn, over `sequence`. Two sums over `width` per layer (after the output projection and after the MLP), as usual.
+- Of experts, a device holds a share of whole ones and computes the tokens that chose them; every device routes every
+  token of its rows, since all hold it. A shared expert is split as an MLP is.
 - Attention to the body gives (out, lse) of the tokens that lie here; the log-sum-exp merge over `sequence` is the only
   collective inside attention.
 - A method whose codecs see each KV head by itself also splits keys and values over `kv_heads`, the leading part of
@@ -17,6 +19,7 @@ One `shard_map` runs the whole step; a device holds its part of everything and r
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -28,6 +31,7 @@ from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, plan
 from kvqjax.config import KVShape, ModelConfig
 from kvqjax.decoder import is_unrolled
 from kvqjax.errors import UserError
+from kvqjax.experts import BY_EXPERT
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model import CODED_WEIGHTS, Model
 
@@ -90,10 +94,10 @@ class Rules:
         layer = name.removeprefix("layers/")
         if name in ("embed", "head"):
             return PartitionSpec(*((self.vocabulary, None) if name == "embed" else (None, self.vocabulary)))
-        if layer in ("q", "gate", "up"):
+        if layer in ("q", "gate", "up", "shared_gate", "shared_up"):
             return PartitionSpec(None, None, self.width)
-        if layer in ("o", "down"):
-            return PartitionSpec(None, self.width, None)
+        if layer in ("o", "down", "shared_down") or layer in BY_EXPERT:
+            return PartitionSpec(None, self.width)
         if layer in ("k", "v"):
             return PartitionSpec(None, None, self.projections)
         if layer in ("q_bias", "k_bias", "v_bias"):
@@ -117,7 +121,7 @@ class Rules:
         def share(spec, x):
             return jax.ShapeDtypeStruct(NamedSharding(self.mesh, spec).shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(share, specs, tree)
+        return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(share, spec), part), specs, tree)
 
     def parameters(self, params: dict) -> dict:
         """Specs of a params pytree."""
@@ -227,18 +231,29 @@ def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
     return Mesh(np.asarray(devices[: math.prod(shape)]).reshape(shape), names)
 
 
+def _divided(config: ModelConfig) -> dict[str, int]:
+    """What a mesh's `model` must divide beside the KV heads."""
+    experts = config.experts
+    parts = {f"{config.num_heads} heads": config.num_heads}
+    if config.dense_layers:
+        parts[f"MLP width {config.mlp_width}"] = config.mlp_width
+    if experts is not None:
+        parts[f"{experts.count} experts"] = experts.count
+    if experts is not None and experts.shared_width:
+        parts[f"shared MLP width {experts.shared_width}"] = experts.shared_width
+    return parts
+
+
 def rules_for(config: ModelConfig, method: MethodLike, size: MeshSize, devices=None) -> Rules:
     """Rules for a model and the caches of `method` on `size.devices` devices (the first of jax.devices()). An empty
     list of devices stands for ones that are only planned with.
 
-    Raises UserError when heads or MLP cannot be split over `size.model`, or devices are missing. A vocabulary that it
-    does not divide is not split."""
-    heads, kv, model = config.num_heads, config.num_kv_heads, size.model
-    if heads % model or config.mlp_width % model or (kv % model and model % kv):
-        raise UserError(
-            f"mesh model={model} must divide {heads} heads and MLP width {config.mlp_width}, "
-            f"and divide or be a multiple of {kv} KV heads"
-        )
+    Raises UserError when heads, MLP or experts cannot be split over `size.model`, or devices are missing. A vocabulary
+    that it does not divide is not split."""
+    kv, model, divided = config.num_kv_heads, size.model, _divided(config)
+    if any(number % model for number in divided.values()) or (kv % model and model % kv):
+        named = " and ".join(divided)
+        raise UserError(f"mesh model={model} must divide {named}, and divide or be a multiple of {kv} KV heads")
     parts = min(model, kv)
     rules = Rules(mesh=_mesh((size.data, size.seq, parts, model // parts), devices))
     if config.vocab_size % model:

@@ -1,12 +1,15 @@
 """safetensors <-> params pytree (names in kvqjax/decoder.py) without torch, and the fingerprint of a checkpoint.
 
-Hugging Face stores linear layers as [out, in]; ours are [in, out] and stacked over layers. Each device's slice is
-filled from the matching slices on disk, so the host never holds more than one stacked parameter's slices.
+Hugging Face stores linear layers as [out, in]; ours are [in, out] and stacked over layers. One layer's matrix after the
+other is read, on every device the slice that lies there, and written into its place in the stack, which is donated: a
+load holds the weights and one layer's matrix (of experts: that of all of them) besides.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -15,103 +18,118 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from kvqjax.checkpoint import Checkpoint, Tensor, header_digest, open_checkpoint, read, sample, sample_digest
+from kvqjax.checkpoint import Checkpoint, header_digest, open_checkpoint, read, sample, sample_digest
 from kvqjax.config import ModelConfig
-from kvqjax.decoder import Params, init_params
+from kvqjax.decoder import Params
 from kvqjax.errors import UserError
-from kvqjax.hf_config import config_to_hf
+from kvqjax.hf_config import config_to_hf, read_json
+from kvqjax.rows import Rows
+from kvqjax.stored import Scheme, Stored, decoded, find, read_scheme
 from kvqjax.weight_codes import code_weight
+from kvqjax.weight_names import Parameter, language_part, parameters
 
 __all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
 
 ShardingRule = Callable[[str], jax.sharding.Sharding]
 
-# Our name -> (Hugging Face name, whether the last two axes are swapped). Names under "layers/" exist once per layer.
-_NAMES = {
-    "embed": ("model.embed_tokens.weight", False),
-    "norm": ("model.norm.weight", False),
-    "head": ("lm_head.weight", True),
-    "layers/attn_norm": ("input_layernorm.weight", False),
-    "layers/mlp_norm": ("post_attention_layernorm.weight", False),
-    "layers/gate": ("mlp.gate_proj.weight", True),
-    "layers/up": ("mlp.up_proj.weight", True),
-    "layers/down": ("mlp.down_proj.weight", True),
-    **{f"layers/{n}": (f"self_attn.{n}_proj.weight", True) for n in "qkvo"},
-    **{f"layers/{n}_bias": (f"self_attn.{n}_proj.bias", False) for n in "qkv"},
-    **{f"layers/{n}_norm": (f"self_attn.{n}_norm.weight", False) for n in "qk"},
-}
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _PROGRESS_AFTER_SECONDS = 2.0
-
-
-def _sources(name: str, config: ModelConfig) -> tuple[list[str], bool]:
-    """Hugging Face names behind one of our parameters, one per layer, and whether they are transposed."""
-    hf_name, transposed = _NAMES[name]
-    if not name.startswith("layers/"):
-        return [hf_name], transposed
-    return [f"model.layers.{layer}.{hf_name}" for layer in range(config.num_layers)], transposed
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Our flat parameter names and their shapes, from the one place that defines them."""
-    tree = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
-    layers = {f"layers/{name}": leaf for name, leaf in tree.pop("layers").items()}
-    return {name: leaf.shape for name, leaf in (tree | layers).items()}
-
-
-def _check_tensor(tensor: Tensor, wanted: tuple[int, ...]):
-    if tensor.shape != wanted:
-        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {list(wanted)}")
-    if tensor.dtype not in _FLOATS:
-        known = ", ".join(_FLOATS)
-        raise UserError(f"{tensor.file}: {tensor.name!r} has dtype {tensor.dtype}, wanted one of {known}")
+_IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")  # the last two round activations, not weights
 
 
 def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
     """Refuse tensors that nothing would read: the model would not be the checkpoint's."""
-    unread = sorted(name for name in checkpoint.keys() - used if not name.endswith("rotary_emb.inv_freq"))
+    unread = sorted(name for name in checkpoint.keys() - used if not name.endswith(_IGNORED))
     if config.tied_embeddings and "lm_head.weight" in unread:
         unread.remove("lm_head.weight")
         if sample(checkpoint["lm_head.weight"]) != sample(checkpoint["model.embed_tokens.weight"]):
             raise UserError(
                 f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from embed_tokens.weight"
             )
+    # GPTQ's tools write biases of zeros for every matrix.
+    unread = [name for name in unread if not _is_zero_bias(checkpoint, name)]
     if unread:
         raise UserError(f"{folder}: tensor {unread[0]!r} is not part of {config.architecture} ({len(unread)} such)")
 
 
-def _check(checkpoint: Checkpoint, config: ModelConfig, folder: Path):
-    """Refuse a checkpoint that lacks a tensor, has one of another shape or dtype, or one that nothing would read."""
-    used = set()
-    for name, shape in _shapes(config).items():
-        hf_names, transposed = _sources(name, config)
-        wanted = shape[1:] if name.startswith("layers/") else shape
-        for hf_name in hf_names:
-            if hf_name not in checkpoint:
-                reason = "; config.json says tie_word_embeddings = false" if name == "head" else ""
-                raise UserError(f"{folder}: tensor {hf_name!r} is missing{reason}")
-            _check_tensor(checkpoint[hf_name], wanted[::-1] if transposed else wanted)
-        used.update(hf_names)
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    coded = name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in checkpoint
+    return coded and not read(checkpoint[name], (slice(None),)).any()
+
+
+def _sources(
+    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None, folder: Path
+) -> dict[str, list[list[Stored]]]:
+    """What is read for each parameter. Raises UserError for a checkpoint that lacks a tensor, has one of another shape
+    or dtype, or one that nothing would read."""
+    used, found = set(), {}
+    for parameter in parameters(config):
+        shape = parameter.shape[1:] if parameter.by_expert else parameter.shape
+        wanted = shape[::-1] if parameter.matrix else shape
+        rows = [[find(checkpoint, name, scheme) for name in names] for names in parameter.tensors]
+        for name, stored in zip(itertools.chain(*parameter.tensors), itertools.chain(*rows), strict=True):
+            if stored is None:
+                reason = "; config.json says tie_word_embeddings = false" if parameter.name == "head" else ""
+                raise UserError(f"{folder}: tensor {name!r} is missing{reason}")
+            if stored.shape != wanted:
+                file = next(iter(stored.parts.values())).file
+                raise UserError(f"{file}: {name!r} has shape {list(stored.shape)}, wanted {list(wanted)}")
+            stem = name.removesuffix(".weight")
+            used.update({name, *(f"{stem}.{part}" for part in stored.parts), f"{stem}.g_idx"})
+        found[parameter.name] = rows
     _check_unread(checkpoint, used, config, folder)
+    return found
 
 
-def _fill(tensors: list[Tensor], transposed: bool, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]):
-    """One device's slice of a parameter, each layer read from disk straight into its place."""
-    stacked = len(shape) > len(tensors[0].shape)
+def _fill(sources: list[Stored], by_expert: bool, matrix: bool, shape, dtype: np.dtype, index: tuple[slice, ...]):
+    """One device's slice of one layer's parameter, each tensor read from disk straight into its place."""
     index = tuple(slice(*s.indices(size)) for s, size in zip(index, shape, strict=True))
-    inner = index[1:] if stacked else index
-    inner = inner[::-1] if transposed else inner
+    inner = index[1:] if by_expert else index
+    inner = inner[::-1] if matrix else inner
     block = np.empty([s.stop - s.start for s in index], dtype)
-    layers = tensors[index[0]] if stacked else tensors
-    for place, tensor in zip(block if stacked else [block], layers, strict=True):
-        piece = read(tensor, inner)
+    chosen = sources[index[0]] if by_expert else sources
+    for place, stored in zip(block if by_expert else [block], chosen, strict=True):
+        piece = decoded(stored, inner)
         with np.errstate(over="ignore"):  # an overflow to float16 is refused below, with the tensor's name
-            place[...] = (piece.T if transposed else piece).astype(dtype)
-    if dtype == np.float16 and not np.isfinite(block).all():
-        raise UserError(f"{tensors[0].file}: {tensors[0].name!r} exceeds float16's range; load as bf16 or f32")
+            place[...] = (piece.T if matrix else piece).astype(dtype)
+        if dtype == np.float16 and not np.isfinite(place).all():
+            file = next(iter(stored.parts.values())).file
+            raise UserError(f"{file}: {stored.name!r} exceeds float16's range; load as bf16 or f32")
     return block
+
+
+def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Array:
+    """An array of what `fill` gives for each device's slice; devices with the same slice share one reading."""
+    if sharding is None:
+        return jax.device_put(fill((slice(None),) * len(shape)))
+    once = functools.cache(lambda spans: fill(tuple(slice(*span) for span in spans)))
+    slices = lambda index: tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))  # noqa: E731
+    return jax.make_array_from_callback(shape, sharding, lambda index: once(slices(index)), dtype=dtype)
+
+
+def _of_layer(sharding):
+    """The placement of one layer of a stack."""
+    if not isinstance(sharding, NamedSharding) or not sharding.spec:
+        return sharding
+    if sharding.spec[0] is not None:
+        raise UserError(f"layers cannot be split over a mesh, as {sharding.spec} would")
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def _empty_stack(piece: jax.Array, rows: int) -> jax.Array:
+    """Zeros for `rows` layers, placed as one layer's `piece` is."""
+    place = piece.sharding
+    if isinstance(place, NamedSharding):
+        place = NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
+    return jax.jit(lambda: jnp.zeros((rows, *piece.shape), piece.dtype), out_shardings=place)()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack, piece, row):
+    """A stack with one layer's piece in its row, in place."""
+    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, row, 0), stack, piece)
 
 
 @contextlib.contextmanager
@@ -144,36 +162,54 @@ def load_params(
     dtype=jnp.float32,
     sharding: ShardingRule | None = None,
     bits: int | None = None,
+    *,
+    layers: str = "scan",
+    text_only: bool = False,
 ) -> Params:
-    """Params pytree of a Hugging Face folder in `dtype`.
+    """Params pytree of a Hugging Face folder in `dtype`, its layers as stacks ("scan") or a list ("unroll").
 
     `sharding(name)` gives each parameter's placement; names are those of the pytree joined by "/", such as "embed" or
     "layers/q" (axes as in kvqjax/decoder.py, [L, in, out]). None: everything on the default device.
-    `bits` 8 or 4 stores the layers' matrices as codes (kvqjax/weight_codes.py), one stacked matrix after the other: no
-    second one exists in `dtype` at that time.
+    `bits` 8 or 4 stores the layers' matrices as codes (kvqjax/weight_codes.py), made layer by layer. FP8, GPTQ and AWQ
+    matrices are decoded (kvqjax/stored.py). `text_only` leaves out a vision part.
     Raises UserError for a missing folder, file or tensor, a wrong shape, a truncated or foreign file.
     """
     folder, dtype = Path(folder).expanduser(), np.dtype(dtype)
-    checkpoint = open_checkpoint(folder)
-    _check(checkpoint, config, folder)
-    flat = {}
-    with _progress(sum(tensor.nbytes for tensor in checkpoint.values())) as advance:
-        for name, shape in _shapes(config).items():
-            hf_names, transposed = _sources(name, config)
-            tensors = [checkpoint[hf_name] for hf_name in hf_names]
+    checkpoint = language_part(open_checkpoint(folder), folder, text_only)
+    file = folder / "config.json"
+    sources = _sources(checkpoint, config, read_scheme(read_json(file)) if file.exists() else None, folder)
+    found, apart = {"layers": {}}, [{} for _ in range(config.num_layers)]
+    with _progress(sum(x.nbytes for rows in sources.values() for row in rows for x in row)) as advance:
+        for parameter in parameters(config):
+            name, place = parameter.name.removeprefix("layers/"), sharding and sharding(parameter.name)
+            for row, piece in _pieces(parameter, sources[parameter.name], dtype, place, bits, advance):
+                if parameter.layers is None:
+                    found[name] = piece
+                elif layers == "unroll":
+                    apart[parameter.layers[row]][name] = piece
+                else:
+                    stack = found["layers"].pop(name, None)
+                    stack = (
+                        jax.tree.map(lambda x, n=len(parameter.layers): _empty_stack(x, n), piece)
+                        if row == 0
+                        else stack
+                    )
+                    found["layers"][name] = _put(stack, piece, row)
+            if parameter.rows and layers != "unroll":
+                found["layers"][name] = Rows(found["layers"][name], parameter.layers)
+    return found | ({"layers": apart} if layers == "unroll" else {})
 
-            def fill(index, tensors=tensors, transposed=transposed, shape=shape):
-                return _fill(tensors, transposed, shape, dtype, index)
 
-            if sharding is None:
-                array = jax.device_put(fill((slice(None),) * len(shape)))
-            else:
-                array = jax.make_array_from_callback(shape, sharding(name), fill, dtype=dtype)
-            matrix = bits is not None and transposed and name.startswith("layers/")
-            flat[name] = code_weight(array, bits) if matrix else array
-            advance(sum(tensor.nbytes for tensor in tensors))
-    layers = {name.removeprefix("layers/"): flat.pop(name) for name in list(flat) if name.startswith("layers/")}
-    return flat | {"layers": layers}
+def _pieces(parameter: Parameter, sources: list[list[Stored]], dtype, place, bits: int | None, advance: Callable):
+    """(row, array or codes) of every layer that has the parameter."""
+    layered = parameter.layers is not None
+    place = _of_layer(place) if layered else place
+    coded = bits is not None and layered and parameter.matrix and not parameter.name.endswith("router")
+    for row, stored in enumerate(sources):
+        about = (stored, parameter.by_expert, parameter.matrix, parameter.shape, dtype)
+        piece = _placed(functools.partial(_fill, *about), parameter.shape, dtype, place)
+        yield row, code_weight(piece, bits) if coded else piece
+        advance(sum(x.nbytes for x in stored))
 
 
 def save_params(folder: str | Path, params: Params, config: ModelConfig):
@@ -181,12 +217,13 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name in _shapes(config):
-        hf_names, transposed = _sources(name, config)
-        layered = name.startswith("layers/")
-        value = np.asarray(params["layers"][name.removeprefix("layers/")] if layered else params[name])
-        for hf_name, matrix in zip(hf_names, value if layered else [value], strict=True):
-            tensors[hf_name] = np.ascontiguousarray(matrix.T if transposed else matrix)
+    for parameter in parameters(config):
+        layered = parameter.layers is not None
+        value = params["layers"][parameter.name.removeprefix("layers/")] if layered else params[parameter.name]
+        value = np.asarray(value.stack if isinstance(value, Rows) else value)
+        for names, own in zip(parameter.tensors, value if layered else [value], strict=True):
+            for name, matrix in zip(names, own if parameter.by_expert else [own], strict=True):
+                tensors[name] = np.ascontiguousarray(matrix.T if parameter.matrix else matrix)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n", encoding="utf-8")
 

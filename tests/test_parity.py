@@ -11,8 +11,10 @@ torch = pytest.importorskip("torch", reason="parity needs torch (pip install tor
 
 import transformers  # noqa: E402
 
+import kvqjax as kvq  # noqa: E402
 from kvqjax.config import RopeConfig  # noqa: E402
 from kvqjax.decoder import logits  # noqa: E402
+from kvqjax.errors import UserError  # noqa: E402
 from kvqjax.model import load  # noqa: E402
 from kvqjax.weights import save_params  # noqa: E402
 
@@ -38,6 +40,9 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 RATIOS = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5}
 SLIDING = {"use_sliding_window": True, "sliding_window": 20}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+MINISTRAL3 = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 # name: (model type, fields, what must change the logits when it is taken from our config: proof that it is exercised)
 MODELS = {
@@ -66,6 +71,42 @@ MODELS = {
         },
         "sliding_window",
     ),
+    "qwen3-linear": (
+        "qwen3",
+        {**GQA, "head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        "rope",
+    ),
+    "qwen3-llama3": ("qwen3", {**GQA, "head_dim": 16, "rope_parameters": LLAMA3}, "rope"),
+    "qwen3-yarn": ("qwen3", {**GQA, "head_dim": 16, "rope_parameters": YARN}, "rope"),
+    "mixtral": ("mixtral", {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2}, None),
+    "mixtral-sliding": ("mixtral", {**GQA, "num_local_experts": 4, "sliding_window": 20}, "sliding_window"),
+    "qwen2-moe": ("qwen2_moe", {**GQA, **SHARED}, None),
+    "qwen2-moe-dense-among-sparse": (
+        "qwen2_moe",
+        {**GQA, **SHARED, "mlp_only_layers": [1], "norm_topk_prob": True},
+        None,
+    ),
+    "qwen2-moe-every-other-slides": (
+        "qwen2_moe",
+        {**GQA, **SHARED, **SLIDING, "max_window_layers": 3},
+        "sliding_window",
+    ),
+    "qwen3-moe": ("qwen3_moe", {**GQA, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}, None),
+    "qwen3-moe-step-2-tied": (
+        "qwen3_moe",
+        {**GQA, **EXPERTS, "head_dim": 16, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+        None,
+    ),
+    "ministral-mixed": (
+        "ministral",
+        {**GQA, "head_dim": 8, "sliding_window": 20, "layer_types": ["full_attention", *2 * ["sliding_attention"]]},
+        "sliding_window",
+    ),
+    "ministral3": (
+        "ministral3",
+        {**GQA, "head_dim": 16, "rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}},
+        "query_growth",
+    ),
 }
 
 
@@ -81,7 +122,7 @@ def randomise(model: torch.nn.Module):
         elif "embed" in name:
             weight.data = noise
         else:
-            weight.data = noise * weight.shape[1] ** -0.5
+            weight.data = noise * weight.shape[-1] ** -0.5
 
 
 def write(folder, kind: str, fields: dict, dtype=torch.float32, **saving):
@@ -118,7 +159,7 @@ def test_logits_equal_torch(name, tmp_path):
     model = load(tmp_path, dtype="f32")
     assert np.std(wanted) > 0.3
     np.testing.assert_allclose(ours(model), wanted, rtol=0, atol=TOLERANCE)
-    neutral = {"rope": RopeConfig(theta=model.config.rope.theta), "sliding_window": None}
+    neutral = {"rope": RopeConfig(theta=model.config.rope.theta), "sliding_window": None, "query_growth": 0.0}
     if exercised:
         broken = ours(model, **{exercised: neutral[exercised]})
         assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE
@@ -160,3 +201,61 @@ def test_saved_params_are_read_by_transformers(tmp_path):
     model = load(tmp_path / "theirs", dtype="f32")
     save_params(tmp_path / "ours", model.params, model.config)
     np.testing.assert_array_equal(reference(read_back(tmp_path / "ours")), wanted)
+
+
+def mistral3(folder, kind: str, rope: dict):
+    """A checkpoint of pictures and text, as Mistral Small and Ministral 3 are published."""
+    text = (
+        SIZES | GQA | {"head_dim": 16, "model_type": kind, "sliding_window": None, "tie_word_embeddings": False} | rope
+    )
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 1, "image_size": 28, "patch_size": 14, "head_dim": 16}
+    config = transformers.AutoConfig.for_model(
+        "mistral3", text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_index=95
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "architecture"),
+    [
+        ("mistral", {}, "MistralForCausalLM"),
+        ("ministral3", {"rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}}, "Ministral3ForCausalLM"),
+    ],
+)
+def test_language_part_of_a_checkpoint_with_a_vision_part(kind, rope, architecture, tmp_path):
+    theirs = mistral3(tmp_path, kind, rope)
+    with pytest.raises(UserError, match=r"tensor '\S*multi_modal_projector\S*' is of the vision part .* --text-only"):
+        load(tmp_path)
+    model = load(tmp_path, dtype="f32", text_only=True)
+    assert model.config.architecture == architecture
+    ids = tokens() % 95  # the last token stands for a picture
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(ids, dtype=torch.long)).logits.numpy()
+    got = jax.jit(logits, static_argnames="config")(model.params, ids, config=model.config)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-dense-among-sparse", "qwen3-moe", "ministral3"])
+def test_greedy_text_equals_torch(name, tmp_path):
+    kind, fields, _ = MODELS[name]
+    theirs = write(tmp_path, kind, fields)
+    prompt = tokens()[0, :20].tolist()
+    with torch.no_grad():
+        made = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    for layers in ("scan", "unroll"):
+        model = load(tmp_path, dtype="f32", layers=layers)
+        model = model.replace(config=dataclasses.replace(model.config, eos_ids=()))
+        assert kvq.generate(model, [prompt], max_new_tokens=24).tokens == [made[0, 20:].tolist()]
+
+
+def test_saved_experts_are_read_by_transformers(tmp_path):
+    kind, fields, _ = MODELS["qwen2-moe-dense-among-sparse"]
+    wanted = reference(write(tmp_path / "theirs", kind, fields))
+    model = load(tmp_path / "theirs", dtype="f32")
+    save_params(tmp_path / "ours", model.params, model.config)
+    np.testing.assert_allclose(reference(read_back(tmp_path / "ours")), wanted, rtol=0, atol=1e-5)
+    assert load(tmp_path / "ours").config == model.config

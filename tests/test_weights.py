@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from kvqjax import model as model_module
-from kvqjax import weights
+from kvqjax import stored, weights
 from kvqjax.errors import UserError
 from kvqjax.model import Model, load
 
@@ -55,14 +55,14 @@ def test_each_device_holds_and_reads_only_its_slice(folder, monkeypatch):
         "layers/mlp_norm": PartitionSpec(),
     }
     read_sizes = {}
-    genuine = weights.read
+    genuine = stored.read
 
     def spy(tensor, index):
         piece = genuine(tensor, index)
         read_sizes.setdefault(tensor.name, []).append(piece.size)
         return piece
 
-    monkeypatch.setattr(weights, "read", spy)
+    monkeypatch.setattr(stored, "read", spy)
     model = load(folder, dtype="f32", sharding=lambda name: NamedSharding(mesh, specs.get(name, PartitionSpec())))
     assert_same(model.params, random_params())
     for name in ("q", "o", "gate", "down"):

@@ -41,7 +41,24 @@ def outside_index(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
 
 
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def vision_alone(folder):
+    edit(folder, lambda t: (t.clear(), t.update({"vision_tower.patch_conv.weight": np.zeros((4, 4), np.float32)})))
+
+
 BROKEN = {
+    "bin": (
+        pickled,
+        "pytorch_model.bin: a .bin file can run code and is not read; convert it where .* save_pretrained",
+    ),
+    "vision alone": (vision_alone, "holds a vision model alone .'vision_tower.patch_conv.weight' and its like."),
+    "vision too": (
+        lambda f: edit(f, lambda t: t.update({"multi_modal_projector.norm.weight": np.zeros(4, np.float32)})),
+        r"tensor 'multi_modal_projector.norm.weight' is of the vision part .1 such.*text_only=True .--text-only. loads",
+    ),
     "truncated": (truncate, r"model.safetensors: truncated: its header describes \d+ bytes, the file has \d+$"),
     "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"\x93" * 999), "not a safetensors file"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a safetensors file"),
@@ -66,7 +83,7 @@ BROKEN = {
     ),
     "missing shard": (
         lambda f: (split(f), (f / "model-00001.safetensors").unlink()),
-        "model-00001.safetensors: no such",
+        "index.json: 1 of 3 files it names are missing: model-00001.safetensors$",
     ),
     "index names a wrong shard": (wrong_index, f"tensor '{Q_PROJ}' is missing, though the index places it here"),
     "index names a path": (outside_index, "is not a file name in this folder"),

@@ -17,6 +17,7 @@ from kvqjax.cli.common import (
     Json,
     Kernels,
     ModelName,
+    TextOnly,
     Weights,
     calibrated,
     methods_of,
@@ -115,10 +116,11 @@ def bench(
     kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
+    text_only: TextOnly = False,
     as_json: Json = False,
 ) -> None:
     """Time decode steps on caches filled with random vectors, against the exact cache in the same run."""
-    loaded = open_model(model, dtype, weights)
+    loaded = open_model(model, dtype, weights, text_only=text_only)
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
     for ready, method in pairs:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli.common import Dtype, Json, ModelName, Seed, Weights, methods_of, number, open_model
+from kvqjax.cli.common import Dtype, Json, ModelName, Seed, TextOnly, Weights, methods_of, number, open_model
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.errors import UserError
@@ -27,6 +27,7 @@ def calibrate(
     seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
+    text_only: TextOnly = False,
     as_json: Json = False,
 ) -> None:
     """Calibrate a method for a model. A run that is killed continues where it was when started again."""
@@ -36,7 +37,7 @@ def calibrate(
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
-        loaded = open_model(model, dtype, weights)
+        loaded = open_model(model, dtype, weights, text_only=text_only)
         text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:

@@ -32,6 +32,7 @@ __all__ = [
     "Mesh",
     "ModelName",
     "Seed",
+    "TextOnly",
     "Weights",
     "calibrated",
     "methods_of",
@@ -54,6 +55,7 @@ Caches = Annotated[
 Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration of a --cache; repeatable")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bfloat16, float16 or float32")]
 Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
+TextOnly = Annotated[bool, typer.Option("--text-only", help="leave out the vision part of a checkpoint that has one")]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
 Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="of everything that is drawn")]
@@ -67,13 +69,18 @@ def methods_of(texts: Iterable[str]) -> list[Method]:
 
 
 def open_model(
-    name: str, dtype: str | None, weights: str | None = None, method: Method | None = None, mesh: str = ""
+    name: str,
+    dtype: str | None,
+    weights: str | None = None,
+    method: Method | None = None,
+    mesh: str = "",
+    text_only: bool = False,
 ) -> Model:
     """Load a model, for caches of `method` on a mesh if one is named."""
     if not mesh or method is None:
-        return load(name, dtype=dtype, weights=weights)
+        return load(name, dtype=dtype, weights=weights, text_only=text_only)
     rules = rules_for(read_config(locate(name)), method, MeshSize.parse(mesh))
-    return load(name, dtype=dtype, weights=weights, sharding=rules)
+    return load(name, dtype=dtype, weights=weights, sharding=rules, text_only=text_only)
 
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:

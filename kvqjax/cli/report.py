@@ -17,6 +17,7 @@ from kvqjax.cli.common import (
     Kernels,
     ModelName,
     Seed,
+    TextOnly,
     Weights,
     calibrated,
     methods_of,
@@ -62,6 +63,7 @@ def _options(
     kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
+    text_only: TextOnly = False,
     out: Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="also draw the report into this PNG")] = None,
     as_json: Json = False,
@@ -89,14 +91,27 @@ def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Metho
 
 
 def _evaluate(
-    name: str, prepare, own: dict, model: str, cache, artifact, seed, kernels, dtype, weights, out, plot, as_json
+    name: str,
+    prepare,
+    own: dict,
+    model: str,
+    cache,
+    artifact,
+    seed,
+    kernels,
+    dtype,
+    weights,
+    text_only,
+    out,
+    plot,
+    as_json,
 ) -> None:
     """Every cache through one command: its rows as a table or JSON, as a file, as a picture; all with the stamp."""
     if plot is not None:
         check_picture(plot)
     file = None if out is None else out / f"{name}.json"
     with held(file):
-        methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights), [], {}
+        methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights, text_only=text_only), [], {}
         job = prepare(loaded, seed, **own)
         with progress_bar() as bar:
             pairs = job.ready(loaded, methods, artifact, bar)

@@ -17,6 +17,7 @@ from kvqjax.cli.common import (
     Mesh,
     ModelName,
     Seed,
+    TextOnly,
     Weights,
     calibrated,
     methods_of,
@@ -112,6 +113,7 @@ def generate(
     kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
+    text_only: TextOnly = False,
     mesh: Mesh = "",
     coordinator: Annotated[str, typer.Option(help="host:port of process 0, for several hosts")] = "",
     processes: Annotated[int, number(most=MOST_HOSTS, help="how many hosts run this command")] = 1,
@@ -136,7 +138,8 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }  # fmt: skip
     make_sampling(**draw)  # says what cannot be, before any work
-    loaded = calibrated(open_model(model, dtype, weights, method, mesh), [method], artifact)[0][0]
+    found = open_model(model, dtype, weights, method, mesh, text_only)
+    loaded = calibrated(found, [method], artifact)[0][0]
     options: dict[str, Any] = draw | {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "seed": seed, "stop": tuple(stop),
         "chat": chat, "kernels": kernels,

@@ -75,7 +75,7 @@ def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
     if isinstance(spec, CrossLayer) and not spec.start:
         stored = {"float32": 32, "bfloat16": 16}.get(spec.accumulator) or int(spec.accumulator)
         bits += stored * config.width
-    matrices = 2 * config.width * config.query_width + 3 * config.width * config.mlp_width
+    matrices = 2 * config.width * config.query_width + config.mlp_numbers
     matrices += sum(math.prod(shape) for names in wiring.wanted().values() for shape in names.values())
     if not (isinstance(spec, LayerInput) and spec.uses_latents(config)):  # there U takes the place of W_k and W_v
         matrices += 2 * config.width * config.kv_width
