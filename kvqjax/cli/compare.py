@@ -16,7 +16,7 @@ from kvqjax.cli.common import Batch, calibrated, number
 from kvqjax.cli.evaluate import Chunk, Context, Data, Folder, app
 from kvqjax.cli.report import Job, add_command
 from kvqjax.errors import UserError
-from kvqjax.eval.corpora import read_text
+from kvqjax.eval.corpora import halves, read_text
 from kvqjax.eval.stamp import CONTEXT, digest
 from kvqjax.methods import Method
 from kvqjax.model import Model
@@ -32,13 +32,6 @@ def artifact_folder() -> Path:
     """Where calibrations are kept from one run to the next: below XDG_CACHE_HOME, or ~/.cache."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "kvqjax" / "artifacts"
-
-
-def halves(text: str) -> tuple[str, str]:
-    """A text cut at the blank nearest after its middle: to learn from, and to be scored."""
-    middle = re.compile(r"\s").search(text, len(text) // 2)
-    cut = middle.start() if middle else len(text) // 2
-    return text[:cut], text[cut:]
 
 
 def kept_path(store: Path, model: Model, method: Method, text: str, sequences: int | None) -> Path:
