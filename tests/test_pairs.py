@@ -112,7 +112,7 @@ def test_typos_give_one_line(text, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["aqua;k=kivi", "k=xquant;v=kivi", "k=kivi;v=xquant"])
+@pytest.mark.parametrize("text", ["aqua;k=kivi", "k=xquant;v=kivi", "k=kivi;v=xquant", "k=kivi;v=xquant:latent=true"])
 def test_parts_that_no_method_has_are_refused(text):
     with pytest.raises(kvq.UserError, match="alone of a method that does not cache them apart"):
         kvq.init_cache(tiny(num_layers=4), text, 1, 512)

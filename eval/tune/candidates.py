@@ -72,10 +72,17 @@ def _free(shape: KVShape) -> Iterable[str]:
     """Every method that needs nothing but the model and may stand in any layer, and variants of it."""
     for name in METHODS:
         method = METHODS[name]()
+        if name == "exact" or method.overrides:
+            continue
         run = plan(CacheLayout(shape=shape, method=method, capacity=1, dtype="float32"))[0]
-        if name != "exact" and not method.overrides and apart(run.wiring) and not run.wiring.wanted():
+        if apart(run.wiring) and not run.wiring.wanted():
             yield name
     yield from MORE
+
+
+def _all(shape: KVShape) -> Iterable[str]:
+    """Every method but the exact cache and those that are another one with exceptions of their own."""
+    return [name for name in METHODS if name not in ("exact", "kivi_star")] + [*MORE]
 
 
 def _at_widths(text: str, config: ModelConfig) -> list[Method]:
@@ -106,9 +113,9 @@ def named(text: str, config: ModelConfig) -> list[Method]:
     items = _split(text)
     if not items:
         raise UserError(f"methods {text!r} names none; wanted {', '.join(GROUPS)}, or methods")
-    every = [name for name in METHODS if name not in ("exact", "kivi_star")]
-    groups = {"data-free": list(_free(config.kv_shape)), "all": [*every, *MORE]}
-    wanted = [name for item in items for name in groups.get(item, [item])]
+    wanted: list[str] = []
+    for item in items:
+        wanted += {"data-free": _free, "all": _all}[item](config.kv_shape) if item in GROUPS else [item]
     methods = [method for one in dict.fromkeys(wanted) for method in _at_widths(one, config)]
     for method in methods:
         plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32"))

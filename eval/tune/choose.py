@@ -6,14 +6,13 @@ import numpy as np
 
 from kvqjax.errors import UserError
 from kvqjax.eval.tune.budget import Budget, bytes_of_bits
+from kvqjax.eval.tune.constants import Bar
 from kvqjax.eval.tune.measure import Meter
 from kvqjax.eval.tune.search import Table, climb, guess
 from kvqjax.eval.tune.trial import Trial
 from kvqjax.model import Model
 
-__all__ = ["Bar", "chosen", "limit_of", "losses"]
-
-Bar = Callable[[str], Callable[[float], None]]
+__all__ = ["chosen", "limit_of", "losses"]
 
 
 def losses(trial: Trial, meter: Meter, bar: Bar) -> np.ndarray:
@@ -82,6 +81,7 @@ def chosen(budget: Budget, table: Table, limit: float, measure: Callable) -> np.
     if budget.kind == "kld":
         policy, limit = _within(budget.amount, table, measure)
         return _thrifty(budget.amount, table, climb(table, policy, limit, measure), measure)
-    start = guess(table, limit)
-    assert start is not None  # `limit_of` has seen that one fits
-    return climb(table, start, limit, measure)
+    layers, count = table.bytes.shape[:2]
+    starts = [guess(table, limit), *(np.full((layers, 2), number) for number in range(count))]
+    starts = [policy for policy in starts if policy is not None and table.size(policy) <= limit]
+    return climb(table, starts[int(measure(starts).mean(1).argmin())], limit, measure)

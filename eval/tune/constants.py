@@ -18,12 +18,13 @@ from kvqjax.model import Model
 
 __all__ = ["Learnt", "assembled", "learnt"]
 
+Bar = Callable[[str], Callable[[float], None]]
 Runs = tuple[dict, ...]  # as `Model.constants`
 
 
 class Learnt(NamedTuple):
-    """`fixed`: constants {group: {name: [L, ...]}} of the parts that have some, by number. `ready`: the model with those
-    of each candidate that is taken for all layers."""
+    """`fixed`: constants {group: {name: [L, ...]}} of the parts that have some, by number. `ready`: the model with
+    those of each candidate that is taken for all layers."""
 
     fixed: dict[int, dict]
     ready: tuple[Model, ...]
@@ -34,7 +35,7 @@ def _plan(model: Model, method: Method) -> tuple[RunPlan, ...]:
     return plan(CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype))
 
 
-def _runs(model: Model, method: Method, texts: list[str], folder: Path | None, update: Callable[[float], None]) -> Runs:
+def _runs(model: Model, method: Method, texts: list[str], folder: Path | None, bar: Bar) -> Runs:
     """What one method needs; kept in `folder`, where a stopped calibration goes on."""
     if not any(run.wiring.wanted() for run in _plan(model, method)):
         return ()
@@ -44,6 +45,7 @@ def _runs(model: Model, method: Method, texts: list[str], folder: Path | None, u
     if path is not None and path.exists():
         return model.with_artifact(load_artifact(path)).constants
     state = None if path is None else path.with_name(path.name + ".state.npz")
+    update = bar(f"calibrating {method}")
     advance = lambda done, total: update(done / total)  # noqa: E731
     artifact = calibrate.run(model, method, texts, state=state, advance=advance)
     if path is not None and state is not None:
@@ -52,10 +54,10 @@ def _runs(model: Model, method: Method, texts: list[str], folder: Path | None, u
     return artifact.constants
 
 
-def learnt(model: Model, found: Candidates, texts: list[str], out: Path | None, bar) -> Learnt:
+def learnt(model: Model, found: Candidates, texts: list[str], out: Path | None, bar: Bar) -> Learnt:
     """The constants of every candidate, from `texts` or from the weights."""
     folder = None if out is None else out / "calibrated"
-    get = lambda method: _runs(model, method, texts, folder, bar(f"calibrating {method}"))  # noqa: E731
+    get = lambda method: _runs(model, method, texts, folder, bar)  # noqa: E731
     parts = {number: get(method) for number, method in enumerate(found.parts)}
     stack = lambda *x: jnp.concatenate([jnp.asarray(a) for a in x])  # noqa: E731
     fixed = {number: jax.tree.map(stack, *runs) for number, runs in parts.items() if runs}

@@ -33,8 +33,8 @@ def divergence(
     chunk: int,
     scored_from: int = 0,
 ) -> Float[Array, " B"]:
-    """Mean KL divergence (nats) of each row's predictions from `reference`, its tokens passing through the cache `chunk`
-    at a time; `chunk` divides T. Predictions before position `scored_from` and the last one are left out."""
+    """Mean KL divergence (nats) of each row's predictions from `reference`, its tokens passing through the cache
+    `chunk` at a time; `chunk` divides T. Predictions before position `scored_from` and the last one are left out."""
     rows, length = tokens.shape
     split = lambda x: jnp.moveaxis(x.reshape(rows, length // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
     counts = jnp.full((rows,), chunk, jnp.int32)
@@ -58,7 +58,15 @@ class Meter:
     names model, text and settings, starts with what the file holds."""
 
     def __init__(
-        self, model: Model, windows: np.ndarray, *, chunk: int, batch: int, scored_from: int, path: Path | None, owner: str
+        self,
+        model: Model,
+        windows: np.ndarray,
+        *,
+        chunk: int,
+        batch: int,
+        scored_from: int,
+        path: Path | None,
+        owner: str,
     ):
         self.model, self.windows, self.chunk = model.replace(constants=()), windows, chunk
         self.scored_from, self.path, self.made = scored_from, path, 0

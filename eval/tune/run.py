@@ -23,8 +23,8 @@ from kvqjax.eval.corpora import halves
 from kvqjax.eval.stamp import CONTEXT, ledger_of
 from kvqjax.eval.tune.budget import read_budget
 from kvqjax.eval.tune.candidates import Candidates, fast_enough, layer_bytes, named, sorted_out
-from kvqjax.eval.tune.choose import Bar, chosen, limit_of, losses
-from kvqjax.eval.tune.constants import Learnt, assembled, learnt
+from kvqjax.eval.tune.choose import chosen, limit_of, losses
+from kvqjax.eval.tune.constants import Bar, Learnt, assembled, learnt
 from kvqjax.eval.tune.measure import Meter
 from kvqjax.eval.tune.report import report_rows
 from kvqjax.eval.tune.search import Table
@@ -106,24 +106,29 @@ def tune_windows(
     limit = limit_of(asked, table, model, settings.context)
     search, report = _meters(trial, (searched, kept_back), settings, out)
     table = table._replace(loss=losses(trial, search, bar))
-    update = bar("exchanges")
-    measure = lambda policies: search([trial.subject(p) for p in policies], update)  # noqa: E731
+    measure = lambda policies: search([trial.subject(p) for p in policies], bar("exchanges"))  # noqa: E731
     policy = chosen(asked, table, limit, measure)
-    method, artifact = found.method(policy), assembled(model, found, policy, trial.fixed)
-    rows = report_rows(trial, table, policy, report, settings.context, bar)
+    method, artifact = _final(trial, policy, 0.0 if asked.kind == "kld" else limit, search, settings.context)
+    rows = report_rows(trial, table, (method, artifact), report, settings.context, bar)
     about: dict[str, Any] = {"budget": asked._asdict(), "settings": dataclasses.asdict(settings), "sinks": found.sinks}
     about |= {"windows": [len(searched), len(kept_back)], "measurements": sum(len(m.known) for m in (search, report))}
-    fitting = [m for m in found.others if ledger_of(model, m, settings.context).bytes <= limit]
-    if asked.kind != "kld" and fitting:
-        names, own = [f"={m}" for m in fitting], search([trial.subject(policy)])[0].mean()
-        kld = search([subject for subject in trial.others() if subject[0] in names], update).mean(1)
-        if kld.min() < own:
-            method = fitting[int(kld.argmin())]
-            runs = trial.ready[found.others.index(method)].constants
-            artifact = Artifact(method, runs, model.fingerprint, {"tuned": True}) if any(runs) else None
-            rows = [row | {"kind": "tuned"} if row["cache"] == str(method) else row for row in rows]
-            rows = [row for row in rows if row["kind"] != "tuned" or row["cache"] == str(method)]
     return Tuned(method, artifact, rows, about)
+
+
+def _final(
+    trial: Trial, policy: np.ndarray, limit: float, search: Meter, context: int
+) -> tuple[Method, Artifact | None]:
+    """The policy as a method with its constants, or a method for all layers of at most `limit` bytes that is better."""
+    found, model = trial.found, trial.model
+    fitting = [n for n, other in enumerate(found.others) if ledger_of(model, other, context).bytes <= limit]
+    subjects = [trial.subject(policy), *(trial.others()[n] for n in fitting)]
+    best = int(search(subjects).mean(1).argmin())
+    if best == 0:
+        return found.method(policy), assembled(model, found, policy, trial.fixed)
+    number = fitting[best - 1]
+    runs = trial.ready[number].constants
+    method = found.others[number]
+    return method, Artifact(method, runs, model.fingerprint, {"tuned": True}) if runs else None
 
 
 def _cut(model: Model, texts: list[str], choices: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:

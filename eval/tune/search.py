@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 __all__ = ["Table", "better", "climb", "guess", "neighbours"]
 
@@ -129,10 +129,9 @@ def climb(
     start: Policy,
     limit: float,
     measure: Callable[[list[Policy]], Float[np.ndarray, "P N"]],
-    learn: Callable[[Table], Table] = lambda table: table,
 ) -> Policy:
     """The policy that no measured exchange improves beyond noise. `measure(policies)` gives divergences in every
-    window; `learn(table)` is asked after each round for losses that fit what was measured since."""
+    window."""
     policy, seen, idle = start, {start.tobytes()}, 0
     (own,) = measure([policy])
     while idle < PATIENCE:
@@ -146,5 +145,4 @@ def climb(
             policy, own, idle = fresh[order], found[order], 0
         else:
             idle += 1
-        table = learn(table)
     return policy

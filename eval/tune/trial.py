@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.decoder import stacked
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.eval.tune.choices import Choice, chosen_constants
 from kvqjax.eval.tune.constants import Learnt
@@ -13,17 +14,21 @@ from kvqjax.eval.tune.measure import Subject
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "choice_of"]
+
+
+def choice_of(found: Candidates) -> Method:
+    """The method whose layers follow any of the parts, as their constants say."""
+    return Method(name="choice", layer=Choice(specs=tuple(m.layer for m in found.parts)), sinks=found.sinks)
 
 
 class Trial:
     """The model and its candidates with what they have learnt."""
 
     def __init__(self, model: Model, found: Candidates, learnt: Learnt):
-        self.model, self.found = model.replace(constants=()), found
+        self.model, self.found = model.replace(constants=(), params=stacked(model.params)), found
         self.fixed, self.ready = learnt
-        specs = tuple(method.layer for method in found.parts)
-        self.method = Method(name="choice", layer=Choice(specs=specs), sinks=found.sinks)
+        self.method = choice_of(found)
         self.own = {f"{n}.{group}": names for n, groups in self.fixed.items() for group, names in groups.items()}
         dtype = str(model.params["embed"].dtype)
         self.runs = plan(CacheLayout(shape=model.config.kv_shape, method=self.method, capacity=1, dtype=dtype))

@@ -19,8 +19,9 @@ NAMES = {"k": "keys", "v": "values"}
 
 
 def apart(wiring: Wiring) -> bool:
-    """Whether keys and values are cached by themselves: each from a source and with a codec of its own."""
-    return set(wiring.sources) == set(PARTS) and not wiring.carry and set(wiring.wanted()) <= set(PARTS)
+    """Whether keys and values themselves are cached, each with a codec of its own, whose constants are all there are.
+    Latents are not: theirs stand for weights, of which a layer's other part would have none."""
+    return set(wiring.sources) == set(PARTS) and not (wiring.carry or wiring.needs or wiring.kinds)
 
 
 def _clock(wiring: Wiring, part: str) -> Clock:
@@ -66,8 +67,6 @@ class Pair:
             encode=encode,
             decode=decode,
             expand=expand,
-            needs={part: wiring.needs[part] for part, wiring in own.items() if part in wiring.needs},
-            kinds=own["k"].kinds | own["v"].kinds,
             reading=max(wiring.reading for wiring in own.values()),
         )
 
