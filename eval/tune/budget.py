@@ -17,7 +17,7 @@ class Budget(NamedTuple):
     amount: float
 
 
-def read_budget(text: str | float) -> Budget:
+def read_budget(text: str | float | int) -> Budget:
     """`2.5` or `2.5 bits`, `8GiB`, `kld=0.01` or `kld<0.01`."""
     found = re.fullmatch(r"\s*(?:(kld)\s*[<=]=?)?\s*([\d.]+(?:e-?\d+)?)\s*([a-z]*)\s*", str(text).lower())
     try:

@@ -86,7 +86,7 @@ def _meters(trial: Trial, parts: tuple[np.ndarray, np.ndarray], settings: Settin
 def tune_windows(
     model: Model,
     methods: Sequence[Method],
-    budget: str | float,
+    budget: str | float | int,
     searched: Int[np.ndarray, "N T"],
     kept_back: Int[np.ndarray, "M T"],
     *,
@@ -151,7 +151,7 @@ def tune(
     model: Model,
     texts: str | Sequence[str],
     *,
-    budget: str | float,
+    budget: str | float | int,
     methods: str = "data-free",
     device: str | None = None,
     slowdown: float = 1.0,
