@@ -1,6 +1,7 @@
 """Running text for perplexity: a file, our own sentences, or WikiText-2, C4 and GSM8K as the papers join them."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvqjax.eval.sources import Source, find, open_text, records
 from kvqjax.eval.stamp import digest
 from kvqjax.eval.synthetic import filler
 
-__all__ = ["CORPORA", "GSM8K", "read_text"]
+__all__ = ["CORPORA", "GSM8K", "halves", "read_text"]
 
 _C4 = "c4-validation.00000-of-00008.json"
 _C4_DOCUMENTS = 1100  # of the first validation shard, as GPTQ joins them
@@ -68,3 +69,10 @@ def read_text(data: str, tokens: int, seed: int, folder: Path | None = None) -> 
     if not text.strip():
         raise UserError(f"{data}: no text")
     return text, {"name": data, "sha256": digest(text), "characters": len(text)}
+
+
+def halves(text: str) -> tuple[str, str]:
+    """A text cut at the blank nearest after its middle: to learn from, and to be scored."""
+    middle = re.compile(r"\s").search(text, len(text) // 2)
+    cut = middle.start() if middle else len(text) // 2
+    return text[:cut], text[cut:]

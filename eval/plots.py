@@ -66,6 +66,25 @@ def _quality(figure, rows: Rows) -> None:
     figure.legend(handles=handles, loc="outside right center", fontsize=10, frameon=False, labelspacing=0.8)
 
 
+def _tune(figure, rows: Rows) -> None:
+    """KL divergence against bits: the chosen policy, single choices by method, the front of first guesses."""
+    axes = figure.subplots()
+    lossy = [row for row in rows if row["kld"] > ROUNDING]
+    singles = [row | {"series": series(row["cache"])} for row in lossy if row["kind"] == "single"]
+    for number, (name, group) in enumerate(_grouped(singles, "series").items()):
+        points = sorted((row["bits_stored"], row["kld"]) for row in group)
+        style = {"marker": MARKERS[number % len(MARKERS)], "color": f"C{number % 10}", "label": name}
+        axes.plot(*zip(*points, strict=True), lw=0.8, ms=5, **style)
+    for kind, style in {"front": "k.--", "tuned": "r*"}.items():
+        points = sorted((row["bits_stored"], row["kld"], row["kld_error"]) for row in lossy if row["kind"] == kind)
+        if points:
+            bits, kld, error = zip(*points, strict=True)
+            axes.errorbar(bits, kld, yerr=error, fmt=style, ms=14 if kind == "tuned" else 5, lw=1.2, label=kind)
+    axes.set(yscale="log", xlabel="bits per number: all that is stored", ylabel="KL divergence (nats)")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize=9, frameon=False)
+
+
 def _drift(figure, rows: Rows) -> None:
     axes = figure.subplots()
     for row in rows:
@@ -105,6 +124,7 @@ def _tasks(figure, rows: Rows) -> None:
 PLOTS: dict[str, Callable[[Any, Rows], None]] = {
     "ppl": _quality,
     "compare": _quality,
+    "tune": _tune,
     "drift": _drift,
     "retrieval": _retrieval,
     "tasks": _tasks,
@@ -127,7 +147,7 @@ def draw(kind: str, rows: Rows, title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = len(_grouped(rows, "cache", "mode", "task")) if kind == "retrieval" else 1
-    width = 9.6 if kind in ("ppl", "compare") else min(6.4 * max(1, panels * 0.6), 24)
+    width = 9.6 if kind in ("ppl", "compare", "tune") else min(6.4 * max(1, panels * 0.6), 24)
     figure = Figure(figsize=(width, 4.8), layout="constrained")
     PLOTS[kind](figure, rows)
     figure.suptitle(title, fontsize=9)

@@ -1,6 +1,6 @@
 """kvqjax: KV-cache compression for Llama, Mistral and Qwen models in JAX.
 
-`kvqjax.calibrate` and `kvqjax.eval` are loaded when first used.
+`kvqjax.calibrate`, `kvqjax.eval` and `kvqjax.tune` are loaded when first used.
 """
 
 import importlib
@@ -91,6 +91,7 @@ __all__ = [
     "speculate",
     "stream",
     "to_dict",
+    "tune",
     "uniform",
     "xquant",
     "xquant_cl",
@@ -100,4 +101,6 @@ __all__ = [
 def __getattr__(name: str):
     if name in ("calibrate", "eval"):
         return importlib.import_module(f"kvqjax.{name}")
+    if name == "tune":
+        return importlib.import_module("kvqjax.eval.tune").tune
     raise AttributeError(f"module 'kvqjax' has no attribute {name!r}")

@@ -213,6 +213,18 @@ def config_with(**changes):
     return lambda tmp_path, monkeypatch, recall: parse_config(CONFIG | changes)
 
 
+def tuning(budget: str | float | int = 2.5, methods: str = "higgs", text: str = "ab12 " * 20000, **options):
+    return lambda _, __, recall: kvq.tune(recall, text, budget=budget, methods=methods, **options)
+
+
+def other_measurements(content: str):
+    def provoke(tmp_path, monkeypatch, recall):
+        (tmp_path / "searched.jsonl").write_text(content)
+        tuning(out=tmp_path)(tmp_path, monkeypatch, recall)
+
+    return provoke
+
+
 CASES = {
     "no such model": lambda tmp_path, *_: kvq.load(tmp_path / "absent"),
     "hub not reachable": offline,
@@ -232,6 +244,8 @@ CASES = {
     "misspelt option": cache_of("kivi:bit=2"),
     "option of another type": cache_of("kivi:window=wide"),
     "impossible width": cache_of("kivi:bits=7"),
+    "keys without values": cache_of("k=kivi"),
+    "parts that are not cached apart": cache_of("k=xquant;v=kivi"),
     "negative window": cache_of("kivi:window=-1"),
     "window beyond any context": cache_of("kivi:window=1000000000000"),
     "method that does not fit the model": cache_of("uniform:group=48"),
@@ -277,6 +291,15 @@ CASES = {
     "full disk, progress": failing("kvqjax.calibrate.resume.np.savez", errno.ENOSPC),
     "progress of another run": other_state,
     "damaged progress": torn_state,
+    "budget that is none": tuning(budget="two bits"),
+    "budget that no method reaches": tuning(budget=0.5),
+    "budget that the exact cache meets": tuning(budget=40),
+    "text too short to choose by": tuning(text="ab12ab12 " * 50),
+    "methods that the model refuses": tuning(methods="higgs,uniform:bits=4,group=48"),
+    "methods for all layers only": tuning(methods="aqua:bits=2"),
+    "methods that are too slow": tuning(methods="kivi:bits=4", device="v5e", slowdown=0.01),
+    "measurements of another run": other_measurements('{"owner": "another"}\n'),
+    "damaged measurements": other_measurements("{\n"),
     "cache beyond the memory": lambda _, __, recall: require_room(recall, kvq.exact(), 1, 2**30),
     "mesh beyond any machine": lambda *_: MeshSize.parse("data=99999999"),
     "picture of no kind": lambda tmp_path, *_: check_picture(tmp_path / "picture.docx"),

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.cli import bench, calibrate, compare, demo, doctor, info, plan, run
+from kvqjax.cli import bench, calibrate, compare, demo, doctor, info, plan, run, tune
 from kvqjax.version import __version__
 
 __all__ = ["app"]
@@ -46,6 +46,7 @@ app.command()(run.generate)
 app.command()(demo.demo)
 app.add_typer(compare.app, name="eval")
 app.command()(calibrate.calibrate)
+app.command()(tune.tune)
 app.command()(bench.bench)
 app.command()(info.methods)
 app.command()(info.inspect)

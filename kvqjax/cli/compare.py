@@ -15,7 +15,7 @@ from kvqjax.cli.common import Batch, calibrated, number
 from kvqjax.cli.evaluate import Chunk, Context, Data, Folder, app
 from kvqjax.cli.report import Job, add_command
 from kvqjax.errors import UserError
-from kvqjax.eval.corpora import read_text
+from kvqjax.eval.corpora import halves, read_text
 from kvqjax.eval.stamp import CONTEXT, digest
 from kvqjax.folders import user_folder
 from kvqjax.methods import Method
@@ -31,13 +31,6 @@ LEARNT = 64 * 1024  # words of our own text that are enough for every method's r
 def artifact_folder() -> Path:
     """Where calibrations are kept from one run to the next."""
     return user_folder("artifacts")
-
-
-def halves(text: str) -> tuple[str, str]:
-    """A text cut at the blank nearest after its middle: to learn from, and to be scored."""
-    middle = re.compile(r"\s").search(text, len(text) // 2)
-    cut = middle.start() if middle else len(text) // 2
-    return text[:cut], text[cut:]
 
 
 def kept_path(store: Path, model: Model, method: Method, text: str, sequences: int | None) -> Path:

@@ -3,6 +3,9 @@
 text   kivi:key_bits=4,window=64;0-1=exact
 JSON   {"method": "kivi", "key_bits": 4, "window": 64, "layers": {"0-1": "exact"}}
 tree   the JSON form; a layer's entry may be a text of its own
+
+An exception names layers ("0-1"), the keys or values of layers ("0-1.k", "-1.v"), or those of every layer ("k", "v");
+the text "k=higgs:bits=3;v=kivi:bits=2" is "kivi:bits=2;k=higgs:bits=3".
 """
 
 import json
@@ -12,7 +15,7 @@ from typing import Any
 
 from kvqjax.errors import UserError
 
-__all__ = ["layer_numbers", "read_json", "read_text", "write_layers"]
+__all__ = ["layer_numbers", "read_json", "read_selector", "read_text", "write_selector"]
 
 MOST_LAYERS = 10_000  # a range is written out layer by layer before any model is known
 
@@ -33,6 +36,12 @@ def _read_one(text: str) -> dict[str, Any]:
 def read_text(text: str) -> dict[str, Any]:
     """Tree of a spec string: a method with options, then `;layers=method` exceptions."""
     head, *exceptions = text.split(";")
+    parts = dict(re.findall(r"(?:^|;)\s*([kv])\s*=([^;]*)", text))
+    if re.match(r"\s*[kv]\s*=", head):
+        if set(parts) != {"k", "v"}:
+            raise UserError(f"{head!r} names no method for the other part; wanted k=METHOD;v=METHOD")
+        others = [item for item in exceptions if not re.match(r"\s*[kv]\s*=", item)]
+        head, exceptions = parts["v"], [f"k={parts['k']}", *others]
     tree, layers = _read_one(head), {}
     for item in exceptions:
         numbers, equals, spec = item.partition("=")
@@ -73,6 +82,19 @@ def layer_numbers(text: str | int) -> range:
     return range(first, last + 1)
 
 
-def write_layers(numbers: range) -> str:
-    """The text that `layer_numbers` reads."""
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+def read_selector(text: str | int) -> tuple[range | None, str]:
+    """(layers, part) that an exception names: no layers are all of them; the part is "k", "v", or "" for both."""
+    layers, dot, part = str(text).rpartition(".")
+    if str(text).strip() in ("k", "v"):
+        return None, str(text).strip()
+    if dot and part.strip() not in ("k", "v"):
+        raise UserError(f"{text!r} is neither the keys (.k) nor the values (.v) of layers")
+    return layer_numbers(layers if dot else text), part.strip() if dot else ""
+
+
+def write_selector(numbers: range | None, part: str) -> str:
+    """The text that `read_selector` reads."""
+    if numbers is None:
+        return part
+    layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+    return f"{layers}.{part}" if part else layers

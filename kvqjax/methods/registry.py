@@ -1,6 +1,7 @@
 """Every method by name, and the policies that combine them, as text, dict or JSON (kvqjax.methods.grammar)."""
 
 import dataclasses
+import functools
 import inspect
 import os
 import types
@@ -12,12 +13,13 @@ from typing import Any
 from kvqjax.errors import UserError, suggest
 from kvqjax.methods.aqua_wiring import aqua
 from kvqjax.methods.commvq_wiring import commvq
-from kvqjax.methods.grammar import layer_numbers, read_json, read_text, write_layers
+from kvqjax.methods.grammar import read_json, read_selector, read_text, write_selector
 from kvqjax.methods.higgs_wiring import higgs
 from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant_wiring import kvquant
+from kvqjax.methods.pairs import joined
 from kvqjax.methods.plugins import Methods
-from kvqjax.methods.spec import Method, option_text
+from kvqjax.methods.spec import LayerSpec, Method, option_text
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
 from kvqjax.options import check_names
@@ -131,18 +133,37 @@ def spelled_out(method: Method) -> str:
 
 def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Method:
     """`default` for every layer but those named ("3", "-1", "0-2"), which follow their own method (or what `parse`
-    reads as one); of layers named twice the later entry holds. Sinks and `keep` are the default's. Where `default`'s
-    layers feed each other (aqua, xquant_cl), the others take their place in the chain: see `admit` of its layer."""
+    reads as one); "0-2.k" and "-1.v" are the keys or values of layers alone, "k" and "v" those of all. Of what is named
+    twice the later entry holds. Sinks and `keep` are the default's. Where `default`'s layers feed each other (aqua,
+    xquant_cl), the others take their place in the chain: see `admit` of its layer."""
     default = parse(default)
     if not overrides:
         return default
-    pairs, names = dict(default.overrides), [default.name]
-    admit = getattr(default.layer, "admit", lambda spec: spec)
-    for layers, given in overrides.items():
-        method, numbers = parse(given), layer_numbers(layers)
+    layer, pairs, names = default.layer, dict(default.overrides), [default.name]
+    for chosen, given in overrides.items():
+        method, (numbers, part) = parse(given), read_selector(chosen)
         if method.overrides or method.keep:
             what = "layers" if method.overrides else "a keep"
-            raise UserError(f"{method} has {what} of its own and cannot stand for layers {layers} of {default}")
-        pairs |= dict.fromkeys(numbers, admit(method.layer))
-        names.append(f"{write_layers(numbers)}={method.name}")
-    return dataclasses.replace(default, name=";".join(names), overrides=tuple(pairs.items()))
+            raise UserError(f"{method} has {what} of its own and cannot stand for layers {chosen} of {default}")
+        place = functools.partial(_replaced, default.layer, part, method.layer)
+        if numbers is None:
+            layer, pairs = place(layer), {number: place(spec) for number, spec in pairs.items()}
+        else:
+            _check_ends(default, numbers, part, pairs)
+            pairs |= {number: place(pairs.get(number, layer)) for number in numbers}
+        names.append(f"{write_selector(numbers, part)}={method.name}")
+    return dataclasses.replace(default, name=";".join(names), layer=layer, overrides=tuple(pairs.items()))
+
+
+def _replaced(default: LayerSpec, part: str, new: LayerSpec, old: LayerSpec) -> LayerSpec:
+    """`old` with its keys or values as in `new`; with "" for both, `new` as `default` admits it."""
+    if part:
+        return joined(new, old) if part == "k" else joined(old, new)
+    return getattr(default, "admit", lambda spec: spec)(new)
+
+
+def _check_ends(default: Method, numbers: range, part: str, pairs: Mapping[int, LayerSpec]) -> None:
+    """Raise UserError where a part's layer may be one that was counted from the other end: which other part it then has
+    is known for each model only."""
+    if part and any((number < 0) != (numbers[0] < 0) for number in pairs):
+        raise UserError(f"{default}: layers whose keys and values are named apart must be counted from one end")

@@ -100,6 +100,9 @@ def calibrated_part(method: Method, config: KVShape) -> Method:
     left_out = UNCALIBRATED if config.known_key_bias else (*UNCALIBRATED, "unbiased")
 
     def bare(spec: Any) -> Any:
+        # Of a pair these are layers themselves; codecs have none of the fields that are left out.
+        parts = {name: getattr(spec, name, None) for name in ("key", "value")}
+        spec = dataclasses.replace(spec, **{n: bare(x) for n, x in parts.items() if isinstance(x, LayerSpec)})
         fields = (field for field in dataclasses.fields(spec) if field.name in left_out)
         return dataclasses.replace(spec, **{field.name: field.default for field in fields})
 

@@ -1,0 +1,118 @@
+"""What tuning gains over single methods at equal bits, on the bundled text model and the gate's shapes.
+
+    python -m benchmarks.tune [--shape demo] [--stress none] [--out benchmarks/records/tune.json]
+    python -m benchmarks.tune --page docs/howto/tune.md
+
+The second form writes the tables between the marks of that page from the record.
+
+Budgets are average bits of all that is stored for 32768 tokens. `line` is the divergence at the budget on the
+logarithmic line between the best single methods on either side, the steepest such line; `single` the best single method
+that fits. Policies are searched on one set of windows, every figure is of another. The shapes' windows are the gate's:
+384 symbols, the second half of which repeats the first and is scored. Rows in the record are not measured again.
+Stress: keys' rotary pairs times 8 (outlier channels), or a key bias of length 20 on the slowest pairs (Qwen2's shape).
+`cpu_seconds` are the process's own, all threads, of the search at that budget; measurements are shared by a shape's
+budgets, so the first has those of each part alone.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.progress import track
+
+from benchmarks.calibrated import span_rows
+from benchmarks.gate import SHAPES, STRESS, open_shape
+from kvqjax.errors import UserError
+from kvqjax.eval.stress import add_key_bias, stressed
+from kvqjax.eval.synthetic import filler
+from kvqjax.eval.tune import Settings, needed_windows, tune, tune_windows
+from kvqjax.eval.tune.candidates import named, sorted_out
+from kvqjax.eval.tune.report import line_at
+from kvqjax.model import load
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks" / "records" / "tune.json"
+BUDGETS = (2.5, 3.2, 2.3, 4.2)
+METHODS = "kivi:window=0,kivi:group=128,window=0,higgs:buffer=32,uniform"
+KEY = ("shape", "stress", "budget")
+BIAS = 20.0
+BOUND = 0.85
+
+
+def key_of(row: dict) -> tuple:
+    """What names a row."""
+    return tuple(row[name] for name in KEY)
+
+
+def plan() -> list[dict]:
+    """The rows, those of one model together."""
+    models = [("demo", "none"), *((shape, stress) for shape in SHAPES for stress in STRESS), ("qwen2", "key bias")]
+    return [{"shape": shape, "stress": stress, "budget": b} for shape, stress in models for b in BUDGETS]
+
+
+def opened(shape: str, stress: str):
+    """The model under its stress."""
+    model = load("demo") if shape == "demo" else open_shape(shape)
+    if stress == "key bias":
+        return model.replace(params=add_key_bias(model.params, model.config, BIAS))
+    return model if stress == "none" else stressed(model, keys=STRESS[stress])
+
+
+def tuned_at(model, row: dict, out: Path):
+    if row["shape"] == "demo":
+        return tune(model, filler(np.random.default_rng(0), 20000), budget=row["budget"], methods=METHODS, out=out)
+    methods = named(METHODS, model.config)
+    windows = max(16, needed_windows(2 * model.config.num_layers * len(sorted_out(methods, model.config).parts)))
+    searched, kept_back = (span_rows(model, windows, 384, seed=seed) for seed in (5, 0))
+    settings = Settings(scored_from=193, batch=16)
+    return tune_windows(model, methods, row["budget"], searched, kept_back, settings=settings, out=out)
+
+
+def measure(row: dict, out: Path) -> dict:
+    """One row with its figures."""
+    begun, model = time.process_time(), opened(row["shape"], row["stress"])
+    try:
+        tuned = tuned_at(model, row, out)
+    except UserError as error:
+        return row | {"refused": str(error)}
+    own, singles = tuned.rows[0], [r for r in tuned.rows if r["kind"] == "single"]
+    fitting = min((r for r in singles if r["bits_stored"] <= row["budget"]), key=lambda r: r["kld"], default=None)
+    line = line_at(tuned.rows, row["budget"])
+    short = lambda x: None if x is None else float(f"{x:.5g}")  # noqa: E731
+    found = {"policy": own["cache"], "bits": short(own["bits_stored"]), "kld": short(own["kld"])}
+    found |= {"kld_error": short(own["kld_error"]), "line": short(line), "ratio": short(line and own["kld"] / line)}
+    if fitting is not None:
+        found |= {"single": fitting["cache"], "single_kld": short(fitting["kld"])}
+    seconds = round(time.process_time() - begun, 1)
+    return row | found | {"measurements": tuned.about["measurements"], "cpu_seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=("demo", *SHAPES))
+    parser.add_argument("--stress", action="append", choices=(*STRESS, "key bias"))
+    parser.add_argument("--out", type=Path, default=RECORD)
+    given = parser.parse_args()
+    done = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
+    known = {key_of(row) for row in done}
+    shapes, stresses = given.shape or ("demo", *SHAPES), given.stress or (*STRESS, "key bias")
+    wanted = [
+        row for row in plan() if row["shape"] in shapes and row["stress"] in stresses and key_of(row) not in known
+    ]
+    with tempfile.TemporaryDirectory() as kept:
+        for row in track(wanted, description="tune"):
+            place = Path(kept) / f"{row['shape']}-{row['stress']}".replace(" ", "-")
+            place.mkdir(exist_ok=True)
+            done.append(measure(row, place))
+            print(json.dumps(done[-1]), flush=True)
+            text = ",\n ".join(json.dumps(line) for line in sorted(done, key=key_of))
+            given.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")
+            jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()

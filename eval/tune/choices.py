@@ -1,0 +1,151 @@
+"""A cache whose codecs are data: one compiled program measures every policy over a list of candidates.
+
+The layer spec `Choice` holds every candidate. A layer's constants say by number which one its keys and which one its
+values follow. The body stores what that candidate's decoder would give back, so tokens meet the same keys and values
+as in the candidate's own cache, at the same time. Candidates that differ in their codecs alone share the vectors that
+sinks, window and body hold.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvqjax.codecs import Exact
+from kvqjax.config import KVShape
+from kvqjax.methods.pairs import PARTS, apart
+from kvqjax.methods.spec import LayerSpec
+from kvqjax.methods.wiring import Clock, Wiring
+
+__all__ = ["Choice", "chosen_constants"]
+
+OWN = "chosen"  # the group of constants that holds the numbers
+
+
+class Kind(NamedTuple):
+    """Candidates that capture and expand alike: their numbers and wirings. `whole`: keys and values are one choice."""
+
+    members: dict[int, Wiring]
+    whole: bool
+
+    @property
+    def wiring(self) -> Wiring:
+        return next(iter(self.members.values()))
+
+
+def _likeness(number: int, spec: Any, wiring: Wiring):
+    """What candidates of one kind have in common; one with calibrated constants is a kind of its own."""
+    names = [field.name for field in dataclasses.fields(spec)]
+    if wiring.wanted() or not apart(wiring) or not {"key", "value"} <= set(names):
+        return number
+    return type(spec), *((name, getattr(spec, name)) for name in names if name not in ("key", "value"))
+
+
+def _kinds(specs: tuple[LayerSpec, ...], shape: KVShape) -> list[Kind]:
+    kinds: dict[Any, Kind] = {}
+    for number, spec in enumerate(specs):
+        wiring = spec.build(shape)
+        if wiring.carry:
+            raise ValueError(f"candidate {number}: layers that feed each other cannot be chosen one by one")
+        kind = kinds.setdefault(_likeness(number, spec, wiring), Kind({}, not apart(wiring)))
+        kind.members[number] = wiring
+    return list(kinds.values())
+
+
+def _table(numbers, count: int, default: int) -> np.ndarray:
+    """Which branch candidate 0 .. count - 1 takes: its place in `numbers`, or `default`."""
+    places = {number: place for place, number in enumerate(numbers)}
+    return np.asarray([places.get(number, default) for number in range(count)], np.int32)
+
+
+def _given(constants: dict, number: int) -> dict:
+    """A candidate's own constants."""
+    head = f"{number}."
+    return {name.removeprefix(head): group for name, group in constants.items() if name.startswith(head)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A layer whose keys and values follow one of `specs` each."""
+
+    specs: tuple[LayerSpec, ...]
+
+    def build(self, config: KVShape) -> Wiring:
+        kinds, count = _kinds(self.specs, config), len(self.specs)
+        name = lambda number, source: f"{source}{number}"  # noqa: E731
+        widths = {name(n, s): width for n, kind in enumerate(kinds) for s, width in kind.wiring.sources.items()}
+        clocks: dict[tuple[int, int], list[str]] = {}
+        for number, kind in enumerate(kinds):
+            for clock in kind.wiring.clocks:
+                clocks.setdefault(clock[1:], []).extend(name(number, source) for source in clock.sources)
+
+        def capture(weights, constants, projected, positions):
+            return {
+                name(n, source): x
+                for n, kind in enumerate(kinds)
+                for source, x in kind.wiring.capture(
+                    weights, _given(constants, next(iter(kind.members))), projected, positions
+                ).items()
+            }
+
+        def recoded(constants, kind: Kind, sources: tuple[str, ...], tile: dict):
+            """A tile as its candidate gives it back; as it is where another kind is chosen."""
+
+            def by(number):
+                wiring = kind.members[number]
+                return lambda x: {s: wiring.encode(_given(constants, number), x, {})[1][s] for s in sources}
+
+            index = constants[OWN]["v" if sources == ("v",) else "k"]
+            table = _table(kind.members, count, len(kind.members))
+            alike = lambda made: {s: made[s].astype(tile[s].dtype) for s in sources}  # noqa: E731
+            branches = [lambda x, one=by(number): alike(one(x)) for number in kind.members]
+            return jax.lax.switch(jnp.asarray(table)[index], [*branches, lambda x: x], tile)
+
+        def encode(constants, tile, carry):
+            recon = {}
+            for n, kind in enumerate(kinds):
+                here = tuple(s for s in kind.wiring.sources if name(n, s) in tile)
+                for sources in [here] if kind.whole and here else [(s,) for s in here]:
+                    made = recoded(constants, kind, sources, {s: tile[name(n, s)] for s in sources})
+                    recon |= {name(n, s): x for s, x in made.items()}
+            return {source: {"x": x} for source, x in recon.items()}, recon, carry
+
+        def decode(constants, payload, carry):
+            return {source: stored["x"] for source, stored in payload.items()}, carry
+
+        def expand(weights, constants, sources, positions):
+            def one(part: int):
+                def by(n, kind):
+                    own, first = {s: sources[name(n, s)] for s in kind.wiring.sources}, next(iter(kind.members))
+                    return lambda: kind.wiring.expand(weights, _given(constants, first), own, positions)[part]
+
+                place = {number: n for n, kind in enumerate(kinds) for number in kind.members}
+                table = np.asarray([place[number] for number in range(count)], np.int32)
+                branches = [by(n, kind) for n, kind in enumerate(kinds)]
+                return jax.lax.switch(jnp.asarray(table)[constants[OWN][PARTS[part]]], branches)
+
+            return one(0), one(1)
+
+        members = {number: wiring for kind in kinds for number, wiring in kind.members.items()}
+        wanted = {f"{n}.{group}": names for n, w in members.items() for group, names in w.wanted().items()}
+        kinds_of = {key: kind for wiring in members.values() for key, kind in wiring.kinds.items()}
+        return Wiring(
+            sources=widths,
+            codecs={source: Exact().build(width) for source, width in widths.items()},
+            clocks=tuple(Clock(tuple(sources), *times) for times, sources in clocks.items()),
+            capture=capture,
+            encode=encode,
+            decode=decode,
+            expand=expand,
+            needs=wanted | {OWN: {"k": (), "v": ()}},
+            kinds=kinds_of,
+        )
+
+
+def chosen_constants(policy: np.ndarray, fixed: dict[str, dict], runs) -> tuple[dict, ...]:
+    """Constants of a model for `Choice`: the candidates' own, {"3.k": {name: [L, ...]}}, and `policy` [L, 2]."""
+    own = {"k": jnp.asarray(policy[:, 0], jnp.int32), "v": jnp.asarray(policy[:, 1], jnp.int32)}
+    cut = lambda run: jax.tree.map(lambda x: x[run.first : run.first + run.count], fixed | {OWN: own})  # noqa: E731
+    return tuple(cut(run) for run in runs)

@@ -1,0 +1,55 @@
+"""What tuning would take on a machine that is not here, by the planner's cost model.
+
+Every chunk of every measurement reads a device's weights and what the cache holds of its rows once, and computes its
+part at the dense 16-bit peak: the larger of the two is its time, a bound that real programs miss by their own factor.
+Compilation, calibration and the report's own caches are left out.
+"""
+
+import math
+from typing import Any
+
+from kvqjax.config import ModelConfig
+from kvqjax.errors import UserError
+from kvqjax.eval.tune.candidates import named, sorted_out
+from kvqjax.eval.tune.report import FRONT
+from kvqjax.eval.tune.run import Settings, needed_windows
+from kvqjax.eval.tune.search import PATIENCE, ROUND
+from kvqjax.eval.tune.trial import choice_of
+from kvqjax.planner import DEVICES, plan_memory, step_bounds
+from kvqjax.sharding import MeshSize
+
+__all__ = ["estimated"]
+
+
+def estimated(config: ModelConfig, methods: str, device: str, mesh: str, settings: Settings) -> dict[str, Any]:
+    """Measurements, forward passes, tokens and hours. Of exchanges as many rounds are counted as there are layers,
+    and those that end the search; `bytes` on a device include the logits of the exact pass and of one chunk."""
+    if device not in DEVICES:
+        raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")
+    found, sizes = sorted_out(named(methods, config), config), MeshSize.parse(mesh)
+    layers, count = config.num_layers, len(found.parts)
+    alone = layers * sum(1 if whole else 2 for whole in found.whole[1:])
+    exchanges = ROUND * (layers + PATIENCE)
+    reported = 1 + count + FRONT + len(found.others)
+    windows = needed_windows(2 * layers * count)
+    batches = math.ceil(windows / settings.batch)
+    exact = batches * (2 + layers + PATIENCE)  # once for each call: the parts alone, every round, the report
+    passes = (alone + exchanges + reported) * batches + exact
+    steps = passes * math.ceil(settings.window / settings.chunk)
+    chip, rows = DEVICES[device], settings.batch
+    planned = plan_memory(config, choice_of(found), settings.window, rows, sizes)
+    reading, computing = step_bounds(planned, config, settings.window, rows, chip, sizes)
+    seconds = steps * max(reading, computing * settings.chunk)
+    logits = 4 * rows * config.vocab_size * (settings.window + settings.chunk) // sizes.model
+    return {
+        "device": device,
+        "mesh": mesh,
+        "candidates": count,
+        "parts_alone": alone,
+        "exchanges": exchanges,
+        "forward_passes": passes,
+        "tokens": passes * settings.batch * settings.window,
+        "hours": seconds / 3600,
+        "bound_by": "bandwidth" if reading >= computing * settings.chunk else "compute",
+        "bytes": planned.total + logits,
+    }

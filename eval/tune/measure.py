@@ -1,0 +1,132 @@
+"""KL divergence of policies from the exact cache, window by window, kept in a file so that a stopped run goes on."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax.errors import UserError
+from kvqjax.eval.replay import replay
+from kvqjax.eval.scores import token_scores
+from kvqjax.forward import forward, init_cache
+from kvqjax.methods import Method, exact
+from kvqjax.model import Model
+
+__all__ = ["Meter", "Subject", "divergence"]
+
+# What is measured: its name in the records, the model with its constants, and the method.
+Subject = tuple[str, Callable[[], Model], Method]
+
+
+@functools.partial(jax.jit, static_argnames=("method", "chunk", "scored_from"))
+def divergence(
+    model: Model,
+    tokens: Int[Array, "B T"],
+    reference: Float[Array, "B T V"],
+    method: Method,
+    chunk: int,
+    scored_from: int = 0,
+) -> Float[Array, " B"]:
+    """Mean KL divergence (nats) of each row's predictions from `reference`, its tokens passing through the cache
+    `chunk` at a time; `chunk` divides T. Predictions before position `scored_from` and the last one are left out."""
+    rows, length = tokens.shape
+    split = lambda x: jnp.moveaxis(x.reshape(rows, length // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
+    counts = jnp.full((rows,), chunk, jnp.int32)
+    here = jnp.arange(length)
+    wanted = ((here >= scored_from) & (here < length - 1)).astype(jnp.float32)
+
+    def step(cache, piece):
+        inputs, exact_logits, weight = piece
+        logits, cache = forward(model, inputs, counts, cache)
+        return cache, (token_scores(logits, exact_logits, inputs).kld * weight).sum(1)
+
+    pieces = split(tokens), split(reference), split(jnp.broadcast_to(wanted, tokens.shape))
+    return jax.lax.scan(step, init_cache(model, method, rows, length), pieces)[1].sum(0) / wanted.sum()
+
+
+class Meter:
+    """Measures subjects on `windows` [N, T], `batch` rows at a time, and remembers what it measured.
+
+    The exact pass over a batch is made once for all subjects of a call and dropped before the next batch. Each figure
+    is appended to the file `path` (None: kept in memory) as soon as it is known; a meter of the same `owner`, which
+    names model, text and settings, starts with what the file holds."""
+
+    def __init__(
+        self,
+        model: Model,
+        windows: np.ndarray,
+        *,
+        chunk: int,
+        batch: int,
+        scored_from: int,
+        path: Path | None,
+        owner: str,
+    ):
+        self.model, self.windows, self.chunk = model.replace(constants=()), windows, chunk
+        self.scored_from, self.path, self.made = scored_from, path, 0
+        self.batches = [slice(start, start + batch) for start in range(0, len(windows), batch)]
+        self.known: dict[str, dict[int, list[float]]] = {}
+        if path is not None:
+            _open(path, owner, self.known)
+
+    def _one(self, subject: Subject, number: int, tokens, reference) -> None:
+        name, ready, method = subject
+        found = divergence(ready(), tokens, reference, method, self.chunk, self.scored_from)
+        values = [float(x) for x in np.asarray(found)]
+        self.known.setdefault(name, {})[number] = values
+        self.made += 1
+        if self.path is not None:
+            _append(self.path, {"of": name, "batch": number, "kld": values})
+
+    def __call__(
+        self, subjects: Sequence[Subject], progress: Callable[[float], None] = lambda done: None
+    ) -> Float[np.ndarray, "P N"]:
+        """Divergences of every subject in every window. `progress(fraction)` is told as they come."""
+        missing = lambda number: [s for s in subjects if number not in self.known.get(s[0], {})]  # noqa: E731
+        left = total = sum(len(missing(number)) for number in range(len(self.batches)))
+        for number, rows in enumerate(self.batches):
+            todo = {subject[0]: subject for subject in missing(number)}
+            if not todo:
+                continue
+            tokens = jnp.asarray(self.windows[rows])
+            reference = replay(self.model, tokens, exact(), self.chunk)
+            for subject in todo.values():
+                self._one(subject, number, tokens, reference)
+                left -= 1
+                progress(1 - left / total)
+        every = range(len(self.batches))
+        return np.asarray([[x for n in every for x in self.known[name][n]] for name, _, _ in subjects])
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _open(path: Path, owner: str, known: dict[str, dict[int, list[float]]]) -> None:
+    """Read what an earlier run of `owner` measured, or begin a file. A last line that was cut off is dropped."""
+    if not path.exists():
+        _append(path, {"owner": owner})
+        return
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        head, *rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        if head["owner"] != owner:
+            raise UserError(f"{path} has measurements of another model, text or settings; choose another folder")
+        for row in rows:
+            known.setdefault(row["of"], {})[row["batch"]] = row["kld"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: cannot be read; delete it to start anew ({error})") from error
+    whole = "".join(line for line in lines if line.endswith("\n"))
+    path.write_text(whole, encoding="utf-8")

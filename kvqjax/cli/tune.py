@@ -1,0 +1,105 @@
+"""`kvqjax tune`: the mixture of methods and bits of least divergence within a budget."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvqjax.catalogue import config_of
+from kvqjax.cli.common import Batch, Dtype, Json, Mesh, ModelName, Seed, Weights, number
+from kvqjax.cli.evaluate import Chunk, Context, Data, Folder
+from kvqjax.cli.progress import announce, duration, progress_bar
+from kvqjax.cli.tables import show
+from kvqjax.errors import UserError
+from kvqjax.planner import DEVICES
+
+__all__ = ["tune"]
+
+
+def tune(
+    budget: Annotated[str, typer.Option(help="average bits of all that is stored (2.5), bytes (8GiB), or kld=0.01")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="the folder of policy, artifact, report and records")
+    ] = None,
+    model: ModelName = "demo",
+    data: Data = "synthetic",
+    folder: Folder = None,
+    methods: Annotated[
+        str, typer.Option(help="data-free, all, or a list: kivi,higgs:window=32; without bits, at all widths")
+    ] = "data-free",
+    context: Context = 32768,
+    device: Annotated[str | None, typer.Option(help=f"decode fast enough on one of {', '.join(DEVICES)}")] = None,
+    slowdown: Annotated[float, typer.Option(min=0.01, help="of a decode step over bf16's, with --device")] = 1.0,
+    window: Annotated[int, number(least=32, help="tokens that are scored together")] = 512,
+    chunk: Chunk = 32,
+    batch: Batch = 8,
+    estimate: Annotated[bool, typer.Option("--estimate", help="only say what it would take on --device")] = False,
+    mesh: Mesh = "",
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    as_json: Json = False,
+) -> None:
+    """Find the cache of least KL divergence within a budget: which method and how many bits each layer's keys and
+    values take. The first half of the text is searched, the second decides the report. If this is stopped, the same
+    command goes on."""
+    from kvqjax.eval.tune import Settings
+    from kvqjax.eval.tune.estimate import estimated
+
+    settings = Settings(context=context, window=window, chunk=chunk, batch=batch, seed=seed)
+    if estimate:
+        if device is None:
+            raise UserError("--estimate needs a --device")
+        show(
+            [estimated(config_of(model), methods, device, mesh, settings)],
+            as_json,
+            f"tuning {model} on {device} {mesh}",
+        )
+        return
+    if out is None:
+        raise UserError("--out is missing: the folder of policy, artifact and report")
+    _tuned(model, data, folder, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json)
+
+
+def _tuned(
+    model, data, folder, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json
+) -> None:
+    import time
+
+    from kvqjax.eval.corpora import read_text
+    from kvqjax.eval.plots import check_picture
+    from kvqjax.eval.tune import tune as run
+    from kvqjax.eval.tune.report import commands, write_report
+
+    loaded, begun = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
+    text, about = read_text(data, 1 << 16, settings.seed, folder)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_picture(out.parent / "front.png")
+    with progress_bar() as bar:
+        announce(f"tuning {model} to {budget} with {methods}; if this is stopped, the same command goes on")
+        options = {"methods": methods, "device": device, "slowdown": slowdown, "settings": settings}
+        found = run(loaded, text, budget=budget, out=out, bar=bar, **options)
+    found = found._replace(about=found.about | {"model": model, "data": about})
+    write_report(*found, out)
+    lines = commands(found.method, found.artifact, out, model)
+    if as_json:
+        typer.echo(json.dumps({"policy": str(found.method), "rows": found.rows, "about": found.about}, indent=1))
+        return
+    shown = ("kind", "cache", "bits_stored", "kld", "kld_error")
+    show([{name: row[name] for name in shown} for row in found.rows], False, f"{model} at {budget}, held-out text")
+    typer.echo("\n".join([f"{out}: {found.method}, after {duration(time.monotonic() - begun)}. To use it:", *lines]))
+
+
+def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str | None):
+    """The model, on a mesh that any candidate's cache can be dealt over."""
+    from kvqjax.cli.common import open_model
+    from kvqjax.eval.tune.candidates import named, sorted_out
+    from kvqjax.eval.tune.trial import choice_of
+    from kvqjax.hf_config import read_config
+    from kvqjax.model import locate
+
+    if not mesh:
+        return open_model(name, dtype, weights)
+    config = read_config(locate(name))
+    return open_model(name, dtype, weights, choice_of(sorted_out(named(methods, config), config)), mesh)
