@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
@@ -22,7 +22,7 @@ from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "needs_only_means"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame", "needs_only_means"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
@@ -43,6 +43,11 @@ def _rope(method: Method, shape: KVShape) -> str:
     if len(ropes) != 1:
         raise UserError(f"{method}: centred keys both before and after RoPE; one kind is wanted for calibration")
     return ropes.pop()
+
+
+def in_frame(run: RunPlan, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:
+    """Key means of a run's layers in the frame that its codecs see."""
+    return mean if run.wiring.frame is None else run.wiring.frame.turn(constants, "k", mean)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
@@ -74,7 +79,7 @@ def fit(
     now = stepped(start, data.count, step, state, owner, advance)
     mean = jnp.asarray(now["sum"] / (data.count * (data.length - sinks)), jnp.float32)
     constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...] = tuple(
-        {"k": {"mean": mean[run.first : run.first + run.count]}} if run.wiring.wanted() else {}
+        {"k": {"mean": in_frame(run, {}, mean[run.first : run.first + run.count])}} if run.wiring.wanted() else {}
         for run in _runs(method, shape)
     )
     about = {"sequences": data.count, "tokens": data.length, "rope": rope}

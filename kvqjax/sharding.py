@@ -29,6 +29,7 @@ from kvqjax.config import KVShape, ModelConfig
 from kvqjax.decoder import is_unrolled
 from kvqjax.errors import UserError
 from kvqjax.methods import MethodLike, parse
+from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 
 __all__ = ["MeshSize", "Rules", "cache_layout", "over_mesh", "rules_for", "shares_heads"]
 
@@ -196,7 +197,8 @@ def cache_layout(rules: Rules | None, layout: CacheLayout, batch: int) -> CacheL
 
 def shares_heads(layout: CacheLayout, parts: int) -> bool:
     """Whether `parts` devices can each cache their own KV heads: every stored field is as wide on a part of the heads
-    as its share of the whole, and nothing is calibrated on, or carried for, all heads together."""
+    as its share of the whole, and nothing is calibrated on, or carried for, all heads together. Fitted rotations are a
+    head's own."""
     if parts == 1:
         return True
     try:
@@ -215,7 +217,7 @@ def _is_share(whole, part, parts: int) -> bool:
         }
         return {source: width * times for source, width in wiring.sources.items()}, fields
 
-    alone = not (whole.carry or whole.wanted())
+    alone = not (whole.carry or whole.wanted().keys() - {ROTATIONS})
     return alone and widened(whole, 1) == widened(part, parts)
 
 
@@ -277,9 +279,12 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
         result = function(inside, cache.replace(layout=rules.local_layout(layout)), *arguments)
         return _restored(result, layout)
 
-    placed = model.replace(
-        params=rules.parameters(model.params), constants=jax.tree.map(lambda _: PartitionSpec(), model.constants)
-    )
+    def of_constant(path, _):
+        own = any(getattr(key, "key", None) == ROTATIONS for key in path)
+        return PartitionSpec(None, rules.kv_heads) if own else PartitionSpec()
+
+    constants = jax.tree_util.tree_map_with_path(of_constant, model.constants)
+    placed = model.replace(params=rules.parameters(model.params), constants=constants)
     given = tuple(specs["pending"] if isinstance(x, tuple) else rows for x in arguments)
     results = tuple(specs[name] for name in out)
     results = results[0] if len(results) == 1 else results

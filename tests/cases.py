@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "mixed": ("kivi:bits=2,window=32,sinks=4;0=exact", {}),
     "sliding": ("kivi:bits=2,window=32", {"sliding_window": 96}),
     "sliding-mixed": ("kivi:bits=4,window=32,sinks=2", {"sliding_window": (96, None)}),
+    "kivi-rotated": ("kivi:bits=2,window=32,sinks=4,rotate=signs", {}),
     "kvquant": ("kvquant:bits=3,sinks=2", {}),
     "commvq": ("commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32", {}),
     "aqua": ("aqua:bits=2,first_bits=16,backbone=token,group=32,buffer=32,sinks=3", {}),

@@ -44,7 +44,8 @@ class KeysAndValues:
     """Keys and values over all KV heads, each with its own codec; `rope` says whether keys are cached before ("pre")
     or after ("post") rotation. The default clock moves both together: once the window holds `window + unit` tokens its
     oldest `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it. `unbiased` keys
-    before rotation are kept without the model's key bias, if it has one; no kernel reads such bodies yet."""
+    before rotation are kept without the model's key bias, if it has one; no kernel reads such bodies yet. The body of
+    keys and of values is rotated as `key_rotation` and `value_rotation` say (kvqjax.methods.rotation)."""
 
     key: CodecSpec
     value: CodecSpec
@@ -53,11 +54,14 @@ class KeysAndValues:
     unit: int = 32
     clocks: tuple[Clock, ...] = ()
     unbiased: bool = False
+    key_rotation: str = "none"
+    value_rotation: str = "none"
 
     def build(self, config: KVShape) -> Wiring:
         codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
-        wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased)
+        rotations = {"k": self.key_rotation, "v": self.value_rotation}
+        wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased, rotations)
         if self.unbiased and config.known_key_bias:
             return wiring
         direct = direct_form(self.key, self.value, self.rope, config)
