@@ -38,7 +38,8 @@ class Sequences(NamedTuple):
         read(number, rope, gradients, turn) -> Activations of one sequence (B = 1), with F if `gradients`
 
     `turn(source, x [L, B, T, W])` brings keys ("k") and values ("v"), and their gradients likewise, into the frame that
-    they are encoded in. `fingerprint` names the model they come from, `parts` are what `resume.identity` takes of them."""
+    they are encoded in. `fingerprint` names the model that they come from, `parts` are what `resume.identity` takes of
+    them."""
 
     shape: KVShape
     count: int

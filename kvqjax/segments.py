@@ -228,12 +228,12 @@ def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
     per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
-    run, wiring = view.run, view.run.wiring
-    if wiring.frame is not None:  # once for all of the body, here and at the end
-        q = wiring.frame.queries(view.constants, q)
+    frame = view.run.wiring.frame
+    if frame is not None:  # once for all of the body, here and at the end
+        q = frame.queries(view.constants, q)
     found, carry = _attend_in_frame(q, kv_heads, view, tokens, carry)
-    if wiring.frame is not None:
-        found = found._replace(out=wiring.frame.outputs(view.constants, found.out))
+    if frame is not None:
+        found = found._replace(out=frame.outputs(view.constants, found.out))
     return found, carry
 
 

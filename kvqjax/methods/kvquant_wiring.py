@@ -48,6 +48,6 @@ def kvquant(
     }
     key = Nuq(bits=key_bits or bits, per="channel", slots=slots, **shared)
     value = Nuq(bits=value_bits or bits, per="token", **shared)
-    rotations = turning(rotate, value_rotate, rope)
+    rotations = turning(rotate, value_rotate, rope, fitted=False)
     layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=buffer, **rotations)
     return Method(name="kvquant", layer=layer, sinks=sinks)

@@ -16,7 +16,9 @@ from kvqjax.methods.grammar import layer_numbers, read_json, read_text, write_la
 from kvqjax.methods.higgs_wiring import higgs
 from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant_wiring import kvquant
+from kvqjax.methods.rotated_wiring import kvarn, omniscale, oscar
 from kvqjax.methods.spec import Method, option_text
+from kvqjax.methods.turboquant_wiring import turboquant
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
 from kvqjax.options import check_names
@@ -37,6 +39,10 @@ METHODS: dict[str, Callable[..., Method]] = {
     "commvq": commvq,
     "xquant": xquant,
     "xquant_cl": xquant_cl,
+    "omniscale": omniscale,
+    "kvarn": kvarn,
+    "oscar": oscar,
+    "turboquant": turboquant,
 }
 
 

@@ -57,14 +57,16 @@ def check_rotation(text: str, rope: str = "post") -> None:
         )
 
 
-def turning(rotate: str, value_rotate: str | None, rope: str = "post", fitted: bool = False) -> dict[str, str]:
-    """The options `rotate` and `value_rotate` (None: as the keys) as fields of KeysAndValues. `fitted` says whether the
-    method's calibration fits matrices."""
+def turning(rotate: str, value_rotate: str | None, rope: str = "post", fitted: bool = True) -> dict[str, str]:
+    """The options `rotate` and `value_rotate` (None: as the keys) as fields of KeysAndValues. `fitted` says whether
+    matrices can be calibrated for the method's codecs."""
     own = {"key_rotation": rotate, "value_rotation": rotate if value_rotate is None else value_rotate}
     check_rotation(rotate, rope)
     check_rotation(own["value_rotation"])
     if "fitted" in own.values() and not fitted:
-        raise ValueError("rotation 'fitted': only oscar fits matrices; known here: none, hadamard, signs, pairs")
+        raise ValueError(
+            "rotation 'fitted' needs codecs without tables of their own; known here: none, hadamard, signs, pairs"
+        )
     return own
 
 

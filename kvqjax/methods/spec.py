@@ -71,14 +71,16 @@ class KeysAndValues:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
     """How every layer caches. `sinks` tokens at the start of a row stay exact; `overrides` lists (layer, spec) pairs
-    that differ from `layer`, a negative number counting from the last layer; `keep` bounds the body's tokens. Methods
-    are equal when they cache alike, however they are named."""
+    that differ from `layer`, a negative number counting from the last layer; `keep` bounds the body's tokens. Overrides
+    protect `boundary` layers at each end, and must leave some. Methods are equal when they cache alike, however they
+    are named."""
 
     name: str = dataclasses.field(compare=False)
     layer: LayerSpec
     sinks: int = 0
     overrides: tuple[tuple[int, LayerSpec], ...] = ()
     keep: Keep | None = None
+    boundary: int = dataclasses.field(default=0, compare=False)
 
     def __post_init__(self):
         if not 0 <= self.sinks < 2**31:
@@ -90,6 +92,11 @@ class Method:
     def layers(self, config: KVShape) -> tuple[LayerSpec, ...]:
         """The spec of every layer of a model."""
         specs = [self.layer] * config.num_layers
+        if self.boundary and 2 * self.boundary >= config.num_layers:
+            raise UserError(
+                f"{self.name}: boundary={self.boundary} exact layers at each end are all {config.num_layers} of this "
+                "model, and nothing would be compressed; say a smaller boundary"
+            )
         for index, spec in self.overrides:
             if not -config.num_layers <= index < config.num_layers:
                 raise UserError(f"{self.name}: layer {index} does not exist in a model of {config.num_layers} layers")
