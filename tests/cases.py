@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "kivi-rotated": ("kivi:bits=2,window=32,sinks=4,rotate=signs", {}),
     "omniscale": ("omniscale:bits=2,group=32,value_group=16,window=32", {}),
     "kvarn": ("kvarn:bits=2,group=32,sinks=3", {}),
+    "kvarn4": ("kvarn:bits=4,group=64,sinks=0,rotate=none", {}),
     "oscar": ("oscar:bits=2,window=32,sinks=4", {}),
     "turboquant": ("turboquant:bits=3", {}),
     "kvquant": ("kvquant:bits=3,sinks=2", {}),

@@ -25,6 +25,7 @@ class HeadsLayer:
 
     key: CodecSpec
     value: CodecSpec
+    rope: str = "post"
     window: int = 0
     unit: int = 32
     centre: str = "none"
@@ -46,6 +47,7 @@ class HeadsLayer:
         layer = KeysAndValues(
             key=centred(fitted(self.key), self.centre),
             value=fitted(self.value),
+            rope=self.rope,
             window=self.window,
             unit=self.unit,
             key_rotation=self.key_rotation,
