@@ -8,6 +8,7 @@ of its tokens. `at 128` are the bits of the codecs with heads of 128 channels an
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -22,18 +23,22 @@ from kvqjax.cache.state import due, plan
 
 ROOT = Path(__file__).parent
 RECORD, PAGE = ROOT / "records" / "rotations.json", ROOT / "rotations.md"
+BEST = "higgs:bits=2,dim=4,rope=post,group=head,rotate=signs,norm=unbiased,buffer=32"
 TWO = (
     "turboquant:bits=2",
+    BEST,
+    "turboquant:bits=2,norm=unbiased,sinks=4",
     "kvarn:bits=2,sinks=4",
     "omniscale:bits=2,group=128,window=0",
     "oscar:bits=2,window=0,sinks=4",
     "kivi:bits=2,group=128,window=0,rotate=hadamard",
     "kvarn:bits=2,sinks=4,floor=-0.3",
 )
-FOUR = ("turboquant:bits=4", "kvarn:bits=4,sinks=4", "omniscale:bits=4,group=128,window=0")
+FOUR = ("turboquant:bits=4,norm=unbiased,sinks=4", "kvarn:bits=4,sinks=4")
 MORE = {  # a key bias, and what takes it off
     "qwen2": (
         "turboquant:bits=2,centre=mean",
+        f"{BEST},centre=mean",
         "kvarn:bits=2,sinks=4,centre=mean",
         "omniscale:bits=2,group=128,window=0,centre=mean",
         "oscar:bits=2,window=0,sinks=4,centre=mean",
@@ -43,7 +48,6 @@ MORE = {  # a key bias, and what takes it off
         "omniscale:bits=2,window=0",
         "kvarn:bits=4,value_bits=2,sinks=4",
         "uniform:bits=4,group=32,rotate=hadamard",
-        "higgs:bits=2,dim=4,rope=post,group=head,rotate=signs,norm=corrected,buffer=32",
     ),
 }
 FITTED = ("oscar", "kvquant", "commvq", "aqua", "xquant")  # what needs text or weights
@@ -54,8 +58,8 @@ KIVI = "kivi:bits=2,group=128,window=0"
 def rows_of(shape: str) -> list[dict]:
     """Rows to be measured on one shape, the most telling first."""
     bare = [{"cache": c, "stress": "none"} for c in (*TWO, *MORE.get(shape, ()), *FOUR)]
-    stressed = [{"cache": c, "stress": "keys x8"} for c in TWO[:5]]
-    long = [{"cache": c, "stress": "none", "mode": "long decode"} for c in TWO[:3]] if shape == "recall" else []
+    stressed = [{"cache": c, "stress": "keys x8"} for c in (BEST, *TWO[2:5])]
+    long = [{"cache": c, "stress": "none", "mode": "long decode"} for c in (BEST, TWO[3])] if shape == "recall" else []
     return [{"shape": shape, "mode": "copy"} | row for row in bare + stressed + long]
 
 
@@ -147,7 +151,9 @@ def main() -> None:
     given = parser.parse_args()
     done = _read(RECORD)
     known = {key_of(row) for row in done if row["windows"] == given.windows}
-    wanted = [row for shape in given.shape or SHAPES for row in rows_of(shape) if key_of(row) not in known]
+    lists = [rows_of(shape) for shape in given.shape or SHAPES]
+    turns = (row for some in itertools.zip_longest(*lists) for row in some if row is not None)
+    wanted = [row for row in turns if key_of(row) not in known]
     for row in track([] if given.page else wanted, description="rotations"):
         if (share := encoded_share(row["cache"])) < 0.5:
             raise SystemExit(f"{row['cache']}: only {share:.2f} of its tokens are encoded")

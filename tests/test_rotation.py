@@ -148,7 +148,7 @@ def test_codecs_in_a_rotated_frame_are_near_exact(text):
         model = model.with_artifact(module.calibrate(model, method, rows))
     exact, found = after(tiny(), kvq.exact())[0], after(model, method)[0]
     error = np.abs(found - exact).max() / np.abs(exact).max()
-    assert 1e-4 < error < 0.15
+    assert 1e-4 < error < 0.35
 
 
 def test_calibration_of_tables_sees_rotated_vectors():

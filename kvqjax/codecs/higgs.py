@@ -10,7 +10,11 @@ signs flip channels before H: without them structured inputs (a constant vector)
 
 Vectors that the wiring rotates already (kvqjax.methods.rotation) need no H here: y = x sqrt(h) / s, and nothing turns
 when they are read. With one dimension, groups of one head and random signs that is TurboQuant (arXiv 2504.19874).
-`norm="corrected"` stores the scale that gives a decoded group its exact length, whatever the grid made of it.
+`norm` says which scale s' of the grid points c is stored:
+
+    plain      s                     least squared error on average; x_hat is shorter than x, so scores shrink
+    corrected  s sqrt(h) / |c|       |x_hat| = |x| (vLLM's correction)
+    unbiased   s h / (c . y)         x_hat . x = |x|^2: a query along x finds the score that it would have found
 """
 
 import dataclasses
@@ -32,6 +36,7 @@ from kvqjax.layout import Field
 
 __all__ = ["Higgs", "group_size", "higgs_codec", "nearest", "shipped_grid"]
 
+NORMS = ("plain", "corrected", "unbiased")
 LARGEST_GROUP = 1024
 SMALLEST_GROUP = 64  # below this a divisor costs more in scales than zero padding costs in codes
 BLOCK = 16  # grid points compared in one unrolled pass: the fastest on CPU among 8 to 64
@@ -92,7 +97,7 @@ def nearest(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "
 class Higgs:
     """`bits` per value in vectors of `dim` values; `group` channels per scale (None: `group_size`); `seed` of the
     random signs (None: none, as released); `dtype` of the stored scales. `rotated` vectors are not transformed;
-    `norm` "plain" or "corrected"."""
+    `norm` "plain", "corrected" or "unbiased"."""
 
     bits: int = 2
     dim: int = 2
@@ -104,8 +109,8 @@ class Higgs:
 
     def __post_init__(self):
         shipped_grid(self.bits, self.dim)
-        if self.norm not in ("plain", "corrected"):
-            raise ValueError(f"norm={self.norm!r}; known: plain, corrected")
+        if self.norm not in NORMS:
+            raise ValueError(f"norm={self.norm!r}; known: {', '.join(NORMS)}")
         if self.rotated and self.seed is not None:
             raise ValueError(f"seed={self.seed}; the rotation has the signs: rotate=signs:{self.seed}")
         if self.group is not None and not (self.rotated or has_hadamard(self.group)):
@@ -149,13 +154,17 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         blocks = (_pad(wide(x), groups * group) * signs[None]).reshape(-1, groups, group)
         length = jnp.sqrt((blocks * blocks).sum(-1))
         scale = length.astype(spec.dtype)
-        divisor = length if spec.norm == "corrected" else scale.astype(jnp.float32)
+        divisor = scale.astype(jnp.float32) if spec.norm == "plain" else length
         y = transformed(blocks, False) / jnp.where(divisor > 0, divisor, 1.0)[..., None]
         y = _pad(y, vectors * dim).reshape(*y.shape[:-1], vectors, dim)
         codes = nearest(jnp.asarray(points), y)
-        if spec.norm == "corrected":
-            kept = jnp.square(points_of(codes)[..., :group]).sum(-1)
-            scale = (length * (group / kept) ** 0.5).astype(spec.dtype)
+        if spec.norm != "plain":
+            found = points_of(codes)[..., :group]
+            if spec.norm == "corrected":
+                gain = (group / jnp.square(found).sum(-1)) ** 0.5
+            else:
+                gain = group / jnp.maximum((found * y.reshape(*found.shape[:-1], -1)[..., :group]).sum(-1), group / 4)
+            scale = (length * gain).astype(spec.dtype)
         return {"codes": codes.reshape(-1, groups * vectors), "scale": scale.T}
 
     def points_of(codes):

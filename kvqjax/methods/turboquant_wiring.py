@@ -33,7 +33,7 @@ def turboquant(
 
     `form="paper"` rotates keys and values with random signs (`seed`). `form="vllm"` does as that engine: no signs,
     values unrotated between their minimum and maximum, and `boundary` exact layers at each end (2 there, else 0).
-    `norm="corrected"` keeps the length of what is decoded. `centre` as in `kivi`.
+    `norm` as in `higgs`: "corrected" as in that engine, "unbiased" keeps the scores of keys. `centre` as in `kivi`.
     """
     if form not in FORMS:
         raise ValueError(f"form={form!r}; known: {', '.join(FORMS)}")
