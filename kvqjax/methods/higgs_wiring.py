@@ -65,14 +65,15 @@ def higgs(
     centre: str = "auto",
     norm: str = "plain",
     rotate: str = "none",
-    value_rotate: str | None = None,
+    value_rotate: str = "same",
 ) -> Method:
     """`bits` per value (`key_bits`, `value_bits` one by one) in grids of `dim` dimensions, a scale per token and
     `group` channels: "auto" (up to 1024), "head", "width" or a number. `seed` turns on fixed random signs. Keys before
     or after RoPE (`rope`). `buffer` tokens leave the window at a time, beyond the newest `window`. What is taken off
     the keys first is said by `centre`: "auto" the model's key bias, where it has one and keys are stored before RoPE;
-    "mean" a calibrated mean (kvqjax.codecs.centring); or "none". `norm`: "plain", "corrected" (what is decoded
-    keeps its length) or "unbiased" (scores along a key keep theirs). `rotate` and `value_rotate` as in `kivi`: a rotation takes the place of the codec's own transform."""
+    "mean" a calibrated mean (kvqjax.codecs.centring); or "none". `norm`: "plain", "corrected" (what is decoded keeps
+    its length) or "unbiased" (scores along a key keep theirs). `rotate` and `value_rotate` as in `kivi`: a rotation
+    takes the place of the codec's own transform."""
     if group not in GROUPS and not group.isdigit():
         raise ValueError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
     if centre not in CENTRES:

@@ -49,7 +49,7 @@ def kivi(
     scales: str = "bfloat16",
     centre: str = "none",
     rotate: str = "none",
-    value_rotate: str | None = None,
+    value_rotate: str = "same",
 ) -> Method:
     """Keys per channel in groups of `group` tokens, values per token in groups of `value_group` channels (the same
     number by default), 1 to 8 bits each, asymmetric with float minima (KIVI, section 3.2).
@@ -96,7 +96,7 @@ def uniform(
     scales: str = "bfloat16",
     centre: str = "none",
     rotate: str = "none",
-    value_rotate: str | None = None,
+    value_rotate: str = "same",
 ) -> Method:
     """The naive baseline: keys (after RoPE) and values both per token, asymmetric, groups of `group` channels.
     `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centring). `rotate` and `value_rotate` as

@@ -25,7 +25,7 @@ def kvquant(
     scales: str = "bfloat16",
     outlier_dtype: str = "bfloat16",
     rotate: str = "none",
-    value_rotate: str | None = None,
+    value_rotate: str = "same",
 ) -> Method:
     """Keys per channel with calibrated thresholds and values per token, 2, 3 or 4 bits (KVQuant, section 3).
 

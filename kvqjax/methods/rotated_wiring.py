@@ -69,7 +69,7 @@ def omniscale(
     sinks: int = 0,
     scales: str = "bfloat16",
     rotate: str = "hadamard",
-    value_rotate: str | None = None,
+    value_rotate: str = "same",
     centre: str = "none",
 ) -> Method:
     """OScaR (arXiv 2605.19660): KIVI on keys that were rotated and divided by their token's norm, and on rotated
@@ -101,7 +101,7 @@ def kvarn(
     sinks: int = 128,
     scales: str = "bfloat16",
     rotate: str = "hadamard",
-    value_rotate: str | None = None,
+    value_rotate: str = "same",
     centre: str = "none",
 ) -> Method:
     """KVarN (arXiv 2606.03458): rotated tiles of `group` tokens and one head whose variances are balanced along both
@@ -131,7 +131,7 @@ def oscar(
     sinks: int = 64,
     scales: str = "bfloat16",
     rotate: str = "fitted",
-    value_rotate: str | None = None,
+    value_rotate: str = "same",
     centre: str = "none",
 ) -> Method:
     """OSCAR (arXiv 2605.17757): keys and values per token, rotated by matrices that are fitted to what attention sees

@@ -57,10 +57,10 @@ def check_rotation(text: str, rope: str = "post") -> None:
         )
 
 
-def turning(rotate: str, value_rotate: str | None, rope: str = "post", fitted: bool = True) -> dict[str, str]:
-    """The options `rotate` and `value_rotate` (None: as the keys) as fields of KeysAndValues. `fitted` says whether
+def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = True) -> dict[str, str]:
+    """The options `rotate` and `value_rotate` ("same": as the keys) as fields of KeysAndValues. `fitted` says whether
     matrices can be calibrated for the method's codecs."""
-    own = {"key_rotation": rotate, "value_rotation": rotate if value_rotate is None else value_rotate}
+    own = {"key_rotation": rotate, "value_rotation": rotate if value_rotate == "same" else value_rotate}
     check_rotation(rotate, rope)
     check_rotation(own["value_rotation"])
     if "fitted" in own.values() and not fitted:
