@@ -24,9 +24,11 @@ from kvqjax.cache.state import due, plan
 ROOT = Path(__file__).parent
 RECORD, PAGE = ROOT / "records" / "rotations.json", ROOT / "rotations.md"
 BEST = "higgs:bits=2,dim=4,rope=post,group=head,rotate=signs,norm=unbiased,buffer=32"
+BEFORE = "higgs:bits=2,dim=4,group=head,norm=unbiased,buffer=32"  # keys before RoPE, without their bias
 TWO = (
-    "turboquant:bits=2",
     BEST,
+    BEFORE,
+    "turboquant:bits=2",
     "turboquant:bits=2,norm=unbiased,sinks=4",
     "kvarn:bits=2,sinks=4",
     "omniscale:bits=2,group=128,window=0",
@@ -58,8 +60,9 @@ KIVI = "kivi:bits=2,group=128,window=0"
 def rows_of(shape: str) -> list[dict]:
     """Rows to be measured on one shape, the most telling first."""
     bare = [{"cache": c, "stress": "none"} for c in (*TWO, *MORE.get(shape, ()), *FOUR)]
-    stressed = [{"cache": c, "stress": "keys x8"} for c in (BEST, *TWO[2:5])]
-    long = [{"cache": c, "stress": "none", "mode": "long decode"} for c in (BEST, TWO[3])] if shape == "recall" else []
+    stressed = [{"cache": c, "stress": "keys x8"} for c in (BEST, BEFORE, "kvarn:bits=2,sinks=4")]
+    drifting = (BEST, "kvarn:bits=2,sinks=4") if shape == "recall" else ()
+    long = [{"cache": c, "stress": "none", "mode": "long decode"} for c in drifting]
     return [{"shape": shape, "mode": "copy"} | row for row in bare + stressed + long]
 
 

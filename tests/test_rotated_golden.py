@@ -258,6 +258,22 @@ def test_distortion_of_the_papers_table():
         assert np.square(recon - x).mean() / np.square(x).mean() == pytest.approx(wanted, rel=0.03)
 
 
+@pytest.mark.parametrize("rotated_before", [True, False])
+@pytest.mark.parametrize("dim", [1, 2, 4])
+def test_an_unbiased_scale_keeps_scores(dim, rotated_before):
+    """x_hat . x = |x|^2 but for the stored scale's rounding; a plain scale loses the grid's error of it."""
+    x = np.random.default_rng(0).normal(size=(64, HEADS, DIM)).astype(np.float32) * 3
+
+    def share(norm):
+        spec = Higgs(bits=2, dim=dim, group=DIM, rotated=rotated_before, norm=norm, dtype="float32")
+        return (coded(spec, x)[1] * x).sum(-1) / np.square(x).sum(-1)
+
+    np.testing.assert_allclose(share("unbiased"), 1, rtol=1e-5)
+    assert share("plain").mean() < 0.93 < share("corrected").mean() < 0.97
+    with pytest.raises(ValueError, match="norm='exact'; known: plain, corrected, unbiased"):
+        Higgs(norm="exact")
+
+
 def test_signs_save_a_constant_vector():
     """Without them all of a constant vector falls on one entry, far outside of any grid."""
     x = jnp.ones((4, HEADS, 1, DIM))
