@@ -17,6 +17,8 @@ SPECS = (
     "exact", "uniform:bits=4", "kivi:bits=4", "kivi:bits=2", "kivi:bits=2,group=128", "kvquant:bits=3",
     "kvquant:bits=3,outliers=0.0", "commvq:bits=2", "commvq:bits=1", "higgs:bits=2", "aqua:bits=2",
     "xquant:bits=4", "xquant:bits=2", "xquant_cl:bits=3", "xquant_cl:bits=2",
+    "omniscale:bits=2", "omniscale:bits=2,group=128", "kvarn:bits=2", "kvarn:bits=4", "oscar:bits=2",
+    "turboquant:bits=2", "turboquant:bits=4", "turboquant:bits=4,form=vllm",
 )  # fmt: skip
 
 

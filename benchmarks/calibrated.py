@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from kvqjax.calibrate import CALIBRATIONS, centre, commvq, xquant
+from kvqjax.calibrate import CALIBRATIONS, centre, commvq, rotation, xquant
 from kvqjax.calibrate.commvq_values import ValueSettings
 from kvqjax.errors import UserError
 from kvqjax.eval.synthetic import key_value_recall, repeated_spans
@@ -22,6 +22,8 @@ def calibrated(model: Model, method: Method, tokens: np.ndarray) -> tuple[Model,
     begun, name = time.perf_counter(), method.name.partition(":")[0]
     if centre.needs_only_means(method, model.config):
         artifact = centre.calibrate(model, method, tokens)
+    elif rotation.needs_rotations(method, model.config):
+        artifact = rotation.calibrate(model, method, tokens)
     elif name == "commvq":
         artifact = commvq.calibrate(model, method, tokens, recipe=COMMVQ)
     elif name in CALIBRATIONS:

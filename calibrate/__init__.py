@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.artifacts import Artifact, flatten
-from kvqjax.calibrate import centre, xquant
+from kvqjax.calibrate import centre, rotation, xquant
 from kvqjax.config import KVShape
 from kvqjax.decoder import stacked
 from kvqjax.doors import check_model
@@ -49,15 +49,18 @@ def calibration(method: Method, shape: KVShape) -> str:
     name = _name(method)
     if centre.needs_only_means(method, shape):
         return "centre"
+    if rotation.needs_rotations(method, shape):
+        return "rotation"
     if name in CALIBRATIONS:
         return name
     known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
-    raise UserError(f"{method} needs no calibration; calibrated: {known}, and keys with centre=mean")
+    raise UserError(f"{method} needs no calibration; calibrated: {known}, rotate=fitted, and keys with centre=mean")
 
 
 def learns(method: Method, shape: KVShape) -> bool:
     """Whether `method` has constants that are learnt from data."""
-    return centre.needs_only_means(method, shape) or _name(method) in CALIBRATIONS
+    asked = centre.needs_only_means(method, shape) or rotation.needs_rotations(method, shape)
+    return asked or _name(method) in CALIBRATIONS
 
 
 def _finite(artifact: Artifact) -> Artifact:
@@ -134,6 +137,7 @@ def from_tensors(
     optional = {"queries": queries, "outputs": outputs}
     optional |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
     own = shape.alone
+    if (kind := calibration(method, shape)) not in FITS:
+        raise UserError(f"{method}: rotations are fitted on a kvqjax model; use kvqjax.calibrate.run")
     data = Captured(shape=own, keys=keys, values=values, dtype=str(compute_dtype(dtype)), **optional)
-    fit = FITS[calibration(method, shape)]
-    return _finite(fit(data, method, recipe, state=state, advance=advance))
+    return _finite(FITS[kind](data, method, recipe, state=state, advance=advance))

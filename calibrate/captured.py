@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate import aqua, centre, commvq, kvquant
-from kvqjax.calibrate.fisher import Activations, Sequences
+from kvqjax.calibrate.fisher import Activations, Sequences, as_it_is, with_fisher
 from kvqjax.config import KVShape
 from kvqjax.decoder import Projected
 from kvqjax.errors import UserError
@@ -100,10 +100,10 @@ def _by_sequence(data: Captured, method: Method) -> Sequences:
             pairs.append(_cached(run, *(np.stack([x[i][number] for i in layers]) for x in (keys, values))))
         return [jnp.concatenate(parts)[:, None] for parts in zip(*pairs, strict=True)]
 
-    def read(number: int, rope: str, gradients: bool) -> Activations:
+    def read(number: int, rope: str, gradients: bool, turn=as_it_is) -> Activations:
         cached = all_layers(number, data.keys, data.values)
         slopes = all_layers(number, data.key_gradients, data.value_gradients) if gradients else ()
-        return Activations(*cached, *(slope**2 for slope in slopes))
+        return with_fisher(cached, slopes, turn)
 
     return Sequences(data.shape, *data.size, read, "", data.parts)
 

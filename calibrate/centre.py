@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
@@ -23,7 +23,7 @@ from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.model import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "needs_only_means", "work"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame", "needs_only_means", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
@@ -49,6 +49,11 @@ def _rope(method: Method, shape: KVShape) -> str:
 def work(model: Model, method: Method, count: int, length: int) -> float:
     """Floating point operations of `calibrate` on `count` sequences of `length` tokens."""
     return forward_work(model.config, count * length)
+
+
+def in_frame(run: RunPlan, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:
+    """Key means of a run's layers in the frame that its codecs see."""
+    return mean if run.wiring.frame is None else run.wiring.frame.turn(constants, "k", mean)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
@@ -80,7 +85,7 @@ def fit(
     now = stepped(start, data.count, step, state, owner, advance)
     mean = jnp.asarray(now["sum"] / (data.count * (data.length - sinks)), jnp.float32)
     constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...] = tuple(
-        {"k": {"mean": mean[run.first : run.first + run.count]}} if run.wiring.wanted() else {}
+        {"k": {"mean": in_frame(run, {}, mean[run.first : run.first + run.count])}} if run.wiring.wanted() else {}
         for run in _runs(method, shape)
     )
     about = {"sequences": data.count, "tokens": data.length, "rope": rope}

@@ -20,7 +20,7 @@ from kvqjax.errors import UserError
 from kvqjax.model import Model
 from kvqjax.rope import rotate
 
-__all__ = ["Activations", "Sequences", "activations", "loss", "of_model"]
+__all__ = ["Activations", "Sequences", "activations", "as_it_is", "loss", "of_model", "with_fisher"]
 
 
 class Activations(NamedTuple):
@@ -35,14 +35,16 @@ class Activations(NamedTuple):
 class Sequences(NamedTuple):
     """`count` sequences of `length` tokens for a calibration that reads one sequence of all layers at a time:
 
-        read(number, rope, gradients) -> Activations of one sequence (B = 1), with F if `gradients`
+        read(number, rope, gradients, turn) -> Activations of one sequence (B = 1), with F if `gradients`
 
-    `fingerprint` names the model they come from, `parts` are what `resume.identity` takes of them."""
+    `turn(source, x [L, B, T, W])` brings keys ("k") and values ("v"), and their gradients likewise, into the frame that
+    they are encoded in. `fingerprint` names the model that they come from, `parts` are what `resume.identity` takes of
+    them."""
 
     shape: KVShape
     count: int
     length: int
-    read: Callable[[int, str, bool], Activations]
+    read: Callable[..., Activations]
     fingerprint: str
     parts: tuple[Any, ...]
 
@@ -83,23 +85,47 @@ def loss(params: decoder.Params, tokens: Int[Array, "B T"], config: ModelConfig)
     return _perturbed_loss(_zeros(tokens, config), params, tokens, config, "pre")[0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rope", "gradients"))
+def as_it_is(source: str, x: Float[Array, "L B T W"]) -> Float[Array, "L B T W"]:
+    """What is encoded in its own frame."""
+    return x
+
+
+def with_fisher(cached, slopes, turn: Callable) -> Activations:
+    """Keys and values [L, B, T, W] in the frame that `turn` brings them to, with F from their gradients there."""
+    k, v = (turn(source, x) for source, x in zip("kv", cached, strict=True))
+    return Activations(k, v, *(turn(source, x) ** 2 for source, x in zip("kv", slopes, strict=False)))
+
+
 def activations(
-    params: decoder.Params, tokens: Int[Array, "B T"], config: ModelConfig, *, rope: str = "pre", gradients: bool = True
+    params: decoder.Params,
+    tokens: Int[Array, "B T"],
+    config: ModelConfig,
+    *,
+    rope: str = "pre",
+    gradients: bool = True,
+    turn: Callable = as_it_is,
 ) -> Activations:
-    """Keys (before RoPE, or after it for `rope="post"`) and values of every layer, with F if `gradients`.
+    """Keys (before RoPE, or after it for `rope="post"`) and values of every layer, with F if `gradients`; `turn` as in
+    `Sequences`.
 
     Sequences that are compared must have one length: the mean loss divides by it.
     """
+    found = _cached_and_slopes(params, tokens, config, rope=rope, gradients=gradients)
+    return with_fisher(found[:2], found[2:], turn)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rope", "gradients"))
+def _cached_and_slopes(params, tokens, config: ModelConfig, *, rope: str, gradients: bool) -> tuple[Array, ...]:
+    """Keys and values [L, B, T, W], and their gradients if `gradients`."""
 
     def flat(x):
         return x.reshape(*x.shape[:3], -1).astype(jnp.float32)
 
     zeros = _zeros(tokens, config)
     if not gradients:
-        return Activations(*map(flat, _perturbed_loss(zeros, params, tokens, config, rope)[1]))
+        return tuple(map(flat, _perturbed_loss(zeros, params, tokens, config, rope)[1]))
     slopes, cached = jax.grad(_perturbed_loss, has_aux=True)(zeros, params, tokens, config, rope)
-    return Activations(*map(flat, cached), *(flat(slope) ** 2 for slope in slopes))
+    return (*map(flat, cached), *map(flat, slopes))
 
 
 def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
@@ -107,9 +133,9 @@ def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
     if tokens.ndim != 2:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, tokens]")
 
-    def read(number: int, rope: str, gradients: bool) -> Activations:
+    def read(number: int, rope: str, gradients: bool, turn: Callable = as_it_is) -> Activations:
         row = jnp.asarray(tokens[number : number + 1], jnp.int32)
-        return activations(model.params, row, model.config, rope=rope, gradients=gradients)
+        return activations(model.params, row, model.config, rope=rope, gradients=gradients, turn=turn)
 
     count, length = tokens.shape
     return Sequences(model.config.kv_shape, count, length, read, model.fingerprint, (repr(model.config), tokens))

@@ -8,6 +8,7 @@ sequences is small enough to be kept on disk. Attention sinks are left out of bo
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,15 +114,21 @@ def _bounds(task: _Task, run: RunPlan, pair: tuple[Nuq, Nuq], extremes) -> dict:
     return {"upper": upper, "lower": lower}
 
 
+def _turn(task: _Task, source: str, x):
+    """Keys or values of all layers [L, B, T, W] in the frame of each run's codecs."""
+    frames = [(slice(run.first, run.first + run.count), run.wiring.frame) for run in task.runs]
+    return jnp.concatenate([x[own] if frame is None else frame.turn({}, source, x[own]) for own, frame in frames])
+
+
 def _first_pass(task: _Task, state: dict, number: int) -> dict:
-    k = task.data.read(number, task.rope, False).k[:, 0]
+    k = task.data.read(number, task.rope, False, functools.partial(_turn, task)).k[:, 0]
     skipped = 0 if task.recipe.sinks_in_thresholds else task.sinks
     return state | {"extremes": passes.observe(passes.Extremes(*state["extremes"]), k[:, skipped:])}
 
 
 def _second_pass(task: _Task, state: dict, number: int) -> dict:
     objective = task.recipe.objective
-    cached = task.data.read(number, task.rope, objective != "none")
+    cached = task.data.read(number, task.rope, objective != "none", functools.partial(_turn, task))
     tallies = []
     for run, pair, old in zip(task.runs, task.specs, state["tallies"], strict=True):
         if pair is None:

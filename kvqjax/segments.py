@@ -229,6 +229,17 @@ def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
     per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
+    frame = view.run.wiring.frame
+    if frame is not None:  # once for all of the body, here and at the end
+        q = frame.queries(view.constants, q)
+    found, carry = _attend_in_frame(q, kv_heads, view, tokens, carry)
+    if frame is not None:
+        found = found._replace(out=frame.outputs(view.constants, found.out))
+    return found, carry
+
+
+def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
+    """`attend_body` with queries and outputs in the body's frame."""
     run, wiring = view.run, view.run.wiring
     shared = wiring.shared if wiring.shared is not None and q.shape[1] <= wiring.shared.most else None
 
@@ -256,11 +267,13 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
     k, _ = _expanded(view, sources, positions)
     exact = received(q, k, _seen(view, tokens, positions, real) & valid, lse)
     read_block, first, last = _body_blocks(view, tokens)
+    frame = view.run.wiring.frame
+    turned = q if frame is None else frame.queries(view.constants, q)
 
     def step(j, loop):
         body, carry = loop
         k, _, mask, carry = read_block(j, carry)
-        part = received(q, k, mask & valid, lse)
+        part = received(turned, k, mask & valid, lse)
         return jax.lax.dynamic_update_slice_in_dim(body, part, j * view.run.reading, 1), carry
 
     body = jnp.zeros((q.shape[0], view.run.slots))

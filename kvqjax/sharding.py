@@ -33,6 +33,7 @@ from kvqjax.decoder import is_unrolled
 from kvqjax.errors import UserError
 from kvqjax.experts import BY_EXPERT
 from kvqjax.methods import MethodLike, parse
+from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model import CODED_WEIGHTS, Model
 
 __all__ = ["MeshSize", "Rules", "over_mesh", "rules_for", "shard", "shares_heads"]
@@ -198,7 +199,8 @@ def _share(shape: KVShape, parts: int) -> KVShape:
 
 def shares_heads(layout: CacheLayout, parts: int) -> bool:
     """Whether `parts` devices can each cache their own KV heads: every stored field is as wide on a part of the heads
-    as its share of the whole, and nothing is calibrated on, or carried for, all heads together."""
+    as its share of the whole, and nothing is calibrated on, or carried for, all heads together. Fitted rotations are a
+    head's own."""
     if parts == 1:
         return True
     try:
@@ -217,7 +219,7 @@ def _is_share(whole, part, parts: int) -> bool:
         }
         return {source: width * times for source, width in wiring.sources.items()}, fields
 
-    alone = not (whole.carry or whole.wanted())
+    alone = not (whole.carry or whole.wanted().keys() - {ROTATIONS})
     return alone and widened(whole, 1) == widened(part, parts)
 
 
@@ -290,9 +292,12 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
         result = function(inside, cache.replace(layout=rules.local_layout(layout)), *arguments)
         return _restored(result, layout)
 
-    placed = model.replace(
-        params=rules.parameters(model.params), constants=jax.tree.map(lambda _: PartitionSpec(), model.constants)
-    )
+    def of_constant(path, _):
+        own = any(getattr(key, "key", None) == ROTATIONS for key in path)
+        return PartitionSpec(None, rules.kv_heads) if own else PartitionSpec()
+
+    constants = jax.tree_util.tree_map_with_path(of_constant, model.constants)
+    placed = model.replace(params=rules.parameters(model.params), constants=constants)
     given = tuple(specs["pending"] if isinstance(x, tuple) else rows for x in arguments)
     results = tuple(specs[name] for name in out)
     results = results[0] if len(results) == 1 else results

@@ -26,6 +26,12 @@ CASES: dict[str, tuple[str, dict]] = {
     "mixed": ("kivi:bits=2,window=32,sinks=4;0=exact", {}),
     "sliding": ("kivi:bits=2,window=32", {"sliding_window": 96}),
     "sliding-mixed": ("kivi:bits=4,window=32,sinks=2", {"sliding_window": (96, None)}),
+    "kivi-rotated": ("kivi:bits=2,window=32,sinks=4,rotate=signs", {}),
+    "omniscale": ("omniscale:bits=2,group=32,value_group=16,window=32", {}),
+    "kvarn": ("kvarn:bits=2,group=32,sinks=3", {}),
+    "kvarn4": ("kvarn:bits=4,group=64,sinks=0,rotate=none", {}),
+    "oscar": ("oscar:bits=2,window=32,sinks=4", {}),
+    "turboquant": ("turboquant:bits=3", {}),
     "kvquant": ("kvquant:bits=3,sinks=2", {}),
     "commvq": ("commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32", {}),
     "aqua": ("aqua:bits=2,first_bits=16,backbone=token,group=32,buffer=32,sinks=3", {}),
@@ -42,6 +48,8 @@ MADE_UP = {
     "lower": lambda random, shape: random.uniform(-12, -4, shape),
     "signposts": lambda random, shape: np.sort(random.uniform(-1, 1, shape)),
     "scale": lambda random, shape: random.uniform(0.5, 2, shape),
+    "keys": lambda random, shape: np.linalg.qr(random.normal(size=shape))[0],  # rotations
+    "values": lambda random, shape: np.linalg.qr(random.normal(size=shape))[0],
 }
 
 

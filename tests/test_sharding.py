@@ -25,6 +25,9 @@ CELLS: dict[str, tuple[dict, bool]] = {
     "kivi:bits=4,value_group=16,window=64,rule=published": ({}, True),
     "kivi_star:bits=4,protected=1": ({}, False),
     "uniform:bits=4,group=32": ({}, False),
+    "kivi:bits=4,value_group=16,window=32,rotate=signs": ({}, True),
+    "oscar:bits=4,window=32,sinks=3": ({}, True),  # a rotation of every head's own
+    "omniscale:bits=4,value_group=16,window=32": ({}, False),  # one norm of all heads
     "kvquant:bits=4,sinks=2": ({}, False),
     "higgs:bits=4,group=head,buffer=32": ({}, True),
     "higgs:bits=4,group=width,buffer=32": ({}, False),

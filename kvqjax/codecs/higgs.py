@@ -7,6 +7,14 @@ section 3; HIGGS, arXiv 2411.17525).
 H is unnormalised, so the entries of y have unit second moment and are close to N(0, 1). Bits per value: log2(n)/p +
 16/h for a grid of n points in p dimensions. Codes are computed against the scale as stored. Optional fixed random
 signs flip channels before H: without them structured inputs (a constant vector) become one-hot.
+
+Vectors that the wiring rotates already (kvqjax.methods.rotation) need no H here: y = x sqrt(h) / s, and nothing turns
+when they are read. With one dimension, groups of one head and random signs that is TurboQuant (arXiv 2504.19874).
+`norm` says which scale s' of the grid points c is stored:
+
+    plain      s                     least squared error on average; x_hat is shorter than x, so scores shrink
+    corrected  s sqrt(h) / |c|       |x_hat| = |x| (vLLM's correction)
+    unbiased   s h / (c . y)         x_hat . x = |x|^2: a query along x finds the score that it would have found
 """
 
 import dataclasses
@@ -22,11 +30,13 @@ from jaxtyping import Array, Float, UInt
 from kvqjax.codecs import higgs_tpu
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.hadamard import has_hadamard, transform
+from kvqjax.codecs.nuq_table import look_up
 from kvqjax.finite import wide
 from kvqjax.layout import Field
 
 __all__ = ["Higgs", "group_size", "higgs_codec", "nearest", "shipped_grid"]
 
+NORMS = ("plain", "corrected", "unbiased")
 LARGEST_GROUP = 1024
 SMALLEST_GROUP = 64  # below this a divisor costs more in scales than zero padding costs in codes
 BLOCK = 16  # grid points compared in one unrolled pass: the fastest on CPU among 8 to 64
@@ -86,17 +96,24 @@ def nearest(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Higgs:
     """`bits` per value in vectors of `dim` values; `group` channels per scale (None: `group_size`); `seed` of the
-    random signs (None: none, as released); `dtype` of the stored scales."""
+    random signs (None: none, as released); `dtype` of the stored scales. `rotated` vectors are not transformed;
+    `norm` "plain", "corrected" or "unbiased"."""
 
     bits: int = 2
     dim: int = 2
     group: int | None = None
     seed: int | None = None
     dtype: str = "bfloat16"
+    rotated: bool = False
+    norm: str = "plain"
 
     def __post_init__(self):
         shipped_grid(self.bits, self.dim)
-        if self.group is not None and not has_hadamard(self.group):
+        if self.norm not in NORMS:
+            raise ValueError(f"norm={self.norm!r}; known: {', '.join(NORMS)}")
+        if self.rotated and self.seed is not None:
+            raise ValueError(f"seed={self.seed}; the rotation has the signs: rotate=signs:{self.seed}")
+        if self.group is not None and not (self.rotated or has_hadamard(self.group)):
             raise ValueError(f"group={self.group}; no Hadamard matrix of that order is known, powers of two always are")
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
@@ -130,21 +147,37 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         "scale": Field(kind="token", width=groups, role="scales", dtype=spec.dtype),
     }
 
+    def transformed(x, inverse: bool):
+        return x * group**0.5 if spec.rotated else transform(x, inverse)
+
     def encode(_, x):
         blocks = (_pad(wide(x), groups * group) * signs[None]).reshape(-1, groups, group)
-        scale = jnp.sqrt((blocks * blocks).sum(-1)).astype(spec.dtype)
-        divisor = scale.astype(jnp.float32)[..., None]
-        y = transform(blocks) / jnp.where(divisor > 0, divisor, 1.0)
+        length = jnp.sqrt((blocks * blocks).sum(-1))
+        scale = length.astype(spec.dtype)
+        divisor = scale.astype(jnp.float32) if spec.norm == "plain" else length
+        y = transformed(blocks, False) / jnp.where(divisor > 0, divisor, 1.0)[..., None]
         y = _pad(y, vectors * dim).reshape(*y.shape[:-1], vectors, dim)
         codes = nearest(jnp.asarray(points), y)
+        if spec.norm != "plain":
+            found = points_of(codes)[..., :group]
+            if spec.norm == "corrected":
+                gain = (group / jnp.square(found).sum(-1)) ** 0.5
+            else:
+                gain = group / jnp.maximum((found * y.reshape(*found.shape[:-1], -1)[..., :group]).sum(-1), group / 4)
+            scale = (length * gain).astype(spec.dtype)
         return {"codes": codes.reshape(-1, groups * vectors), "scale": scale.T}
+
+    def points_of(codes):
+        """Grid points of codes [.., groups, vectors], side by side."""
+        found = look_up(codes, jnp.asarray(points[:, 0])) if dim == 1 else jnp.asarray(points)[codes]
+        return found.reshape(*codes.shape[:-1], vectors * dim)
 
     def gathered(codes):
         lead = codes.shape[:-1]
-        y = jnp.asarray(points)[codes.reshape(*lead, groups, vectors)].reshape(*lead, groups, vectors * dim)
-        return transform(y[..., :group], inverse=True).reshape(*lead, groups * group)
+        y = points_of(codes.reshape(*lead, groups, vectors))
+        return transformed(y[..., :group], True).reshape(*lead, groups * group)
 
-    plan = higgs_tpu.plan(points, group, groups)
+    plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
     forms = {} if plan is None else {"tpu": functools.partial(higgs_tpu.inverse, plan)}
 
     def decode(_, tile):

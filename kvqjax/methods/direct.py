@@ -4,6 +4,9 @@ that XLA for GPUs reads every array once, in a handful of products.
     scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
     out = sum_s p_s v_s     v_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (its values)
 
+Keys may be per token too (OSCAR), and keys or values of either kind times a factor of their token (OScaR and KVarN's
+keys) or of their channel and group of tokens (KVarN's values).
+
 Scales fold into the queries and the softmax weights, offsets and minima become one product a group. X = T * G query
 rows of a KV head, N groups of g tokens, M groups of channels a head.
 
@@ -20,6 +23,9 @@ from jaxtyping import Array, Bool, Float
 
 from kvqjax.attention import Partial
 from kvqjax.codecs import CodecSpec, Exact, Uniform
+from kvqjax.codecs.balanced import Balanced
+from kvqjax.codecs.clipped import Clipped
+from kvqjax.codecs.scaled import Scaled
 from kvqjax.config import KVShape
 from kvqjax.head_major import HALF, offset, tokens_per_row
 from kvqjax.layout import from_bits
@@ -46,23 +52,34 @@ def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
     """How the bodies of these codecs are read at once; None for what cannot be."""
     if rope != "post" and shape.rope is not None:
         return None
-    scores, values = _key_form(key), _value_form(value, shape)
+    scores, values = _key_form(key, shape), _value_form(value, shape)
     return None if scores is None or values is None else Direct(scores, values)
 
 
-def _key_form(spec: CodecSpec) -> Callable | None:
+def _key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
+    if isinstance(spec, Clipped):
+        return _key_form(spec.inner, shape)
+    if isinstance(spec, Scaled | Balanced):
+        inner = _key_form(spec.inner if isinstance(spec, Scaled) else spec.inner(shape.kv_width), shape)
+        return None if inner is None else lambda q, fields: _token_factors(spec.dtype, inner(q, fields), fields)
     if isinstance(spec, Exact):
         return lambda q, fields: [
             jnp.einsum("bkxd,bksd->bkxs", q, fields["x"][0][0], preferred_element_type=jnp.float32)
         ]
     if isinstance(spec, Uniform) and spec.along == "tokens":
         return lambda q, fields: _channel_scores(spec, q, fields)
+    if isinstance(spec, Uniform) and spec.group % shape.head_dim == 0:
+        return lambda q, fields: _token_scores(spec, q, fields)
     return None
 
 
 def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     if isinstance(spec, Exact):
         return lambda weights, fields, dtype: _summed(_in_planes(weights, 1)[0].astype(dtype), fields["x"][0][0])
+    if isinstance(spec, Clipped):
+        return _value_form(spec.inner, shape)
+    if isinstance(spec, Balanced) and spec.along == "channels":
+        return lambda weights, fields, dtype, *_: _balanced_values(spec, weights, fields, dtype)
     if not isinstance(spec, Uniform) or spec.along != "channels":
         return None
     group = min(spec.group, shape.kv_width)
@@ -142,6 +159,31 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     return [x.reshape(*q.shape[:3], -1) for x in out]
 
 
+def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
+    """Scores of keys that are uniform per token, all channels of a head sharing a scale."""
+    (codes,), lifts, wide = fields["codes"], _lifts(spec.bits), q.astype(jnp.float32)
+    out = [lift * wide.sum(-1, keepdims=True) for lift in lifts]
+    for n, factors in _readings(spec.bits, codes[0], q.dtype):
+        part = jnp.einsum("bkxd,bksd->bkxs", q, n, preferred_element_type=jnp.float32)
+        for plane, factor in factors.items():
+            out[plane] = out[plane] + factor * part
+    stored = (_of_tokens(fields[name], spec.dtype, codes.shape[2], len(lifts)) for name in ("scale", "low"))
+    total = wide.sum(-1, keepdims=True)
+    return [x * scale + total * low for x, scale, low in zip(out, *stored, strict=True)]
+
+
+def _token_factors(dtype: str, scores: list[Array], fields: Stored) -> list[Array]:
+    """Scores of keys that were divided by a factor of their token."""
+    factors = _of_tokens(fields["factor"], dtype, scores[0].shape[1], len(scores))
+    return [x * factor for x, factor in zip(scores, factors, strict=True)]
+
+
+def _of_tokens(stored: tuple[Array, ...], dtype: str, heads: int, planes: int) -> list[Float[Array, "B K 1 S"]]:
+    """A number per token and KV head, in planes; one of several heads is each one's."""
+    found = _groups_of_heads(from_bits(stored[0][0], dtype).astype(jnp.float32), heads)
+    return _by_plane(found, planes)
+
+
 def _by_head(x: Array, heads: int) -> Array:
     """[B, N, K*D] as [B, K, N, D]."""
     return jnp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
@@ -170,6 +212,40 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype) -> Float[Array,
             found = piece.reshape(*lead, each, each, dim // each)
             out = out + factor * jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
+
+
+def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
+    """Weighted sums of values that are uniform per token and head, times a factor per channel of each group of tokens:
+    groups are summed apart."""
+    (codes,), lifts = fields["codes"], _lifts(spec.bits)
+    heads, dim = codes.shape[2], codes.shape[4]
+    planes, rows = len(lifts), codes.shape[3]
+    here = min(spec.group, HALF)
+    factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)  # [B, K, N, D]
+    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // here, dim) if planes > 1 else factor
+    factors = (
+        [factor[:, :, :, p].reshape(*factor.shape[:2], -1, dim) for p in range(planes)] if planes > 1 else [factor]
+    )
+    scales, lows = (_of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low"))
+    weights = [
+        jnp.pad(weight, ((0, 0), (0, 0), (0, 0), (0, rows - weight.shape[3]))) for weight in _in_planes(weights, planes)
+    ]
+
+    def apart(x):  # [.., rows] by groups
+        return x.reshape(*x.shape[:-1], -1, here)
+
+    scaled = [(weight * scale).astype(dtype) for weight, scale in zip(weights, scales, strict=True)]
+    sums = [
+        apart(weight * low + lift * row.astype(jnp.float32)).sum(-1)
+        for weight, low, row, lift in zip(weights, lows, scaled, lifts, strict=True)
+    ]
+    out = sum(jnp.einsum("bkxj,bkjd->bkxd", x, factor) for x, factor in zip(sums, factors, strict=True))
+    for n, shares in _readings(spec.bits, codes[0], dtype):
+        n = n.reshape(*n.shape[:2], -1, here, dim)
+        for plane, share in shares.items():
+            part = jnp.einsum("bkxjg,bkjgd->bkxjd", apart(scaled[plane]), n, preferred_element_type=jnp.float32)
+            out = out + share * (part * factors[plane][:, :, None]).sum(3)
+    return out
 
 
 def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K M S"]:

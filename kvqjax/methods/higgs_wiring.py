@@ -3,9 +3,10 @@ baseline of arXiv 2501.19392, Table 1)."""
 
 import dataclasses
 
-from kvqjax.codecs import CENTRES, centred
+from kvqjax.codecs import CENTRES, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.config import KVShape
+from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Wiring
 
@@ -17,15 +18,18 @@ READING = 1024  # tokens: in the 256 of a block the fixed cost of an operation c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiggsLayer:
-    """Keys and values of one layer. `group` channels share a scale: "head", "width", "auto" or a number."""
+    """Keys and values of one layer. `group` channels share a scale: "head", "width", "auto" or a number. Values may be
+    uniform instead (TurboQuant as vLLM has it)."""
 
     key: Higgs
-    value: Higgs
+    value: Higgs | Uniform
     group: str = "auto"
     rope: str = "post"
     window: int = 0
     unit: int = 32
     centre: str = "none"
+    key_rotation: str = "none"
+    value_rotation: str = "none"
 
     def build(self, config: KVShape) -> Wiring:
         sizes = {"auto": None, "head": config.head_dim, "width": config.kv_width}
@@ -38,6 +42,8 @@ class HiggsLayer:
             window=self.window,
             unit=self.unit,
             unbiased=self.centre == "auto",
+            key_rotation=self.key_rotation,
+            value_rotation=self.value_rotation,
         )
         return layer.build(config)._replace(reading=READING)
 
@@ -57,17 +63,27 @@ def higgs(
     buffer: int = 128,
     sinks: int = 4,
     centre: str = "auto",
+    norm: str = "plain",
+    rotate: str = "none",
+    value_rotate: str = "same",
 ) -> Method:
     """`bits` per value (`key_bits`, `value_bits` one by one) in grids of `dim` dimensions, a scale per token and
     `group` channels: "auto" (up to 1024), "head", "width" or a number. `seed` turns on fixed random signs. Keys before
     or after RoPE (`rope`). `buffer` tokens leave the window at a time, beyond the newest `window`. What is taken off
     the keys first is said by `centre`: "auto" the model's key bias, where it has one and keys are stored before RoPE;
-    "mean" a calibrated mean (kvqjax.codecs.centring); or "none"."""
+    "mean" a calibrated mean (kvqjax.codecs.centring); or "none". `norm`: "plain", "corrected" (what is decoded keeps
+    its length) or "unbiased" (scores along a key keep theirs). `rotate` and `value_rotate` as in `kivi`: a rotation
+    takes the place of the codec's own transform."""
     if group not in GROUPS and not group.isdigit():
         raise ValueError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
     if centre not in CENTRES:
         raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
-    key, value = (Higgs(bits=b or bits, dim=dim, seed=seed, dtype=scales) for b in (key_bits, value_bits))
+    rotations = turning(rotate, value_rotate, rope)
+    key, value = (
+        Higgs(bits=b or bits, dim=dim, seed=seed, dtype=scales, norm=norm, rotated=turned not in ("none", "pairs"))
+        for b, turned in zip((key_bits, value_bits), rotations.values(), strict=True)
+    )
     centre = "none" if centre == "auto" and rope == "post" else centre
-    layer = HiggsLayer(key=key, value=value, group=group, rope=rope, window=window, unit=buffer, centre=centre)
+    timing = {"rope": rope, "window": window, "unit": buffer}
+    layer = HiggsLayer(key=key, value=value, group=group, centre=centre, **timing, **rotations)
     return Method(name="higgs", layer=layer, sinks=sinks)

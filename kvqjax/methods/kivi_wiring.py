@@ -1,6 +1,7 @@
 """KIVI (arXiv 2402.02750), the exact cache, and the naive per-token baseline: all wirings of keys and values."""
 
 from kvqjax.codecs import Exact, Uniform, centred
+from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import KeysAndValues, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock
 
@@ -16,7 +17,9 @@ def exact(*, window: int = 0, sinks: int = 0) -> Method:
     return Method(name="exact", layer=KeysAndValues(key=Exact(), value=Exact(), window=window, unit=PLANE), sinks=sinks)
 
 
-def _kivi_layer(key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none") -> KeysAndValues:
+def _kivi_layer(
+    key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none", **rotations
+) -> KeysAndValues:
     key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
     value = Uniform(bits=value_bits, along="channels", group=value_group, dtype=scales)
     if rule not in ("together", "published"):
@@ -27,7 +30,7 @@ def _kivi_layer(key_bits, value_bits, group, value_group, window, rope, rule, sc
         if window == 0 or window % group:
             raise ValueError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
         clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
-    timing = {"rope": rope, "window": window, "unit": group, "clocks": clocks}
+    timing = {"rope": rope, "window": window, "unit": group, "clocks": clocks, **rotations}
     return KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto" and rope == "pre", **timing)
 
 
@@ -45,6 +48,8 @@ def kivi(
     rule: str = "together",
     scales: str = "bfloat16",
     centre: str = "none",
+    rotate: str = "none",
+    value_rotate: str = "same",
 ) -> Method:
     """Keys per channel in groups of `group` tokens, values per token in groups of `value_group` channels (the same
     number by default), 1 to 8 bits each, asymmetric with float minima (KIVI, section 3.2).
@@ -54,9 +59,19 @@ def kivi(
     tokens, values one at a time. `rope="pre"` caches keys before rotation. `scales` is the dtype of scales and minima.
     `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centring); a channel's own minimum holds
     the model's key bias, so that "auto", which takes that off keys before RoPE, gains nothing and no kernel reads it.
+    `rotate` turns what is encoded (kvqjax.methods.rotation), `value_rotate` values otherwise than keys.
     """
     layer = _kivi_layer(
-        key_bits or bits, value_bits or bits, group, value_group or group, window, rope, rule, scales, centre
+        key_bits or bits,
+        value_bits or bits,
+        group,
+        value_group or group,
+        window,
+        rope,
+        rule,
+        scales,
+        centre,
+        **turning(rotate, value_rotate, rope),
     )
     return Method(name="kivi", layer=layer, sinks=sinks)
 
@@ -80,9 +95,13 @@ def uniform(
     sinks: int = 0,
     scales: str = "bfloat16",
     centre: str = "none",
+    rotate: str = "none",
+    value_rotate: str = "same",
 ) -> Method:
     """The naive baseline: keys (after RoPE) and values both per token, asymmetric, groups of `group` channels.
-    `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centring)."""
+    `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centring). `rotate` and `value_rotate` as
+    in `kivi`: with them it is the rotated q4 and q8 of other engines."""
     codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
-    layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE)
+    rotations = turning(rotate, value_rotate)
+    layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE, **rotations)
     return Method(name="uniform", layer=layer, sinks=sinks)

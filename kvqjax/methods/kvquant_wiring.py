@@ -2,6 +2,7 @@
 outliers."""
 
 from kvqjax.codecs.nuq import Nuq
+from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 
 __all__ = ["kvquant"]
@@ -23,6 +24,8 @@ def kvquant(
     buffer: int = 1,
     scales: str = "bfloat16",
     outlier_dtype: str = "bfloat16",
+    rotate: str = "none",
+    value_rotate: str = "same",
 ) -> Method:
     """Keys per channel with calibrated thresholds and values per token, 2, 3 or 4 bits (KVQuant, section 3).
 
@@ -33,6 +36,8 @@ def kvquant(
     a multiple of 32, which stay exact until they are as many; on TPUs each then costs a fraction (benchmarks/scale.md).
     `scales` and `outlier_dtype` are the dtypes of the values' scales and of outliers.
     A model's key bias costs nothing, since a channel's thresholds hold it.
+    `rotate` and `value_rotate` as in `kivi`; calibration then sees rotated keys and values. Keys before RoPE take only
+    rotations that commute with it.
     """
     shared = {
         "outliers": outliers,
@@ -43,5 +48,6 @@ def kvquant(
     }
     key = Nuq(bits=key_bits or bits, per="channel", slots=slots, **shared)
     value = Nuq(bits=value_bits or bits, per="token", **shared)
-    layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=buffer)
+    rotations = turning(rotate, value_rotate, rope, fitted=False)
+    layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=buffer, **rotations)
     return Method(name="kvquant", layer=layer, sinks=sinks)

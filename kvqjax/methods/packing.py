@@ -46,11 +46,12 @@ def _power_of_two(number: int) -> bool:
 
 
 def _higgs_form(key: Higgs, value: Higgs, rope: str, config: KVShape) -> Packed | None:
-    """Keys before RoPE in pairs of channels, groups of a power of two whole heads, no random signs."""
+    """Keys before RoPE in pairs of channels, groups of a power of two whole heads, no random signs, and the transform
+    in the codec."""
     alike = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]
     group = key.group or group_size(config.kv_width)
     whole = group % config.head_dim == 0 and config.kv_width % group == 0
-    if alike[0] != alike[1] or alike[0][:2] != (2, None) or rope != "pre":
+    if alike[0] != alike[1] or alike[0][:2] != (2, None) or rope != "pre" or key.rotated or value.rotated:
         return None
     if not (whole and _power_of_two(group) and _power_of_two(config.head_dim)):
         return None

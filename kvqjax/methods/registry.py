@@ -19,7 +19,9 @@ from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant_wiring import kvquant
 from kvqjax.methods.pairs import joined
 from kvqjax.methods.plugins import Methods
+from kvqjax.methods.rotated_wiring import kvarn, omniscale, oscar
 from kvqjax.methods.spec import LayerSpec, Method, option_text
+from kvqjax.methods.turboquant_wiring import turboquant
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
 from kvqjax.options import check_names
@@ -40,6 +42,10 @@ OWN: dict[str, Callable[..., Method]] = {
     "commvq": commvq,
     "xquant": xquant,
     "xquant_cl": xquant_cl,
+    "omniscale": omniscale,
+    "kvarn": kvarn,
+    "oscar": oscar,
+    "turboquant": turboquant,
 }
 METHODS = Methods(OWN)  # with those of other packages
 

@@ -44,7 +44,8 @@ class KeysAndValues:
     """Keys and values over all KV heads, each with its own codec; `rope` says whether keys are cached before ("pre")
     or after ("post") rotation. The default clock moves both together: once the window holds `window + unit` tokens its
     oldest `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it. `unbiased` keys
-    before rotation are kept without the model's key bias, if it has one; no kernel reads such bodies yet."""
+    before rotation are kept without the model's key bias, if it has one; no kernel reads such bodies yet. The body of
+    keys and of values is rotated as `key_rotation` and `value_rotation` say (kvqjax.methods.rotation)."""
 
     key: CodecSpec
     value: CodecSpec
@@ -53,11 +54,14 @@ class KeysAndValues:
     unit: int = 32
     clocks: tuple[Clock, ...] = ()
     unbiased: bool = False
+    key_rotation: str = "none"
+    value_rotation: str = "none"
 
     def build(self, config: KVShape) -> Wiring:
         codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
-        wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased)
+        rotations = {"k": self.key_rotation, "v": self.value_rotation}
+        wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased, rotations)
         if self.unbiased and config.known_key_bias:
             return wiring
         direct = direct_form(self.key, self.value, self.rope, config)
@@ -67,14 +71,16 @@ class KeysAndValues:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
     """How every layer caches. `sinks` tokens at the start of a row stay exact; `overrides` lists (layer, spec) pairs
-    that differ from `layer`, a negative number counting from the last layer; `keep` bounds the body's tokens. Methods
-    are equal when they cache alike, however they are named."""
+    that differ from `layer`, a negative number counting from the last layer; `keep` bounds the body's tokens. Overrides
+    protect `boundary` layers at each end, and must leave some. Methods are equal when they cache alike, however they
+    are named."""
 
     name: str = dataclasses.field(compare=False)
     layer: LayerSpec
     sinks: int = 0
     overrides: tuple[tuple[int, LayerSpec], ...] = ()
     keep: Keep | None = None
+    boundary: int = dataclasses.field(default=0, compare=False)
 
     def __post_init__(self):
         if not 0 <= self.sinks < 2**31:
@@ -86,6 +92,11 @@ class Method:
     def layers(self, config: KVShape) -> tuple[LayerSpec, ...]:
         """The spec of every layer of a model."""
         specs = [self.layer] * config.num_layers
+        if self.boundary and 2 * self.boundary >= config.num_layers:
+            raise UserError(
+                f"{self.name}: boundary={self.boundary} exact layers at each end are all {config.num_layers} of this "
+                "model, and nothing would be compressed; say a smaller boundary"
+            )
         for index, spec in self.overrides:
             if not -config.num_layers <= index < config.num_layers:
                 raise UserError(f"{self.name}: layer {index} does not exist in a model of {config.num_layers} layers")

@@ -10,6 +10,9 @@ E}.
     decode(constants, payload, carry) -> (sources, carry)                       any batch and token count, [B,n,W]
     expand(weights, constants, sources, positions) -> (k, v) [B,n,K,D]          exact or decoded, keys rotated
 
+With a `frame` (kvqjax.methods.rotation) what `decode` gives is in the body's frame; `encode` takes and reconstructs
+sources in their own.
+
 `weights` are the layer's decoder weights, `constants` its calibrated arrays; both already indexed by layer. `carry` is
 what flows from layer to layer for the same tokens (AQUA-KV's reconstructed K and V, XQuant-CL's accumulator): a dict of
 [..., W] arrays named in `carry`, empty for the other methods. Encoder and decoder must compute the same reconstruction.
@@ -26,6 +29,7 @@ from kvqjax.codecs.base import Codec
 from kvqjax.config import KVShape
 from kvqjax.decoder import Projected, key_bias
 from kvqjax.methods.direct import Direct
+from kvqjax.methods.rotation import Frame, check_rotation, frame, needs_of
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
@@ -108,7 +112,8 @@ class Wiring(NamedTuple):
     `direct` is set where a body stored head by head can be attended to at once (kvqjax.methods.direct).
     `kinds` names the constants that a model holds other than as float32: their dtype, "compute" being the model's.
     `prepare(constants)` adds to a layer's constants what reading its body wants made of them once.
-    `reading` tokens are read at a time where the body's block is smaller and divides them."""
+    `reading` tokens are read at a time where the body's block is smaller and divides them. `frame` is set where the
+    body is rotated."""
 
     sources: dict[str, int]
     codecs: dict[str, Codec]
@@ -126,6 +131,7 @@ class Wiring(NamedTuple):
     kinds: dict[str, str] = {}  # noqa: RUF012 - never written to
     prepare: Callable = dict
     reading: int = 1
+    frame: Frame | None = None
 
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Every calibrated constant of a layer: {group: {name: shape}}, a codec's under its source's name."""
@@ -158,25 +164,39 @@ def cached_keys(
 
 
 def keys_and_values(
-    config: KVShape, codecs: dict[str, Codec], clocks: tuple[Clock, ...], rope: str, unbiased: bool = False
+    config: KVShape,
+    codecs: dict[str, Codec],
+    clocks: tuple[Clock, ...],
+    rope: str,
+    unbiased: bool = False,
+    rotations: dict[str, str] = {},  # noqa: B006 - never written to
 ) -> Wiring:
     """Sources are keys and values over all KV heads, `[K*D]` each; keys as attended (`rope="post"`) or before RoPE
     (`rope="pre"`: the rotation happens at every read and is never undone). Each source has a codec of its own.
-    `unbiased` keys before RoPE are kept without the model's bias, in sinks, window and body, and read with it."""
+    `unbiased` keys before RoPE are kept without the model's bias, in sinks, window and body, and read with it.
+    `rotations` {source: rotation} turn the body (kvqjax.methods.rotation)."""
     if rope not in ("pre", "post"):
         raise ValueError(f"rope={rope!r}; known: pre, post")
     if rope == "pre" and config.rope is None:
         raise ValueError("it caches keys before RoPE; give the shape a rope, and queries and keys unrotated")
     if unbiased and rope == "post":
         raise ValueError("the bias of keys can only be taken off before RoPE")
+    if unbiased and config.known_key_bias and rotations.get("k", "none") != "none":
+        raise ValueError("keys without the model's bias cannot be rotated; say centre=none")
+    check_rotation(rotations.get("k", "none"), rope)
+    check_rotation(rotations.get("v", "none"))
+    turning = frame(rotations, config)
+    turn = (lambda constants, source, x, back=False: x) if turning is None else turning.turn
 
     def capture(weights, constants, projected, positions):
         k = cached_keys(projected, positions, config, rope, unbiased)
         return {"k": k.reshape(*k.shape[:2], -1), "v": projected.v.reshape(*k.shape[:2], -1)}
 
     def encode(constants, tile, carry):
-        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in tile.items()}
-        return payload, decode(constants, payload, {})[0], carry
+        own = {name: turn(constants, name, x) for name, x in tile.items()}
+        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in own.items()}
+        recon = decode(constants, payload, {})[0]
+        return payload, {name: turn(constants, name, x, back=True) for name, x in recon.items()}, carry
 
     def decode(constants, payload, carry):
         return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
@@ -188,4 +208,5 @@ def keys_and_values(
         return (rotate(k, positions, config) if rope == "pre" else k), v
 
     widths = {"k": config.kv_width, "v": config.kv_width}
-    return Wiring(widths, codecs, clocks, capture, encode, decode, expand)
+    needs = needs_of(rotations, config)
+    return Wiring(widths, codecs, clocks, capture, encode, decode, expand, needs=needs, frame=turning)

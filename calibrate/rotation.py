@@ -1,0 +1,198 @@
+"""Rotations fitted to what attention sees of errors (OSCAR, arXiv 2605.17757, sections 3.1 and 3.2), in closed form.
+
+An error e of a key costs (q . e)^2, so keys are judged by the covariance of the queries that read them; values by that
+of the attention outputs, V^T S^T S V with softmax scores S. With U the eigenvectors of such a covariance C, ascending,
+H the Hadamard matrix and P the bit-reversal order of columns by eigenvalue,
+
+    R = U H P / sqrt(D)        diag(R^T C R) = trace(C) / D in every entry:
+
+errors cost the same in every channel, and every group of channels has its share of the large eigenvalues.
+
+One pass over the text, a sequence and layer at a time; sums and eigenvectors in float64 on the host. Attention sinks,
+which the cache keeps exact, are left out.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax import decoder
+from kvqjax.artifacts import Artifact
+from kvqjax.attention import segment_attention
+from kvqjax.cache.state import CacheLayout, RunPlan, plan
+from kvqjax.calibrate.centre import in_frame
+from kvqjax.calibrate.resume import identity, stepped
+from kvqjax.calibrate.work import forward_work
+from kvqjax.codecs.hadamard import hadamard, has_hadamard
+from kvqjax.config import KVShape, ModelConfig
+from kvqjax.errors import UserError
+from kvqjax.methods import Method
+from kvqjax.methods.rotation import CONSTANTS
+from kvqjax.model import Model
+from kvqjax.rope import rotate
+
+__all__ = [
+    "DEFAULT_LENGTH",
+    "DEFAULT_SEQUENCES",
+    "Recipe",
+    "calibrate",
+    "columns_by_energy",
+    "covariances",
+    "fitted",
+    "needs_rotations",
+    "work",
+]
+
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens, which the paper found to be enough
+OBJECTIVES = ("outputs", "energy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """`values` judges values by attention outputs ("outputs", the paper) or by values weighed with the energy that
+    queries find in their token's key ("energy", the released code). `shared`: one pair of matrices a layer, from the
+    mean over KV heads, as released; else one pair for every KV head."""
+
+    values: str = "outputs"
+    shared: bool = False
+
+    def __post_init__(self):
+        if self.values not in OBJECTIVES:
+            raise UserError(f"values={self.values!r} is unknown; known: {', '.join(OBJECTIVES)}")
+
+
+def _runs(method: Method, shape: KVShape) -> tuple[RunPlan, ...]:
+    return plan(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
+
+
+def needs_rotations(method: Method, shape: KVShape) -> bool:
+    """Whether some layer asks for fitted rotations, and nothing but them and key means is asked for anywhere."""
+    wanted = [run.wiring.wanted() for run in _runs(method, shape)]
+    mean = {"k": {"mean": (shape.kv_width,)}}
+    rest = ({name: w[name] for name in w if name != CONSTANTS} for w in wanted)
+    return any(CONSTANTS in w for w in wanted) and all(other in ({}, mean) for other in rest)
+
+
+def work(model: Model, method: Method, count: int, length: int) -> float:
+    """Floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances included."""
+    heads = model.config.num_heads + model.config.num_kv_heads
+    covariances = 4 * heads * model.config.head_dim**2 * model.config.num_layers
+    return forward_work(model.config, count * length) + float(count * length * covariances)
+
+
+def columns_by_energy(dim: int) -> np.ndarray:
+    """P: which column of U H stands where, eigenvalues being in ascending order: the k-th largest in place bitreverse
+    of k. Orders that are no power of two keep their columns."""
+    bits = dim.bit_length() - 1
+    if dim != 1 << bits:
+        return np.arange(dim)
+    places = np.array([int(f"{k:0{bits}b}"[::-1], 2) if bits else 0 for k in range(dim)])
+    order = np.empty(dim, np.int64)
+    order[places] = dim - 1 - np.arange(dim)
+    return order
+
+
+def fitted(covariance: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"]:
+    """R of one covariance, float64."""
+    dim = len(covariance)
+    vectors = np.linalg.eigh(covariance)[1]
+    mixed = vectors @ hadamard(dim).astype(np.float64) / dim**0.5
+    return mixed[:, columns_by_energy(dim)]
+
+
+def covariances(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    out: Float[Array, "T H D"],
+    values: str,
+) -> tuple[Float[Array, "K D D"], Float[Array, "K D D"]]:
+    """What keys and values of one sequence are judged by, per KV head: means over T tokens and G query heads."""
+    heads = k.shape[1]
+
+    def of_rows(x, weight=None):
+        rows = jnp.swapaxes(x.astype(jnp.float32).reshape(x.shape[0], heads, -1, x.shape[-1]), 0, 1)
+        rows = rows.reshape(heads, -1, x.shape[-1])
+        weighed = rows if weight is None else rows * weight[..., None]
+        return jnp.einsum("knd,kne->kde", weighed, rows, precision=jax.lax.Precision.HIGHEST) / rows.shape[1]
+
+    keys = of_rows(q)
+    if values == "outputs":
+        return keys, of_rows(out)
+    wide = k.astype(jnp.float32)
+    energy = jnp.einsum("tkd,kde,tke->kt", wide, keys, wide, precision=jax.lax.Precision.HIGHEST)
+    return keys, of_rows(v, energy / energy.mean(1, keepdims=True))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "values", "sinks"))
+def _moments(params: decoder.Params, tokens: Int[Array, "1 T"], *, config: ModelConfig, values: str, sinks: int):
+    """Covariances [L, K, D, D] of keys and values and sums of rotated keys [L, K*D] of one sequence."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    windows = decoder.window_table(config)
+
+    def step(h, index):
+        weights = decoder.layer(params, index)
+        projected = decoder.project(weights, h, positions, config)
+        k = rotate(projected.k, positions, config)
+        mask = decoder.causal_mask(tokens.shape[1], windows[index])[None]
+        out = segment_attention(projected.q, k, projected.v, mask).out
+        seen = (x[0, sinks:] for x in (projected.q, k, projected.v, out))
+        pair = covariances(*seen, values)
+        return decoder.finish(weights, h, out, config), (*pair, k[0, sinks:].astype(jnp.float32).sum(0).reshape(-1))
+
+    return jax.lax.scan(step, decoder.embed(params, tokens), jnp.arange(config.num_layers))[1]
+
+
+def calibrate(
+    model: Model,
+    method: Method,
+    tokens: Int[np.ndarray, "N T"],
+    *,
+    recipe: Recipe = Recipe(),
+    state: Path | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Artifact:
+    """Fitted rotations of `method` for `model`, and key means if it takes them off. `state` names a file that keeps the
+    progress after every sequence: a run that was killed continues there. `advance(done, total)` is told each one."""
+    config, (count, length), sinks = model.config, np.shape(tokens), method.sinks
+    if length <= sinks + 1:
+        raise UserError(f"calibration tokens are {(count, length)}; wanted [sequences, more than {sinks + 1} tokens]")
+    if not has_hadamard(config.head_dim):
+        raise UserError(f"{method}: no Hadamard matrix of order {config.head_dim}, the head_dim, is known here")
+    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(config), np.asarray(tokens))
+    square = np.zeros((config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim))
+    sums = {"keys": square, "values": square, "sum": np.zeros((config.num_layers, config.kv_width))}
+
+    def step(now):
+        row = jnp.asarray(tokens[int(now["done"])], jnp.int32)[None]
+        new = _moments(model.params, row, config=config, values=recipe.values, sinks=sinks)
+        return {name: now[name] + np.asarray(x, np.float64) for name, x in zip(sums, new, strict=True)}
+
+    now = stepped({"done": np.int64(0)} | sums, count, step, state, owner, advance)
+    constants = tuple(_constants(run, now, recipe, count * (length - sinks)) for run in _runs(method, config))
+    about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
+    return Artifact(method, constants, model.fingerprint, about)
+
+
+def _constants(run: RunPlan, now: dict, recipe: Recipe, rows: int) -> dict:
+    """What a run of layers asks for."""
+    layers, wanted, own = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
+    if CONSTANTS in wanted:
+        own[CONSTANTS] = {name: _matrices(now[name][layers], recipe.shared) for name in wanted[CONSTANTS]}
+    if "k" in wanted:
+        mean = jnp.asarray(now["sum"][layers] / rows, jnp.float32)
+        turn = lambda m, fixed: in_frame(run, fixed, m[None])[0]  # noqa: E731 - a layer's own matrices
+        own["k"] = {"mean": jax.vmap(turn)(mean, {CONSTANTS: own.get(CONSTANTS, {})})}
+    return own
+
+
+def _matrices(covariance: Float[np.ndarray, "n K D D"], shared: bool) -> Float[Array, "n K D D"]:
+    if shared:
+        covariance = np.broadcast_to(covariance.mean(1, keepdims=True), covariance.shape)
+    return jnp.asarray([[fitted(head) for head in layer] for layer in covariance], jnp.float32)

@@ -1,0 +1,142 @@
+"""Tiles whose variances are balanced along both axes before uniform codes are taken (KVarN, arXiv 2606.03458,
+algorithm 1).
+
+A tile is one KV head's g tokens. Alternating divisions of its columns and rows by their standard deviations end where
+all of them are 1. Of the two factors that of the codes' own axis (a key's channel, a value's token) disappears in their
+scale and minimum; the other one is stored, and divided out as stored:
+
+    keys:   x_hat = (code scale_c + low_c) token_t          values:  x_hat = (code scale_t + low_t) channel_c
+
+Released code keeps every log factor above -0.3: what varies little (most models' values) can then hardly be balanced.
+`floor` is that bound; None lets factors be as small as they come.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvqjax.codecs.base import Codec
+from kvqjax.codecs.scaled import over_parts, times_parts
+from kvqjax.codecs.uniform import Uniform
+from kvqjax.finite import saturated, wide
+from kvqjax.layout import Field
+
+__all__ = ["Balanced", "balance", "imbalance"]
+
+LEAST, MOST = 1e-3, 1e3  # of one division
+CEILING = 10.0  # of a log factor
+LOWEST = -40.0  # of a log factor without a floor: a column of zeros would otherwise underflow
+
+Tile = Float[Array, "*B R C"]
+
+
+def _deviation(x: Tile, axis: int) -> Float[Array, "*B n"]:
+    """Unbiased standard deviation along an axis."""
+    return jnp.sqrt(jnp.square(x - x.mean(axis, keepdims=True)).sum(axis) / (x.shape[axis] - 1))
+
+
+def imbalance(x: Tile) -> Float[Array, "*B"]:
+    """Largest over smallest deviation of columns plus that of rows: 2 for a balanced tile."""
+
+    def ratio(deviation):
+        deviation = jnp.maximum(deviation, 1e-8)
+        return deviation.max(-1) / deviation.min(-1)
+
+    return ratio(_deviation(x, -2)) + ratio(_deviation(x, -1))
+
+
+def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, "*B C"], Float[Array, "*B R"]]:
+    """Factors of columns and of rows of the round that is balanced best, the start (factors 1) included."""
+    lowest = LOWEST if floor is None else floor
+
+    def grown(log, x, axis: int):
+        return jnp.clip(log + jnp.log(jnp.clip(_deviation(x, axis), LEAST, MOST)), lowest, CEILING)
+
+    def over(columns, rows):
+        return tile / jnp.exp(columns)[..., None, :] / jnp.exp(rows)[..., :, None]
+
+    def step(_, state):
+        columns, rows, best, kept = state
+        columns = grown(columns, over(columns, rows), -2)
+        rows = grown(rows, over(columns, rows), -1)
+        now = imbalance(over(columns, rows))
+        better = (now <= best)[..., None]
+        kept = (jnp.where(better, columns, kept[0]), jnp.where(better, rows, kept[1]))
+        return columns, rows, jnp.minimum(now, best), kept
+
+    start = (jnp.zeros(tile.shape[:-2] + tile.shape[-1:]), jnp.zeros(tile.shape[:-1]))
+    columns, rows = jax.lax.fori_loop(0, rounds, step, (*start, imbalance(tile), start))[3]
+    return jnp.exp(columns), jnp.exp(rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Balanced:
+    """Uniform codes of `bits` in tiles of `group` tokens and one of `heads` parts of the channels. `along` as in
+    `Uniform`: "tokens" for keys, "channels" for values."""
+
+    bits: int
+    along: str
+    heads: int
+    group: int = 128
+    rounds: int = 8
+    floor: float | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds}; at least 1 round of balancing is wanted")
+        if self.group not in (32, 64, 128):
+            raise ValueError(f"group={self.group}; tiles have 32, 64 or 128 tokens")
+
+    def inner(self, width: int) -> Uniform:
+        """The uniform codec of balanced vectors of `width` channels."""
+        group = self.group if self.along == "tokens" else width // self.heads
+        return Uniform(bits=self.bits, along=self.along, group=group, dtype=self.dtype)
+
+    def build(self, width: int) -> Codec:
+        return _keys(self, width) if self.along == "tokens" else _values(self, width)
+
+
+def _tiles(spec: Balanced, x: Float[Array, "u W"]) -> Float[Array, "n K g D"]:
+    return jnp.swapaxes(wide(x).reshape(-1, spec.group, spec.heads, x.shape[-1] // spec.heads), 1, 2)
+
+
+def _keys(spec: Balanced, width: int) -> Codec:
+    inner = spec.inner(width).build(width)
+    field = Field(kind="token", width=spec.heads, role="scales", dtype=spec.dtype)
+
+    def encode(_, x: Float[Array, "u W"]):
+        tiles = jnp.swapaxes(_tiles(spec, x), -1, -2)  # rows are channels
+        factor = saturated(balance(tiles, spec.rounds, spec.floor)[0], spec.dtype)  # [n, K, g]
+        factor = jnp.swapaxes(factor, 1, 2).reshape(x.shape[0], spec.heads)
+        return inner.encode({}, over_parts(wide(x), factor.astype(jnp.float32))) | {"factor": factor.T}
+
+    def decode(_, tile):
+        rest = inner.decode({}, {name: a for name, a in tile.items() if name != "factor"})
+        return times_parts(rest, tile["factor"])
+
+    return inner._replace(fields={**inner.fields, "factor": field}, encode=encode, decode=decode)
+
+
+def _values(spec: Balanced, width: int) -> Codec:
+    inner = spec.inner(width).build(width)
+    field = Field(kind="group", width=width, group=spec.group, role="scales", dtype=spec.dtype)
+
+    def grouped(x, factor):
+        """Tokens in groups, and the factors of each [.., n, 1, W]."""
+        return x.reshape(*x.shape[:-2], -1, spec.group, width), factor[..., None, :].astype(jnp.float32)
+
+    def encode(_, x: Float[Array, "u W"]):
+        factor = saturated(balance(_tiles(spec, x), spec.rounds, spec.floor)[0], spec.dtype)  # [n, K, D]
+        factor = factor.reshape(-1, width)
+        tokens, over = grouped(wide(x), factor)
+        return inner.encode({}, (tokens / over).reshape(x.shape)) | {"factor": factor}
+
+    def decode(_, tile):
+        rest = inner.decode({}, {name: a for name, a in tile.items() if name != "factor"})
+        tokens, times = grouped(rest, tile["factor"])
+        return (tokens * times).reshape(rest.shape)
+
+    return inner._replace(unit=spec.group, fields={**inner.fields, "factor": field}, encode=encode, decode=decode)

@@ -1,0 +1,56 @@
+"""Vectors of one length: any codec around tokens that were divided by their norm (OScaR, arXiv 2605.19660, section 3).
+
+    n_t = |x_t|        encode(x) = inner(x / n)        decode = n inner^-1
+
+Groups of tokens that share a scale then hold tokens of one size. The norm is divided out as stored, so that rounding
+it costs nothing; a token of zeros has norm 0 and decodes to zeros.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.finite import saturated, wide
+from kvqjax.layout import Field
+
+__all__ = ["Scaled", "over_parts", "times_parts"]
+
+
+def over_parts(x: Float[Array, "u W"], factor: Float[Array, "u n"]) -> Float[Array, "u W"]:
+    """Each of n parts of a token's channels over its own factor; over 1 where that is 0."""
+    safe = jnp.where(factor > 0, factor, 1.0)
+    return (x.reshape(*factor.shape, -1) / safe[..., None]).reshape(x.shape)
+
+
+def times_parts(x: Float[Array, "*B u W"], factor: Float[Array, "*B n u"]) -> Float[Array, "*B u W"]:
+    """Each of n parts of a token's channels times its own factor, as stored for tokens on the last axis."""
+    factor = jnp.swapaxes(factor, -1, -2).astype(jnp.float32)
+    return (x.reshape(*factor.shape, -1) * factor[..., None]).reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """`inner` on tokens over their norm, which is stored in `dtype`: one of each of `parts` equal parts of the
+    channels."""
+
+    inner: CodecSpec
+    parts: int = 1
+    dtype: str = "bfloat16"
+
+    def build(self, width: int) -> Codec:
+        inner = self.inner.build(width)
+        field = Field(kind="token", width=self.parts, role="scales", dtype=self.dtype)
+
+        def encode(constants, x: Float[Array, "u W"]):
+            x = wide(x)
+            parts = x.reshape(x.shape[0], self.parts, -1)
+            norm = saturated(jnp.sqrt((parts * parts).sum(-1)), self.dtype)
+            return inner.encode(constants, over_parts(x, norm.astype(jnp.float32))) | {"factor": norm.T}
+
+        def decode(constants, tile):
+            rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "factor"})
+            return times_parts(rest, tile["factor"])
+
+        return inner._replace(fields={**inner.fields, "factor": field}, encode=encode, decode=decode)

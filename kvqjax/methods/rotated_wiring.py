@@ -1,0 +1,149 @@
+"""Methods of uniform codes in a rotated frame: OScaR (here `omniscale`), KVarN and OSCAR. What they share is the
+rotation (kvqjax.methods.rotation); they differ in what is divided out, or cut off, before the codes are taken."""
+
+import dataclasses
+
+from kvqjax.codecs import CENTRES, CodecSpec, Uniform, centred
+from kvqjax.codecs.balanced import Balanced
+from kvqjax.codecs.clipped import Clipped
+from kvqjax.codecs.scaled import Scaled
+from kvqjax.config import KVShape
+from kvqjax.methods.rotation import turning
+from kvqjax.methods.spec import KeysAndValues, Method, method_factory
+from kvqjax.methods.wiring import Wiring
+
+__all__ = ["HeadsLayer", "kvarn", "omniscale", "oscar"]
+
+PLANE = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsLayer:
+    """Keys and values of one layer in codecs that see KV heads: the number of heads (`heads` of Balanced, `parts` of
+    Scaled and Clipped) and groups of a head's channels (`group` 0) are filled in from the model, wherever a codec or
+    the codec inside it has 0 there."""
+
+    key: CodecSpec
+    value: CodecSpec
+    rope: str = "post"
+    window: int = 0
+    unit: int = 32
+    centre: str = "none"
+    key_rotation: str = "hadamard"
+    value_rotation: str = "hadamard"
+
+    def __post_init__(self):
+        if self.centre not in CENTRES:
+            raise ValueError(f"centre={self.centre!r}; known: {', '.join(CENTRES)}")
+
+    def build(self, config: KVShape) -> Wiring:
+        sizes = {"heads": config.num_kv_heads, "parts": config.num_kv_heads, "group": config.head_dim}
+
+        def fitted(spec):
+            found = {name: size for name, size in sizes.items() if getattr(spec, name, None) == 0}
+            inner = {"inner": fitted(spec.inner)} if isinstance(spec, Scaled | Clipped) else {}
+            return dataclasses.replace(spec, **found, **inner)
+
+        layer = KeysAndValues(
+            key=centred(fitted(self.key), self.centre),
+            value=fitted(self.value),
+            rope=self.rope,
+            window=self.window,
+            unit=self.unit,
+            key_rotation=self.key_rotation,
+            value_rotation=self.value_rotation,
+        )
+        return layer.build(config)
+
+
+@method_factory
+def omniscale(
+    *,
+    bits: int = 2,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    group: int = 32,
+    value_group: int | None = None,
+    norm: str = "layer",
+    window: int = 128,
+    sinks: int = 0,
+    scales: str = "bfloat16",
+    rotate: str = "hadamard",
+    value_rotate: str = "same",
+    centre: str = "none",
+) -> Method:
+    """OScaR (arXiv 2605.19660): KIVI on keys that were rotated and divided by their token's norm, and on rotated
+    values. Nothing is calibrated.
+
+    `norm` is one of a token over all KV heads ("layer", as released) or one of each head ("head"). Groups, widths,
+    `window` and `scales` as in `kivi`; `rotate`, `value_rotate` and `centre` too.
+    """
+    if norm not in ("layer", "head"):
+        raise ValueError(f"norm={norm!r}; known: layer, head")
+    key = Uniform(bits=key_bits or bits, along="tokens", group=group, dtype=scales)
+    value = Uniform(bits=value_bits or bits, along="channels", group=value_group or group, dtype=scales)
+    scaled = Scaled(inner=key, parts=1 if norm == "layer" else 0, dtype=scales)
+    timing = {"window": window, "unit": group, "centre": centre}
+    layer = HeadsLayer(key=scaled, value=value, **timing, **turning(rotate, value_rotate))
+    return Method(name="omniscale", layer=layer, sinks=sinks)
+
+
+@method_factory
+def kvarn(
+    *,
+    bits: int = 2,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    group: int = 128,
+    rounds: int = 8,
+    floor: float | None = None,
+    window: int = 0,
+    sinks: int = 128,
+    scales: str = "bfloat16",
+    rotate: str = "hadamard",
+    value_rotate: str = "same",
+    centre: str = "none",
+) -> Method:
+    """KVarN (arXiv 2606.03458): rotated tiles of `group` tokens and one head whose variances are balanced along both
+    axes, then uniform codes of keys per channel and of values per token. Nothing is calibrated.
+
+    `rounds` of balancing; `floor` bounds the logarithms of its factors from below (-0.3 in the released code, which
+    then hardly balances what varies little). `rotate`, `value_rotate` and `centre` as in `kivi`.
+    """
+    spec = {"heads": 0, "group": group, "rounds": rounds, "floor": floor, "dtype": scales}
+    key = Balanced(bits=key_bits or bits, along="tokens", **spec)
+    value = Balanced(bits=value_bits or bits, along="channels", **spec)
+    timing = {"window": window, "unit": group, "centre": centre}
+    layer = HeadsLayer(key=key, value=value, **timing, **turning(rotate, value_rotate))
+    return Method(name="kvarn", layer=layer, sinks=sinks)
+
+
+@method_factory
+def oscar(
+    *,
+    bits: int = 2,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    group: int = 0,
+    clip: float = 0.96,
+    value_clip: float = 0.92,
+    window: int = 256,
+    sinks: int = 64,
+    scales: str = "bfloat16",
+    rotate: str = "fitted",
+    value_rotate: str = "same",
+    centre: str = "none",
+) -> Method:
+    """OSCAR (arXiv 2605.17757): keys and values per token, rotated by matrices that are fitted to what attention sees
+    of them, the largest numbers of each head clipped.
+
+    `group` channels share a scale and a minimum (0: a head's); `clip` and `value_clip` are the shares of a head's
+    numbers that are not clipped. The matrices come from `kvqjax calibrate`; other rotations need none. `scales` is
+    bfloat16 here and float32 in the released code.
+    """
+    uniform = {"along": "channels", "group": group, "dtype": scales}
+    key = Clipped(inner=Uniform(bits=key_bits or bits, **uniform), parts=0, ratio=clip)
+    value = Clipped(inner=Uniform(bits=value_bits or bits, **uniform), parts=0, ratio=value_clip)
+    timing = {"window": window, "unit": PLANE, "centre": centre}
+    layer = HeadsLayer(key=key, value=value, **timing, **turning(rotate, value_rotate))
+    return Method(name="oscar", layer=layer, sinks=sinks)

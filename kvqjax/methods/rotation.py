@@ -1,0 +1,140 @@
+"""Rotations of a body: an orthogonal matrix R per KV head between source and codec.
+
+    k' = k R_k      v' = v R_v      q . k = (q R_k) . k'      sum_t p_t v_t = (sum_t p_t v'_t) R_v^T
+
+So a body that holds k' and v' is attended to with rotated queries, and its output is rotated back: once per step and
+query, never per cached token. Sinks, window and new tokens keep the source's frame.
+
+- hadamard: the orthonormal Hadamard matrix H / sqrt(D): large channels are spread over all of their head.
+- signs: random signs before it (`signs:7` for another seed), the same for every head: without them a constant vector
+  becomes one spike.
+- pairs: 45 degrees within each RoPE pair. It commutes with RoPE, so that keys before RoPE can be stored rotated.
+- fitted: calibrated matrices, one per layer and KV head (kvqjax.calibrate.rotation).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvqjax.codecs.hadamard import hadamard, has_hadamard
+from kvqjax.config import KVShape
+
+__all__ = ["CONSTANTS", "Frame", "check_rotation", "frame", "matrix_of", "needs_of", "turned", "turning"]
+
+KINDS = ("none", "hadamard", "signs", "pairs", "fitted")
+CONSTANTS = "rotation"  # the group of a layer's fitted matrices: {"keys": [K, D, D], "values": [K, D, D]}
+NAMES = {"k": "keys", "v": "values"}  # of sources in that group
+
+Rotations = dict[str, str]  # source -> rotation, as policies write it
+
+
+class Frame(NamedTuple):
+    """How a body's frame and the source's go into each other, with the layer's constants:
+
+    turn(constants, source, x [.., W], back) -> [.., W]      a source's vectors; `back` into the source's frame
+    queries(constants, q [B, T, H, D]) -> [B, T, H, D]       what attends to the body's keys
+    outputs(constants, out [B, T, H, D]) -> [B, T, H, D]     sums of the body's values, in the source's frame"""
+
+    turn: Callable
+    queries: Callable
+    outputs: Callable
+
+
+def check_rotation(text: str, rope: str = "post") -> None:
+    """Raise ValueError for what is no rotation, or none of keys that are stored as `rope` says."""
+    kind, colon, seed = text.partition(":")
+    if kind not in KINDS or (colon and not (kind == "signs" and seed.isdigit())):
+        raise ValueError(f"rotation {text!r}; known: {', '.join(KINDS)}, and signs:SEED")
+    if rope == "pre" and kind not in ("none", "pairs"):
+        raise ValueError(
+            f"rotation {text!r} does not commute with RoPE, and the keys are stored before it: rotate=pairs does, "
+            "rope=post stores them after it, and value_rotate rotates values alone"
+        )
+
+
+def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = True) -> dict[str, str]:
+    """The options `rotate` and `value_rotate` ("same": as the keys) as fields of KeysAndValues. `fitted` says whether
+    matrices can be calibrated for the method's codecs."""
+    own = {"key_rotation": rotate, "value_rotation": rotate if value_rotate == "same" else value_rotate}
+    check_rotation(rotate, rope)
+    check_rotation(own["value_rotation"])
+    if "fitted" in own.values() and not fitted:
+        raise ValueError(
+            "rotation 'fitted' needs codecs without tables of their own; known here: none, hadamard, signs, pairs"
+        )
+    return own
+
+
+@functools.lru_cache(maxsize=32)
+def matrix_of(text: str, dim: int) -> np.ndarray:
+    """Integers M [D, D] of a rotation that is not fitted, R being M over the root of its columns' squares: int8."""
+    kind, _, seed = text.partition(":")
+    if kind == "pairs":
+        half = np.eye(dim // 2, dtype=np.int8)
+        return np.block([[half, half], [-half, half]])
+    if not has_hadamard(dim):
+        raise ValueError(
+            f"rotation {text!r}: no Hadamard matrix of order {dim}, the head_dim, is known here; "
+            "the rotations pairs and fitted remain"
+        )
+    signs = np.ones(dim, np.int8)
+    if kind == "signs":
+        signs = np.random.default_rng(int(seed or 0)).choice(np.array([-1, 1], np.int8), dim)
+    return signs[:, None] * hadamard(dim).astype(np.int8)
+
+
+def turned(
+    x: Float[Array, "*B K X D"], matrix: np.ndarray | Float[Array, "K D D"], back: bool = False
+) -> Float[Array, "*B K X D"]:
+    """x R, or x R^T (`back`), in float32 sums. Integers in the dtype of `x` are exact, so that bfloat16 queries lose
+    nothing in the product."""
+    precision = jax.lax.Precision.HIGHEST
+    if isinstance(matrix, np.ndarray):
+        scale = float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5
+        fixed = jnp.asarray(matrix.T if back else matrix, x.dtype)
+        out = jnp.einsum("...kxd,de->...kxe", x, fixed, precision=precision, preferred_element_type=jnp.float32)
+        return out * jnp.float32(scale)
+    spelled = "...kxe,kde->...kxd" if back else "...kxd,kde->...kxe"
+    return jnp.einsum(spelled, x.astype(jnp.float32), matrix.astype(jnp.float32), precision=precision)
+
+
+def needs_of(rotations: Rotations, config: KVShape) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The constants that fitted rotations need."""
+    shape = (config.num_kv_heads, config.head_dim, config.head_dim)
+    own = {NAMES[source]: shape for source, text in rotations.items() if text == "fitted"}
+    return {CONSTANTS: own} if own else {}
+
+
+def frame(rotations: Rotations, config: KVShape) -> Frame | None:
+    """The frame of a body of keys and values, None where nothing is rotated."""
+    rotations = {source: text for source, text in rotations.items() if text != "none"}
+    if not rotations:
+        return None
+    kv_heads, dim = config.num_kv_heads, config.head_dim
+    fixed = {source: matrix_of(text, dim) for source, text in rotations.items() if text != "fitted"}
+
+    def matrix(constants, source: str):
+        return fixed[source] if source in fixed else constants[CONSTANTS][NAMES[source]]
+
+    def turn(constants, source: str, x, back: bool = False):
+        if source not in rotations:
+            return x
+        rows = x.astype(jnp.float32).reshape(*x.shape[:-1], kv_heads, 1, dim)
+        return turned(rows, matrix(constants, source), back).reshape(x.shape)
+
+    def of_queries(constants, source: str, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
+        if source not in rotations:
+            return x
+        rows = x.reshape(*x.shape[:2], kv_heads, -1, dim)
+        return turned(rows, matrix(constants, source), back).reshape(x.shape).astype(x.dtype)
+
+    return Frame(
+        turn=turn,
+        queries=lambda constants, q: of_queries(constants, "k", q, False),
+        outputs=lambda constants, out: of_queries(constants, "v", out, True),
+    )

@@ -1,0 +1,61 @@
+"""TurboQuant (arXiv 2504.19874): a random rotation and one scalar grid. In this library it is HIGGS with grids of one
+dimension, one scale a head, and its transform in the frame: queries are rotated instead of cached keys."""
+
+from kvqjax.codecs.exact import Exact
+from kvqjax.codecs.higgs import Higgs
+from kvqjax.codecs.uniform import Uniform
+from kvqjax.methods.higgs_wiring import HiggsLayer
+from kvqjax.methods.spec import KeysAndValues, Method, first_layers, method_factory
+
+__all__ = ["turboquant"]
+
+PLANE = 32
+FORMS = {"paper": 0, "vllm": 2}  # exact layers at each end
+
+
+@method_factory
+def turboquant(
+    *,
+    bits: int = 4,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    form: str = "paper",
+    boundary: int | None = None,
+    seed: int = 0,
+    norm: str = "corrected",
+    window: int = 0,
+    sinks: int = 0,
+    scales: str = "bfloat16",
+    centre: str = "none",
+) -> Method:
+    """TurboQuant (arXiv 2504.19874), its quantiser of least squared error: rotated keys and values, 2, 3 or 4 bits, in
+    the best scalar grid for a normal distribution, one norm a token and head. Nothing is calibrated.
+
+    `form="paper"` rotates keys and values with random signs (`seed`). `form="vllm"` does as that engine: no signs,
+    values unrotated between their minimum and maximum, and `boundary` exact layers at each end (2 there, else 0).
+    `norm` as in `higgs`: "corrected" as in that engine, "unbiased" keeps the scores of keys. `centre` as in `kivi`.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form={form!r}; known: {', '.join(FORMS)}")
+    if centre not in ("none", "mean"):
+        raise ValueError(f"centre={centre!r}; known: none, mean (keys are stored after RoPE)")
+    ends = FORMS[form] if boundary is None else boundary
+    grid = {"dim": 1, "dtype": scales, "rotated": True, "norm": norm}
+    key = Higgs(bits=key_bits or bits, **grid)
+    if form == "paper":
+        value, rotations = Higgs(bits=value_bits or bits, **grid), (f"signs:{seed}", f"signs:{seed}")
+    else:
+        value, rotations = Uniform(bits=value_bits or bits, along="channels", dtype=scales), ("hadamard", "none")
+    layer = HiggsLayer(
+        key=key,
+        value=value,
+        group="head",
+        window=window,
+        unit=PLANE,
+        centre=centre,
+        key_rotation=rotations[0],
+        value_rotation=rotations[1],
+    )
+    exact = KeysAndValues(key=Exact(), value=Exact(), window=window, unit=PLANE)
+    overrides = tuple((number, exact) for first in first_layers(ends) for number in (first, -1 - first))
+    return Method(name="turboquant", layer=layer, sinks=sinks, overrides=overrides, boundary=ends)
