@@ -189,6 +189,6 @@ class ModelConfig(KVShape):
         """How many numbers of a layer's MLP, or of its experts and their router, one token passes through: the mean."""
         x, dense = self.experts, 3 * self.mlp_width * self.width
         if x is None:
-            return dense
+            return float(dense)
         sparse = (x.count + 3 * (x.per_token * x.width + x.shared_width) + (x.shared_width > 0)) * self.width
         return (len(self.dense_layers) * dense + len(self.sparse_layers) * sparse) / self.num_layers

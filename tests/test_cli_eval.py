@@ -34,6 +34,10 @@ ROWS = {
         )
     ],
     "harness": [{"cache": "exact", "task": "own", "score": 0.4}],
+    "tune": [
+        {"kind": kind, "cache": "kivi:bits=2", "bits_stored": 2.4, "kld": 0.2, "kld_error": 0.01}
+        for kind in ("single", "front", "tuned")
+    ],
 }
 
 
