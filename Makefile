@@ -116,4 +116,4 @@ $(VENV)-gpu/.plugin: | $(VENV)/.with-test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-gpu .venv-newest .venv-wheel .jax_cache build dist site kvqjax.egg-info
+	rm -rf $(VENV) $(VENV)-gpu .venv-newest .venv-wheel .venv-jax .jax_cache build dist site kvqjax.egg-info

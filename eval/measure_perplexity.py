@@ -128,7 +128,7 @@ def perplexity(
     plain, parts = model.replace(constants=()), []
     for start in range(0, len(pieces), batch):
         piece = jnp.asarray(pieces[start : start + batch])
-        layouts = cache_layouts(model, plain, method, *piece.shape, kernels)
+        layouts = cache_layouts(model, plain, method, piece.shape[0], piece.shape[1], kernels)
         got = score_windows(model, plain, piece, layouts, min(chunk, window), prefix, scored_from)
         parts.append([float(part.sum()) for part in got])
         progress(min(1.0, (start + batch) / len(pieces)))

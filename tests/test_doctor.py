@@ -9,8 +9,8 @@ from test_cli import run
 from kvqjax.cli import doctor
 from kvqjax.verdicts import choose, install, store, survey
 from kvqjax.verdicts.install import Machine, findings
+from kvqjax.verdicts.paths import by_kernel
 from kvqjax.verdicts.store import Verdict
-from kvqjax.verdicts.trial import by_kernel
 
 VERSIONS = {"kvqjax": "1.0", "jax": "0.10.2", "jaxlib": "0.10.2"}
 SOUND = Machine(VERSIONS, "cpu", ("cpu",), 2**34, nvidia=False, tpu=False, driver="", x64=False)

@@ -20,8 +20,9 @@ from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.verdicts import choose, store
 from kvqjax.verdicts.choose import check
 from kvqjax.verdicts.examine import Speed
+from kvqjax.verdicts.paths import by_kernel, by_plain_path, queries
 from kvqjax.verdicts.store import Verdict
-from kvqjax.verdicts.trial import by_kernel, by_plain_path, forms, make, queries
+from kvqjax.verdicts.trial import forms, make
 
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=1, head_dim=128)
 METHOD = "kivi:bits=4,group=128,window=0"

@@ -24,7 +24,8 @@ from kvqjax.planner import DEVICES
 from kvqjax.timing import copy_rate, median_seconds
 from kvqjax.verdicts import survey
 from kvqjax.verdicts.choose import choose, verdict_folder
-from kvqjax.verdicts.trial import Form, decoding, full, make
+from kvqjax.verdicts.paths import decoding
+from kvqjax.verdicts.trial import Form, full, make
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from long_context import peak_bytes, random_model

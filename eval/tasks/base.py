@@ -97,8 +97,8 @@ def run_task(
         raise UserError(f"limit={limit}; a prompt needs at least 2 tokens")
     prompts, cut, chat = prepare(model, task, limit)
     capacity = bucket(max(len(prompt) for prompt in prompts)) + task.new
-    options = {"max_new_tokens": task.new, "capacity": capacity, "chunk": chunk, "stop": task.stop}
-    options["kernels"] = kernels
+    options: dict[str, Any] = {"max_new_tokens": task.new, "capacity": capacity, "chunk": chunk}
+    options |= {"stop": task.stop, "kernels": kernels}
     scores: list[float] = []
     for start in range(0, len(prompts), batch):
         texts = generate(model, prompts[start : start + batch], method, **options).text

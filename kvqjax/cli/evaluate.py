@@ -97,7 +97,7 @@ def retrieval(
     fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths, "hay": hay}
 
     def evaluate(model, method, bar, kernels):
-        given = fixed | {"kernels": kernels}
+        given: dict[str, Any] = fixed | {"kernels": kernels}
         return [run(model, method, length=size, progress=bar(f"{method} {size}"), **given) for size in length]
 
     return Job(max(length), evaluate, {"data": about}, sum(length) * samples)

@@ -23,8 +23,9 @@ from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.pallas_kernels.support import lookup
 from kvqjax.sharding import Rules
 from kvqjax.verdicts.examine import Attention, Speed, examine
+from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
 from kvqjax.verdicts.store import Key, Verdict, begin, died, find, keep
-from kvqjax.verdicts.trial import LENGTHS, Form, Trial, by_kernel, by_plain_path, forms, make, queries, speed
+from kvqjax.verdicts.trial import Form, Trial, forms, make
 from kvqjax.version import __version__
 
 __all__ = ["Checker", "check", "choose", "key_of", "obtain", "over_devices", "verdict_folder"]

@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 
 from kvqjax.pallas_kernels.packed import KINDS
@@ -97,7 +98,7 @@ def this_machine() -> Machine:
         nvidia=bool(glob.glob("/dev/nvidia[0-9]*")),
         tpu=tpu,
         driver=_driver(),
-        x64=jax.config.jax_enable_x64,
+        x64=jnp.zeros(()).dtype == jnp.float64,
         holders=_holders() if tpu else (),
     )
 

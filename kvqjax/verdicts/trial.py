@@ -6,8 +6,6 @@ bfloat16 beforehand, as kernels do, so that both sides are given the same.
 """
 
 import dataclasses
-import functools
-import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,38 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.attention import Partial
-from kvqjax.cache.append import commit, pick
+from kvqjax.cache.append import commit
 from kvqjax.cache.state import Cache, CacheLayout, RunPlan, allocate_cache, plan
 from kvqjax.config import KVShape
 from kvqjax.methods.spec import LayerSpec, Method
-from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels
+from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.dispatch import at_once, row_of
 from kvqjax.pallas_kernels.support import ROWS
-from kvqjax.segments import LayerView, NewTokens, attend_body
-from kvqjax.timing import alternating_seconds
-from kvqjax.verdicts.examine import Attention, Speed
 
-__all__ = [
-    "LENGTHS",
-    "SINKS",
-    "Form",
-    "Trial",
-    "by_kernel",
-    "by_plain_path",
-    "decoding",
-    "forms",
-    "full",
-    "make",
-    "queries",
-    "single_layer",
-    "speed",
-]
-
+__all__ = ["SINKS", "Form", "Trial", "forms", "full", "make", "single_layer"]
 
 SINKS = 4  # so that a body token's number is not its position
-QUERY, SPREAD = 0.25, 1.5  # of queries at first, and of log-sum-exps above that of equal scores at most
-LENGTHS = (1, 3)  # new tokens of a call
 
 
 class Form(NamedTuple):
@@ -187,72 +164,3 @@ def full(trial: Trial, tokens: int, rows: int) -> Trial:
     held = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
     runs = (cache.runs[0].replace(flushed=flushed),)
     return trial._replace(cache=cache.replace(runs=runs, lengths=held))
-
-
-def _attend(trial: Trial, q: jax.Array) -> Partial:
-    """Attention of new tokens to the body alone, by what the cache's layout names."""
-    run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
-    positions = cache.lengths[:, None] + jnp.arange(length)[None]
-    tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
-    new = {name: jnp.zeros((batch, length, width), q.dtype) for name, width in run.wiring.sources.items()}
-    constants = pick(trial.constants, 0)
-    view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS)
-    return attend_body(q, run.shape.num_kv_heads, view, tokens, {})[0]
-
-
-_attend_compiled = jax.jit(_attend)
-
-
-@jax.jit
-def _precisely(trial: Trial, q: jax.Array) -> Partial:
-    """In float32 throughout: a TPU's matrix unit rounds float32 to bfloat16 unless it is told not to."""
-    with jax.default_matmul_precision("highest"):
-        return _attend(trial, q.astype(jnp.float32))
-
-
-def by_kernel(trial: Trial) -> Attention:
-    """Attention as decoding has it."""
-    return functools.partial(_attend_compiled, trial)
-
-
-def by_plain_path(trial: Trial) -> Attention:
-    """Attention to the same arrays without a kernel, in float32."""
-    layout = dataclasses.replace(trial.cache.layout, kernels=OFF)
-    return functools.partial(_precisely, trial._replace(cache=trial.cache.replace(layout=layout)))
-
-
-def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[jax.Array]:
-    """Queries [B, T, H, D] for every T of `lengths` that the kernel takes, so short that no token takes all the weight:
-    larger scores would make the plain path's own rounding a matter of percents."""
-    run, random = trial.run, np.random.default_rng(seed)
-    shape, plain = run.shape, by_plain_path(trial)
-    most, found = np.log(run.slots) + SPREAD, []
-    for length in lengths:
-        if not at_once(run.wiring.packed.spec, shape.num_heads // shape.num_kv_heads, length):
-            continue
-        size = (trial.cache.batch, length, shape.num_heads, shape.head_dim)
-        q = jnp.asarray(random.normal(scale=QUERY, size=size), jnp.bfloat16)
-        while float(plain(q).lse.max()) > most:
-            q = q * jnp.bfloat16(0.5)
-        found.append(q)
-    return found
-
-
-@functools.partial(jax.jit, static_argnames="inner")
-def _chain(trial: Trial, q: jax.Array, *, inner: int) -> jax.Array:
-    """`inner` calls that feed each other, so that none of them can be left out; a query hardly changes."""
-    step = lambda _, x: q + (1e-3 * _attend(trial, x).out).astype(q.dtype)  # noqa: E731
-    return jax.lax.fori_loop(0, inner, step, q)
-
-
-def decoding(trial: Trial, inner: int) -> Callable[[], jax.Array]:
-    """A call that attends `inner` times with one new token a row."""
-    shape = trial.cache.layout.shape
-    q = jnp.ones((trial.cache.batch, 1, shape.num_heads, shape.head_dim), jnp.bfloat16)
-    return functools.partial(_chain, trial, q, inner=inner)
-
-
-def speed(kernel: Trial, plain: Trial, tokens: int, *, rounds: int = 5, inner: int = 8) -> Speed:
-    """Median milliseconds of a call with one new token, bodies of `tokens` tokens, both sides in turn."""
-    sides = [decoding(full(trial, tokens, plain.cache.batch), inner) for trial in (kernel, plain)]
-    return Speed(*(1e3 * statistics.median(spent) / inner for spent in alternating_seconds(sides, rounds)))
