@@ -4,22 +4,25 @@
     python -m benchmarks.rotations --page                               write the page from the records alone
 
 Rows are measured as those of `benchmarks.gate` and stand beside them on the page. Every row has encoded at least half
-of its tokens. `at 128` are the bits of the codecs with heads of 128 channels and 8 KV heads.
+of its tokens. `bits at 128` are those of the codecs in Llama-3.1-8B's geometry, heads of 128 channels.
 """
 
 import argparse
+import functools
 import itertools
 import json
 from pathlib import Path
 
+import jax
 from rich.progress import track
 
 import kvqjax
 from benchmarks.gate import KEY, LENGTH, SHAPES, key_of, measure
 from benchmarks.gate import RECORD as GATE
 from benchmarks.results.page import table
+from benchmarks.xquant_roofline import LLAMA31_8B
 from kvqjax.accounting import ledger
-from kvqjax.cache.state import due, plan
+from kvqjax.cache.state import CacheLayout, allocate_cache, due, plan
 
 ROOT = Path(__file__).parent
 RECORD, PAGE = ROOT / "records" / "rotations.json", ROOT / "rotations.md"
@@ -74,10 +77,12 @@ def encoded_share(cache: str) -> float:
     return int(due(clock, LENGTH - method.sinks, 0)) * clock.unit / LENGTH
 
 
+@functools.cache
 def bits_at_128(cache: str) -> float:
-    """Bits of the codecs where heads have 128 channels."""
-    shape = kvqjax.KVShape(num_layers=8, num_heads=8, num_kv_heads=8, head_dim=128, rope=kvqjax.Rope(), width=1024)
-    return ledger(kvqjax.init_cache(shape, cache, batch=1, capacity=1024)).bits_method
+    """Bits of the codecs in Llama-3.1-8B's geometry, whose heads have 128 channels."""
+    shape = LLAMA31_8B.kv_shape
+    layout = CacheLayout(shape=shape, method=kvqjax.parse(cache), capacity=1024, dtype="bfloat16")
+    return ledger(jax.eval_shape(lambda: allocate_cache(layout, 1))).bits_method
 
 
 def _read(path: Path) -> list[dict]:

@@ -64,9 +64,8 @@ def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = T
     check_rotation(rotate, rope)
     check_rotation(own["value_rotation"])
     if "fitted" in own.values() and not fitted:
-        raise ValueError(
-            "rotation 'fitted' needs codecs without tables of their own; known here: none, hadamard, signs, pairs"
-        )
+        known = ", ".join(KINDS[:-1])
+        raise ValueError(f"rotation 'fitted' needs codecs without calibrated tables; known here: {known}")
     return own
 
 
