@@ -180,7 +180,7 @@ def test_fp8_without_its_description_is_refused(tmp_path):
     quantise(tmp_path / "codes", "fp8")
     file = tmp_path / "codes" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": None}))
-    with pytest.raises(UserError, match="is FP8, but config.json has no quantization_config of fp8"):
+    with pytest.raises(UserError, match=r"is FP8, but config.json has no quantization_config of fp8"):
         load(tmp_path / "codes")
 
 
@@ -188,5 +188,5 @@ def test_zero_biases_alone_are_passed_over(tmp_path):
     quantise(tmp_path / "codes", "gptq")
     assert "model.layers.0.mlp.up_proj.bias" in load_file(tmp_path / "codes" / "model.safetensors")
     edit(tmp_path / "codes", lambda t: t["model.layers.0.mlp.up_proj.bias"].__setitem__(3, 1.0))
-    with pytest.raises(UserError, match="'model.layers.0.mlp.up_proj.bias' is not part of Qwen2ForCausalLM"):
+    with pytest.raises(UserError, match=r"'model.layers.0.mlp.up_proj.bias' is not part of Qwen2ForCausalLM"):
         load(tmp_path / "codes")
