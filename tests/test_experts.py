@@ -223,9 +223,8 @@ def test_calibrations_and_evaluation(spec):
     module = importlib.import_module(f"kvqjax.calibrate.{calibration(method, model.config)}")
     fitted = model.with_artifact(module.calibrate(model, method, text, **RECIPES[spec]))
     made_up = model.replace(constants=_constants(model, method))
-    rows = [
-        perplexity(m, text.reshape(-1), method, window=96, tokens=192, batch=2, chunk=32) for m in (fitted, made_up)
-    ]
+    about = {"window": 192, "tokens": 384, "batch": 2, "chunk": 32}
+    rows = [perplexity(m, text.reshape(-1), method, **about) for m in (fitted, made_up)]
     assert 1e-6 < rows[0]["kld"] < 0.5 * rows[1]["kld"]
 
 
