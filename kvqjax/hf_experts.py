@@ -50,7 +50,12 @@ def experts_to_hf(config: ModelConfig) -> dict:
     found, field = config.experts, _COUNTS.get(config.architecture)
     if found is None:
         return {} if field is None else {field: 0}
-    if field is None or (field == _LOCAL) != (config.mlp_width == found.width and found.normalised):
+    fits = {
+        "MixtralForCausalLM": found.normalised and not found.dense_layers and config.mlp_width == found.width,
+        "Qwen2MoeForCausalLM": found.shared_width > 0,
+    }
+    shared = found.shared_width > 0 and config.architecture != "Qwen2MoeForCausalLM"
+    if field is None or shared or not fits.get(config.architecture, True):
         raise UserError(f"{config.architecture} has no experts like {found}")
     raw = {field: found.count, "num_experts_per_tok": found.per_token}
     if field == _LOCAL:

@@ -1,8 +1,8 @@
 """safetensors <-> params pytree (names in kvqjax/decoder.py) without torch, and the fingerprint of a checkpoint.
 
-Hugging Face stores linear layers as [out, in]; ours are [in, out] and stacked over layers. One layer's matrix after the
-other is read, on every device the slice that lies there, and written into its place in the stack, which is donated: a
-load holds the weights and one layer's matrix (of experts: that of all of them) besides.
+Hugging Face stores linear layers as [out, in]; ours are [in, out] and stacked over layers. Of one parameter after the
+other, some layers are read at a time, on every device the slice that lies there, and written into their place in the
+stack, which is donated: a load holds the weights and `PIECE` bytes, or one layer's experts, besides.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
 ShardingRule = Callable[[str], jax.sharding.Sharding]
 
 _PROGRESS_AFTER_SECONDS = 2.0
+PIECE = 2**28  # bytes of layers that are read before they are written into their stack
 _IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")  # the last two round activations, not weights
 
 
@@ -83,20 +85,21 @@ def _sources(
     return found
 
 
-def _fill(sources: list[Stored], by_expert: bool, matrix: bool, shape, dtype: np.dtype, index: tuple[slice, ...]):
-    """One device's slice of one layer's parameter, each tensor read from disk straight into its place."""
+def _fill(sources: list[list[Stored]], by_expert: bool, matrix: bool, shape, dtype: np.dtype, index: tuple[slice, ...]):
+    """One device's slice of some layers' parameter, [layers, ...], each tensor read from disk straight into its
+    place."""
     index = tuple(slice(*s.indices(size)) for s, size in zip(index, shape, strict=True))
-    inner = index[1:] if by_expert else index
+    inner = index[2:] if by_expert else index[1:]
     inner = inner[::-1] if matrix else inner
     block = np.empty([s.stop - s.start for s in index], dtype)
-    chosen = sources[index[0]] if by_expert else sources
-    for place, stored in zip(block if by_expert else [block], chosen, strict=True):
-        piece = decoded(stored, inner)
-        with np.errstate(over="ignore"):  # an overflow to float16 is refused below, with the tensor's name
-            place[...] = (piece.T if matrix else piece).astype(dtype)
-        if dtype == np.float16 and not np.isfinite(place).all():
-            file = next(iter(stored.parts.values())).file
-            raise UserError(f"{file}: {stored.name!r} exceeds float16's range; load as bf16 or f32")
+    for places, row in zip(block, sources[index[0]], strict=True):
+        for place, stored in zip(places if by_expert else [places], row[index[1]] if by_expert else row, strict=True):
+            piece = decoded(stored, inner)
+            with np.errstate(over="ignore"):  # an overflow to float16 is refused below, with the tensor's name
+                place[...] = (piece.T if matrix else piece).astype(dtype)
+            if dtype == np.float16 and not np.isfinite(place).all():
+                file = next(iter(stored.parts.values())).file
+                raise UserError(f"{file}: {stored.name!r} exceeds float16's range; load as bf16 or f32")
     return block
 
 
@@ -109,27 +112,17 @@ def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Arra
     return jax.make_array_from_callback(shape, sharding, lambda index: once(slices(index)), dtype=dtype)
 
 
-def _of_layer(sharding):
-    """The placement of one layer of a stack."""
-    if not isinstance(sharding, NamedSharding) or not sharding.spec:
-        return sharding
-    if sharding.spec[0] is not None:
+def _over_layers(sharding):
+    """A stack's placement, checked: its layers are written one after the other."""
+    if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
         raise UserError(f"layers cannot be split over a mesh, as {sharding.spec} would")
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-
-
-def _empty_stack(piece: jax.Array, rows: int) -> jax.Array:
-    """Zeros for `rows` layers, placed as one layer's `piece` is."""
-    place = piece.sharding
-    if isinstance(place, NamedSharding):
-        place = NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
-    return jax.jit(lambda: jnp.zeros((rows, *piece.shape), piece.dtype), out_shardings=place)()
+    return sharding
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stack, piece, row):
-    """A stack with one layer's piece in its row, in place."""
-    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, row, 0), stack, piece)
+    """A stack with some layers' piece from `row` on, in place."""
+    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, 0), stack, piece)
 
 
 @contextlib.contextmanager
@@ -182,34 +175,51 @@ def load_params(
     with _progress(sum(x.nbytes for rows in sources.values() for row in rows for x in row)) as advance:
         for parameter in parameters(config):
             name, place = parameter.name.removeprefix("layers/"), sharding and sharding(parameter.name)
-            for row, piece in _pieces(parameter, sources[parameter.name], dtype, place, bits, advance):
-                if parameter.layers is None:
-                    found[name] = piece
-                elif layers == "unroll":
-                    apart[parameter.layers[row]][name] = piece
-                else:
-                    stack = found["layers"].pop(name, None)
-                    stack = (
-                        jax.tree.map(lambda x, n=len(parameter.layers): _empty_stack(x, n), piece)
-                        if row == 0
-                        else stack
-                    )
-                    found["layers"][name] = _put(stack, piece, row)
-            if parameter.rows and layers != "unroll":
-                found["layers"][name] = Rows(found["layers"][name], parameter.layers)
+            pieces = _pieces(parameter, sources[parameter.name], dtype, place, bits, layers == "unroll", advance)
+            if parameter.layers is None:
+                found[name] = next(piece for _, piece in pieces)[0]
+            elif layers == "unroll":
+                for row, piece in pieces:
+                    apart[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
+            else:
+                stack = _stacked(pieces, len(parameter.layers))
+                found["layers"][name] = Rows(stack, parameter.layers) if parameter.rows else stack
     return found | ({"layers": apart} if layers == "unroll" else {})
 
 
-def _pieces(parameter: Parameter, sources: list[list[Stored]], dtype, place, bits: int | None, advance: Callable):
-    """(row, array or codes) of every layer that has the parameter."""
+def _stacked(pieces: Iterator, rows: int):
+    """All layers' pieces as one stack, which each is written into."""
+    _, stack = next(pieces)
+    if jax.tree.leaves(stack)[0].shape[0] == rows:
+        return stack
+    empty = lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype, device=x.sharding)  # noqa: E731
+    stack = _put(jax.tree.map(empty, stack), stack, 0)
+    for row, piece in pieces:
+        stack = _put(stack, piece, row)
+        del piece
+    return stack
+
+
+def _pieces(parameter: Parameter, sources, dtype: np.dtype, place, bits: int | None, single: bool, advance: Callable):
+    """(first row, array or codes [layers, ...]) of as many layers at a time as `PIECE` bytes hold, or of every one."""
     layered = parameter.layers is not None
-    place = _of_layer(place) if layered else place
     coded = bits is not None and layered and parameter.matrix and not parameter.name.endswith("router")
-    for row, stored in enumerate(sources):
-        about = (stored, parameter.by_expert, parameter.matrix, parameter.shape, dtype)
-        piece = _placed(functools.partial(_fill, *about), parameter.shape, dtype, place)
+    count = 1 if single or not layered else max(1, PIECE // max(1, math.prod(parameter.shape) * dtype.itemsize))
+    for row in range(0, len(sources), count):
+        part = sources[row : row + count]
+        shape = (len(part), *parameter.shape)
+        fill = functools.partial(_fill, part, parameter.by_expert, parameter.matrix, shape, dtype)
+        piece = _placed(fill, shape, dtype, _over_layers(place) if layered else _as_stack(place))
+        advance(sum(x.nbytes for stored in part for x in stored))
         yield row, code_weight(piece, bits) if coded else piece
-        advance(sum(x.nbytes for x in stored))
+        del piece
+
+
+def _as_stack(sharding):
+    """The placement of a parameter that no layer has, as that of a stack of one."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
 def save_params(folder: str | Path, params: Params, config: ModelConfig):

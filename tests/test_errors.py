@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
 from kvqjax.artifacts import Artifact
 from kvqjax.calibrate import resume, sequences
 from kvqjax.cli.common import require_room
+from kvqjax.config import ExpertConfig
 from kvqjax.eval.corpora import read_text
 from kvqjax.eval.plots import check_picture
 from kvqjax.eval.windows import windows
@@ -27,6 +29,7 @@ from kvqjax.sharding import MeshSize
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| `(.+)` \|$", PAGE, re.MULTILINE))
+SIX = ExpertConfig(count=6, per_token=2, width=24)
 CONFIG = json.loads((locate("recall") / "config.json").read_text())
 
 
@@ -83,6 +86,24 @@ def index_outside(tmp_path, monkeypatch, recall):
     folder = copied(tmp_path, "config.json")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
     kvq.load(folder)
+
+
+def missing_shard(tmp_path, monkeypatch, recall):
+    folder = copied(tmp_path, "config.json")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00001.safetensors"}}))
+    kvq.load(folder)
+
+
+def pickles(tmp_path, monkeypatch, recall):
+    folder = copied(tmp_path, "config.json")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    kvq.load(folder)
+
+
+def with_vision(tmp_path, monkeypatch, recall):
+    file = whole(tmp_path) / "model.safetensors"
+    save_file(load_file(file) | {"vision_tower.x": np.zeros(4, np.float32)}, file)
+    kvq.load(file.parent)
 
 
 def no_tokenizer(tmp_path, monkeypatch, recall):
@@ -232,6 +253,12 @@ CASES = {
     "unsupported architecture": config_with(architectures=["GPT2LMHeadModel"]),
     "unsupported field": config_with(hidden_act="gelu"),
     "code in the checkpoint": config_with(auto_map={"AutoModelForCausalLM": "x.Y"}),
+    "unknown quantisation": config_with(quantization_config={"quant_method": "bitsandbytes"}),
+    "vision model": config_with(architectures=["PixtralVisionModel"], vision_config={}),
+    "model with a vision part": with_vision,
+    "weights as pickles": pickles,
+    "shards that are missing": missing_shard,
+    "experts that a mesh cannot share out": lambda *_: kvq.shard(tiny(experts=SIX), "exact", model=4),
     "config that is no JSON": no_json,
     "truncated weights": weights(None),
     "weights that are no safetensors": weights(b"\x93" * 999),

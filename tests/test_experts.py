@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,16 @@ import numpy as np
 import pytest
 from cases import _constants
 from jax.sharding import NamedSharding
+from test_commvq_model import METHOD, QUICK
 from test_generate import reference
 from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax import decoder, experts
+from kvqjax.calibrate import calibration
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.config import ExpertConfig
+from kvqjax.eval.measure_perplexity import perplexity
 from kvqjax.rows import Row, Rows
 from kvqjax.weight_codes import code_weight
 
@@ -158,8 +162,9 @@ def test_every_kind_of_cache(spec):
     got = np.concatenate(out, 1)
     assert np.isfinite(got).all()
     assert (np.abs(got - wanted).max() < 1e-4) == (spec == "exact")
-    if ":bits=8" in spec:
-        assert np.abs(got - wanted).max() < 0.1
+    if ":bits=8" in spec:  # XQuant-CL adds up rounded differences, on a dense model as on this one
+        typical = np.median(np.abs(got - wanted)[0, 100:].max(-1))
+        assert 1e-4 < typical < (0.6 if "_cl" in spec else 0.1) * np.std(wanted)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -204,3 +209,38 @@ def test_a_mesh_shares_out_the_experts():
     with pytest.raises(kvq.UserError, match="mesh model=4 must divide 4 heads and 6 experts and shared MLP width 16"):
         kvq.shard(six, kvq.exact(), model=4)
     assert isinstance(spread.rules.placement("layers/experts_down"), NamedSharding)
+
+
+AQUA = "aqua:bits=4,first_bits=16,backbone=token,group=32,buffer=32"
+RECIPES = {"kvquant:bits=4,sinks=1": {}, AQUA: {}, str(METHOD): {"recipe": QUICK}}
+
+
+@pytest.mark.parametrize("spec", RECIPES)
+def test_calibrations_and_evaluation(spec):
+    """KVQuant's needs gradients through the routed experts; all run a layer at a time by number."""
+    model, method = mixed().replace(fingerprint="weights=0"), kvq.parse(spec)
+    text = np.asarray(tokens(6, 96, seed=3))
+    module = importlib.import_module(f"kvqjax.calibrate.{calibration(method, model.config)}")
+    fitted = model.with_artifact(module.calibrate(model, method, text, **RECIPES[spec]))
+    made_up = model.replace(constants=_constants(model, method))
+    about = {"window": 192, "tokens": 384, "batch": 2, "chunk": 32}
+    rows = [perplexity(m, text.reshape(-1), method, **about) for m in (fitted, made_up)]
+    assert 1e-6 < rows[0]["kld"] < 0.5 * rows[1]["kld"]
+
+
+def test_gradients_pass_the_experts():
+    """Against finite differences along one direction, stacked and as a list. All experts are chosen: where a choice
+    changes, the function jumps."""
+    model = mixed()
+    model = model.replace(config=dataclasses.replace(model.config, experts=dataclasses.replace(MIXED, per_token=8)))
+    text = tokens(2, 12)
+
+    def loss(scale, params):
+        held = jax.tree.map(lambda x: x * scale, params["layers"])
+        return jax.nn.logsumexp(decoder.logits(params | {"layers": held}, text, model.config), axis=-1).mean()
+
+    for params in (model.params, decoder.unrolled(model.params)):
+        value = jax.jit(functools.partial(loss, params=params))
+        slope = (value(1.002) - value(0.998)) / 0.004
+        assert abs(slope) > 0.05
+        np.testing.assert_allclose(jax.jit(jax.grad(value))(1.0), slope, rtol=0.05)

@@ -228,7 +228,7 @@ def mistral3(folder, kind: str, rope: dict):
 )
 def test_language_part_of_a_checkpoint_with_a_vision_part(kind, rope, architecture, tmp_path):
     theirs = mistral3(tmp_path, kind, rope)
-    with pytest.raises(UserError, match=r"tensor '\S*multi_modal_projector\S*' is of the vision part .* --text-only"):
+    with pytest.raises(UserError, match=r"tensor '\S*multi_modal_projector\S*' is of the vision part .*--text-only"):
         load(tmp_path)
     model = load(tmp_path, dtype="f32", text_only=True)
     assert model.config.architecture == architecture
@@ -248,7 +248,7 @@ def test_greedy_text_equals_torch(name, tmp_path):
         made = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
     for layers in ("scan", "unroll"):
         model = load(tmp_path, dtype="f32", layers=layers)
-        model = model.replace(config=dataclasses.replace(model.config, eos_ids=()))
+        model = model.replace(config=dataclasses.replace(model.config, eos_ids=()), folder="")
         assert kvq.generate(model, [prompt], max_new_tokens=24).tokens == [made[0, 20:].tolist()]
 
 

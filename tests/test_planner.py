@@ -9,6 +9,7 @@ from kvqjax.catalogue import KNOWN, config_of
 from kvqjax.chips import GPUS, slice_of, target_name
 from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.planner import DEVICES, GIB, Device, headroom, largest, parameter_shapes, plan_memory, step_bounds
+from kvqjax.sharding import MeshSize
 
 # Parameters as the models' publishers count them (tied heads once).
 PUBLISHED = {
@@ -22,6 +23,8 @@ PUBLISHED = {
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "ministral-8b": 8_019_808_256, "mistral-small-3.1-24b": 23_572_403_200, "mixtral-8x7b": 46_702_792_704,
+    "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
 }  # fmt: skip
 
 
@@ -94,3 +97,31 @@ def test_every_device_has_a_compiler_and_a_target():
         assert bool(device.torus[0]) != (name in GPUS), name
         assert slice_of(name, 8).startswith(device.torus[0] or "1x1x8")
     assert {"t4", "l4", "l40s", "a10g", "b200", "v4"} <= set(DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    # As their publishers round them: 12.9, 2.7, 3.3 and 22 billion pass one token, the embedding table among them.
+    [("mixtral-8x7b", 12.9e9), ("qwen1.5-moe-a2.7b", 2.7e9), ("qwen3-30b-a3b", 3.3e9), ("qwen3-235b-a22b", 22.2e9)],
+)
+def test_a_step_reads_the_experts_that_a_token_passes_through(name, active):
+    config = config_of(name)
+    numbers = sum(x.size for x in jax.tree.leaves(parameter_shapes(config)))
+    assert numbers - config.idle_numbers == pytest.approx(active, rel=0.02)
+    found = plan_memory(config, "kivi:bits=2", 4096, 1)
+    reading, _ = step_bounds(found, config, 4096, 1, Device(80, 1, 1))
+    table = config.vocab_size * config.width
+    wanted = 2 * (numbers - config.idle_numbers - table) + found.constants + found.cache
+    assert reading == pytest.approx(wanted / 1e9)
+    per_layer = 2 * config.width * (config.query_width + config.kv_width) + config.mlp_numbers
+    assert per_layer * config.num_layers == pytest.approx(numbers - config.idle_numbers - 2 * table, rel=1e-3)
+
+
+def test_experts_on_a_mesh():
+    """Qwen3-235B in bfloat16 is 438 GiB: each of 8 devices holds an eighth of all that is split."""
+    config = config_of("qwen3-235b-a22b")
+    alone, spread = (plan_memory(config, "kivi:bits=2", 4096, 1, MeshSize(model=n)) for n in (1, 8))
+    assert alone.weights / GIB == pytest.approx(438, abs=1)
+    assert spread.weights == pytest.approx(alone.weights / 8, rel=0.01)
+    with pytest.raises(kvq.UserError, match="mesh model=3 must divide 64 heads and 128 experts"):
+        plan_memory(config, "exact", 4096, 1, MeshSize(model=3))

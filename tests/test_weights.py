@@ -10,8 +10,10 @@ from checkpoints import CONFIG, Q_PROJ, assert_same, edit, random_params, split
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
+from kvqjax import decoder, stored, weights
 from kvqjax import model as model_module
-from kvqjax import stored, weights
+from kvqjax.checkpoint import open_checkpoint
+from kvqjax.config import ExpertConfig, ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.model import Model, load
 
@@ -72,6 +74,42 @@ def test_each_device_holds_and_reads_only_its_slice(folder, monkeypatch):
     assert read_sizes[Q_PROJ] == [16 * 32 // 4] * 4
     assert read_sizes["model.embed_tokens.weight"] == [32 * 16 // 4] * 4
     assert len(model.params["norm"].addressable_shards) == 4
+
+
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
+def test_a_load_reads_every_byte_once_and_holds_one_layer_besides(layers, tmp_path, monkeypatch):
+    """Experts are the hard case: one stack of them is a third of all weights."""
+    config = ModelConfig(
+        vocab_size=64,
+        width=64,
+        mlp_width=64,
+        num_layers=12,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        qk_norm=True,
+        architecture="Qwen3MoeForCausalLM",
+        experts=ExpertConfig(count=4, per_token=2, width=64, dense_layers=(3,)),
+    )
+    weights.save_params(tmp_path, random_params(config), config)
+    split(tmp_path)
+    read, held, genuine = {}, [], stored.read
+
+    def spy(tensor, index):
+        piece = genuine(tensor, index)
+        read[tensor.name] = read.get(tensor.name, 0) + piece.nbytes
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+        return piece
+
+    monkeypatch.setattr(stored, "read", spy)
+    monkeypatch.setattr(weights, "PIECE", 1)
+    before = sum(x.nbytes for x in jax.live_arrays())
+    params = weights.load_params(tmp_path, config, layers=layers)
+    assert read == {name: tensor.nbytes for name, tensor in open_checkpoint(tmp_path).items()}
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    one_layer = 4 * 64 * 64 * 4
+    assert max(held) - before <= total + 2 * one_layer
+    assert_same(decoder.unrolled(params), decoder.unrolled(random_params(config)))
 
 
 def test_tied_checkpoint_may_repeat_the_embedding_but_not_contradict_it(folder):

@@ -52,7 +52,7 @@ def vision_alone(folder):
 BROKEN = {
     "bin": (
         pickled,
-        "pytorch_model.bin: a .bin file can run code and is not read; convert it where .* save_pretrained",
+        "pytorch_model.bin: a .bin file can run code and is not read; convert it where .*m.save_pretrained",
     ),
     "vision alone": (vision_alone, "holds a vision model alone .'vision_tower.patch_conv.weight' and its like."),
     "vision too": (
