@@ -26,7 +26,7 @@ from kvqjax.eval.tune.trial import Trial
 from kvqjax.forward import check_constants
 from kvqjax.methods import exact
 
-LENGTH, CHUNK = 96, 32
+LENGTH, CHUNK = 128, 32
 LIST = "kivi:bits=2,window=0,kivi:bits=4,window=32,higgs:bits=2,buffer=32,higgs:bits=4,buffer=32,uniform:bits=2"
 SETTINGS = Settings(context=1024, batch=2)
 
