@@ -21,17 +21,23 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
 from benchmarks.calibrated import span_rows
-from benchmarks.gate import SHAPES, STRESS, open_shape
+from benchmarks.gate import CHUNK, LENGTH, SHAPES, STRESS, open_shape
+from kvqjax.catalogue import config_of
 from kvqjax.errors import UserError
+from kvqjax.eval.replay import replay
 from kvqjax.eval.stress import add_key_bias, stressed
 from kvqjax.eval.synthetic import filler
-from kvqjax.eval.tune import Settings, needed_windows, tune, tune_windows
-from kvqjax.eval.tune.candidates import named, sorted_out
+from kvqjax.eval.tune import Settings, tune, tune_windows
+from kvqjax.eval.tune.candidates import named
+from kvqjax.eval.tune.estimate import estimated
+from kvqjax.eval.tune.measure import divergence
 from kvqjax.eval.tune.report import line_at
+from kvqjax.methods import exact, parse
 from kvqjax.model import load
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +46,7 @@ BUDGETS = (2.5, 3.2, 2.3, 4.2)
 METHODS = "kivi:window=0,kivi:group=128,window=0,higgs:buffer=32,uniform"
 KEY = ("shape", "stress", "budget")
 BIAS = 20.0
+WINDOWS, SCORED, SEARCHED, HELD = 16, LENGTH // 2 + 1, 5, 0  # rows, first position scored, seeds of the two sets
 BOUND = 0.85
 
 
@@ -66,9 +73,8 @@ def tuned_at(model, row: dict, out: Path):
     if row["shape"] == "demo":
         return tune(model, filler(np.random.default_rng(0), 20000), budget=row["budget"], methods=METHODS, out=out)
     methods = named(METHODS, model.config)
-    windows = max(16, needed_windows(2 * model.config.num_layers * len(sorted_out(methods, model.config).parts)))
-    searched, kept_back = (span_rows(model, windows, 384, seed=seed) for seed in (5, 0))
-    settings = Settings(scored_from=193, batch=16)
+    searched, kept_back = (span_rows(model, WINDOWS, LENGTH, seed=seed) for seed in (SEARCHED, HELD))
+    settings = Settings(scored_from=SCORED, batch=WINDOWS)
     return tune_windows(model, methods, row["budget"], searched, kept_back, settings=settings, out=out)
 
 
@@ -91,13 +97,76 @@ def measure(row: dict, out: Path) -> dict:
     return row | found | {"measurements": tuned.about["measurements"], "cpu_seconds": seconds}
 
 
+def again(row: dict) -> float:
+    """The divergence of a recorded row's policy on the same windows, through its own cache."""
+    model = opened(row["shape"], row["stress"])
+    held = jnp.asarray(span_rows(model, WINDOWS, LENGTH, seed=HELD))
+    reference = replay(model, held, exact(), CHUNK)
+    return float(np.asarray(divergence(model, held, reference, parse(row["policy"]), CHUNK, SCORED)).mean())
+
+
+def held_at(rows: list[dict], budget: float) -> list[str]:
+    """Shapes without stress whose policy at this budget is at most BOUND times the line."""
+    plain = [row for row in rows if (row["stress"], row["budget"]) == ("none", budget) and row["shape"] in SHAPES]
+    return [row["shape"] for row in plain if row.get("ratio") is not None and row["ratio"] <= BOUND]
+
+
+def tables(rows: list[dict]) -> str:
+    """The record as Markdown."""
+    lines = ["| model | stress | budget | bits | KL divergence | line | ratio | best single that fits | policy |"]
+    lines.append("|---|---|--:|--:|--:|--:|--:|--:|---|")
+    for row in sorted(rows, key=key_of):
+        name = f"| {row['shape']} | {row['stress']} | {row['budget']} "
+        if "refused" in row:
+            lines.append(f"{name}| | | | | | {row['refused']} |")
+            continue
+        kld = f"{row['kld']:.3g} +- {row['kld_error']:.2g}"
+        line, ratio = (f"{row[key]:.3g}" if row[key] is not None else "" for key in ("line", "ratio"))
+        single = f"{row['single_kld']:.3g}" if "single_kld" in row else "none"
+        lines.append(f"{name}| {row['bits']:.3f} | {kld} | {line} | {ratio} | {single} | `{row['policy']}` |")
+    lines.append("")
+    for budget in (2.5, 3.2):
+        held = held_at(rows, budget)
+        share = f"{len(held)} of the {len(SHAPES)} shapes"
+        lines.append(f"At {budget} bits {share} are at most {BOUND} x the line: {', '.join(held)}.")
+    models = sorted({(row["shape"], row["stress"]) for row in rows if "cpu_seconds" in row})
+    spent = {m: sum(r.get("cpu_seconds", 0) for r in rows if (r["shape"], r["stress"]) == m) for m in models}
+    most = max(spent, key=lambda m: spent[m])
+    lines.append(
+        f"All four budgets of a model together took at most {spent[most] / 60:.1f} minutes of CPU time ({most[0]})."
+    )
+    return "\n".join(lines)
+
+
+def write_page(page: Path, rows: list[dict]) -> None:
+    """The tables between the page's marks, and the cost of a large model."""
+    costs = [
+        estimated(config_of("llama-3.1-8b"), "data-free", *at, Settings()) for at in (("h100", ""), ("v5e", "model=8"))
+    ]
+    head = "| device | mesh | candidates | forward passes | tokens | hours at the bound | GiB on a device |"
+    cost = [head, "|---|---|--:|--:|--:|--:|--:|"]
+    for row in costs:
+        size = f"{row['forward_passes']} | {row['tokens']} | {row['hours']:.2f} | {row['bytes'] / 2**30:.1f}"
+        cost.append(f"| {row['device']} | {row['mesh'] or 'one chip'} | {row['candidates']} | {size} |")
+    text = page.read_text(encoding="utf-8")
+    for mark, made in {"record": tables(rows), "cost": "\n".join(cost)}.items():
+        before, rest = text.split(f"<!-- {mark} -->\n")
+        after = rest.split(f"<!-- end of {mark} -->\n")[1]
+        text = f"{before}<!-- {mark} -->\n{made}\n<!-- end of {mark} -->\n{after}"
+    page.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=("demo", *SHAPES))
     parser.add_argument("--stress", action="append", choices=(*STRESS, "key bias"))
+    parser.add_argument("--page", type=Path, help="write the record's tables into this page and end")
     parser.add_argument("--out", type=Path, default=RECORD)
     given = parser.parse_args()
     done = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
+    if given.page is not None:
+        write_page(given.page, done)
+        return
     known = {key_of(row) for row in done}
     shapes, stresses = given.shape or ("demo", *SHAPES), given.stress or (*STRESS, "key bias")
     wanted = [

@@ -11,6 +11,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.config import KVShape
+from kvqjax.eval.tune import Settings
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
 ROWS, LENGTH, CALLS = 2, 48, 20
@@ -83,7 +84,11 @@ def on_one_device(tmp_path: Path) -> dict:
         "shard": lambda n: kvq.shard(model, METHOD, data=2),
         "calibrate": lambda n: kvq.calibrate.run(*xquant),
         "eval": lambda n: kvq.eval.perplexity(recall, np.full(256, n), METHOD, tokens=128, window=64, chunk=32),
+        "tune": lambda n: kvq.tune(recall, TEXT, budget=3.0, methods=TUNED, settings=Settings(window=96)),
     }
+
+
+TUNED, TEXT = "higgs:bits=2,buffer=32,kivi:bits=4,window=0", "ab12 cd34 " * 120
 
 
 def check(name: str, call) -> None:

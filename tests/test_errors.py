@@ -21,6 +21,7 @@ from kvqjax.cli.common import require_room
 from kvqjax.config import ExpertConfig
 from kvqjax.eval.corpora import read_text
 from kvqjax.eval.plots import check_picture
+from kvqjax.eval.tune import Settings
 from kvqjax.eval.windows import windows
 from kvqjax.hf_config import parse_config, read_config
 from kvqjax.lock import held
@@ -325,6 +326,7 @@ CASES = {
     "budget that no method reaches": tuning(budget=0.5),
     "budget that the exact cache meets": tuning(budget=40),
     "text too short to choose by": tuning(text="ab12ab12 " * 50),
+    "windows too short to tell": tuning(settings=Settings(window=64)),
     "methods that the model refuses": tuning(methods="higgs,uniform:bits=4,group=48"),
     "methods for all layers only": tuning(methods="aqua:bits=2"),
     "methods that are too slow": tuning(methods="kivi:bits=4", device="v5e", slowdown=0.01),

@@ -1,7 +1,11 @@
 """Tuning: codecs as data say what their own caches say; the search; measurements that survive a stop; budgets."""
 
 import dataclasses
+import importlib
 import itertools
+import json
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +30,8 @@ from kvqjax.eval.tune.trial import Trial
 from kvqjax.forward import check_constants
 from kvqjax.methods import exact
 
-LENGTH, CHUNK = 96, 32
+ROOT = Path(__file__).parents[1]
+LENGTH, CHUNK = 128, 32
 LIST = "kivi:bits=2,window=0,kivi:bits=4,window=32,higgs:bits=2,buffer=32,higgs:bits=4,buffer=32,uniform:bits=2"
 SETTINGS = Settings(context=1024, batch=2)
 
@@ -281,3 +286,28 @@ def test_budgets_that_are_none(text):
 
 def test_more_choices_want_more_text():
     assert needed_windows(2) == 4 < needed_windows(100) < needed_windows(1000) < 20
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """benchmarks.tune, found after everything installed."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    return importlib.import_module("benchmarks.tune")
+
+
+def test_the_record_holds_what_was_asked_for_and_the_page_says_it(bench):
+    rows = json.loads(bench.RECORD.read_text(encoding="utf-8"))
+    assert len(bench.held_at(rows, 2.5)) >= 4
+    assert len(bench.held_at(rows, 3.2)) >= 4
+    for row in rows:
+        if "refused" not in row:
+            assert row["bits"] <= row["budget"]
+            assert row["kld"] <= row.get("single_kld", np.inf) + row["kld_error"]
+    assert bench.tables(rows) in (ROOT / "docs" / "howto" / "tune.md").read_text(encoding="utf-8")
+
+
+def test_a_recorded_policy_is_measured_again(bench):
+    """Sums in another order flip codes at ties, so divergences may differ by 5 %, as the gate's."""
+    rows = json.loads(bench.RECORD.read_text(encoding="utf-8"))
+    (row,) = (row for row in rows if bench.key_of(row) == ("recall", "none", 2.5))
+    assert bench.again(row) == pytest.approx(row["kld"], rel=0.05)

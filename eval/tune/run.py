@@ -20,6 +20,7 @@ from kvqjax.calibrate.resume import identity
 from kvqjax.doors import check_model
 from kvqjax.errors import UserError
 from kvqjax.eval.corpora import halves
+from kvqjax.eval.measure_drift import encoded_from
 from kvqjax.eval.stamp import CONTEXT, ledger_of
 from kvqjax.eval.tune.budget import read_budget
 from kvqjax.eval.tune.candidates import Candidates, fast_enough, layer_bytes, named, sorted_out
@@ -99,8 +100,7 @@ def tune_windows(
     candidates have learnt, where any needs it."""
     found = sorted_out(list(methods), model.config)
     trial = Trial(model, found, constants or Learnt({}, ()))
-    if searched.shape[1] % settings.chunk:
-        raise UserError(f"windows of {searched.shape[1]} tokens do not divide into chunks of {settings.chunk}")
+    _check_length(trial, searched.shape[1], settings.chunk)
     table = Table(layer_bytes(model, found, settings.context), np.zeros((1, 2, 1)), found.whole)
     asked = read_budget(budget)
     limit = limit_of(asked, table, model, settings.context)
@@ -113,6 +113,19 @@ def tune_windows(
     about: dict[str, Any] = {"budget": asked._asdict(), "settings": dataclasses.asdict(settings), "sinks": found.sinks}
     about |= {"windows": [len(searched), len(kept_back)], "measurements": sum(len(m.known) for m in (search, report))}
     return Tuned(method, artifact, rows, about)
+
+
+def _check_length(trial: Trial, length: int, chunk: int) -> None:
+    """Raise UserError where windows are no whole chunks, or end before every candidate has encoded something that a
+    later chunk reads: one that has not would seem to lose nothing."""
+    if length % chunk:
+        raise UserError(f"windows of {length} tokens do not divide into chunks of {chunk}")
+    for method in (*trial.found.parts[1:], *trial.found.others):
+        first = -(-encoded_from(trial.model, method, length) // chunk) * chunk
+        if length <= first:
+            raise UserError(
+                f"windows of {length} tokens end before {method} reads what it has encoded; wanted {first + chunk}"
+            )
 
 
 def _final(
