@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from benchmarks.schedule import estimate
@@ -17,7 +18,7 @@ from benchmarks.step_cost.values import Values
 from benchmarks.step_cost.walk import Visit, Walk, given
 from kvqjax.cache import CacheLayout, plan
 from kvqjax.config import ModelConfig
-from kvqjax.planner import DEVICES, parameter_count
+from kvqjax.planner import DEVICES, parameter_shapes
 
 ASSUMPTIONS = {
     "gpu": [
@@ -56,7 +57,7 @@ def least_operations(config: ModelConfig, held: int, new: int) -> float:
     """Of `new` tokens of one row that holds `held`: every weight for each of them, the head for the last, scores and
     weighted sums over the tokens that each of them sees."""
     table = config.vocab_size * config.width
-    weights = parameter_count(config) - (1 if config.tied_embeddings else 2) * table
+    weights = sum(math.prod(shape.shape) for shape in jax.tree.leaves(parameter_shapes(config)["layers"]))
     seen = [np.minimum(np.arange(held, held + new) + 1, window or held + new).sum() for window in config.windows]
     return 2.0 * (weights * new + table) + 4.0 * config.query_width * float(sum(seen))
 
@@ -94,7 +95,9 @@ def walked(program: Program, known: dict[str, np.ndarray]) -> Walk:
     """All that one call of a program runs."""
     entry = program.computations[program.entry]
     found = Walk(program, [], 0, [])
-    found.step(program.entry, Values(program, program.entry, [given(p, known) for p in entry.parameters]), 1, "rest", False)
+    found.step(
+        program.entry, Values(program, program.entry, [given(p, known) for p in entry.parameters]), 1, "rest", False
+    )
     return found
 
 

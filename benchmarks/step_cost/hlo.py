@@ -148,7 +148,7 @@ def _fields(row: str) -> dict[str, int]:
 
 
 def _parts(text: str) -> dict[int, str]:
-    """Stack frame -> part, by the outermost source file that belongs to one."""
+    """Stack frame -> part, by the outermost source file that belongs to one, attention first."""
     files = {int(row.split()[0]): row for row in _table(text, "FileNames")}
     locations = {int(row.split()[0]): _fields(row) for row in _table(text, "FileLocations")}
     frames = {int(row.split()[0]): _fields(row) for row in _table(text, "StackFrames")}
@@ -164,8 +164,9 @@ def _parts(text: str) -> dict[int, str]:
     def part(number: int) -> str:
         if number not in parts:
             above = frames[number].get("parent_frame_id", shift) - shift
-            outer = part(above) if above in frames else "rest"
-            parts[number] = outer if outer != "rest" else own(number)
+            outer, here = part(above) if above in frames else "rest", own(number)
+            # A loop over layers is the decoder's; the attention that it calls is not.
+            parts[number] = outer if outer != "rest" and here != "attention" else here
         return parts[number]
 
     for number in frames:
