@@ -155,12 +155,12 @@ def exact_layer(
     config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
     starts = jnp.arange(0, length, chunk)
 
-    def project(start):
+    def project(h, start):
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
         return positions, decoder.project(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), positions, config)
 
     def keys(start):
-        positions, projected = project(start)
+        positions, projected = project(h, start)
         sources = run.wiring.capture(weights, constants, projected, positions)
         k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
         made = sources, {"k": rotate(k, positions, config), "v": v}
@@ -175,18 +175,21 @@ def exact_layer(
     tiled = _tiled(q, prompt, chunk) if path.kernels == "tiles" else None
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
 
-    def attended(mass, start):
+    def attended(loop, start):
+        mass, h = loop  # a chunk of h is read by itself alone, so what comes out takes its place
         if tiled is not None:
             out = jax.lax.dynamic_slice_in_dim(tiled, start, chunk, 1)
         elif path.kernels in ("splash", "interpret"):
-            out = _splashed(project(start)[1].q, start, prompt, by_head, path.kernels == "interpret")
+            out = _splashed(project(h, start)[1].q, start, prompt, by_head, path.kernels == "interpret")
         else:
-            q = project(start)[1].q
+            q = project(h, start)[1].q
             (out, lse), blocks = _by_blocks(q, start, prompt)
             mass = _received(q, start, prompt, lse, blocks, mass) if weighing else mass
         spoilt = jax.lax.dynamic_slice_in_dim(broken, start, chunk, 1)[:, :, None, None]
         out = jnp.where(spoilt, jnp.nan, out)
-        return mass, decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out, config)
+        done = decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out, config)
+        return (mass, jax.lax.dynamic_update_slice_in_dim(h, done, start, 1)), None
 
-    mass, done = jax.lax.scan(attended, jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0), starts)
-    return new, join(done), finite, mass
+    empty = jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0)
+    (mass, h), _ = jax.lax.scan(attended, (empty, h), starts)
+    return new, h, finite, mass
