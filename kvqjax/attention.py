@@ -136,8 +136,10 @@ def tiled_attention(
         done = _finish(state).out.astype(out.dtype)
         return state, jax.lax.dynamic_update_slice_in_dim(out, done, row * queries, 1)
 
-    blank = _start(_grouped(q[:, :queries], k.shape[2]), q.shape[-1])
-    return jax.lax.fori_loop(0, len(tiles), step, (blank, jnp.zeros_like(q)))[1]
+    # Not zeros: XLA would make those of all unrolled layers at once.
+    blank = (_start(_grouped(q[:, :queries], k.shape[2]), q.shape[-1]), q)
+    blank = jax.tree.map(lambda x: jnp.full(x.shape, q[0, 0, 0, 0], x.dtype), blank)
+    return jax.lax.fori_loop(0, len(tiles), step, blank)[1]
 
 
 def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:

@@ -13,6 +13,7 @@ from kvqjax.cache import pick
 from kvqjax.cache.append import window_tokens
 from kvqjax.cache.eviction import Chosen, choose, received
 from kvqjax.cache.state import Cache, CacheLayout, RunPlan, due, plan
+from kvqjax.chunk_paths import SCORES, by_splash, kernels_of
 from kvqjax.finite import found_finite, spoiled, zeroed
 from kvqjax.model import Model
 from kvqjax.pallas_kernels import splash
@@ -22,7 +23,6 @@ from kvqjax.segments import visible
 __all__ = ["Path", "chosen_tokens", "exact_layer", "path_of"]
 
 CHUNK, LARGE = 512, 2048  # prompt tokens at a time: where one core does the work, and where there are many
-SCORES = 2**30  # bytes of one tile's scores on a GPU
 
 
 class Path(NamedTuple):
@@ -35,14 +35,13 @@ class Path(NamedTuple):
 
 def path_of(layout: CacheLayout, length: int) -> Path:
     """How a prompt of `length` tokens, a bucket, attends to itself on the chip that a cache is for."""
-    small = Path("off", min(CHUNK, length))
-    if layout.target == "cpu" or length <= CHUNK:
+    small, kernels = Path("off", min(CHUNK, length)), kernels_of(layout.target)
+    if kernels == "off" or length <= CHUNK:
         return small
     chunk = -(-length // -(-length // LARGE) // CHUNK) * CHUNK  # as even as chunks of CHUNK can be
-    if layout.target.startswith("sm"):
-        return Path("tiles", chunk)
     whole = -(-length // chunk) * chunk
-    return Path("splash", chunk) if splash.fits(chunk, whole, layout.shape.head_dim) else small
+    there = kernels == "tiles" or splash.fits(chunk, whole, layout.shape.head_dim)
+    return Path(kernels, chunk) if there else small
 
 
 def chosen_tokens(model: Model, cache: Cache, constants, h, counts) -> tuple[Chosen | None, dict]:
@@ -131,19 +130,31 @@ def _received(q, start, prompt: _Prompt, lse, blocks, mass):
     return jax.lax.fori_loop(*blocks, add, mass)
 
 
-def _splashed(q, start, prompt: _Prompt, by_head, interpret: bool):
+def _splashed(q, start, prompt: _Prompt, by_head, kernels: str):
     """`_by_blocks`' output by splash attention, on a TPU, with keys and values by head."""
     places = start + jnp.arange(q.shape[1])
     # What is only padding sees nothing: its blocks are left out.
     newest = jnp.where(places < prompt.counts.max(), places, -1)
 
-    def kernel(q, newest, k, v):
+    def kernel(q, newest, k, v, interpret):
         return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret).out
 
-    if interpret:
-        return kernel(q, newest, *by_head)
     plain = lambda q, *_: _by_blocks(q, start, prompt)[0].out  # noqa: E731
-    return jax.lax.platform_dependent(q, newest, *by_head, tpu=kernel, default=plain)
+    return by_splash(kernels, kernel, plain, q, newest, *by_head)
+
+
+def _by_chunks(make, starts, h: Float[Array, "B T E"]):
+    """What `make(start)` gives, [B, chunk, ..], for all chunks: [B, T, ..]."""
+
+    def step(found, start):
+        put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1)  # noqa: E731
+        return jax.tree.map(put, found, make(start)), None
+
+    # Not zeros: XLA would make those of all unrolled layers at once.
+    blank = jax.tree.map(
+        lambda x: jnp.full((h.shape[0], h.shape[1], *x.shape[2:]), h[0, 0, 0], x.dtype), jax.eval_shape(make, starts[0])
+    )
+    return jax.lax.scan(step, blank, starts)[0]
 
 
 def exact_layer(
@@ -167,10 +178,7 @@ def exact_layer(
         each = found_finite(h.dtype, *jax.tree.map(lambda x: x.reshape(batch, chunk, -1), made))
         return *(zeroed(h.dtype, x) for x in made), each, projected.q if path.kernels == "tiles" else ()
 
-    def join(x):
-        return jnp.moveaxis(x, 0, 1).reshape(batch, length, *x.shape[3:])
-
-    new, attending, finite, q = jax.tree.map(join, jax.lax.map(keys, starts))
+    new, attending, finite, q = _by_chunks(keys, starts, h)
     broken, prompt = spoiled(finite, counts), _Prompt(attending["k"], attending["v"], counts, run.sliding)
     tiled = _tiled(q, prompt, chunk) if path.kernels == "tiles" else None
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
@@ -180,7 +188,7 @@ def exact_layer(
         if tiled is not None:
             out = jax.lax.dynamic_slice_in_dim(tiled, start, chunk, 1)
         elif path.kernels in ("splash", "interpret"):
-            out = _splashed(project(h, start)[1].q, start, prompt, by_head, path.kernels == "interpret")
+            out = _splashed(project(h, start)[1].q, start, prompt, by_head, path.kernels)
         else:
             q = project(h, start)[1].q
             (out, lse), blocks = _by_blocks(q, start, prompt)

@@ -48,7 +48,7 @@ def compile_row(row: Row, config: ModelConfig, folder: Path, dump: Path | None =
     if dump is not None:
         dump.write_text(text, encoding="utf-8")
     held, new = (row.context, row.chunk) if row.chunk else (0, row.context)
-    price = kernel_cost(folder, row.chip) if row.step.is_tpu else None
+    price = kernel_cost(folder, row.chip, row.chunk, config.windows[0]) if row.step.is_tpu else None
     found = costs(parse(text), row.chip, facts(layout, held, new, 1), price)
     made = record(found, config, row.chip, held, new, 1)
     made["temp_gb"] = (memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / 1e9
