@@ -9,6 +9,7 @@ ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^}]*\
 HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{")
 LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 PASSED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy", "while", "conditional")
+WRAPPED = re.compile(r'\{\n("[^\n]*)\n\}')  # what a kernel's author says of it stands on lines of its own
 # The part of a step that a source file belongs to; whatever is in no other file is "rest".
 PARTS = {
     "segments.py": "attention",
@@ -123,7 +124,7 @@ def parse(text: str) -> Program:
     """A program from `compiled.as_text()`."""
     found: dict[str, Computation] = {}
     entry, current, root, name = "", None, "", ""
-    for line in text.splitlines():
+    for line in WRAPPED.sub(r"{\1}", text).splitlines():
         head = HEAD.match(line)
         if head and not line.startswith(("HloModule", " ")):
             current, name = {}, head[2]
