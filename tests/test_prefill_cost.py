@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from tiny import tiny
 
+from kvqjax.planner import prompt_operations
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -34,9 +36,9 @@ def test_products_of_a_loop_are_counted_by_its_trips(counter):
     assert found.unsure == []
 
 
-def test_the_least_that_a_prompt_needs(counter):
+def test_the_least_that_a_prompt_needs():
     """Weights of two layers for each token, the head for one, scores and sums over what each token sees."""
-    config, least = tiny().config, counter("prefill_cost.account").least_operations
+    config, least = tiny().config, prompt_operations
     layer = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32  # q, k and v, o, the MLP, two norms
     assert least(config, 0, 1) == 2 * (2 * layer + 50 * 32) + 2 * 4 * 64 * 1
     assert least(config, 0, 3) - least(config, 0, 2) == 2 * 2 * layer + 2 * 4 * 64 * 3

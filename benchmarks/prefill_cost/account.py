@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from benchmarks.schedule import estimate
@@ -18,7 +17,7 @@ from benchmarks.step_cost.values import Values
 from benchmarks.step_cost.walk import Visit, Walk, given
 from kvqjax.cache import CacheLayout, plan
 from kvqjax.config import ModelConfig
-from kvqjax.planner import DEVICES, parameter_shapes
+from kvqjax.planner import DEVICES, prompt_operations
 
 ASSUMPTIONS = {
     "gpu": [
@@ -51,15 +50,6 @@ class Costs(NamedTuple):
 def peak(chip: str) -> float:
     """Operations a second."""
     return DEVICES[NAMES.get(chip, chip)].tflops * 1e12
-
-
-def least_operations(config: ModelConfig, held: int, new: int) -> float:
-    """Of `new` tokens of one row that holds `held`: every weight for each of them, the head for the last, scores and
-    weighted sums over the tokens that each of them sees."""
-    table = config.vocab_size * config.width
-    weights = sum(math.prod(shape.shape) for shape in jax.tree.leaves(parameter_shapes(config)["layers"]))
-    seen = [np.minimum(np.arange(held, held + new) + 1, window or held + new).sum() for window in config.windows]
-    return 2.0 * (weights * new + table) + 4.0 * config.query_width * float(sum(seen))
 
 
 def facts(layout: CacheLayout, held: int, new: int, batch: int) -> dict[str, np.ndarray]:
@@ -126,7 +116,7 @@ def costs(program: Program, chip: str, known: dict[str, np.ndarray], kernel_cost
 
 def record(found: Costs, config: ModelConfig, chip: str, held: int, new: int, batch: int) -> dict:
     """The account as JSON has it."""
-    least = batch * least_operations(config, held, new)
+    least = batch * prompt_operations(config, held, new)
     total = sum(found.seconds.values())
     return {
         "launches": found.launches,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import numpy as np
+import jax.numpy as jnp
 
 from benchmarks.prefill_cost.account import KernelCost
 from benchmarks.schedule import BUNDLE
@@ -38,7 +38,7 @@ def seen(queries: int, keys: int, whole: int, sliding: int | None) -> tuple[floa
         return float(every), every
     counts = []
     for start in range(0, whole, queries):
-        first, last = seen_blocks(np.arange(start, start + queries), keys, blocks, sliding)
+        first, last = seen_blocks(jnp.arange(start, start + queries), keys, blocks, sliding)
         counts.append(int((last - first).sum()))
     return sum(counts) / len(counts), every
 
