@@ -33,7 +33,7 @@ and counted. **Nothing on this page was measured on a chip.**
 The **bound** is the least number of operations at the chip's dense 16-bit peak as its vendor states it: every weight
 for each token, the head for the last one, scores and weighted sums over the tokens that each one sees. A row without a
 chunk is an exact prefill of the whole context; one with a chunk is that many tokens after the context, through the
-cache.
+cache. With `keep=h2o` an exact prefill runs all layers twice, the first time in blocks of 512 tokens.
 
 ## What is assumed
 """
