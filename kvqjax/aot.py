@@ -1,6 +1,7 @@
 """Programs compiled ahead of time for chips that are not there (kvqjax/chips.py), to hold the planner to its promises.
 
-What is compiled is the decode loop of `generate`: weights, constants and cache as arguments, the cache donated."""
+What is compiled is the decode loop of `generate`, a whole prompt or a chunk of one: weights, constants and cache as
+arguments, the cache donated."""
 
 import functools
 import time
@@ -17,6 +18,7 @@ from kvqjax.chips import chip_devices, target_name
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import unrolled
 from kvqjax.errors import UserError
+from kvqjax.forward import forward, prefill
 from kvqjax.generation import LoopState, decode_steps
 from kvqjax.methods import Method
 from kvqjax.model import Model
@@ -24,7 +26,16 @@ from kvqjax.planner import ALONE, parameter_shapes
 from kvqjax.sampling import make_sampling
 from kvqjax.sharding import MeshSize, Rules, rules_for
 
-__all__ = ["Compiled", "abstract_model", "compile_decode", "decode_arguments", "layout_for", "lower_decode"]
+__all__ = [
+    "Compiled",
+    "abstract_model",
+    "compile_decode",
+    "decode_arguments",
+    "layout_for",
+    "lower_chunk",
+    "lower_decode",
+    "lower_prompt",
+]
 
 NEW_TOKENS = 64
 
@@ -68,11 +79,21 @@ def _placed(tree, mesh, specs):
     return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(place, spec), part), specs, tree)
 
 
-def decode_arguments(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str = "cpu"):
-    """What `decode_steps` takes, as shapes on the mesh of `rules`."""
+def _model_and_cache(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str):
+    """A model and a cache as shapes on the mesh of `rules`."""
     layout = rules.cache_layout(layout_for(config, method, context, chip), batch)
     model = abstract_model(config, layout)
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))
+    params = _placed(model.params, rules.mesh, rules.parameters(model.params))
+    constants = _placed(model.constants, rules.mesh, PartitionSpec())
+    alone = rules.mesh.size == 1
+    model = model.replace(params=params, constants=constants, rules=None if alone else rules)
+    return model, _placed(cache, rules.mesh, rules.cache(cache))
+
+
+def decode_arguments(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str = "cpu"):
+    """What `decode_steps` takes, as shapes on the mesh of `rules`."""
+    model, cache = _model_and_cache(config, method, context, batch, rules, chip)
 
     def rest(cache):
         tokens, made = jnp.zeros((batch, NEW_TOKENS), jnp.int32), jnp.zeros((batch,), jnp.int32)
@@ -80,15 +101,29 @@ def decode_arguments(config: ModelConfig, method: Method, context: int, batch: i
         return loop, make_sampling(), jnp.zeros((1,), jnp.int32), jnp.int32(0)
 
     state, *more = _placed(jax.eval_shape(rest, cache), rules.mesh, PartitionSpec())
-    params = _placed(model.params, rules.mesh, rules.parameters(model.params))
-    constants = _placed(model.constants, rules.mesh, PartitionSpec())
-    cache = _placed(cache, rules.mesh, rules.cache(cache))
-    alone = rules.mesh.size == 1
-    return (
-        model.replace(params=params, constants=constants, rules=None if alone else rules),
-        state.replace(cache=cache),
-        *more,
-    )
+    return model, state.replace(cache=cache), *more
+
+
+def prompt_arguments(config: ModelConfig, method: Method, context: int, new: int, batch: int, rules: Rules, chip: str):
+    """What `prefill` and `forward` take for `new` tokens a row, as shapes on the mesh of `rules`."""
+    model, cache = _model_and_cache(config, method, context, batch, rules, chip)
+    tokens = jax.ShapeDtypeStruct((batch, new), jnp.int32)
+    counts = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return model, *_placed((tokens, counts), rules.mesh, PartitionSpec()), cache
+
+
+def lower_prompt(config: ModelConfig, method: Method, context: int, batch: int, chip: str) -> Lowered:
+    """The exact prefill of `batch` prompts of `context` tokens, lowered for one device of a chip, the cache donated."""
+    rules = rules_for(config, method, ALONE, chip_devices(chip))
+    arguments = prompt_arguments(config, method, context, context, batch, rules, chip)
+    return jax.jit(prefill, donate_argnames="cache").lower(*arguments)
+
+
+def lower_chunk(config: ModelConfig, method: Method, context: int, new: int, batch: int, chip: str) -> Lowered:
+    """`new` tokens of each row through a cache that has room for `context` tokens more, likewise."""
+    rules = rules_for(config, method, ALONE, chip_devices(chip))
+    arguments = prompt_arguments(config, method, context + new, new, batch, rules, chip)
+    return jax.jit(forward, static_argnames="last", donate_argnames="cache").lower(*arguments, last=True)
 
 
 def lower_decode(

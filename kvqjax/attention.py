@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["Partial", "blockwise_attention", "merge", "merge_over", "segment_attention", "total_lse"]
+__all__ = ["Partial", "blockwise_attention", "merge", "merge_over", "segment_attention", "tiled_attention", "total_lse"]
 
 
 class Partial(NamedTuple):
@@ -106,6 +107,39 @@ def blockwise_attention(
 
     state, carry = jax.lax.fori_loop(first, last, step, (_start(grouped, width or q.shape[-1]), carry))
     return _finish(state), carry
+
+
+def tiled_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    mask: Callable[[Int[Array, " t"], Int[Array, " s"]], Bool[Array, "B t s"]],
+    tiles: list[tuple[int, int]],
+    size: tuple[int, int],
+) -> Float[Array, "B T H D"]:
+    """Attend tile by tile, in the queries' dtype: `tiles` are (queries, keys) in units of `size`, those of the same
+    queries after each other. `mask(queries, keys)` says which queries see which keys, by their places. The loop is
+    one, and its length static: a GPU runs it without asking the host."""
+    queries, keys = size
+    table = np.asarray(tiles, np.int32)
+    fresh = np.diff(table[:, 0], prepend=-1) != 0
+
+    def step(n, loop):
+        state, out = loop
+        (row, column), new = jnp.asarray(table)[n], jnp.asarray(fresh)[n]
+        part = _grouped(jax.lax.dynamic_slice_in_dim(q, row * queries, queries, 1), k.shape[2])
+        state = jax.tree.map(lambda x, old: jnp.where(new, x, old), _start(part, q.shape[-1]), state)
+        own = (jax.lax.dynamic_slice_in_dim(x, column * keys, keys, 1) for x in (k, v))
+        state = _accumulate(
+            state, part, *own, mask(row * queries + jnp.arange(queries), column * keys + jnp.arange(keys))
+        )
+        done = _finish(state).out.astype(out.dtype)
+        return state, jax.lax.dynamic_update_slice_in_dim(out, done, row * queries, 1)
+
+    # Not zeros: XLA would make those of all unrolled layers at once.
+    blank = (_start(_grouped(q[:, :queries], k.shape[2]), q.shape[-1]), q)
+    blank = jax.tree.map(lambda x: jnp.full(x.shape, q[0, 0, 0, 0], x.dtype), blank)
+    return jax.lax.fori_loop(0, len(tiles), step, blank)[1]
 
 
 def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:

@@ -37,13 +37,11 @@ from kvqjax.model import Model, compute_dtype
 from kvqjax.options import named_options
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
-from kvqjax.prompt import chosen_tokens, exact_layer
+from kvqjax.prompt import Path, chosen_tokens, exact_layer, path_of
 from kvqjax.sharding import Rules, over_mesh
 from kvqjax.verdicts.choose import choose, over_devices
 
 __all__ = ["attend", "check_constants", "commit", "empty_cache", "forward", "init_cache", "planned_layout", "prefill"]
-
-CHUNK = 512  # prompt tokens per step of an exact prefill
 
 Pending = tuple  # one {source: [L_run, B, T, W]} per run
 
@@ -274,15 +272,15 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     layout, runs = cache.layout, plan(cache.layout)
     constants = run_constants(model.constants, layout)
     counts, overflow = admitted(cache, counts)
-    chunk = min(CHUNK, tokens.shape[1])
-    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
+    path = path_of(layout, tokens.shape[1])
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
-    chosen, kept = chosen_tokens(model, cache, constants, h, counts, chunk)
+    chosen, kept = chosen_tokens(model, cache, constants, h, counts)
     carry = slab(runs, tokens.shape if chosen is None else chosen.token.shape, layout.dtype)
     states, whole = [], counts
     for run, state, own in zip(runs, cache.runs, constants, strict=True):
         (h, carry, whole), state = _prefill_run(
-            model, run, state, own, (h, carry, whole), counts, chunk, layout.method.sinks, chosen
+            model, run, state, own, (h, carry, whole), counts, path, layout.method.sinks, chosen
         )
         states.append(state)
     finite = finite_tokens(cache, whole, counts)
@@ -293,7 +291,7 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
 
 
 def _prefill_run(
-    model, run: RunPlan, state: Run, constants, flow: tuple, counts, chunk: int, sinks: int, chosen: Chosen | None
+    model, run: RunPlan, state: Run, constants, flow: tuple, counts, path: Path, sinks: int, chosen: Chosen | None
 ):
     """One run of layers over the whole prompt: attention, then encoding, layer by layer; where there is a choice, of
     the `chosen` tokens as if they were the whole prompt. `flow` goes from layer to layer: hidden states, the method's
@@ -306,7 +304,7 @@ def _prefill_run(
         (h, carry, whole), body, exact = loop
         weights = decoder.layer(model.params, run.first + index)
         fixed = caches.pick(constants, index)
-        new, h, finite, _ = exact_layer(model, run, weights, fixed, h, counts, chunk)
+        new, h, finite, _ = exact_layer(model, run, weights, fixed, h, counts, path)
         whole = jnp.minimum(whole, leading(finite))
         if run.slots and chosen is None:
             body, new, carry = flush_layer(run, body, index, new, held, targets, fixed, carry)

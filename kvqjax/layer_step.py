@@ -152,7 +152,9 @@ def attend_one(
     dtype = call.cache.layout.dtype
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
     below = _below(call, number, index)
-    view = LayerView(run, call.cache.runs[number], index, weights, fixed, zeroed(dtype, new), sinks, below)
+    view = LayerView(
+        run, call.cache.runs[number], index, weights, fixed, zeroed(dtype, new), sinks, below, call.cache.layout.target
+    )
     parts, tile = attend_exact(projected.q, view, call.tokens, call.recode and run.slots > 0, flow.tile)
     body = flow.body
     if run.slots:

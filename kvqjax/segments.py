@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvqjax.attention import Partial, blockwise_attention, segment_attention
+from kvqjax.attention import Partial, segment_attention
 from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
+from kvqjax.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, kernels_of, large_block
 from kvqjax.finite import saturated
 from kvqjax.layout import read
 from kvqjax.methods.direct import MOST_QUERIES, Direct, attend_whole
@@ -36,7 +37,7 @@ class NewTokens(NamedTuple):
 
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
-    `below` are (run, state, constants, layers) of the runs up to this layer."""
+    `below` are (run, state, constants, layers) of the runs up to this layer; `target` names the chip."""
 
     run: RunPlan
     state: Run
@@ -46,6 +47,7 @@ class LayerView(NamedTuple):
     new: dict
     sinks: int
     below: tuple[tuple[RunPlan, Run, dict, Int[Array, ""] | int], ...] = ()
+    target: str = "cpu"
 
 
 def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
@@ -126,6 +128,11 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
         k, v = _expanded(view, sources, positions)
         return segment_attention(q, k, v, mask)
 
+    if not recode and kernels_of(view.target) in ("splash", "interpret") and q.shape[1] >= MANY_QUERIES:
+        k, v = _expanded(view, sources, positions)
+        kept = k.shape[1] - q.shape[1]
+        new = attend_segment(q, k[:, kept:], v[:, kept:], mask[:, :, kept:], view.target)
+        return [segment_attention(q, k[:, :kept], v[:, :kept], mask[:, :, :kept]), new], carry
     if not recode:
         return [part(sources, mask)], carry
     parts, index = [], (positions - view.sinks)[:, None, :]
@@ -138,31 +145,31 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     return [*parts, part(sources, mask)], carry
 
 
-def _payload(run: RunPlan, state: Run, layer, at) -> dict:
-    """One block of every row of one layer, unpacked."""
+def _payload(run: RunPlan, state: Run, layer, at, size: int) -> dict:
+    """`size` tokens of every row of one layer, unpacked."""
     return {
-        source: {name: read(f, state.body[source][name], layer, at, run.reading) for name, f in codec.fields.items()}
+        source: {name: read(f, state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
         for source, codec in run.wiring.codecs.items()
     }
 
 
-def _passed(run: RunPlan, state: Run, constants, at, layer, carry: dict) -> dict:
+def _passed(run: RunPlan, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
     """The carry of one block after one more layer."""
-    return run.wiring.decode(pick(constants, layer), _payload(run, state, layer, at), carry)[1]
+    return run.wiring.decode(pick(constants, layer), _payload(run, state, layer, at, size), carry)[1]
 
 
-def _rebuilt(view: LayerView, at) -> dict:
+def _rebuilt(view: LayerView, at, size: int) -> dict:
     """The carry of one block where none is held: zeros, and with `copy="none"` what the layers below make of them."""
     batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
-    carry = {name: jnp.zeros((batch, view.run.reading, width), dtype) for name, width in view.run.wiring.carry.items()}
+    carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.carry.items()}
     for run, state, constants, count in view.below if view.run.wiring.copy == "none" else ():
-        carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at), carry)
+        carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at, size), carry)
     return carry
 
 
-def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None = None):
-    """(read, first, last) as `blockwise_attention` wants them, for the encoded tokens of every row; with `shared`,
-    values as stored, to be decoded after the sum."""
+def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedValues | None = None):
+    """(read, first, last) as `blockwise_attention` wants them, for the encoded tokens of every row, `size` of them at a
+    time; with `shared`, values as stored, to be decoded after the sum."""
     run, sinks = view.run, view.sinks
     ends, constants = body_tokens(run, view.state), run.wiring.prepare(view.constants)
     stored = tokens.stored
@@ -170,21 +177,22 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
         stored = jnp.pad(stored, ((0, 0), (0, run.slots - stored.shape[1])), constant_values=-1)
 
     def block(j, carry):
-        at = j * run.reading % run.slots_here
-        payload = _payload(run, view.state, view.layer, at)
-        part = {n: jax.lax.dynamic_slice_in_dim(c, at, run.reading, 1) for n, c in carry.items()}
-        part = part or _rebuilt(view, at)
+        at = j * size % run.slots_here if run.wraps else jnp.minimum(j * size, run.slots_here - size)
+        payload = _payload(run, view.state, view.layer, at, size)
+        part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
+        part = part or _rebuilt(view, at, size)
         decoded, part = run.wiring.decode(constants, payload, part)
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
         carry = {
             n: jax.lax.dynamic_update_slice_in_dim(c, saturated(part[n], c.dtype), at, 1) for n, c in carry.items()
         }
         if stored is None:
-            tokens_here = run.deal.tokens(j * run.reading + jnp.arange(run.reading))
-            index = jnp.broadcast_to(tokens_here[None], (ends.shape[0], run.reading))
-            positions, valid = index + sinks, index < ends[:, None]
+            slots = (j * size if run.wraps else at) + jnp.arange(size)
+            index = jnp.broadcast_to(run.deal.tokens(slots)[None], (ends.shape[0], size))
+            # The last block may begin within the one before it.
+            positions, valid = index + sinks, (index < ends[:, None]) & (slots >= j * size)[None]
         else:
-            positions = jax.lax.dynamic_slice_in_dim(stored, at, run.reading, 1)
+            positions = jax.lax.dynamic_slice_in_dim(stored, at, size, 1)
             valid = positions >= 0
         k, v = _expanded(view, decoded, positions)
         if shared is not None:  # the decoded values then have no user and are never computed
@@ -193,12 +201,12 @@ def _body_blocks(view: LayerView, tokens: NewTokens, shared: SharedValues | None
 
     if stored is not None:
         filled = jnp.where(stored >= 0, jnp.arange(1, run.slots + 1)[None], 0).max()
-        return block, jnp.int32(0), -(-filled // run.reading)
-    last = -(-run.deal.share(ends.max()) // run.reading)
+        return block, jnp.int32(0), -(-filled // size)
+    last = -(-run.deal.share(ends.max()) // size)
     first = jnp.int32(0)
     if run.sliding is not None:  # blocks that no query reaches any more are skipped
         oldest = jnp.maximum((tokens.positions[:, 0] - run.sliding + 1 - sinks).min(), 0)
-        first = jnp.minimum(run.deal.share(oldest) // run.reading, last)
+        first = jnp.minimum(run.deal.share(oldest) // size, last)
     return block, first, last
 
 
@@ -242,15 +250,20 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     """`attend_body` with queries and outputs in the body's frame."""
     run, wiring = view.run, view.run.wiring
     shared = wiring.shared if wiring.shared is not None and q.shape[1] <= wiring.shared.most else None
+    # Where tokens lie in a ring, are evicted or dealt, those that a query sees are not next to each other.
+    in_order = not run.wraps and tokens.stored is None and run.deal.parts == 1
+    target = view.target if in_order else "cpu"
 
     def by_blocks():
         width = None if shared is None else shared.width
-        return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, shared), carry, width)
+        size = large_block(q, run.reading, run.slots_here, target, bool(wiring.carry))
+        return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, target)
 
     if wiring.direct is not None and q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None:
         return _attend_whole(q, kv_heads, view, tokens, wiring.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
-    if wiring.packed is not None and shared is wiring.shared and not run.wraps and tokens.stored is None:
+    few = kernels_of(target) == "off" or q.shape[1] < MANY_QUERIES
+    if wiring.packed is not None and few and shared is wiring.shared and not run.wraps and tokens.stored is None:
         found = _attend_packed(q, view, tokens, wiring.packed, lambda: by_blocks()[0])
     else:
         found, carry = by_blocks()
@@ -266,7 +279,7 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
     sources, positions, real = _side_by_side(view, tokens)
     k, _ = _expanded(view, sources, positions)
     exact = received(q, k, _seen(view, tokens, positions, real) & valid, lse)
-    read_block, first, last = _body_blocks(view, tokens)
+    read_block, first, last = _body_blocks(view, tokens, view.run.reading)
     frame = view.run.wiring.frame
     turned = q if frame is None else frame.queries(view.constants, q)
 

@@ -71,7 +71,7 @@ def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:
 
 
 @functools.cache
-def model_and_method(name: str) -> tuple[kvq.Model, kvq.Method]:
+def model_and_method(name: str, **more) -> tuple[kvq.Model, kvq.Method]:
     spec, changes = CASES[name]
-    model, method = tiny(**changes), kvq.parse(spec)
+    model, method = tiny(**changes, **more), kvq.parse(spec)
     return model.replace(constants=_constants(model, method)), method

@@ -9,6 +9,7 @@ ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^}]*\
 HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{")
 LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 PASSED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy", "while", "conditional")
+WRAPPED = re.compile(r'\{\n("[^\n]*)\n\}')  # what a kernel's author says of it stands on lines of its own
 # The part of a step that a source file belongs to; whatever is in no other file is "rest".
 PARTS = {
     "segments.py": "attention",
@@ -123,7 +124,7 @@ def parse(text: str) -> Program:
     """A program from `compiled.as_text()`."""
     found: dict[str, Computation] = {}
     entry, current, root, name = "", None, "", ""
-    for line in text.splitlines():
+    for line in WRAPPED.sub(r"{\1}", text).splitlines():
         head = HEAD.match(line)
         if head and not line.startswith(("HloModule", " ")):
             current, name = {}, head[2]
@@ -148,7 +149,7 @@ def _fields(row: str) -> dict[str, int]:
 
 
 def _parts(text: str) -> dict[int, str]:
-    """Stack frame -> part, by the outermost source file that belongs to one."""
+    """Stack frame -> part, by the outermost source file that belongs to one, attention first."""
     files = {int(row.split()[0]): row for row in _table(text, "FileNames")}
     locations = {int(row.split()[0]): _fields(row) for row in _table(text, "FileLocations")}
     frames = {int(row.split()[0]): _fields(row) for row in _table(text, "StackFrames")}
@@ -164,8 +165,9 @@ def _parts(text: str) -> dict[int, str]:
     def part(number: int) -> str:
         if number not in parts:
             above = frames[number].get("parent_frame_id", shift) - shift
-            outer = part(above) if above in frames else "rest"
-            parts[number] = outer if outer != "rest" else own(number)
+            outer, here = part(above) if above in frames else "rest", own(number)
+            # A loop over layers is the decoder's; the attention that it calls is not.
+            parts[number] = outer if outer != "rest" and here != "attention" else here
         return parts[number]
 
     for number in frames:

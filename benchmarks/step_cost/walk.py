@@ -104,7 +104,7 @@ def source_name(instruction: Instruction) -> str:
     return name[1].replace("\\'", "'") if name else ""
 
 
-def _given(parameter: Instruction, facts: dict[str, np.ndarray]) -> Given:
+def given(parameter: Instruction, facts: dict[str, np.ndarray]) -> Given:
     """The value of an argument by its name in the program, such as "state.cache.lengths"."""
 
     def value() -> np.ndarray:
@@ -118,7 +118,7 @@ def _given(parameter: Instruction, facts: dict[str, np.ndarray]) -> Given:
 def walk(program: Program, facts: dict[str, np.ndarray]) -> Walk:
     """One turn of the program's outermost loop, a decode step, with arguments of which `facts` are known."""
     entry = program.computations[program.entry]
-    given = [_given(parameter, facts) for parameter in entry.parameters]
+    given = [given(parameter, facts) for parameter in entry.parameters]
     found = Walk(program, [], 0, [])
     found.step(program.entry, Values(program, program.entry, given), 1, "rest", True)
     return found

@@ -12,7 +12,7 @@ from kvqjax.config import ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.methods.roofline import longest_memory_bound, step_cost
-from kvqjax.planner import DEVICES, GIB, Device, Plan, headroom, largest, plan_memory, step_bounds
+from kvqjax.planner import DEVICES, GIB, Device, Plan, headroom, largest, plan_memory, prompt_operations, step_bounds
 from kvqjax.sharding import MeshSize
 
 __all__ = ["plan"]
@@ -34,6 +34,7 @@ WORDS = {
     "context_limited_by": "limited by",
     "largest_batch": "most rows",
     "tokens_per_second": "tokens a second, at most",
+    "seconds_to_first_token": "seconds to the first token, at least",
     "recomputing_hidden_until": "recomputing costs no time up to",
     "bound_by": "speed limited by",
     "bytes_arguments_compiled": "compiled: arguments",
@@ -70,9 +71,15 @@ def _speed(found: Plan, config, method: Method, context: int, batch: int, device
     hidden = longest_memory_bound(step_cost(method, config), 1e3 * device.tflops / device.bandwidth)
     return {
         "tokens_per_second": batch / max(reading, computing),
+        "seconds_to_first_token": _first_token(config, context, batch, device, mesh),
         "recomputing_hidden_until": "always" if hidden == float("inf") else int(hidden),
         "bound_by": "bandwidth" if reading >= computing else "compute",
     }
+
+
+def _first_token(config: ModelConfig, context: int, batch: int, device: Device, mesh: MeshSize) -> float:
+    """The least that prompts of a whole context take: every operation once, at the peak of all devices."""
+    return batch * prompt_operations(config, 0, context) / (device.tflops * 1e12 * mesh.devices)
 
 
 def _row(config, method: Method, context: int, batch: int, device: Device | None, mesh: MeshSize) -> dict[str, Any]:

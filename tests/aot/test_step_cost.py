@@ -1,4 +1,5 @@
-"""A sample of docs/speed.md recomputed: what a decode step costs stays within a tenth of its record.
+"""Samples of docs/speed.md and docs/prefill.md recomputed: what a step and a chunk cost stays within a tenth of its
+record.
 
 Skipped where the chip's compiler is missing.
 """
@@ -15,9 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWANCE = 1.10
 # -P or PYTHONSAFEPATH keep the working directory off the path, lest the source tree shadow the installed package.
-RUN = (
-    f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module('benchmarks.step_cost', run_name='__main__')"
-)
+RUN = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module('benchmarks.{{}}', run_name='__main__')"
 BOUNDED = ("launches", "syncs", "bytes_over_bound", "attention_over_bound", "weights_over_bound", "estimated_ms")
 
 pytestmark = pytest.mark.slow
@@ -32,21 +31,38 @@ def _missing(chip: str) -> str:
     return "" if shutil.which("ptxas") else "ptxas is not on the path: it is part of the CUDA toolkit"
 
 
+def recomputed(benchmark: str, name: str, fields: tuple[str, ...], *more: str) -> tuple[dict, dict]:
+    """A benchmark's record, and the same row computed now."""
+    known = json.loads((ROOT / "benchmarks" / "records" / benchmark / f"{name}.json").read_text())
+    if reason := _missing(known["chip"]):
+        pytest.skip(reason)
+    options = [f"--{field}={known[field]}" for field in fields]
+    output = subprocess.run(
+        [sys.executable, "-Pc", RUN.format(benchmark), *options, *more, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return known, json.loads(output.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize(
     "name",
     ["h100-llama-3.1-8b-kivi-bits-2-group-128-32768-1", "v6e-llama-3.1-8b-kivi-bits-2-group-128-32768-8"],
     ids=["h100", "v6e"],
 )
 def test_step_costs_what_the_page_says(name):
-    known = json.loads((ROOT / "benchmarks" / "records" / "step_cost" / f"{name}.json").read_text())
-    if reason := _missing(known["chip"]):
-        pytest.skip(reason)
-    options = [f"--{field}={known[field]}" for field in ("chip", "model", "cache", "context", "batch")]
-    output = subprocess.run(
-        [sys.executable, "-Pc", RUN, *options, "--json"], capture_output=True, text=True, check=True
-    )
-    found = json.loads(output.stdout.splitlines()[-1])
+    known, found = recomputed("step_cost", name, ("chip", "model", "cache", "context", "batch"))
     assert found["unsure"] == []
     for rows in {"full", "ragged"} & known.keys():
         for field in BOUNDED:
             assert found[rows][field] <= ALLOWANCE * known[rows][field], (rows, field)
+
+
+def test_a_chunk_costs_what_the_page_says():
+    """Two depths of layers, which are compiled faster than all of them."""
+    name, fields = "h100-llama-3.1-8b-exact-32768-2048", ("chip", "model", "cache", "context", "chunk")
+    known, found = recomputed("prefill_cost", name, fields, "--layers=2,4")
+    assert found["unsure"] == []
+    for field in ("launches", "syncs", "estimated_s", "temp_gb"):
+        assert found[field] <= ALLOWANCE * known[field], field

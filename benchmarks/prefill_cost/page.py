@@ -1,0 +1,115 @@
+"""docs/prefill.md by one command: `python -m benchmarks.prefill_cost.page [--chip h100 ...]`.
+
+Each row has a record of its own in benchmarks/records/prefill_cost; rows that have one are not computed again without
+`--again`. `--page-only` writes the page alone.
+"""
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from benchmarks.prefill_cost.account import ASSUMPTIONS
+from benchmarks.prefill_cost.row import Row, measure
+from benchmarks.step_cost import tpu
+from benchmarks.step_cost.page import CACHES, MODEL
+from benchmarks.step_cost.row import CHIPS, SAME
+
+app = typer.Typer(add_completion=False)
+PAGE = Path(__file__).parents[2] / "docs" / "prefill.md"
+RECORDS = Path(__file__).parents[1] / "records" / "prefill_cost"
+CONTEXTS, CHUNK = (8192, 32768, 131072), 2048
+INTRO = f"""# Prompts against the peak
+
+What the prompt of {MODEL} in bfloat16 costs on chips that are not here: its program is compiled ahead of time for each,
+and counted. **Nothing on this page was measured on a chip.**
+
+The **bound** is the least number of operations at the chip's dense 16-bit peak as its vendor states it: every weight
+for each token, the head for the last one, scores and weighted sums over the tokens that each one sees. A row without a
+chunk is an exact prefill of the whole context; one with a chunk is that many tokens after the context, through the
+cache. With `keep=h2o` an exact prefill runs all layers twice, the first time in blocks of 512 tokens.
+
+## What is assumed
+"""
+HEADS = ("cache", "tokens", "chunk", "launches", "syncs", "attention, ms", "weights, ms", "rest, ms")
+HEADS = (*HEADS, "estimate, ms", "bound, ms", "of the peak", "temporaries, GB")
+
+
+def rows_of(chip: str) -> list[Row]:
+    whole = [Row(chip, MODEL, "exact", context) for context in CONTEXTS]
+    return whole + [Row(chip, MODEL, cache, context, CHUNK) for context in CONTEXTS for cache in CACHES]
+
+
+def path_of(row: Row) -> Path:
+    return RECORDS / (re.sub(r"[^\w.\-]+", "-", "-".join(map(str, row))) + ".json")
+
+
+def read(row: Row) -> dict | None:
+    path = path_of(row)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def line(row: Row, found: dict) -> str:
+    """A row of a chip's table."""
+    seconds = [found["seconds"][part] for part in ("attention", "weights", "rest")]
+    times = [f"{1e3 * x:.1f}" for x in (*seconds, found["estimated_s"], found["bound_s"])]
+    marks = f" (from {' and '.join(map(str, found['layers']))} layers)" if "layers" in found else ""
+    cells = [f"`{row.cache}`{marks}", f"{row.context // 1024}K", str(row.chunk or ""), f"{found['launches']:.0f}"]
+    cells += [f"{found['syncs']:.0f}", *times, f"{found['share_of_peak']:.1%}", f"{found['temp_gb']:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def page_text(found: dict[Row, dict | None]) -> str:
+    """The page: what is counted, what is assumed, a table for each chip."""
+    lines = [INTRO, *(f"- {kind.upper()}s: {text}." for kind, texts in ASSUMPTIONS.items() for text in texts), ""]
+    lines += [
+        "Written by `python -m benchmarks.prefill_cost.page`; one row by `python -m benchmarks.prefill_cost`.",
+        "",
+    ]
+    for chip in dict.fromkeys(row.chip for row in found):
+        rows = {row: one for row, one in found.items() if row.chip == chip}
+        known = {row: one for row, one in rows.items() if one is not None}
+        lines += [f"## {chip}", ""]
+        if known:
+            lines += [f"| {' | '.join(HEADS)} |", "|---" * 3 + "|---:" * (len(HEADS) - 3) + "|"]
+            lines += [line(row, one) for row, one in known.items()]
+            lines += [f"\n{len(rows) - len(known)} rows of {len(rows)} are not computed yet.\n"]
+        else:
+            lines += ["Not computed yet.\n"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+@app.command()
+def main(
+    chip: Annotated[list[str], typer.Option(help="repeatable; TPUs and GPUs have compilers of their own")] = [],  # noqa: B006
+    cache: Annotated[list[str], typer.Option(help="only these; repeatable")] = [],  # noqa: B006
+    context: Annotated[list[int], typer.Option(help="only these; repeatable")] = [],  # noqa: B006
+    layers: Annotated[str, typer.Option(help="two depths: compile those and extrapolate")] = "",
+    again: Annotated[bool, typer.Option(help="compute rows that have a record, too")] = False,
+    page_only: Annotated[bool, typer.Option(help="write the page from the records")] = False,
+) -> None:
+    """Compute what is missing, and write the page."""
+    depths = tuple(int(n) for n in layers.split(",") if n)
+    wanted = [row for name in chip if name not in SAME for row in rows_of(name) if again or read(row) is None]
+    wanted = [row for row in wanted if row.cache in (cache or CACHES) and row.context in (context or CONTEXTS)]
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in [] if page_only else wanted:
+            if row.step.is_tpu:
+                tpu.prepare(folder)
+            found = row._asdict() | measure(row, Path(folder), depths)
+            path_of(row).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            typer.echo(f"computed: {' '.join(map(str, row))}")
+    chips = [name for name in CHIPS if name not in SAME]
+    PAGE.write_text(page_text({row: read(row) for name in chips for row in rows_of(name)}), encoding="utf-8")
+    typer.echo(PAGE)
+
+
+if __name__ == "__main__":
+    app()

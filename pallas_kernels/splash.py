@@ -1,0 +1,122 @@
+"""Attention of many queries to exact keys and values on TPUs, by JAX's own splash attention: which blocks a query sees
+is data, so one program serves every offset and length."""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax.attention import Partial
+
+__all__ = ["LANES", "Blocks", "block_sizes", "fits", "seen_blocks", "splash_attention"]
+
+LANES = 128
+MOST_QUERIES, MOST_KEYS, MOST_AT_ONCE = 1024, 2048, 1024  # of a block, and of one product within it
+MOST_LIMITED = 2**15
+HEAD_DIMS = (64, 96, 128, 256)  # that were compiled
+
+
+class Blocks(NamedTuple):
+    """Queries and keys of a block, and keys of one product."""
+
+    queries: int
+    keys: int
+    at_once: int
+
+
+def _part(length: int, most: int) -> int:
+    """The largest multiple of LANES that divides `length`, at most `most`; 0 where none does."""
+    return max((n for n in range(LANES, most + 1, LANES) if length % n == 0), default=0)
+
+
+def block_sizes(queries: int, keys: int) -> Blocks:
+    block = _part(keys, MOST_KEYS)
+    return Blocks(_part(queries, MOST_QUERIES), block, _part(block, MOST_AT_ONCE))
+
+
+def fits(queries: int, keys: int, head_dim: int) -> bool:
+    """Whether there is a kernel for so many queries and keys."""
+    return head_dim in HEAD_DIMS and min(block_sizes(queries, keys)) > 0
+
+
+def seen_blocks(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest=None):
+    """(first [N], last [N]): of the blocks of keys that each block of queries sees, where query t sees the keys
+    `newest[t] - sliding < s <= newest[t]`, from `oldest[t]` on; `last` is exclusive, and 0 where none is seen."""
+    by_block = newest.reshape(-1, blocks.queries)
+    last = jnp.minimum(by_block.max(1), keys - 1) // blocks.keys + 1
+    if sliding is None and oldest is None:
+        return jnp.zeros_like(last), last
+    oldest = newest - sliding + 1 if oldest is None else oldest
+    # Queries that see nothing reach back no further than the others.
+    oldest = jnp.where(by_block < 0, keys, oldest.reshape(by_block.shape)).min(1)
+    return jnp.clip(oldest // blocks.keys, 0, jnp.maximum(last - 1, 0)), last
+
+
+def _sees(sliding: int | None, newest, key):
+    """Which keys a query sees, as splash wants it: both of one shape."""
+    return key <= newest if sliding is None else (key <= newest) & (key > newest - sliding)
+
+
+def _sees_both(limits, key):
+    """The same where a number holds the oldest key above the newest one."""
+    return (key <= (limits & (MOST_LIMITED - 1))) & (key >= limits // MOST_LIMITED)
+
+
+def _mask(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest) -> tuple[Array, Array]:
+    """(block of keys to fetch, whether it is seen), both [1, N, M]."""
+    first, last = (x[:, None] for x in seen_blocks(newest, keys, blocks, sliding, oldest))
+    every = jnp.arange(keys // blocks.keys)[None]
+    # A block that is not seen names one that is fetched already, so nothing is moved for it.
+    nearest = jnp.clip(every, first, jnp.maximum(last - 1, first))
+    seen = (every >= first) & (every < last)
+    return nearest[None], seen.astype(jnp.int32)[None]
+
+
+def splash_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "N S D"],
+    v: Float[Array, "N S D"],
+    newest: Int[Array, " T"],
+    sliding: int | None = None,
+    interpret: bool = False,
+    oldest: Int[Array, " T"] | None = None,
+) -> Partial:
+    """Attention of T queries of every row to S keys, by head: N = B * K. Query t sees the keys up to `newest[t]`, of
+    which -1 means none, and of these the last `sliding`, or those from `oldest[t]` on, which only fewer than
+    MOST_LIMITED keys can have. The output is rounded to the queries' dtype."""
+    # Imported where it is wanted: not every jaxlib has the compiler of TPU kernels.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+    batch, length, heads, dim = q.shape
+    blocks, keys = block_sizes(length, k.shape[1]), k.shape[1]
+    by_head = (q * jnp.asarray(dim**-0.5, q.dtype)).transpose(0, 2, 1, 3).reshape(batch * heads, length, dim)
+    # Below 128 lanes, tokens along them: otherwise XLA pads and copies.
+    layout = splash.QKVLayout.SEQ_MINOR if dim < LANES else splash.QKVLayout.HEAD_DIM_MINOR
+    newest = newest.astype(jnp.int32)
+    nearest, seen = _mask(newest, keys, blocks, sliding, oldest)
+    sees, limits = functools.partial(_sees, sliding), newest
+    if oldest is not None:
+        if keys >= MOST_LIMITED:
+            raise ValueError(f"{keys} keys are too many for two limits")
+        sees = _sees_both
+        limits = jnp.clip(newest, 0, keys - 1) + MOST_LIMITED * jnp.clip(oldest, 0, keys).astype(jnp.int32)
+    kernel = splash.SplashAttentionKernel(
+        MaskInfo(nearest, None, seen, None, limits, None),
+        None,
+        None,
+        block_sizes=splash.BlockSizes(*blocks, k_layout=layout, v_layout=layout),
+        is_mqa=False,
+        save_residuals=True,
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        residual_checkpoint_name=None,
+        mask_function=sees,
+        interpret=interpret,
+    )
+    out, (lse,) = kernel(by_head, k, v)
+    empty = (newest < 0)[None, :]
+    out = jnp.where(empty[..., None], 0, out.astype(jnp.float32)).reshape(batch, heads, length, dim)
+    lse = jnp.where(empty, -jnp.inf, lse).reshape(batch, heads, length)
+    return Partial(jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2))
