@@ -192,6 +192,8 @@ def choose(
         raise UserError(f"kernels={asked!r}: {LIBRARY[asked]}; known to run: auto, off, pallas")
     if asked == "off":
         return _without(layout)
+    if asked == "auto" and layout.target == "cpu":  # spares every cache on a CPU a second plan
+        return dataclasses.replace(layout, kernels=BY_TABLE)
     found = forms(dataclasses.replace(layout, shape=local or layout.shape, dealt=1))
     if asked == "pallas":
         return _forced(layout, form, found)
