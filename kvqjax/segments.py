@@ -2,6 +2,7 @@
 body."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,8 +15,8 @@ from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.state import Run, RunPlan, body_tokens, due
 from kvqjax.finite import saturated
-from kvqjax.layout import read
-from kvqjax.methods.direct import MOST_QUERIES, Direct, attend_whole
+from kvqjax.layout import leading_slots, read
+from kvqjax.methods.direct import MOST_QUERIES, PIECE, Direct, attend_whole, slots_read
 from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.pallas_kernels.dispatch import packed_attention
 
@@ -36,7 +37,8 @@ class NewTokens(NamedTuple):
 
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
-    `below` are (run, state, constants, layers) of the runs up to this layer."""
+    `below` are (run, state, constants, layers) of the runs up to this layer. No row holds more than `reach` tokens
+    (None: than the capacity)."""
 
     run: RunPlan
     state: Run
@@ -46,6 +48,7 @@ class LayerView(NamedTuple):
     new: dict
     sinks: int
     below: tuple[tuple[RunPlan, Run, dict, Int[Array, ""] | int], ...] = ()
+    reach: int | None = None
 
 
 def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
@@ -216,13 +219,22 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, genera
 
 
 def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: Direct) -> Partial:
-    """Attention to the body without a loop over its blocks."""
-    run = view.run
+    """Attention to the body without a loop over its blocks; of a body whose rows are short, to a first part of it."""
+    run, slots = view.run, view.run.slots_here
+    reach = run.slots if view.reach is None else run.deal.most(min(view.reach, run.slots))
+    count, cut = slots_read(reach, run.block, slots)
     body = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, view.layer, keepdims=True), view.state.body)
-    index = run.deal.tokens(jnp.arange(run.slots_here))[None]
+
+    def first(source, stored):
+        fields = run.wiring.codecs[source].fields
+        return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
+
+    body = body | {"k": first("k", body["k"])}
+    index = run.deal.tokens(jnp.arange(count))[None]
     valid = index < body_tokens(run, view.state)[:, None]
     mask = _seen(view, tokens, jnp.broadcast_to(index + view.sinks, valid.shape), valid)
-    return attend_whole(q, body, mask, direct, kv_heads)
+    piece = math.gcd(PIECE, slots // 2)
+    return attend_whole(q, body, mask, direct, kv_heads, piece, functools.partial(first, "v") if cut else None)
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:

@@ -12,9 +12,11 @@ putting them in order would write and read them once more.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -24,10 +26,12 @@ from kvqjax.config import KVShape
 from kvqjax.head_major import HALF, offset, tokens_per_row
 from kvqjax.layout import from_bits
 
-__all__ = ["MOST_QUERIES", "Direct", "attend_whole", "direct_form"]
+__all__ = ["MOST_QUERIES", "PIECE", "Direct", "attend_whole", "direct_form", "slots_read"]
 
 MOST_QUERIES = 16  # new tokens; more would make the scores of a whole body too large
-PRODUCTS = 512  # that a sum over tokens is cut into, over rows and heads, so that a GPU has work for all its cores
+# Stored rows that are summed in one product: a sum over tokens is cut, so that a GPU has work for all its cores. Always
+# after as many rows, so that sums over more tokens are the same where what is added has no weight.
+PIECE = 512
 
 Stored = dict  # field name -> arrays of one layer, [1, B, ...]
 
@@ -36,7 +40,9 @@ class Direct(NamedTuple):
     """How a whole body is read, both from one layer's stored fields:
 
     scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
-    values(planes of weights [B, K, X, S] float32, fields, dtype) -> [B, K, X, D] float32"""
+    values(planes of weights [B, K, X, S] float32, fields, dtype, piece) -> [B, K, X, D] float32
+
+    Sums over tokens are cut after `piece` stored rows, or fewer."""
 
     scores: Callable
     values: Callable
@@ -62,13 +68,13 @@ def _key_form(spec: CodecSpec) -> Callable | None:
 
 def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     if isinstance(spec, Exact):
-        return lambda weights, fields, dtype: _summed(_in_planes(weights, 1)[0].astype(dtype), fields["x"][0][0])
+        return lambda weights, fields, dtype, piece: _exact_values(weights, fields["x"][0][0], dtype, piece)
     if not isinstance(spec, Uniform) or spec.along != "channels":
         return None
     group = min(spec.group, shape.kv_width)
     if group % shape.head_dim and shape.head_dim % group:
         return None
-    return lambda weights, fields, dtype: _token_values(spec, weights, fields, dtype)
+    return lambda weights, fields, dtype, piece: _token_values(spec, weights, fields, dtype, piece)
 
 
 def _by_plane(x: Array, planes: int) -> list[Array]:
@@ -89,15 +95,22 @@ def _in_planes(pieces: list[Array], planes: int) -> list[Array]:
     return [jnp.stack(split, -2).reshape(*pieces[0].shape[:-1], -1)]
 
 
-def _summed(weights: Float[Array, "B K X S"], v: Array) -> Float[Array, "B K X D"]:
-    """sum_s weights_s v_s, cut into pieces where they divide S."""
-    size, dtype = weights.shape[3], weights.dtype
-    parts = max(1, PRODUCTS // (weights.shape[0] * weights.shape[1]))
-    if size % parts:
-        return jnp.einsum("bkxs,bksd->bkxd", weights, v.astype(dtype), preferred_element_type=jnp.float32)
-    weights = weights.reshape(*weights.shape[:3], parts, -1)
-    v = v.reshape(*v.shape[:2], parts, -1, v.shape[3]).astype(dtype)
+def _filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
+    """Weights of so many slots, the last of them zero."""
+    return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
+
+
+def _summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:
+    """sum_s weights_s v_s, cut after every `piece` rows or a part of them that divides S."""
+    size, dtype = math.gcd(piece, weights.shape[3]), weights.dtype
+    weights = weights.reshape(*weights.shape[:3], -1, size)
+    v = v.reshape(*v.shape[:2], -1, size, v.shape[3]).astype(dtype)
     return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
+
+
+def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int) -> Float[Array, "B K X D"]:
+    """Weighted sums of values as they are."""
+    return _summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
 
 
 def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, dict[int, float]]]:
@@ -147,7 +160,7 @@ def _by_head(x: Array, heads: int) -> Array:
     return jnp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
 
 
-def _token_values(spec: Uniform, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
+def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> Float[Array, "B K X D"]:
     """Weighted sums of values that are uniform per token in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     heads, dim, lifts = codes.shape[2], codes.shape[4], _lifts(spec.bits)
@@ -159,15 +172,15 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype) -> Float[Array,
     )
     rows, out = [], jnp.float32(0)
     for weight, scale, low, lift in zip(weights, scales, lows, lifts, strict=True):
-        row = (weight[:, :, :, None] * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
-        added = jnp.einsum("bkxs,bkms->bkxm", weight, low) + lift * row.astype(jnp.float32).sum(-1)
+        weight = _filled(weight, scale.shape[3])[:, :, :, None]
+        row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
+        out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
         rows.append(row.reshape(*lead[:2], lead[2] * each, -1))
-        out = out + added[..., None]
     for n, factors in _readings(spec.bits, codes[0], dtype):
-        part = _summed(jnp.concatenate([rows[plane] for plane in factors], axis=2), n)
-        for piece, factor in zip(jnp.split(part, len(factors), axis=2), factors.values(), strict=True):
+        part = _summed(jnp.concatenate([rows[plane] for plane in factors], axis=2), n, piece)
+        for found, factor in zip(jnp.split(part, len(factors), axis=2), factors.values(), strict=True):
             # Every group's weights were summed with all channels: one product reads the codes once, and M is small.
-            found = piece.reshape(*lead, each, each, dim // each)
+            found = found.reshape(*lead, each, each, dim // each)
             out = out + factor * jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
 
@@ -179,21 +192,41 @@ def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K 
     return x.reshape(x.shape[0], heads, -1, x.shape[2])
 
 
+def slots_read(tokens: int, block: int, slots: int) -> tuple[int, bool]:
+    """How many of a body's slots are read where no row holds more than `tokens`, and whether so few of the values too.
+    XLA for GPUs reads a part of the keys as it lies. It makes a copy of a part of the values, which costs three times
+    its bytes, so that more than a third of them is read as a whole."""
+    step = math.lcm(block, 4 * PIECE)
+    few = min(-(-tokens // step) * step, slots)
+    return few, 3 * few <= slots
+
+
 def attend_whole(
-    q: Float[Array, "B T H D"], body: dict[str, Stored], mask: Bool[Array, "B T S"], direct: Direct, kv_heads: int
+    q: Float[Array, "B T H D"],
+    body: dict[str, Stored],
+    mask: Bool[Array, "B T S"],
+    direct: Direct,
+    kv_heads: int,
+    piece: int = PIECE,
+    cut: Callable[[Stored], Stored] | None = None,
 ) -> Partial:
-    """Attention of few new tokens to all S slots of one layer's body, of which query t of row b sees `mask[b, t]`."""
+    """Attention of few new tokens to S slots of one layer's body, of which query t of row b sees `mask[b, t]`. Values
+    may be given of more slots; `cut` makes as many of them as there are keys. `piece` as in `Direct`."""
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     scores = direct.scores(rows * jnp.asarray(dim**-0.5, q.dtype), body["k"])
     seen = _by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
-    peak = functools.reduce(jnp.maximum, [x.max(-1) for x in scores])
-    safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
-    weights = [jnp.exp(x - safe[..., None]) for x in scores]
+    # Finite even where nothing is seen: exp(-inf - -inf) would be NaN.
+    peak = functools.reduce(jnp.maximum, [x.max(-1, initial=jnp.finfo(jnp.float32).min) for x in scores])
+    weights = [jnp.exp(x - peak[..., None]) for x in scores]
     total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
     least = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    out = direct.values(weights, body["v"], q.dtype) / least[..., None]
+    stored = body["v"]
+    if cut is not None:  # not before it is needed, or XLA copies that part of all layers at once
+        weights, stored = jax.lax.optimization_barrier((weights, stored))
+        stored = cut(stored)
+    out = direct.values(weights, stored, q.dtype, piece) / least[..., None]
     lse = jnp.where(total > 0, jnp.log(least) + peak, -jnp.inf)
 
     def by_token(x):
