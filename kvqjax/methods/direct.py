@@ -113,46 +113,35 @@ def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece
     return _summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
 
 
-def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, dict[int, float]]]:
-    """(numbers in `dtype` [B, K, rows, D], {plane: factor}): a plane's codes are the numbers times its factors, summed,
-    plus its entry in `_lifts`. Each number is one operation on what is stored, which XLA fuses into the product that
-    reads it; a difference of two it would write out first."""
+def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
+    """(numbers in `dtype` [B, K, rows, D], what they lack to be the plane's codes) for every plane. One chain of
+    operations on what is stored, which XLA fuses into the product that reads it."""
     n = stored.astype(dtype)
     if tokens_per_row(bits) == 1:
-        return [(n, {0: 1.0})]
-    return [(n, {0: 1.0}), (jnp.floor(n * jnp.asarray(0.25, dtype)), {0: -4.0, 1: 1.0})]
-
-
-def _lifts(bits: int) -> list[float]:
-    """What each plane's sum of readings lacks to be its code."""
-    return [float(offset(bits))] if tokens_per_row(bits) == 1 else [0.0, 2.0]
+        return [(n, float(offset(bits)))]
+    number = functools.partial(jnp.asarray, dtype=dtype)
+    lower = jnp.abs(jnp.abs(n + number(0.5)) - number(4.0))
+    return [(lower, -0.5), (jnp.floor(n * number(0.25)), 2.0)]
 
 
 def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
     """Scores of keys that are uniform per channel in groups of tokens."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
-    wide, lifts = q.astype(jnp.float32), _lifts(spec.bits)
+    wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
     scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
     added = jnp.einsum("bkxd,bknd->bkxn", wide, low.astype(jnp.float32))
-    here = HALF // spec.group if len(lifts) == 2 else scale.shape[2]  # groups of one plane side by side
-
-    def groups(x):
-        x = x.reshape(*x.shape[:3], -1, len(lifts), here, *x.shape[4:])
-        return [x[:, :, :, :, plane] for plane in range(len(lifts))]
-
-    rows, constants = groups(scaled), groups(added)
-    out = [
-        (constant + lift * row.astype(jnp.float32).sum(-1))[..., None]
-        for row, constant, lift in zip(rows, constants, lifts, strict=True)
-    ]
-    for n, factors in _readings(spec.bits, codes[0], q.dtype):
+    here = HALF // spec.group if len(planes) == 2 else scale.shape[2]  # groups of one plane side by side
+    out = []
+    for plane, (n, lift) in enumerate(planes):
+        rows, constant = (
+            x.reshape(*x.shape[:3], -1, len(planes), here, *x.shape[4:])[:, :, :, :, plane] for x in (scaled, added)
+        )
+        constant = constant + lift * rows.astype(jnp.float32).sum(-1)
         n = n.reshape(*n.shape[:2], -1, here, spec.group, n.shape[3])
-        wanted = jnp.concatenate([rows[plane] for plane in factors], axis=2)
-        part = jnp.einsum("bkxjnd,bkjngd->bkxjng", wanted, n, preferred_element_type=jnp.float32)
-        for piece, (plane, factor) in zip(jnp.split(part, len(factors), axis=2), factors.items(), strict=True):
-            out[plane] = out[plane] + factor * piece
-    return [x.reshape(*q.shape[:3], -1) for x in out]
+        part = jnp.einsum("bkxjnd,bkjngd->bkxjng", rows, n, preferred_element_type=jnp.float32)
+        out.append((part + constant[..., None]).reshape(*q.shape[:3], -1))
+    return out
 
 
 def _by_head(x: Array, heads: int) -> Array:
@@ -163,25 +152,19 @@ def _by_head(x: Array, heads: int) -> Array:
 def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> Float[Array, "B K X D"]:
     """Weighted sums of values that are uniform per token in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    heads, dim, lifts = codes.shape[2], codes.shape[4], _lifts(spec.bits)
+    heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
     lead, each = weights[0].shape[:3], scale.shape[2]  # M groups of channels a head
-    weights, scales, lows = (
-        _in_planes(weights, len(lifts)),
-        *(_by_plane(x.astype(jnp.float32), len(lifts)) for x in (scale, low)),
-    )
-    rows, out = [], jnp.float32(0)
-    for weight, scale, low, lift in zip(weights, scales, lows, lifts, strict=True):
+    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
+    weights, out = _in_planes(weights, len(planes)), jnp.float32(0)
+    for weight, scale, low, (n, lift) in zip(weights, scales, lows, planes, strict=True):
         weight = _filled(weight, scale.shape[3])[:, :, :, None]
         row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
         out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
-        rows.append(row.reshape(*lead[:2], lead[2] * each, -1))
-    for n, factors in _readings(spec.bits, codes[0], dtype):
-        part = _summed(jnp.concatenate([rows[plane] for plane in factors], axis=2), n, piece)
-        for found, factor in zip(jnp.split(part, len(factors), axis=2), factors.values(), strict=True):
-            # Every group's weights were summed with all channels: one product reads the codes once, and M is small.
-            found = found.reshape(*lead, each, each, dim // each)
-            out = out + factor * jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
+        # Every group's weights are summed with all channels: one product reads the codes once, and M is small.
+        found = _summed(row.reshape(*lead[:2], lead[2] * each, -1), n, piece)
+        found = found.reshape(*lead, each, each, dim // each)
+        out = out + jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
 
 
