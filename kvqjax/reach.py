@@ -1,6 +1,7 @@
-"""How far a body that is read as a whole is read: static lengths, a program for each.
+"""How far a body is read on a GPU: static lengths, a program for each.
 
-A body stored head by head (kvqjax/head_major.py) has no loop whose bound is data: its cost would follow the capacity.
+No loop of a step has a bound that is data there, since the host decides on each of its turns, so that a step's cost
+would follow the capacity.
 The host chooses a length between strides of steps: the capacity, or it divided by a power of two."""
 
 from kvqjax.cache.state import CacheLayout, plan
@@ -12,8 +13,8 @@ LEAST = 4096  # tokens; shorter bodies cost less than a step's weights
 
 def reach_for(layout: CacheLayout, tokens: int) -> int | None:
     """The shortest of a layout's static lengths that rows of at most `tokens` tokens fit; None for the whole capacity,
-    and where no body is read as a whole."""
-    if all(run.wiring.direct is None for run in plan(layout)):
+    and where a loop ends with the longest row."""
+    if not any(run.static for run in plan(layout)):
         return None
     reach = layout.capacity
     while reach > LEAST and -(-reach // 2) >= tokens:

@@ -2,6 +2,7 @@
 that XLA for GPUs reads every array once, in a handful of products.
 
     scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
+                            k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
     out = sum_s p_s v_s     v_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (its values)
 
 Scales fold into the queries and the softmax weights, offsets and minima become one product a group. X = T * G query
@@ -26,7 +27,7 @@ from kvqjax.config import KVShape
 from kvqjax.head_major import HALF, offset, tokens_per_row
 from kvqjax.layout import from_bits
 
-__all__ = ["MOST_QUERIES", "PIECE", "Direct", "attend_whole", "direct_form", "slots_read"]
+__all__ = ["MOST_QUERIES", "PIECE", "Direct", "attend_whole", "direct_form", "slots_read", "summed"]
 
 MOST_QUERIES = 16  # new tokens; more would make the scores of a whole body too large
 # Stored rows that are summed in one product: a sum over tokens is cut, so that a GPU has work for all its cores. Always
@@ -52,27 +53,32 @@ def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
     """How the bodies of these codecs are read at once; None for what cannot be."""
     if rope != "post" and shape.rope is not None:
         return None
-    scores, values = _key_form(key), _value_form(value, shape)
+    scores, values = _key_form(key, shape), _value_form(value, shape)
     return None if scores is None or values is None else Direct(scores, values)
 
 
-def _key_form(spec: CodecSpec) -> Callable | None:
+def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
+    """Whether groups of channels are parts of heads, or whole heads."""
+    group = min(spec.group, shape.kv_width)
+    return not (group % shape.head_dim and shape.head_dim % group)
+
+
+def _key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     if isinstance(spec, Exact):
         return lambda q, fields: [
             jnp.einsum("bkxd,bksd->bkxs", q, fields["x"][0][0], preferred_element_type=jnp.float32)
         ]
     if isinstance(spec, Uniform) and spec.along == "tokens":
         return lambda q, fields: _channel_scores(spec, q, fields)
+    if isinstance(spec, Uniform) and _fits_heads(spec, shape):
+        return lambda q, fields: _token_scores(spec, q, fields)
     return None
 
 
 def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     if isinstance(spec, Exact):
         return lambda weights, fields, dtype, piece: _exact_values(weights, fields["x"][0][0], dtype, piece)
-    if not isinstance(spec, Uniform) or spec.along != "channels":
-        return None
-    group = min(spec.group, shape.kv_width)
-    if group % shape.head_dim and shape.head_dim % group:
+    if not isinstance(spec, Uniform) or spec.along != "channels" or not _fits_heads(spec, shape):
         return None
     return lambda weights, fields, dtype, piece: _token_values(spec, weights, fields, dtype, piece)
 
@@ -100,7 +106,7 @@ def _filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X
     return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
 
 
-def _summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:
+def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:
     """sum_s weights_s v_s, cut after every `piece` rows or a part of them that divides S."""
     size, dtype = math.gcd(piece, weights.shape[3]), weights.dtype
     weights = weights.reshape(*weights.shape[:3], -1, size)
@@ -110,7 +116,7 @@ def _summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Arr
 
 def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int) -> Float[Array, "B K X D"]:
     """Weighted sums of values as they are."""
-    return _summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
+    return summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
 
 
 def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
@@ -144,6 +150,25 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     return out
 
 
+def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
+    """Scores of keys that are uniform per token in groups of channels."""
+    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
+    planes = _readings(spec.bits, codes[0], q.dtype)
+    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, M, S]
+    each, dim = scale.shape[2], q.shape[3]
+    # A row for every group, zero outside it: one product reads the codes once, and M is small.
+    own = jnp.repeat(jnp.eye(each, dtype=q.dtype), dim // each, axis=1)
+    rows = (q[:, :, :, None] * own[None, None, None]).reshape(*q.shape[:2], -1, dim)
+    sums = q.astype(jnp.float32).reshape(*q.shape[:3], each, -1).sum(-1)[..., None]
+    out = []
+    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
+    for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
+        part = jnp.einsum("bkrd,bksd->bkrs", rows, n, preferred_element_type=jnp.float32)
+        part = part.reshape(*q.shape[:3], each, -1) + lift * sums
+        out.append((part * factor[:, :, None] + sums * least[:, :, None]).sum(3))
+    return out
+
+
 def _by_head(x: Array, heads: int) -> Array:
     """[B, N, K*D] as [B, K, N, D]."""
     return jnp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
@@ -162,7 +187,7 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> 
         row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
         out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
         # Every group's weights are summed with all channels: one product reads the codes once, and M is small.
-        found = _summed(row.reshape(*lead[:2], lead[2] * each, -1), n, piece)
+        found = summed(row.reshape(*lead[:2], lead[2] * each, -1), n, piece)
         found = found.reshape(*lead, each, each, dim // each)
         out = out + jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
