@@ -22,6 +22,8 @@ from kvqjax.pallas_kernels.dispatch import packed_attention
 
 __all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible", "weigh"]
 
+MOST_PARTS = 16  # of a body that are decoded in straight code: more would take long to compile
+
 
 class NewTokens(NamedTuple):
     """What every layer knows of the T new tokens: absolute positions, how many of each row are valid, and how many body
@@ -300,7 +302,7 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
     few = q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None
 
     def by_blocks():
-        if run.static and few and not wiring.carry:
+        if run.static and few and not wiring.carry and _reached(view) <= MOST_PARTS * AT_ONCE:
             return _attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
         return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, shared), carry, width)
