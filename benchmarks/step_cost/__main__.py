@@ -3,6 +3,7 @@
     python -m benchmarks.step_cost --chip h100 --model llama-3.1-8b --cache kivi:bits=2,group=128 --context 131072
 
 GPUs (h100, h200, a100-80) need JAX's CUDA plugin, TPUs (v5e, v6e, v7x) libtpu; `make aot` makes environments with both.
+`--held 8192` counts rows that hold fewer tokens than fit, through the static length that `generate` would choose then.
 `python -m benchmarks.step_cost.page` computes the missing rows of docs/speed.md and writes it.
 """
 

@@ -32,6 +32,12 @@ def _missing(chip: str) -> str:
     return "" if shutil.which("ptxas") else "ptxas is not on the path: it is part of the CUDA toolkit"
 
 
+def _counted(*options: str) -> dict:
+    """What `python -m benchmarks.step_cost` finds."""
+    command = [sys.executable, "-Pc", RUN, *options, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize(
     "name",
     ["h100-llama-3.1-8b-kivi-bits-2-group-128-32768-1", "v6e-llama-3.1-8b-kivi-bits-2-group-128-32768-8"],
@@ -41,12 +47,20 @@ def test_step_costs_what_the_page_says(name):
     known = json.loads((ROOT / "benchmarks" / "records" / "step_cost" / f"{name}.json").read_text())
     if reason := _missing(known["chip"]):
         pytest.skip(reason)
-    options = [f"--{field}={known[field]}" for field in ("chip", "model", "cache", "context", "batch")]
-    output = subprocess.run(
-        [sys.executable, "-Pc", RUN, *options, "--json"], capture_output=True, text=True, check=True
-    )
-    found = json.loads(output.stdout.splitlines()[-1])
+    found = _counted(*(f"--{field}={known[field]}" for field in ("chip", "model", "cache", "context", "batch")))
     assert found["unsure"] == []
     for rows in {"full", "ragged"} & known.keys():
         for field in BOUNDED:
             assert found[rows][field] <= ALLOWANCE * known[rows][field], (rows, field)
+
+
+def test_a_step_costs_what_the_longest_row_holds():
+    """8K tokens in a cache of 128K on a GPU: half of the attention's bytes are values copied (kvqjax/reach.py)."""
+    if reason := _missing("h100"):
+        pytest.skip(reason)
+    found = _counted("--chip=h100", "--cache=exact", "--context=131072", "--held=8192")
+    assert found["syncs"] <= 2
+    assert found["launches"] <= 1200
+    assert found["attention_over_bound"] <= 2.3
+    assert found["bytes_over_bound"] <= 1.2
+    assert found["temp_gb"] <= 0.1
