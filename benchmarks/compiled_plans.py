@@ -14,8 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 from kvqjax.aot import compile_decode
+from kvqjax.cache.state import stored_form
 from kvqjax.catalogue import config_of
-from kvqjax.chips import slice_of
+from kvqjax.chips import slice_of, target_name
 from kvqjax.methods import parse
 from kvqjax.planner import DEVICES, GIB, plan_memory
 from kvqjax.sharding import MeshSize
@@ -39,7 +40,7 @@ def measure(name: str) -> dict:
     """Planned and compiled bytes per device of one case."""
     model, spec, context, batch, chip, mesh, limit = CASES[name]
     config, method, size = config_of(model), parse(spec), MeshSize.parse(mesh)
-    plan = plan_memory(config, method, context, batch, size)
+    plan = plan_memory(config, method, context, batch, size, form=stored_form(target_name(chip)))
     limit = limit or DEVICES[chip].memory * GIB
     case = {"model": model, "cache": spec, "context": context, "batch": batch, "mesh": mesh}
     case |= {"slice": slice_of(chip, size.devices), "limit": int(limit)}

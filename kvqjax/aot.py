@@ -23,6 +23,7 @@ from kvqjax.generation import LoopState, decode_steps
 from kvqjax.methods import Method
 from kvqjax.model import Model
 from kvqjax.planner import ALONE, parameter_shapes
+from kvqjax.reach import reach_for
 from kvqjax.sampling import make_sampling
 from kvqjax.sharding import MeshSize, Rules, rules_for
 
@@ -127,11 +128,20 @@ def lower_chunk(config: ModelConfig, method: Method, context: int, new: int, bat
 
 
 def lower_decode(
-    config: ModelConfig, method: Method, context: int, batch: int, chip: str, mesh: MeshSize = ALONE
+    config: ModelConfig,
+    method: Method,
+    context: int,
+    batch: int,
+    chip: str,
+    mesh: MeshSize = ALONE,
+    held: int | None = None,
 ) -> Lowered:
-    """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices, weights in bfloat16."""
+    """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices, weights in bfloat16. Rows hold at
+    most `held` tokens, if not the whole context."""
     rules = rules_for(config, method, mesh, chip_devices(chip, mesh.devices))
-    return decode_steps.lower(*decode_arguments(config, method, context, batch, rules, chip))
+    arguments = decode_arguments(config, method, context, batch, rules, chip)
+    reach = None if held is None else reach_for(layout_for(config, method, context, chip), held)
+    return decode_steps.lower(*arguments, reach)
 
 
 def compile_decode(

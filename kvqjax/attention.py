@@ -88,8 +88,8 @@ def blockwise_attention(
     q: Float[Array, "B T H D"],
     kv_heads: int,
     read: Callable[[Int[Array, ""], Any], tuple],
-    first: Int[Array, ""],
-    last: Int[Array, ""],
+    first: Int[Array, ""] | int,
+    last: Int[Array, ""] | int,
     carry: Any = None,
     width: int | None = None,
 ) -> tuple[Partial, Any]:

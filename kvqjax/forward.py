@@ -148,7 +148,7 @@ def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], 
     return over_mesh(step, model, cache, *arguments, out=out)
 
 
-_run = kept_program(_placed, static_argnums=(0,), static_argnames=("out", "within", "last"))
+_run = kept_program(_placed, static_argnums=(0,), static_argnames=("out", "within", "last", "reach"))
 
 
 def attend(
@@ -159,6 +159,7 @@ def attend(
     *,
     within: str = "chunk",
     last: bool = False,
+    reach: int | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Pending]:
     """Logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache stays as
     it is.
@@ -167,15 +168,18 @@ def attend(
     token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
     of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean
     nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
-    `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple."""
+    `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple.
+
+    `reach` promises that no row of the cache holds more tokens, so that a body that is read as a whole is read only so
+    far (`kvqjax.reach`); a row that breaks it gets NaN."""
     check_new_tokens(model, tokens, counts, cache)
     out = ("logits" if last else "chunk", "pending")
-    return _run(_attend, model, cache, tokens, counts, out=out, within=within, last=last)
+    return _run(_attend, model, cache, tokens, counts, out=out, within=within, last=last, reach=reach)
 
 
-def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
+def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool, reach: int | None):
     """`attend` on one device's part."""
-    call = begin(cache, counts, tokens.shape[1], model.constants, within)
+    call = begin(cache, counts, tokens.shape[1], model.constants, within, reach)
     positions, config = call.tokens.positions, model.config
 
     def step(number, loop, index):
@@ -241,17 +245,18 @@ def forward(
     cache: Cache,
     *,
     last: bool = False,
+    reach: int | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
     """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside
-    jit."""
+    jit. `reach` as in `attend`."""
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     out = ("logits" if last else "chunk", "cache")
-    return _run(_forward, model, cache, tokens, counts, out=out, last=last)
+    return _run(_forward, model, cache, tokens, counts, out=out, last=last, reach=reach)
 
 
-def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
-    out, pending = _attend(model, cache, tokens, counts, within="chunk", last=last)
+def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool, reach: int | None):
+    out, pending = _attend(model, cache, tokens, counts, within="chunk", last=last, reach=reach)
     return out, _commit(model, cache, pending, counts)
 
 

@@ -20,6 +20,7 @@ from kvqjax.methods import MethodLike
 from kvqjax.model import Model
 from kvqjax.options import named_options
 from kvqjax.prompt_ids import Prompts, bucket, encode_prompts
+from kvqjax.reach import reach_for
 from kvqjax.sampling import Sampling, make_sampling, sample
 
 __all__ = ["Generated", "decode_steps", "generate", "prefill_chunks", "require_finite", "stream"]
@@ -109,17 +110,23 @@ def _first(state: LoopState, logits, sampling: Sampling, eos) -> LoopState:
     return _record(state.replace(key=key), sample(draw, logits, state.seen, sampling), eos)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="reach")
 @jax.enable_x64(False)
 def decode_steps(
-    model: Model, state: LoopState, sampling: Sampling, eos: Int[Array, " N"], limit: Int[Array, ""]
+    model: Model,
+    state: LoopState,
+    sampling: Sampling,
+    eos: Int[Array, " N"],
+    limit: Int[Array, ""],
+    reach: int | None = None,
 ) -> LoopState:
-    """Up to `limit` decode steps in one while_loop; ends early when every row is done. `state` is donated."""
+    """Up to `limit` decode steps in one while_loop; ends early when every row is done. `state` is donated. No row may
+    come to hold more than `reach` tokens (kvqjax/reach.py)."""
 
     def step(loop):
         count, state = loop
         newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.made - 1, 0)[:, None], axis=1)
-        logits, cache = forward(model, newest, (~state.done).astype(jnp.int32), state.cache, last=True)
+        logits, cache = forward(model, newest, (~state.done).astype(jnp.int32), state.cache, last=True, reach=reach)
         key, draw = jax.random.split(state.key)
         state = state.replace(cache=cache, key=key)
         return count + 1, _record(state, sample(draw, logits, state.seen, sampling), eos)
@@ -225,8 +232,10 @@ def stream(
         done = done | np.asarray(stopped)
         if done.all():
             return
+        held = max(len(prompt) + int(count) for prompt, count in zip(ids, made, strict=True))
         done, limit = _shared(model, (done, np.int32(stride)))
-        state = decode_steps(model, state.replace(done=done), parameters, eos, limit)
+        reach = reach_for(cache.layout, held + stride)
+        state = decode_steps(model, state.replace(done=done), parameters, eos, limit, reach)
 
 
 def _texts(model: Model, rows: list[list[int]], stop: Sequence[str]) -> tuple[Generated, list[bool]]:

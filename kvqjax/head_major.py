@@ -3,8 +3,9 @@
 Codes are signed integers, because XLA for GPUs fuses the conversion of those into a product and no other unpacking:
 
 - 3 or 4 bits: int4, c - 8. 3 bits are stored as 4: a third plane would be read a second time.
-- 1 or 2 bits: two tokens a nibble, n = c0 + 4 c1 - 8, so that c1 - 2 = floor(n / 4) and c0 = n - 4 floor(n / 4). Of
-  256 consecutive tokens the first 128 are the c0 of 128 rows, the others their c1.
+- 1 or 2 bits: two tokens a nibble, n = 4 c1 - 8 + (c0, or 3 - c0 where c1 is even), so that c1 - 2 = floor(n / 4) and
+  c0 + 0.5 = ||n + 0.5| - 4|: of each code's reading XLA makes one chain of operations, which it fuses as well. Of 256
+  consecutive tokens the first 128 are the c0 of 128 rows, the others their c1.
 - 5 to 8 bits: int8, c - 128.
 
 Floats are stored as they are.
@@ -33,7 +34,7 @@ def stored_bits(bits: int) -> int:
 
 
 def offset(bits: int) -> int:
-    """What is taken off a code, or a nibble of two, so that it is signed."""
+    """What is taken off a code that has a number of its own, so that it is signed."""
     return 128 if bits > 4 else 8
 
 
@@ -58,6 +59,17 @@ def _joined(x: Shaped[Array, "*B K u D"]) -> Shaped[Array, "*B u W"]:
     return x.reshape(*x.shape[:-2], -1)
 
 
+def _split_pair(n: Int[Array, "*S"]) -> tuple[Int[Array, "*S"], Int[Array, "*S"]]:
+    """Both codes of a nibble."""
+    upper = (n + 8) >> 2
+    return jnp.where(upper % 2 == 1, n & 3, 3 - (n & 3)), upper
+
+
+def _as_pair(lower: Int[Array, "*S"], upper: Int[Array, "*S"]) -> Int[Array, "*S"]:
+    """The nibble of two codes."""
+    return 4 * upper - 8 + jnp.where(upper % 2 == 1, lower, 3 - lower)
+
+
 def _place(field, token):
     """(row, plane) of a body token."""
     if field.packed and tokens_per_row(field.bits) == 2:
@@ -75,9 +87,11 @@ def _write_piece(field, array, index, token, piece, wanted):
     else:
         new = piece.astype(jnp.int32).reshape(shape)
         if tokens_per_row(field.bits) == 2:
-            pair = old.astype(jnp.int32) + 8
-            new = jnp.where(plane == 0, (pair & ~3) | new, (pair & 3) | (new << 2))
-        new = (new - offset(field.bits)).astype(array.dtype)
+            lower, upper = _split_pair(old.astype(jnp.int32))
+            new = _as_pair(jnp.where(plane == 0, new, lower), jnp.where(plane == 0, upper, new))
+        else:
+            new = new - offset(field.bits)
+        new = new.astype(array.dtype)
     if wanted is not None:
         new = jnp.where(wanted, new, old)
     return jax.lax.dynamic_update_slice(array, row_major(new), start)
@@ -106,8 +120,10 @@ def read(field, stored: tuple[Array, ...], layer, token, count: int) -> Shaped[A
     part = row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, token // per, 0), shape))[0]
     if not field.packed:
         return _joined(part)
-    codes = part.astype(jnp.int32) + offset(field.bits)
+    codes = part.astype(jnp.int32)
     if per == 2:
         pairs = codes.reshape(*codes.shape[:2], -1, 1, HALF, codes.shape[3])
-        codes = jnp.concatenate([pairs & 3, pairs >> 2], axis=3).reshape(*codes.shape[:2], count, -1)
+        codes = jnp.concatenate(_split_pair(pairs), axis=3).reshape(*codes.shape[:2], count, -1)
+    else:
+        codes = codes + offset(field.bits)
     return _joined(codes).astype(jnp.uint32)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax import cache as caches
 from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.eviction import Received, no_mass
-from kvqjax.cache.state import Cache, CacheLayout, RunPlan, check_alive, due, plan
+from kvqjax.cache.state import Cache, CacheLayout, RunPlan, chains, check_alive, due, plan
 from kvqjax.decoder import Projected
 from kvqjax.errors import UserError
 from kvqjax.finite import found_finite, spoiled, zeroed
@@ -45,13 +45,15 @@ class Flow(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded."""
+    """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded.
+    `reach`: how many tokens of every row are read at least (None: all)."""
 
     cache: Cache
     runs: tuple[RunPlan, ...]
     constants: tuple[dict, ...]
     tokens: NewTokens
     recode: bool
+    reach: int | None = None
 
 
 def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
@@ -100,16 +102,28 @@ def slab(runs, rows: tuple[int, ...], dtype) -> dict:
     return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
 
 
-def begin(cache: Cache, counts: Int[Array, " B"], length: int, constants, within: str) -> Call:
-    """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `within` as in
-    `kvqjax.attend`."""
+def begin(
+    cache: Cache, counts: Int[Array, " B"], length: int, constants, within: str, reach: int | None = None
+) -> Call:
+    """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `within` and
+    `reach` as in `kvqjax.attend`."""
     if within not in ("chunk", "step"):
         raise UserError(f"within={within!r}; known: chunk, step")
     runs, sinks = plan(cache.layout), cache.layout.method.sinks
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **_eviction(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.clocks[0].unit, length) > 0
-    return Call(cache, runs, run_constants(constants, cache.layout), tokens, recode)
+    return Call(_in_step(cache), runs, run_constants(constants, cache.layout), tokens, recode, reach)
+
+
+def _in_step(cache: Cache) -> Cache:
+    """The cache with one array for the equal counts of all layers that are encoded together, so that what follows from
+    them is computed once and not in every layer."""
+    runs = list(cache.runs)
+    for first, *others in chains(cache.layout):
+        for number in others:
+            runs[number] = runs[number].replace(flushed=runs[first].flushed)
+    return cache.replace(runs=tuple(runs))
 
 
 def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
@@ -151,10 +165,11 @@ def attend_one(
     new = run.wiring.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
+    if call.reach is not None:
+        broken = broken | (call.cache.lengths > call.reach)[:, None]
     below = _below(call, number, index)
-    view = LayerView(
-        run, call.cache.runs[number], index, weights, fixed, zeroed(dtype, new), sinks, below, call.cache.layout.target
-    )
+    state, target = call.cache.runs[number], call.cache.layout.target
+    view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, below, target, call.reach)
     parts, tile = attend_exact(projected.q, view, call.tokens, call.recode and run.slots > 0, flow.tile)
     body = flow.body
     if run.slots:

@@ -37,6 +37,7 @@ __all__ = [
     "array_bytes",
     "block_tokens",
     "from_bits",
+    "leading_slots",
     "logical_bits",
     "read",
     "row_major",
@@ -224,6 +225,12 @@ def read(
     else:
         part = _rows(stored[0], layer, token // field.group, count // field.group)
     return from_bits(part, field.dtype)
+
+
+def leading_slots(field: Field, stored: Stored, slots: int, count: int) -> Stored:
+    """The first `count` of a body's `slots` slots, both static and `count` whole blocks, as they are stored."""
+    axis = -1 if field.along_lanes else -2
+    return tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored)
 
 
 def _rows(array, layer, start, count):

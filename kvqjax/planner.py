@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.accounting import Ledger, ledger
-from kvqjax.cache.state import CacheLayout, allocate_cache, plan
+from kvqjax.cache.state import CacheLayout, RunPlan, allocate_cache, plan
 from kvqjax.config import ModelConfig
 from kvqjax.decoder import init_params
+from kvqjax.layout import array_bytes
 from kvqjax.methods import MethodLike, parse
 from kvqjax.sharding import MeshSize, rules_for
 
@@ -91,12 +92,21 @@ def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16") -> dict:
 
 
 def _bytes(tree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(map(array_bytes, jax.tree.leaves(tree)))
+
+
+def _whole(run: RunPlan, batch: int, item: int) -> int:
+    """Bytes beside a body that is read as a whole: a score of every token and query head, its weight, and its weight
+    times the scale of every group of the value's channels."""
+    scales = [f.width for f in run.wiring.codecs["v"].fields.values() if f.kind == "token" and f.role == "scales"]
+    groups = sum(-(-width // run.shape.num_kv_heads) for width in scales)
+    return batch * run.slots_here * run.shape.num_heads * (4 + item * (1 + groups))
 
 
 def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
     """Bytes of a decode step beside its arguments: float32 logits (drawn from and sorted), the exact tokens of a layer
-    as keys and values, one block of the body unpacked and decoded with its scores, and what the method carries."""
+    as keys and values, one block of the body unpacked and decoded with its scores (or what a body that is read as a
+    whole takes), and what the method carries."""
     config, item = layout.shape, jnp.dtype(layout.dtype).itemsize
     logits = 2 * 4 * batch * vocabulary
     most = 0
@@ -104,20 +114,29 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
         width = sum(run.wiring.sources.values()) + 2 * config.kv_width
         exact = batch * (layout.method.sinks + run.ring + 1) * width * item
         block = batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
+        if run.wiring.direct is not None:
+            block = _whole(run, batch, item)
         carried = batch * min(run.carried, run.slots_here) * sum(run.wiring.carry.values()) * item
         most = max(most, exact + block + carried)
     return logits + most
 
 
 def plan_memory(
-    config: ModelConfig, method: MethodLike, context: int, batch: int, mesh: MeshSize = ALONE, dtype: str = "bfloat16"
+    config: ModelConfig,
+    method: MethodLike,
+    context: int,
+    batch: int,
+    mesh: MeshSize = ALONE,
+    dtype: str = "bfloat16",
+    form: str = "planes",
 ) -> Plan:
     """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and exact tokens in
-    `dtype`. Rows are rounded up to what the mesh can share out."""
+    `dtype`, bodies in the device's `form` (`kvqjax.cache.state.stored_form`). Rows are rounded up to what the mesh can
+    share out."""
     method = parse(method)
     rules = rules_for(config, method, mesh, devices=())
     rows = -(-batch // mesh.data)
-    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=context, dtype=dtype)
+    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=context, dtype=dtype, form=form)
     layout = rules.cache_layout(layout, rows * mesh.data)
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
     weights = parameter_shapes(config, dtype)

@@ -2,6 +2,7 @@
 body."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,15 +13,17 @@ from jaxtyping import Array, Bool, Int
 from kvqjax.attention import Partial, segment_attention
 from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.eviction import Received, received
-from kvqjax.cache.state import Run, RunPlan, body_tokens, due
+from kvqjax.cache.state import AT_ONCE, Run, RunPlan, body_tokens, due
 from kvqjax.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, kernels_of, large_block
 from kvqjax.finite import saturated
-from kvqjax.layout import read
-from kvqjax.methods.direct import MOST_QUERIES, Direct, attend_whole
+from kvqjax.layout import leading_slots, read
+from kvqjax.methods.direct import MOST_QUERIES, PIECE, Direct, attend_whole, slots_read, summed
 from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.pallas_kernels.dispatch import packed_attention
 
 __all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible", "weigh"]
+
+MOST_PARTS = 16  # of a body that are decoded in straight code: more would take long to compile
 
 
 class NewTokens(NamedTuple):
@@ -37,7 +40,8 @@ class NewTokens(NamedTuple):
 
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
-    `below` are (run, state, constants, layers) of the runs up to this layer; `target` names the chip."""
+    `below` are (run, state, constants, layers) of the runs up to this layer; `target` names the chip. No row holds more
+    than `reach` tokens (None: than the capacity)."""
 
     run: RunPlan
     state: Run
@@ -48,6 +52,7 @@ class LayerView(NamedTuple):
     sinks: int
     below: tuple[tuple[RunPlan, Run, dict, Int[Array, ""] | int], ...] = ()
     target: str = "cpu"
+    reach: int | None = None
 
 
 def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
@@ -146,7 +151,7 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
 
 
 def _payload(run: RunPlan, state: Run, layer, at, size: int) -> dict:
-    """`size` tokens of every row of one layer, unpacked."""
+    """`size` tokens of every row of one layer, whole blocks, unpacked."""
     return {
         source: {name: read(f, state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
         for source, codec in run.wiring.codecs.items()
@@ -202,6 +207,8 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
     if stored is not None:
         filled = jnp.where(stored >= 0, jnp.arange(1, run.slots + 1)[None], 0).max()
         return block, jnp.int32(0), -(-filled // size)
+    if run.static and tokens.positions.shape[1] <= MOST_QUERIES:
+        return block, 0, -(-min(_reached(view), run.slots_here) // size)
     last = -(-run.deal.share(ends.max()) // size)
     first = jnp.int32(0)
     if run.sliding is not None:  # blocks that no query reaches any more are skipped
@@ -224,14 +231,75 @@ def _attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, genera
     return packed_attention(q, body, view.layer, start, stop, packed.spec, general, packed.trusted)
 
 
-def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: Direct) -> Partial:
-    """Attention to the body without a loop over its blocks."""
+def _reached(view: LayerView) -> int:
+    """The most body tokens that any row may have here, by what is static."""
     run = view.run
+    return run.slots_here if view.reach is None else run.deal.most(min(view.reach, run.slots))
+
+
+def _first_seen(view: LayerView, tokens: NewTokens, count: int):
+    """(positions [B, count], which of them each query sees) of the body's first `count` slots here."""
+    index = view.run.deal.tokens(jnp.arange(count))[None]
+    valid = index < body_tokens(view.run, view.state)[:, None]
+    positions = jnp.broadcast_to(index + view.sinks, valid.shape)
+    return positions, _seen(view, tokens, positions, valid)
+
+
+def _attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None) -> Partial:
+    """Attention to the body in straight code, AT_ONCE tokens of every row decoded at a time (of a single row twice as
+    many): first all scores, then all sums of values. Each part waits for the one before it, or XLA would decode all at
+    once."""
+    run, body = view.run, view.state.body
+    count = min(-(-_reached(view) // run.block) * run.block, run.slots_here)
+    positions, mask = _first_seen(view, tokens, count)
+    constants = run.wiring.prepare(view.constants)
+    size = max(1, max(AT_ONCE, 2 * AT_ONCE // q.shape[0]) // run.block) * run.block
+    parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def decoded(part: slice, after):
+        stored = view.state.replace(body=jax.lax.optimization_barrier((body, after))[0])
+        payload = _payload(run, stored, view.layer, part.start, part.stop - part.start)
+        found, _ = run.wiring.decode(constants, payload, {})
+        found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
+        return payload, found, _expanded(view, found, positions[:, part])
+
+    def scores(rows, _):
+        made = []
+        for part in parts:
+            k = decoded(part, made[-1] if made else rows)[2][0]
+            made.append(jnp.einsum("bkxd,bskd->bkxs", rows, k, preferred_element_type=jnp.float32))
+        return [jnp.concatenate(made, -1)]
+
+    def values(weights, _, dtype, piece):
+        weights, total = weights[0].astype(dtype), weights[0][:, :, :, :1]
+        for number, part in enumerate(parts):
+            payload, found, (_, v) = decoded(part, total)
+            if shared is not None:
+                v = saturated(shared.read(view.weights, view.constants, payload, found)[:, :, None], dtype)
+            v = jnp.where(mask[:, :, part].any(1)[:, :, None, None], v, 0)
+            rows = weights[..., part].reshape(v.shape[0], v.shape[2], -1, v.shape[1])  # shared values are one head's
+            own = summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights.shape[:3], -1)
+            total = total + own if number else own
+        return total
+
+    piece = math.gcd(PIECE, run.slots_here // 2)
+    return attend_whole(q, {"k": {}, "v": {}}, mask, Direct(scores, values), kv_heads, piece)
+
+
+def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: Direct) -> Partial:
+    """Attention to the body without a loop over its blocks; of a body whose rows are short, to a first part of it."""
+    run, slots = view.run, view.run.slots_here
+    count, cut = slots_read(_reached(view), run.block, slots)
     body = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, view.layer, keepdims=True), view.state.body)
-    index = run.deal.tokens(jnp.arange(run.slots_here))[None]
-    valid = index < body_tokens(run, view.state)[:, None]
-    mask = _seen(view, tokens, jnp.broadcast_to(index + view.sinks, valid.shape), valid)
-    return attend_whole(q, body, mask, direct, kv_heads)
+
+    def first(source, stored):
+        fields = run.wiring.codecs[source].fields
+        return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
+
+    body = body | {"k": first("k", body["k"])}
+    mask = _first_seen(view, tokens, count)[1]
+    piece = math.gcd(PIECE, slots // 2)
+    return attend_whole(q, body, mask, direct, kv_heads, piece, functools.partial(first, "v") if cut else None)
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
@@ -254,16 +322,20 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     in_order = not run.wraps and tokens.stored is None and run.deal.parts == 1
     target = view.target if in_order else "cpu"
 
+    few = q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None
+
     def by_blocks():
+        if run.static and few and not wiring.carry and _reached(view) <= MOST_PARTS * AT_ONCE:
+            return _attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
         size = large_block(q, run.reading, run.slots_here, target, bool(wiring.carry))
         return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, target)
 
-    if wiring.direct is not None and q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None:
+    if wiring.direct is not None and few:
         return _attend_whole(q, kv_heads, view, tokens, wiring.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
-    few = kernels_of(target) == "off" or q.shape[1] < MANY_QUERIES
-    if wiring.packed is not None and few and shared is wiring.shared and not run.wraps and tokens.stored is None:
+    short = kernels_of(target) == "off" or q.shape[1] < MANY_QUERIES
+    if wiring.packed is not None and short and shared is wiring.shared and not run.wraps and tokens.stored is None:
         found = _attend_packed(q, view, tokens, wiring.packed, lambda: by_blocks()[0])
     else:
         found, carry = by_blocks()

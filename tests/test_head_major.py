@@ -11,6 +11,7 @@ from cases import CASES, model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax import segments
 from kvqjax.cache import plan
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.layout import Field, allocate, logical_bits, read, write
@@ -18,8 +19,8 @@ from kvqjax.layout import Field, allocate, logical_bits, read, write
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 KIVI = ("kivi2", "kivi3-sinks", "kivi4-float32", "kivi8", "kivi-wide-groups", "kivi-published")
 ROTATED = ("kivi-rotated", "omniscale", "kvarn", "kvarn4", "oscar")
-HEADS = ("exact", *KIVI, *ROTATED, "mixed", "sliding")
-COMPARED = ("kivi3-sinks", "kivi8", "kivi-wide-groups", "kivi-published", "mixed", *ROTATED)
+HEADS = ("exact", *KIVI, *ROTATED, "uniform", "mixed", "sliding")
+COMPARED = ("kivi3-sinks", "kivi8", "kivi-wide-groups", "kivi-published", "uniform", "mixed", *ROTATED)
 # Float32: a body's sums of at most 160 products in another order, as in tests/test_cache_forward.py.
 BOUND = 2e-4
 
@@ -46,9 +47,9 @@ def test_codes_are_read_back_as_they_were_written(bits, size):
     assert stored[0].size * (4 if stored[0].dtype == jnp.int4 else 8) == 2 * 2 * 512 * 24 * width
 
 
-def filled(model, method, form: str, layers: str):
+def filled(model, method, form: str, layers: str, capacity: int = 512):
     """Logits of a chunk and of a step after a prefilled prompt, and the cache."""
-    cache = kvq.init_cache(model, method, 2, 512, form=form, layers=layers)
+    cache = kvq.init_cache(model, method, 2, capacity, form=form, layers=layers)
     text = tokens(2, 400)
     _, cache = prefill(model, text[:, :384], jnp.asarray([384, 161]), cache)
     chunk, cache = forward(model, text[:, 384:392], jnp.asarray([8, 7]), cache)
@@ -86,6 +87,20 @@ def test_equal_codes_and_logits(name, layers):
             np.testing.assert_allclose(mine, other, atol=1e-4)
     runs = plan(got[2].layout)
     assert all(run.wiring.direct is not None for run in runs)
+
+
+@pytest.mark.parametrize("name", ["kvquant", "commvq", "aqua", "xquant-latents"])
+def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
+    """Block after block in straight code, or by a loop of as many turns as the capacity has blocks, as by a loop that
+    ends with the longest row."""
+    monkeypatch.setattr(segments, "AT_ONCE", 1)
+    model, method = model_and_method(name)
+    forward.clear_cache()  # programs of the usual parts
+    wanted, got = (filled(model, method, form, "scan", 2100) for form in ("planes", "heads"))
+    assert got[2].runs[0].body
+    assert plan(got[2].layout)[-1].slots >= 2 * plan(got[2].layout)[-1].block
+    for a, b in zip(got[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=5 * BOUND * max(1.0, np.abs(b).max()))
 
 
 def test_the_target_decides_and_what_cannot_be_keeps_its_planes():

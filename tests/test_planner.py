@@ -51,6 +51,17 @@ def test_bytes_are_those_of_the_cache_that_would_be_made():
     assert found.constants == 0
 
 
+@pytest.mark.parametrize(("spec", "bits"), [("kivi:bits=2,group=128", 2), ("kivi:bits=3", 4), ("exact", 16)])
+def test_bodies_of_gpus_are_counted_as_they_are_stored_there(spec, bits):
+    """Two int4 numbers take a byte; 3 bits are stored as 4."""
+    config, context = config_of("llama-3.1-8b"), 131072
+    found = plan_memory(config, spec, context, 1, form="heads")
+    codes = context * 2 * config.kv_width * config.num_layers * bits // 8
+    assert found.cache == found.book.bytes
+    assert found.book.by_role()["payload"] == pytest.approx(codes, rel=2e-3)  # but for window and sinks
+    assert 0 < found.workspace < 0.1 * GIB  # a score of every token and head, and no block of keys and values
+
+
 def test_constants_are_counted():
     """AQUA-KV's linear predictors: bfloat16 matrices for keys from W and values from 2 W, and a float32 bias each, in
     every layer but the first."""

@@ -280,7 +280,12 @@ def test_extrapolated_layers(counter):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--chip", "h300"], "known: h100, h200"), (["--cache", "kivy"], "kivy"), (["--model", "llama-9"], "llama-9")],
+    [
+        (["--chip", "h300"], "known: h100, h200"),
+        (["--cache", "kivy"], "kivy"),
+        (["--model", "llama-9"], "llama-9"),
+        (["--context", "4096", "--held", "8192"], "more than the context"),
+    ],
 )
 def test_bad_options_are_named(counter, options, message):
     from typer.testing import CliRunner

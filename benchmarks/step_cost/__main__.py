@@ -3,6 +3,7 @@
     python -m benchmarks.step_cost --chip h100 --model llama-3.1-8b --cache kivi:bits=2,group=128 --context 131072
 
 GPUs (h100, h200, a100-80) need JAX's CUDA plugin, TPUs (v5e, v6e, v7x) libtpu; `make aot` makes environments with both.
+`--held 8192` counts rows that hold fewer tokens than fit, through the static length that `generate` would choose then.
 `python -m benchmarks.step_cost.page` computes the missing rows of docs/speed.md and writes it.
 """
 
@@ -55,6 +56,7 @@ def main(
     model: Annotated[str, typer.Option(help="a name, folder or config.json")] = "llama-3.1-8b",
     cache: Annotated[str, typer.Option(help="a method, as everywhere")] = "exact",
     context: Annotated[int, typer.Option(help="tokens a row holds, which is its capacity too")] = 131072,
+    held: Annotated[int | None, typer.Option(min=1, help="tokens a row holds, if fewer than the context")] = None,
     batch: int = 1,
     layers: Annotated[str, typer.Option(help="two depths: compile those and extrapolate")] = "",
     dump: Annotated[Path | None, typer.Option(help="write the compiled program here")] = None,
@@ -63,13 +65,15 @@ def main(
     """Compile one row and print its account."""
     if chip not in CHIPS:
         raise typer.BadParameter(f"{chip}; known: {', '.join(CHIPS)}", param_hint="--chip")
+    if held is not None and held > context:
+        raise typer.BadParameter(f"{held} is more than the context, {context}", param_hint="--held")
     row = Row(chip, model, cache, context, batch)
     depths = tuple(int(n) for n in layers.split(",") if n)
     with tempfile.TemporaryDirectory() as folder:
         if row.is_tpu:
             tpu.prepare(folder)
         try:
-            found = measure(row, Path(folder), depths, dump)[chip]
+            found = measure(row, Path(folder), depths, dump, held)[chip]
         except UserError as error:
             typer.echo(error, err=True)
             raise typer.Exit(2) from error

@@ -49,16 +49,16 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-def lowered(row: Row, config: ModelConfig) -> Lowered:
+def lowered(row: Row, config: ModelConfig, held: int | None = None) -> Lowered:
     """A row's decode loop before it is compiled, with whole stack frames, by which its parts are told apart."""
     jax.config.update("jax_traceback_in_locations_limit", -1)
-    return lower_decode(config, parse_method(row.cache), row.context, row.batch, row.compiled_for)
+    return lower_decode(config, parse_method(row.cache), row.context, row.batch, row.compiled_for, held=held)
 
 
-def compile_row(row: Row, config: ModelConfig, dump: Path | None = None) -> Compiled:
+def compile_row(row: Row, config: ModelConfig, dump: Path | None = None, held: int | None = None) -> Compiled:
     """Compile a row's decode loop."""
     layout = make_layout(config, parse_method(row.cache), row.context, row.compiled_for)
-    program = lowered(row, config)
+    program = lowered(row, config, held)
     begun = time.perf_counter()
     compiled = program.compile()
     seconds, text, memory = time.perf_counter() - begun, compiled.as_text(), compiled.memory_analysis()
@@ -68,20 +68,25 @@ def compile_row(row: Row, config: ModelConfig, dump: Path | None = None) -> Comp
     return Compiled(parse(text), layout, temporaries, memory.argument_size_in_bytes, seconds)
 
 
-def accounts(row: Row, made: Compiled, folder: Path) -> dict:
-    """The account of a compiled row, with full and, of several rows, ragged ones."""
+def accounts(row: Row, made: Compiled, folder: Path, held: int | None = None) -> dict:
+    """The account of a compiled row, with full and, of several rows, ragged ones; the longest holds `held` tokens, if
+    not the context."""
     target = target_of(row.chip, config_of(row.model), made.layout, folder if row.is_tpu else None)
-    found: dict = {"full": account(made.program, target, row_lengths(row.context, row.batch, ragged=False))}
+    longest = held or row.context
+    found: dict = {"full": account(made.program, target, row_lengths(longest, row.batch, ragged=False))}
     if row.batch > 1:
-        found["ragged"] = account(made.program, target, row_lengths(row.context, row.batch, ragged=True))
+        found["ragged"] = account(made.program, target, row_lengths(longest, row.batch, ragged=True))
     sizes = {"cache": cache_bytes(made.layout, row.batch), "temp": made.temporaries, "arguments": made.arguments}
     found |= {f"{name}_gb": round(size / 1e9, 3) for name, size in sizes.items()}
     return found | {"compile_s": round(made.seconds, 1)}
 
 
-def measure(row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None) -> dict[str, dict]:
+def measure(
+    row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None, held: int | None = None
+) -> dict[str, dict]:
     """Compile one row; its account for the chip and for those that share the program. `folder` is where `tpu.prepare`
-    has libtpu put its listings. With two `depths`, models of so many layers are compiled and numbers extrapolated."""
+    has libtpu put its listings. With two `depths`, models of so many layers are compiled and numbers extrapolated. The
+    longest row holds `held` tokens, if not the context."""
     config = config_of(row.model)
     few = [dataclasses.replace(config, num_layers=n, windows=config.windows[:n]) for n in depths] or [config]
     rows = [row] + [row._replace(chip=chip) for chip, other in SAME.items() if other == row.chip]
@@ -89,8 +94,8 @@ def measure(row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | N
     for one in few:
         for old in folder.iterdir():
             old.unlink()
-        made = compile_row(row, one, dump)
-        found.append({each.chip: accounts(each, made, folder) for each in rows})
+        made = compile_row(row, one, dump, held)
+        found.append({each.chip: accounts(each, made, folder, held) for each in rows})
     result = found[0]
     if depths:
         share = (config.num_layers - depths[0]) / (depths[1] - depths[0])

@@ -276,7 +276,8 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
                 moves,
             )
             for i, (body, window, new) in zip(chain, flush, strict=True):
-                states[i], sources[i] = states[i].replace(body=body, window=window, flushed=targets), new
+                flushed = tuple(due(c, held + counts, f) for c, f in zip(clocks, states[i].flushed, strict=True))
+                states[i], sources[i] = states[i].replace(body=body, window=window, flushed=flushed), new
     done = tuple(
         remember(run, state, new, cache.lengths, counts, layout.method.sinks)
         for run, state, new in zip(runs, states, sources, strict=True)

@@ -46,3 +46,7 @@ class Deal(NamedTuple):
         whole, here = tokens // self.block, self._here()
         rest = jnp.where(whole % self.parts == here, tokens % self.block, 0)
         return (whole - here + self.parts - 1) // self.parts * self.block + rest
+
+    def most(self, tokens: int) -> int:
+        """The most of a row's first `tokens` body tokens that lie on one device."""
+        return -(-tokens // (self.block * self.parts)) * self.block if self.parts > 1 else tokens

@@ -28,8 +28,20 @@ from kvqjax.methods.wiring import Clock, Packed, Wiring
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.dispatch import row_of
 
-__all__ = ["Cache", "CacheLayout", "Run", "RunPlan", "allocate_cache", "body_tokens", "chains", "check_alive", "plan"]
+__all__ = [
+    "AT_ONCE",
+    "Cache",
+    "CacheLayout",
+    "Run",
+    "RunPlan",
+    "allocate_cache",
+    "body_tokens",
+    "chains",
+    "check_alive",
+    "plan",
+]
 
+AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
 MOST_TOKENS = 2**30  # sums of two such counts are still int32
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 
@@ -66,7 +78,8 @@ class RunPlan(NamedTuple):
     """A run of equal layers: `first` .. `first + count - 1`, `shape` being one layer's. The body has `slots` tokens in
     blocks of `block`, a ring of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window
     is a ring of `ring` tokens. `slots` counts all devices' when the blocks are dealt (`deal`), `slots_here` one's.
-    With eviction the body never holds more than `kept` tokens (0: no eviction)."""
+    With eviction the body never holds more than `kept` tokens (0: no eviction). `static`: what a few new tokens read of
+    the body is bounded by its slots and not by data, because a GPU's host decides on every turn of such a loop."""
 
     first: int
     count: int
@@ -78,6 +91,7 @@ class RunPlan(NamedTuple):
     wraps: bool
     deal: Deal = Deal()
     kept: int = 0
+    static: bool = False
 
     @property
     def sliding(self) -> int | None:
@@ -90,9 +104,10 @@ class RunPlan(NamedTuple):
 
     @property
     def reading(self) -> int:
-        """Tokens read at a time: as many blocks as divide the body, up to what the wiring asks for; one where it is a
-        ring."""
-        most = 1 if self.wraps else max(1, self.wiring.reading // self.block)
+        """Tokens read at a time: as many blocks as divide the body, up to what the wiring or a GPU asks for; one where
+        it is a ring."""
+        wanted = max(self.wiring.reading, AT_ONCE if self.static else 1)
+        most = 1 if self.wraps else max(1, wanted // self.block)
         return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
 
     @property
@@ -236,7 +251,8 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     if shape.window is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
         blocks = min(whole, -(-(shape.window + ring) // block) + 1)
-    return RunPlan(first, count, shape, wiring, block, blocks * block, ring, blocks < whole)
+    static = layout.form == "heads"
+    return RunPlan(first, count, shape, wiring, block, blocks * block, ring, blocks < whole, static=static)
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:

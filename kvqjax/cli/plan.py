@@ -5,7 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from kvqjax.cache.state import stored_form
 from kvqjax.catalogue import config_of
+from kvqjax.chips import target_name
 from kvqjax.cli.common import Batch, Caches, Json, Mesh, ModelName, methods_of, number
 from kvqjax.cli.tables import cell, fits, show, size, table, terminal_width
 from kvqjax.config import ModelConfig
@@ -82,8 +84,14 @@ def _first_token(config: ModelConfig, context: int, batch: int, device: Device, 
     return batch * prompt_operations(config, 0, context) / (device.tflops * 1e12 * mesh.devices)
 
 
-def _row(config, method: Method, context: int, batch: int, device: Device | None, mesh: MeshSize) -> dict[str, Any]:
-    planned = functools.partial(plan_memory, config, method, mesh=mesh)
+def _form(chip: str | None) -> str:
+    """How bodies are stored on a chip of `DEVICES`."""
+    return stored_form(target_name(chip)) if chip else "planes"
+
+
+def _row(config, method: Method, context: int, batch: int, chip: str | None, mesh: MeshSize) -> dict[str, Any]:
+    device = DEVICES[chip] if chip else None
+    planned = functools.partial(plan_memory, config, method, mesh=mesh, form=_form(chip))
     found = planned(context, batch)
     row: dict[str, Any] = {"cache": str(method), "bytes": found.book.bytes, "bytes_exact": found.book.exact_bytes}
     row["bits_stored"] = found.book.bits_stored
@@ -100,7 +108,7 @@ def _compiled(config, method, context: int, batch: int, chip: str, mesh: MeshSiz
     """The compiler's account of the same decode loop, per device."""
     from kvqjax.aot import compile_decode, layout_for
 
-    found = plan_memory(config, method, context, batch, mesh)
+    found = plan_memory(config, method, context, batch, mesh, form=_form(chip))
     made = compile_decode(config, method, context, batch, chip, mesh)
     row: dict[str, Any] = {"bytes_arguments_compiled": made.arguments}
     row["compiled_to_planned"] = made.arguments / (found.weights + found.constants + found.cache)
@@ -130,9 +138,9 @@ def plan(
         raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")
     if compile_step and device is None:
         raise UserError("--compile needs a --device")
-    config, chip, sizes = config_of(model), DEVICES[device] if device else None, MeshSize.parse(mesh)
+    config, sizes = config_of(model), MeshSize.parse(mesh)
     chosen = methods_of(cache or COMPARED)
-    rows = [_row(config, method, context, batch, chip, sizes) for method in chosen]
+    rows = [_row(config, method, context, batch, device, sizes) for method in chosen]
     if compile_step and device:
         made = [_compiled(config, method, context, batch, device, sizes) for method in chosen]
         rows = [row | more for row, more in zip(rows, made, strict=True)]

@@ -2,6 +2,7 @@
 that XLA for GPUs reads every array once, in a handful of products.
 
     scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
+                            k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
     out = sum_s p_s v_s     v_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (its values)
 
 Keys may be per token too (OSCAR), and keys or values of either kind times a factor of their token (OScaR and KVarN's
@@ -15,9 +16,11 @@ putting them in order would write and read them once more.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -30,10 +33,12 @@ from kvqjax.config import KVShape
 from kvqjax.head_major import HALF, offset, tokens_per_row
 from kvqjax.layout import from_bits
 
-__all__ = ["MOST_QUERIES", "Direct", "attend_whole", "direct_form"]
+__all__ = ["MOST_QUERIES", "PIECE", "Direct", "attend_whole", "direct_form", "slots_read", "summed"]
 
 MOST_QUERIES = 16  # new tokens; more would make the scores of a whole body too large
-PRODUCTS = 512  # that a sum over tokens is cut into, over rows and heads, so that a GPU has work for all its cores
+# Stored rows that are summed in one product: a sum over tokens is cut, so that a GPU has work for all its cores. Always
+# after as many rows, so that sums over more tokens are the same where what is added has no weight.
+PIECE = 512
 
 Stored = dict  # field name -> arrays of one layer, [1, B, ...]
 
@@ -42,7 +47,9 @@ class Direct(NamedTuple):
     """How a whole body is read, both from one layer's stored fields:
 
     scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
-    values(planes of weights [B, K, X, S] float32, fields, dtype) -> [B, K, X, D] float32"""
+    values(planes of weights [B, K, X, S] float32, fields, dtype, piece) -> [B, K, X, D] float32
+
+    Sums over tokens are cut after `piece` stored rows, or fewer."""
 
     scores: Callable
     values: Callable
@@ -54,6 +61,12 @@ def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
         return None
     scores, values = _key_form(key, shape), _value_form(value, shape)
     return None if scores is None or values is None else Direct(scores, values)
+
+
+def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
+    """Whether groups of channels are parts of heads, or whole heads."""
+    group = min(spec.group, shape.kv_width)
+    return not (group % shape.head_dim and shape.head_dim % group)
 
 
 def _key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
@@ -68,24 +81,21 @@ def _key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
         ]
     if isinstance(spec, Uniform) and spec.along == "tokens":
         return lambda q, fields: _channel_scores(spec, q, fields)
-    if isinstance(spec, Uniform) and spec.group % shape.head_dim == 0:
+    if isinstance(spec, Uniform) and _fits_heads(spec, shape):
         return lambda q, fields: _token_scores(spec, q, fields)
     return None
 
 
 def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     if isinstance(spec, Exact):
-        return lambda weights, fields, dtype: _summed(_in_planes(weights, 1)[0].astype(dtype), fields["x"][0][0])
+        return lambda weights, fields, dtype, piece: _exact_values(weights, fields["x"][0][0], dtype, piece)
     if isinstance(spec, Clipped):
         return _value_form(spec.inner, shape)
     if isinstance(spec, Balanced) and spec.along == "channels":
-        return lambda weights, fields, dtype, *_: _balanced_values(spec, weights, fields, dtype)
-    if not isinstance(spec, Uniform) or spec.along != "channels":
+        return lambda weights, fields, dtype, piece: _balanced_values(spec, weights, fields, dtype)
+    if not isinstance(spec, Uniform) or spec.along != "channels" or not _fits_heads(spec, shape):
         return None
-    group = min(spec.group, shape.kv_width)
-    if group % shape.head_dim and shape.head_dim % group:
-        return None
-    return lambda weights, fields, dtype: _token_values(spec, weights, fields, dtype)
+    return lambda weights, fields, dtype, piece: _token_values(spec, weights, fields, dtype, piece)
 
 
 def _by_plane(x: Array, planes: int) -> list[Array]:
@@ -106,70 +116,72 @@ def _in_planes(pieces: list[Array], planes: int) -> list[Array]:
     return [jnp.stack(split, -2).reshape(*pieces[0].shape[:-1], -1)]
 
 
-def _summed(weights: Float[Array, "B K X S"], v: Array) -> Float[Array, "B K X D"]:
-    """sum_s weights_s v_s, cut into pieces where they divide S."""
-    size, dtype = weights.shape[3], weights.dtype
-    parts = max(1, PRODUCTS // (weights.shape[0] * weights.shape[1]))
-    if size % parts:
-        return jnp.einsum("bkxs,bksd->bkxd", weights, v.astype(dtype), preferred_element_type=jnp.float32)
-    weights = weights.reshape(*weights.shape[:3], parts, -1)
-    v = v.reshape(*v.shape[:2], parts, -1, v.shape[3]).astype(dtype)
+def _filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
+    """Weights of so many slots, the last of them zero."""
+    return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
+
+
+def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:
+    """sum_s weights_s v_s, cut after every `piece` rows or a part of them that divides S."""
+    size, dtype = math.gcd(piece, weights.shape[3]), weights.dtype
+    weights = weights.reshape(*weights.shape[:3], -1, size)
+    v = v.reshape(*v.shape[:2], -1, size, v.shape[3]).astype(dtype)
     return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
 
 
-def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, dict[int, float]]]:
-    """(numbers in `dtype` [B, K, rows, D], {plane: factor}): a plane's codes are the numbers times its factors, summed,
-    plus its entry in `_lifts`. Each number is one operation on what is stored, which XLA fuses into the product that
-    reads it; a difference of two it would write out first."""
+def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int) -> Float[Array, "B K X D"]:
+    """Weighted sums of values as they are."""
+    return summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
+
+
+def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
+    """(numbers in `dtype` [B, K, rows, D], what they lack to be the plane's codes) for every plane. One chain of
+    operations on what is stored, which XLA fuses into the product that reads it."""
     n = stored.astype(dtype)
     if tokens_per_row(bits) == 1:
-        return [(n, {0: 1.0})]
-    return [(n, {0: 1.0}), (jnp.floor(n * jnp.asarray(0.25, dtype)), {0: -4.0, 1: 1.0})]
-
-
-def _lifts(bits: int) -> list[float]:
-    """What each plane's sum of readings lacks to be its code."""
-    return [float(offset(bits))] if tokens_per_row(bits) == 1 else [0.0, 2.0]
+        return [(n, float(offset(bits)))]
+    number = functools.partial(jnp.asarray, dtype=dtype)
+    lower = jnp.abs(jnp.abs(n + number(0.5)) - number(4.0))
+    return [(lower, -0.5), (jnp.floor(n * number(0.25)), 2.0)]
 
 
 def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
     """Scores of keys that are uniform per channel in groups of tokens."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
-    wide, lifts = q.astype(jnp.float32), _lifts(spec.bits)
+    wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
     scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
     added = jnp.einsum("bkxd,bknd->bkxn", wide, low.astype(jnp.float32))
-    here = HALF // spec.group if len(lifts) == 2 else scale.shape[2]  # groups of one plane side by side
-
-    def groups(x):
-        x = x.reshape(*x.shape[:3], -1, len(lifts), here, *x.shape[4:])
-        return [x[:, :, :, :, plane] for plane in range(len(lifts))]
-
-    rows, constants = groups(scaled), groups(added)
-    out = [
-        (constant + lift * row.astype(jnp.float32).sum(-1))[..., None]
-        for row, constant, lift in zip(rows, constants, lifts, strict=True)
-    ]
-    for n, factors in _readings(spec.bits, codes[0], q.dtype):
+    here = HALF // spec.group if len(planes) == 2 else scale.shape[2]  # groups of one plane side by side
+    out = []
+    for plane, (n, lift) in enumerate(planes):
+        rows, constant = (
+            x.reshape(*x.shape[:3], -1, len(planes), here, *x.shape[4:])[:, :, :, :, plane] for x in (scaled, added)
+        )
+        constant = constant + lift * rows.astype(jnp.float32).sum(-1)
         n = n.reshape(*n.shape[:2], -1, here, spec.group, n.shape[3])
-        wanted = jnp.concatenate([rows[plane] for plane in factors], axis=2)
-        part = jnp.einsum("bkxjnd,bkjngd->bkxjng", wanted, n, preferred_element_type=jnp.float32)
-        for piece, (plane, factor) in zip(jnp.split(part, len(factors), axis=2), factors.items(), strict=True):
-            out[plane] = out[plane] + factor * piece
-    return [x.reshape(*q.shape[:3], -1) for x in out]
+        part = jnp.einsum("bkxjnd,bkjngd->bkxjng", rows, n, preferred_element_type=jnp.float32)
+        out.append((part + constant[..., None]).reshape(*q.shape[:3], -1))
+    return out
 
 
 def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
-    """Scores of keys that are uniform per token, all channels of a head sharing a scale."""
-    (codes,), lifts, wide = fields["codes"], _lifts(spec.bits), q.astype(jnp.float32)
-    out = [lift * wide.sum(-1, keepdims=True) for lift in lifts]
-    for n, factors in _readings(spec.bits, codes[0], q.dtype):
-        part = jnp.einsum("bkxd,bksd->bkxs", q, n, preferred_element_type=jnp.float32)
-        for plane, factor in factors.items():
-            out[plane] = out[plane] + factor * part
-    stored = (_of_tokens(fields[name], spec.dtype, codes.shape[2], len(lifts)) for name in ("scale", "low"))
-    total = wide.sum(-1, keepdims=True)
-    return [x * scale + total * low for x, scale, low in zip(out, *stored, strict=True)]
+    """Scores of keys that are uniform per token in groups of channels."""
+    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
+    planes = _readings(spec.bits, codes[0], q.dtype)
+    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, M, S]
+    each, dim = scale.shape[2], q.shape[3]
+    # A row for every group, zero outside it: one product reads the codes once, and M is small.
+    own = jnp.repeat(jnp.eye(each, dtype=q.dtype), dim // each, axis=1)
+    rows = (q[:, :, :, None] * own[None, None, None]).reshape(*q.shape[:2], -1, dim)
+    sums = q.astype(jnp.float32).reshape(*q.shape[:3], each, -1).sum(-1)[..., None]
+    out = []
+    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
+    for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
+        part = jnp.einsum("bkrd,bksd->bkrs", rows, n, preferred_element_type=jnp.float32)
+        part = part.reshape(*q.shape[:3], each, -1) + lift * sums
+        out.append((part * factor[:, :, None] + sums * least[:, :, None]).sum(3))
+    return out
 
 
 def _token_factors(dtype: str, scores: list[Array], fields: Stored) -> list[Array]:
@@ -189,62 +201,49 @@ def _by_head(x: Array, heads: int) -> Array:
     return jnp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
 
 
-def _token_values(spec: Uniform, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
+def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> Float[Array, "B K X D"]:
     """Weighted sums of values that are uniform per token in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    heads, dim, lifts = codes.shape[2], codes.shape[4], _lifts(spec.bits)
+    heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
     lead, each = weights[0].shape[:3], scale.shape[2]  # M groups of channels a head
-    weights, scales, lows = (
-        _in_planes(weights, len(lifts)),
-        *(_by_plane(x.astype(jnp.float32), len(lifts)) for x in (scale, low)),
-    )
-    rows, out = [], jnp.float32(0)
-    for weight, scale, low, lift in zip(weights, scales, lows, lifts, strict=True):
-        row = (weight[:, :, :, None] * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
-        added = jnp.einsum("bkxs,bkms->bkxm", weight, low) + lift * row.astype(jnp.float32).sum(-1)
-        rows.append(row.reshape(*lead[:2], lead[2] * each, -1))
-        out = out + added[..., None]
-    for n, factors in _readings(spec.bits, codes[0], dtype):
-        part = _summed(jnp.concatenate([rows[plane] for plane in factors], axis=2), n)
-        for piece, factor in zip(jnp.split(part, len(factors), axis=2), factors.values(), strict=True):
-            # Every group's weights were summed with all channels: one product reads the codes once, and M is small.
-            found = piece.reshape(*lead, each, each, dim // each)
-            out = out + factor * jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
+    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
+    weights, out = _in_planes(weights, len(planes)), jnp.float32(0)
+    for weight, scale, low, (n, lift) in zip(weights, scales, lows, planes, strict=True):
+        weight = _filled(weight, scale.shape[3])[:, :, :, None]
+        row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
+        out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
+        # Every group's weights are summed with all channels: one product reads the codes once, and M is small.
+        found = summed(row.reshape(*lead[:2], lead[2] * each, -1), n, piece)
+        found = found.reshape(*lead, each, each, dim // each)
+        out = out + jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
 
 
 def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
     """Weighted sums of values that are uniform per token and head, times a factor per channel of each group of tokens:
     groups are summed apart."""
-    (codes,), lifts = fields["codes"], _lifts(spec.bits)
-    heads, dim = codes.shape[2], codes.shape[4]
-    planes, rows = len(lifts), codes.shape[3]
-    here = min(spec.group, HALF)
+    (codes,) = fields["codes"]
+    heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
+    planes, here = len(readings), min(spec.group, HALF)  # groups of one plane side by side
     factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)  # [B, K, N, D]
-    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // here, dim) if planes > 1 else factor
-    factors = (
-        [factor[:, :, :, p].reshape(*factor.shape[:2], -1, dim) for p in range(planes)] if planes > 1 else [factor]
-    )
+    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // here if planes > 1 else 1, dim)
+    factors = [factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim) for plane in range(planes)]
     scales, lows = (_of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low"))
-    weights = [
-        jnp.pad(weight, ((0, 0), (0, 0), (0, 0), (0, rows - weight.shape[3]))) for weight in _in_planes(weights, planes)
-    ]
 
     def apart(x):  # [.., rows] by groups
         return x.reshape(*x.shape[:-1], -1, here)
 
-    scaled = [(weight * scale).astype(dtype) for weight, scale in zip(weights, scales, strict=True)]
-    sums = [
-        apart(weight * low + lift * row.astype(jnp.float32)).sum(-1)
-        for weight, low, row, lift in zip(weights, lows, scaled, lifts, strict=True)
-    ]
-    out = sum(jnp.einsum("bkxj,bkjd->bkxd", x, factor) for x, factor in zip(sums, factors, strict=True))
-    for n, shares in _readings(spec.bits, codes[0], dtype):
+    out = jnp.float32(0)
+    for weight, scale, low, factor, (n, lift) in zip(
+        _in_planes(weights, planes), scales, lows, factors, readings, strict=True
+    ):
+        weight = _filled(weight, scale.shape[3])
+        row = (weight * scale).astype(dtype)
+        added = apart(weight * low + lift * row.astype(jnp.float32)).sum(-1)
         n = n.reshape(*n.shape[:2], -1, here, dim)
-        for plane, share in shares.items():
-            part = jnp.einsum("bkxjg,bkjgd->bkxjd", apart(scaled[plane]), n, preferred_element_type=jnp.float32)
-            out = out + share * (part * factors[plane][:, :, None]).sum(3)
+        part = jnp.einsum("bkxjg,bkjgd->bkxjd", apart(row), n, preferred_element_type=jnp.float32)
+        out = out + ((part + added[..., None]) * factor[:, :, None]).sum(3)
     return out
 
 
@@ -255,21 +254,41 @@ def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K 
     return x.reshape(x.shape[0], heads, -1, x.shape[2])
 
 
+def slots_read(tokens: int, block: int, slots: int) -> tuple[int, bool]:
+    """How many of a body's slots are read where no row holds more than `tokens`, and whether so few of the values too.
+    XLA for GPUs reads a part of the keys as it lies. It makes a copy of a part of the values, which costs three times
+    its bytes, so that more than a third of them is read as a whole."""
+    step = math.lcm(block, 4 * PIECE)
+    few = min(-(-tokens // step) * step, slots)
+    return few, 3 * few <= slots
+
+
 def attend_whole(
-    q: Float[Array, "B T H D"], body: dict[str, Stored], mask: Bool[Array, "B T S"], direct: Direct, kv_heads: int
+    q: Float[Array, "B T H D"],
+    body: dict[str, Stored],
+    mask: Bool[Array, "B T S"],
+    direct: Direct,
+    kv_heads: int,
+    piece: int = PIECE,
+    cut: Callable[[Stored], Stored] | None = None,
 ) -> Partial:
-    """Attention of few new tokens to all S slots of one layer's body, of which query t of row b sees `mask[b, t]`."""
+    """Attention of few new tokens to S slots of one layer's body, of which query t of row b sees `mask[b, t]`. Values
+    may be given of more slots; `cut` makes as many of them as there are keys. `piece` as in `Direct`."""
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     scores = direct.scores(rows * jnp.asarray(dim**-0.5, q.dtype), body["k"])
     seen = _by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
-    peak = functools.reduce(jnp.maximum, [x.max(-1) for x in scores])
-    safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
-    weights = [jnp.exp(x - safe[..., None]) for x in scores]
+    # Finite even where nothing is seen: exp(-inf - -inf) would be NaN.
+    peak = functools.reduce(jnp.maximum, [x.max(-1, initial=jnp.finfo(jnp.float32).min) for x in scores])
+    weights = [jnp.exp(x - peak[..., None]) for x in scores]
     total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
     least = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    out = direct.values(weights, body["v"], q.dtype) / least[..., None]
+    stored = body["v"]
+    if cut is not None:  # not before it is needed, or XLA copies that part of all layers at once
+        weights, stored = jax.lax.optimization_barrier((weights, stored))
+        stored = cut(stored)
+    out = direct.values(weights, stored, q.dtype, piece) / least[..., None]
     lse = jnp.where(total > 0, jnp.log(least) + peak, -jnp.inf)
 
     def by_token(x):

@@ -31,19 +31,18 @@ def _missing(chip: str) -> str:
     return "" if shutil.which("ptxas") else "ptxas is not on the path: it is part of the CUDA toolkit"
 
 
+def _counted(benchmark: str, *options: str) -> dict:
+    """What `python -m benchmarks.<benchmark>` finds."""
+    command = [sys.executable, "-Pc", RUN.format(benchmark), *options, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
 def recomputed(benchmark: str, name: str, fields: tuple[str, ...], *more: str) -> tuple[dict, dict]:
     """A benchmark's record, and the same row computed now."""
     known = json.loads((ROOT / "benchmarks" / "records" / benchmark / f"{name}.json").read_text())
     if reason := _missing(known["chip"]):
         pytest.skip(reason)
-    options = [f"--{field}={known[field]}" for field in fields]
-    output = subprocess.run(
-        [sys.executable, "-Pc", RUN.format(benchmark), *options, *more, "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return known, json.loads(output.stdout.splitlines()[-1])
+    return known, _counted(benchmark, *(f"--{field}={known[field]}" for field in fields), *more)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +65,15 @@ def test_a_chunk_costs_what_the_page_says():
     assert found["unsure"] == []
     for field in ("launches", "syncs", "estimated_s", "temp_gb"):
         assert found[field] <= ALLOWANCE * known[field], field
+
+
+def test_a_step_costs_what_the_longest_row_holds():
+    """8K tokens in a cache of 128K on a GPU: half of the attention's bytes are values copied (kvqjax/reach.py)."""
+    if reason := _missing("h100"):
+        pytest.skip(reason)
+    found = _counted("step_cost", "--chip=h100", "--cache=exact", "--context=131072", "--held=8192")
+    assert found["syncs"] <= 2
+    assert found["launches"] <= 1200
+    assert found["attention_over_bound"] <= 2.3
+    assert found["bytes_over_bound"] <= 1.2
+    assert found["temp_gb"] <= 0.1
