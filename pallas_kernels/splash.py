@@ -13,7 +13,8 @@ __all__ = ["LANES", "Blocks", "block_sizes", "fits", "seen_blocks", "splash_atte
 
 LANES = 128
 MOST_QUERIES, MOST_KEYS, MOST_AT_ONCE = 1024, 2048, 1024  # of a block, and of one product within it
-MOST_LIMITED = 2**15
+LIMIT_BITS = 15  # of the newest key, where the oldest one shares its number
+MOST_LIMITED = 2**LIMIT_BITS
 HEAD_DIMS = (64, 96, 128, 256)  # that were compiled
 
 
@@ -60,7 +61,7 @@ def _sees(sliding: int | None, newest, key):
 
 def _sees_both(limits, key):
     """The same where a number holds the oldest key above the newest one."""
-    return (key <= (limits & (MOST_LIMITED - 1))) & (key >= limits // MOST_LIMITED)
+    return (key <= (limits & (MOST_LIMITED - 1))) & (key >= limits >> LIMIT_BITS)
 
 
 def _mask(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest) -> tuple[Array, Array]:

@@ -65,6 +65,7 @@ def measure(row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | N
     result = found[0]
     if depths:
         result = _along(*found, (config.num_layers - depths[0]) / (depths[1] - depths[0])) | {"layers": list(depths)}
+    result["compile_s"] = sum(one["compile_s"] for one in found)
     return result | {"share_of_peak": result["bound_s"] / result["estimated_s"]} | about(row.step)
 
 

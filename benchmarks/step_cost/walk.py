@@ -118,7 +118,7 @@ def given(parameter: Instruction, facts: dict[str, np.ndarray]) -> Given:
 def walk(program: Program, facts: dict[str, np.ndarray]) -> Walk:
     """One turn of the program's outermost loop, a decode step, with arguments of which `facts` are known."""
     entry = program.computations[program.entry]
-    given = [given(parameter, facts) for parameter in entry.parameters]
+    known = [given(parameter, facts) for parameter in entry.parameters]
     found = Walk(program, [], 0, [])
-    found.step(program.entry, Values(program, program.entry, given), 1, "rest", True)
+    found.step(program.entry, Values(program, program.entry, known), 1, "rest", True)
     return found
