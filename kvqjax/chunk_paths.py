@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.attention import Partial, blockwise_attention, merge, segment_attention, total_lse
+from kvqjax.cache.state import CacheLayout
 from kvqjax.pallas_kernels import splash
+from kvqjax.pallas_kernels.choice import SPLASH
 
 __all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "kernels_of", "large_block"]
 
@@ -15,15 +17,21 @@ MANY_QUERIES = 128  # from so many new tokens on, chunks take these paths
 SCORES, DECODED = 2**30, 2**13  # of one block of a body: bytes of its scores on a GPU, its tokens on a TPU
 
 
-def kernels_of(target: str) -> str:
-    """ "off", "tiles" (large blocks, on GPUs) or "splash" (on TPUs); "interpret" is splash in the interpreter."""
-    return "off" if target == "cpu" else "tiles" if target.startswith("sm") else "splash"
+def kernels_of(layout: CacheLayout) -> str:
+    """ "off", "tiles" (large blocks of plain products, on GPUs) or "splash" (on TPUs, where the layout lets it run);
+    "interpret" is splash in the interpreter."""
+    if layout.target == "cpu":
+        return "off"
+    if layout.target.startswith("sm"):
+        return "tiles"
+    rows = layout.kernels.rows
+    return "splash" if rows is None or SPLASH in rows else "off"
 
 
-def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, target: str, apart: bool) -> int:
+def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: str, apart: bool) -> int:
     """How many of a body's `slots` tokens a chunk reads at a time where it may be more than `reading`: each is decoded
     once, and few programs run. The last block may begin within the one before it, unless blocks must lie `apart`."""
-    (batch, length, heads, _), kernels = q.shape, kernels_of(target)
+    batch, length, heads, _ = q.shape
     if kernels == "off" or length < MANY_QUERIES:
         return reading
     most = SCORES // (4 * batch * heads * length) if kernels == "tiles" else DECODED // batch
@@ -51,9 +59,9 @@ def _splashed(q, k, v, newest: Int[Array, "B T"], oldest: Int[Array, "B T"], int
     return Partial(*(jnp.concatenate(parts) for parts in zip(*each, strict=True)))
 
 
-def attend_segment(q, k, v, mask: Bool[Array, "B T S"], target: str) -> Partial:
+def attend_segment(q, k, v, mask: Bool[Array, "B T S"], kernels: str) -> Partial:
     """`segment_attention` where every query sees consecutive keys, by a kernel where there is one."""
-    kernels, keys = kernels_of(target), k.shape[1]
+    keys = k.shape[1]
     if kernels not in ("splash", "interpret") or not splash.fits(q.shape[1], keys, q.shape[3]):
         return segment_attention(q, k, v, mask)
     place = jnp.arange(keys)[None, None]
@@ -65,15 +73,15 @@ def attend_segment(q, k, v, mask: Bool[Array, "B T S"], target: str) -> Partial:
     return by_splash(kernels, _splashed, plain, q, k, v, newest, oldest)
 
 
-def attend_blocks(q, kv_heads: int, read, first, last, carry, width: int | None, target: str):
+def attend_blocks(q, kv_heads: int, read, first, last, carry, width: int | None, kernels: str):
     """`blockwise_attention` of a body, whose blocks are segments to kernels."""
-    if kernels_of(target) not in ("splash", "interpret") or q.shape[1] < MANY_QUERIES or width is not None:
+    if kernels not in ("splash", "interpret") or q.shape[1] < MANY_QUERIES or width is not None:
         return blockwise_attention(q, kv_heads, read, first, last, carry, width)
 
     def step(j, loop):
         found, carry = loop
         k, v, mask, carry = read(j, carry)
-        part = attend_segment(q, k, v, mask, target)
+        part = attend_segment(q, k, v, mask, kernels)
         return Partial(merge(found, part), total_lse(found, part)), carry
 
     blank = Partial(jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))

@@ -13,6 +13,7 @@ from kvqjax import cache as caches
 from kvqjax.attention import merge, merge_over, total_lse
 from kvqjax.cache.eviction import Received, no_mass
 from kvqjax.cache.state import Cache, CacheLayout, RunPlan, chains, check_alive, due, plan
+from kvqjax.chunk_paths import kernels_of
 from kvqjax.decoder import Projected
 from kvqjax.errors import UserError
 from kvqjax.finite import found_finite, spoiled, zeroed
@@ -168,8 +169,8 @@ def attend_one(
     if call.reach is not None:
         broken = broken | (call.cache.lengths > call.reach)[:, None]
     below = _below(call, number, index)
-    state, target = call.cache.runs[number], call.cache.layout.target
-    view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, below, target, call.reach)
+    state, chunks = call.cache.runs[number], kernels_of(call.cache.layout)
+    view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, below, chunks, call.reach)
     parts, tile = attend_exact(projected.q, view, call.tokens, call.recode and run.slots > 0, flow.tile)
     body = flow.body
     if run.slots:

@@ -35,7 +35,7 @@ class Path(NamedTuple):
 
 def path_of(layout: CacheLayout, length: int) -> Path:
     """How a prompt of `length` tokens, a bucket, attends to itself on the chip that a cache is for."""
-    small, kernels = Path("off", min(CHUNK, length)), kernels_of(layout.target)
+    small, kernels = Path("off", min(CHUNK, length)), kernels_of(layout)
     if kernels == "off" or length <= CHUNK:
         return small
     chunk = -(-length // -(-length // LARGE) // CHUNK) * CHUNK  # as even as chunks of CHUNK can be

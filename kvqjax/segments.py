@@ -14,7 +14,7 @@ from kvqjax.attention import Partial, segment_attention
 from kvqjax.cache.append import gather_tile, pick, ring_tokens
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.state import AT_ONCE, Run, RunPlan, body_tokens, due
-from kvqjax.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, kernels_of, large_block
+from kvqjax.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, large_block
 from kvqjax.finite import saturated
 from kvqjax.layout import leading_slots, read
 from kvqjax.methods.direct import MOST_QUERIES, PIECE, Direct, attend_whole, slots_read, summed
@@ -40,7 +40,8 @@ class NewTokens(NamedTuple):
 
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
-    `below` are (run, state, constants, layers) of the runs up to this layer; `target` names the chip. No row holds more
+    `below` are (run, state, constants, layers) of the runs up to this layer; `chunks` says how many
+    queries attend (kvqjax/chunk_paths.py). No row holds more
     than `reach` tokens (None: than the capacity)."""
 
     run: RunPlan
@@ -51,7 +52,7 @@ class LayerView(NamedTuple):
     new: dict
     sinks: int
     below: tuple[tuple[RunPlan, Run, dict, Int[Array, ""] | int], ...] = ()
-    target: str = "cpu"
+    chunks: str = "off"
     reach: int | None = None
 
 
@@ -133,10 +134,10 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
         k, v = _expanded(view, sources, positions)
         return segment_attention(q, k, v, mask)
 
-    if not recode and kernels_of(view.target) in ("splash", "interpret") and q.shape[1] >= MANY_QUERIES:
+    if not recode and view.chunks in ("splash", "interpret") and q.shape[1] >= MANY_QUERIES:
         k, v = _expanded(view, sources, positions)
         kept = k.shape[1] - q.shape[1]
-        new = attend_segment(q, k[:, kept:], v[:, kept:], mask[:, :, kept:], view.target)
+        new = attend_segment(q, k[:, kept:], v[:, kept:], mask[:, :, kept:], view.chunks)
         return [segment_attention(q, k[:, :kept], v[:, :kept], mask[:, :, :kept]), new], carry
     if not recode:
         return [part(sources, mask)], carry
@@ -320,7 +321,7 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     shared = wiring.shared if wiring.shared is not None and q.shape[1] <= wiring.shared.most else None
     # Where tokens lie in a ring, are evicted or dealt, those that a query sees are not next to each other.
     in_order = not run.wraps and tokens.stored is None and run.deal.parts == 1
-    target = view.target if in_order else "cpu"
+    kernels = view.chunks if in_order else "off"
 
     few = q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None
 
@@ -328,13 +329,13 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
         if run.static and few and not wiring.carry and _reached(view) <= MOST_PARTS * AT_ONCE:
             return _attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
-        size = large_block(q, run.reading, run.slots_here, target, bool(wiring.carry))
-        return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, target)
+        size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.carry))
+        return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, kernels)
 
     if wiring.direct is not None and few:
         return _attend_whole(q, kv_heads, view, tokens, wiring.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
-    short = kernels_of(target) == "off" or q.shape[1] < MANY_QUERIES
+    short = kernels == "off" or q.shape[1] < MANY_QUERIES
     if wiring.packed is not None and short and shared is wiring.shared and not run.wraps and tokens.stored is None:
         found = _attend_packed(q, view, tokens, wiring.packed, lambda: by_blocks()[0])
     else:

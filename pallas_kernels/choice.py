@@ -4,14 +4,15 @@ from typing import NamedTuple
 
 from kvqjax.errors import UserError
 
-__all__ = ["BY_TABLE", "KERNELS", "OFF", "Kernels", "check_name"]
+__all__ = ["BY_TABLE", "KERNELS", "OFF", "SPLASH", "Kernels", "check_name"]
 
+SPLASH = "splash"  # the row of JAX's own kernel, for prompts and chunks on TPUs
 KERNELS = ("auto", "off", "splash", "cudnn", "pallas")
 
 
 class Kernels(NamedTuple):
-    """`asked` is the user's word. `rows` are the rows of `support` whose kernels may run; None leaves it to the table.
-    `basis` says why: "table" (not checked), "checked" (on this very chip), "forced" or "off"."""
+    """`asked` is the user's word. `rows` are the rows of `support` whose kernels may run, and SPLASH; None leaves it to
+    the table. `basis` says why: "table" (not checked), "checked" (on this very chip), "forced" or "off"."""
 
     asked: str = "auto"
     rows: tuple[str, ...] | None = None
@@ -22,8 +23,9 @@ class Kernels(NamedTuple):
         if self.rows is None:
             why = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
             return f"kernels {self.asked} for {target} ({why})"
-        runs = f"Pallas for {', '.join(self.rows)} ({self.basis})" if self.rows else "plain path"
-        return f"kernels {self.asked}: {runs}"
+        ours = [row for row in self.rows if row != SPLASH]
+        runs = [f"Pallas for {', '.join(ours)}"] * bool(ours) + ["splash for chunks"] * (SPLASH in self.rows)
+        return f"kernels {self.asked}: " + (f"{', '.join(runs)} ({self.basis})" if runs else "plain path")
 
 
 BY_TABLE = Kernels()

@@ -11,7 +11,7 @@ from cases import model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax import chunk_paths, segments
+from kvqjax import chunk_paths, layer_step
 from kvqjax.prompt import Path, path_of
 
 forward = importlib.import_module("kvqjax.forward")  # kvqjax.forward is a function
@@ -78,11 +78,10 @@ def test_chunks_agree(monkeypatch, kernels, name):
     _, cache = kvq.prefill(model, prompt, jnp.asarray(held), cache)
     arguments = model, cache, tokens(3, length, seed=2), jnp.asarray(new, jnp.int32)
     wanted, _ = kvq.attend(*(arguments[0], *arguments[2:], arguments[1]))
-    monkeypatch.setattr(chunk_paths, "kernels_of", lambda target: kernels)
-    monkeypatch.setattr(segments, "kernels_of", lambda target: kernels)
+    monkeypatch.setattr(layer_step, "kernels_of", lambda layout: kernels)
     monkeypatch.setattr(chunk_paths, "DECODED", 3 * 2048)
     monkeypatch.setattr(chunk_paths, "SCORES", 4 * 3 * 4 * length * 2048)
-    found, _ = jax.jit(lambda *a: forward._attend(*a, within="chunk", last=False))(*arguments)
+    found, _ = jax.jit(lambda *a: forward._attend(*a, within="chunk", last=False, reach=None))(*arguments)
     for row, count in enumerate(new):
         # KIVI's plain path folds scales into queries, so it rounds otherwise: 2e-5 were seen.
         np.testing.assert_allclose(found[row, :count], wanted[row, :count], atol=4e-5)

@@ -1,12 +1,24 @@
 """JAX's splash attention for prompts and chunks, in the interpreter, against the plain path."""
 
+import dataclasses
+import functools
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvqjax as kvq
 from kvqjax.attention import segment_attention
+from kvqjax.chunk_paths import kernels_of
 from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
+from kvqjax.verdicts import choose, library
+from kvqjax.verdicts.examine import Speed
+from kvqjax.verdicts.store import Verdict
+
+SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+FORWARD = importlib.import_module("kvqjax.forward")  # the package's name is the function
 
 
 def random(*shape: int, seed: int = 0):
@@ -71,3 +83,54 @@ def test_what_has_no_blocks_of_whole_lanes_has_no_kernel():
     assert not fits(500, 640, 64)
     assert not fits(512, 100, 64)
     assert not fits(512, 640, 80)
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(0.0, "faster"), (0.02, "wrong")])
+def test_it_is_checked_as_our_kernels_are(fault, outcome):
+    """In the interpreter as it is, and with every output 2 % too large."""
+
+    def kernel(body, q):
+        found = library._by_splash(body, q, interpret=True)
+        return found._replace(out=found.out * (1 + fault))
+
+    form = library.Splash(num_heads=4, num_kv_heads=2, head_dim=64)
+    found = library.check_splash(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
+    assert found.outcome == outcome
+    assert outcome == "wrong" or found.error < 0.01
+
+
+@pytest.fixture
+def tpu(tmp_path, monkeypatch):
+    """A TPU is imitated, on which splash attention is found to be what is asked for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(FORWARD, "target_of", lambda held: "v6e")
+    monkeypatch.setattr(choose, "target_of", lambda held: "v6e")
+    monkeypatch.setattr(choose, "_chip_of", lambda held: "imitated v6e")
+
+    def become(outcome: str):
+        verdict = Verdict(outcome=outcome, error=0.0, seconds=0.1)
+        monkeypatch.setattr(choose, "check_splash", lambda form: verdict)
+        choose._usable.cache_clear()
+
+    yield become
+    choose._usable.cache_clear()
+
+
+def test_a_cache_says_whether_chunks_take_it(tpu):
+    make = functools.partial(kvq.init_cache, SHAPE, "exact", 1, 2048)
+    tpu("faster")
+    assert kernels_of(make().layout) == "splash"
+    assert make().layout.kernels.text("v6e") == "kernels auto: splash for chunks (checked)"
+    assert kernels_of(make(kernels="off").layout) == "off"
+    assert make(kernels="splash").layout.kernels.basis == "forced"
+    other = dataclasses.replace(SHAPE, head_dim=80)
+    with pytest.raises(kvq.UserError, match="here are 80, for v6e"):
+        kvq.init_cache(other, "exact", 1, 2048, kernels="splash")
+
+
+def test_what_it_was_found_to_be_counts(tpu):
+    tpu("wrong")
+    with pytest.warns(UserWarning, match="kernel for splash, 2 KV heads of 64, 2 queries each is not used"):
+        layout = kvq.init_cache(SHAPE, "exact", 1, 2048).layout
+    assert kernels_of(layout) == "off"
+    assert kernels_of(dataclasses.replace(layout, target="cpu")) == "off"

@@ -18,24 +18,26 @@ from kvqjax.cache.state import CacheLayout
 from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.folders import user_folder
-from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels, check_name
+from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, SPLASH, Kernels, check_name
 from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.pallas_kernels.support import lookup
 from kvqjax.sharding import Rules
 from kvqjax.verdicts.examine import Attention, Speed, examine
+from kvqjax.verdicts.library import Splash, check_splash, splash_form
 from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
 from kvqjax.verdicts.store import Key, Verdict, begin, died, find, keep
 from kvqjax.verdicts.trial import Form, Trial, forms, make
 from kvqjax.version import __version__
 
-__all__ = ["Checker", "check", "choose", "key_of", "obtain", "over_devices", "verdict_folder"]
+__all__ = ["Checker", "check", "check_form", "choose", "key_of", "obtain", "over_devices", "verdict_folder"]
 
 SIZES = (1300, 5000)  # tokens of a body, none a multiple of a tile
 TIMED = 8192
 COMMAND = "kvqjax doctor"
 CRASHED = "an earlier check ended with its process"
 
-Checker = Callable[[Form, str, str], Verdict]  # (form, target, the form in which the plain path stores bodies)
+Checker = Callable[[Form | Splash, str, str], Verdict]  # (form, target, the form in which the plain path stores bodies)
 
 
 def verdict_folder() -> Path:
@@ -43,7 +45,7 @@ def verdict_folder() -> Path:
     return user_folder("kernels")
 
 
-def key_of(form: Form, chip: str) -> Key:
+def key_of(form: Form | Splash, chip: str) -> Key:
     """What a verdict on `form` on a chip of this name holds for."""
     return Key(chip, jax.__version__, jaxlib.__version__, __version__, form.name)
 
@@ -75,6 +77,11 @@ def check(
     times = {} if found.speed is None or not last else {"kernel_ms": found.speed.kernel, "plain_ms": found.speed.plain}
     error = None if found.error is None else worst
     return Verdict(outcome=found.outcome, error=error, seconds=seconds, note=found.note, **times)
+
+
+def check_form(form: Form | Splash, target: str, stored: str) -> Verdict:
+    """Try the kernel of `form`, ours or JAX's own, on this process's default device."""
+    return check_splash(form) if isinstance(form, Splash) else check(form, target, stored)
 
 
 def _without(layout: CacheLayout) -> CacheLayout:
@@ -110,11 +117,11 @@ def _marked(folder: Path, key: Key, run: Callable[[], Verdict]) -> Verdict:
 
 
 @functools.lru_cache(maxsize=256)
-def _usable(folder: Path, chip: str, form: Form, target: str, stored: str, hosts: bool) -> bool:
+def _usable(folder: Path, chip: str, form: Form | Splash, target: str, stored: str, hosts: bool) -> bool:
     """Whether the kernel may run, asked once a process; on several `hosts` what process 0 finds counts."""
     found = None
     if not hosts or jax.process_index() == 0:
-        found = obtain(folder, key_of(form, chip), lambda: check(form, target, stored), _warn)
+        found = obtain(folder, key_of(form, chip), lambda: check_form(form, target, stored), _warn)
     usable = found is not None and found.usable
     return _from_first(usable) if hosts else usable
 
@@ -139,7 +146,7 @@ def _tracing() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
-def _known(folder: Path, chip: str, form: Form) -> bool:
+def _known(folder: Path, chip: str, form: Form | Splash) -> bool:
     """Whether a verdict is kept already that lets the kernel run: nothing runs while a program is traced."""
     try:
         found = find(folder, key_of(form, chip))
@@ -162,10 +169,17 @@ def _forced(layout: CacheLayout, form: str | None, found: list[Form | None]) -> 
     return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", rows, "forced"))
 
 
-LIBRARY = {
-    "splash": "no cache here is read by splash attention yet, on TPUs or elsewhere",
-    "cudnn": "no cache here is read by cuDNN yet, on NVIDIA GPUs or elsewhere: it returns no log-sum-exp to merge by",
-}
+CUDNN = "no cache here is read by cuDNN yet, on NVIDIA GPUs or elsewhere: it returns no log-sum-exp to merge by"
+
+
+def _splash_only(layout: CacheLayout, form: Splash | None) -> CacheLayout:
+    """Prompts and chunks by splash attention, checked or not. Raises UserError where it cannot run."""
+    if form is None:
+        raise UserError(
+            f"kernels='splash': it runs on TPUs, with {' or '.join(map(str, HEAD_DIMS))} channels a head; here are "
+            f"{layout.shape.head_dim}, for {layout.target}"
+        )
+    return dataclasses.replace(layout, kernels=Kernels("splash", (SPLASH,), "forced"))
 
 
 def over_devices(rules: Rules, layout: CacheLayout) -> dict[str, Any]:
@@ -188,17 +202,24 @@ def choose(
     if isinstance(asked, Kernels):
         return dataclasses.replace(layout, kernels=asked)
     check_name(asked)
-    if asked in LIBRARY:
-        raise UserError(f"kernels={asked!r}: {LIBRARY[asked]}; known to run: auto, off, pallas")
+    if asked == "cudnn":
+        raise UserError(f"kernels='cudnn': {CUDNN}; known to run: auto, off, pallas, splash")
+    shape = local or layout.shape
+    splash = splash_form(layout, shape)
+    if asked == "splash":
+        return _splash_only(layout, splash)
     if asked == "off":
         return _without(layout)
     if asked == "auto" and layout.target == "cpu":  # spares every cache on a CPU a second plan
         return dataclasses.replace(layout, kernels=BY_TABLE)
-    found = forms(dataclasses.replace(layout, shape=local or layout.shape, dealt=1))
+    found = forms(dataclasses.replace(layout, shape=shape, dealt=1))
     if asked == "pallas":
         return _forced(layout, form, found)
     present = target_of(held) == layout.target
-    tried = {one for one in found if one is not None and lookup(one.row, layout.target) != "reference"}
+    tried: set[Form | Splash] = {
+        one for one in found if one is not None and lookup(one.row, layout.target) != "reference"
+    }
+    tried |= set() if splash is None else {splash}
     if not present or not tried:
         return dataclasses.replace(layout, kernels=BY_TABLE)
     try:
@@ -213,7 +234,7 @@ def choose(
         usable = {
             one for one in sorted(tried, key=str) if _usable(folder, chip, one, layout.target, layout.form, hosts)
         }
-    rows = tuple(dict.fromkeys(one.row for one in found if one in usable))
+    rows = tuple(dict.fromkeys(one.row for one in (*found, splash) if one is not None and one in usable))
     planes = form is None and layout.form == "heads" and all(one in usable for one in found)
     kernels = Kernels("auto", rows, "checked")
     return dataclasses.replace(layout, form="planes" if planes else layout.form, kernels=kernels)

@@ -18,8 +18,9 @@ from kvqjax.layout import read
 from kvqjax.methods import exact, parse
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.support import lookup
-from kvqjax.verdicts.choose import TIMED, Checker, check, key_of, obtain
+from kvqjax.verdicts.choose import TIMED, Checker, check_form, key_of, obtain
 from kvqjax.verdicts.examine import Attention, worst_error
+from kvqjax.verdicts.library import Splash, splash_form
 from kvqjax.verdicts.paths import by_kernel, speed
 from kvqjax.verdicts.trial import SINKS, Form, Trial, forms, make
 
@@ -63,15 +64,19 @@ FULL = (*SHAPES, _shape(32, 8, 64), _shape(28, 4, 128), _shape(8, 8, 128), _shap
 SMALL = (_shape(8, 2, 64),)  # on a CPU
 
 
-def found_forms(target: str, shapes: tuple[KVShape, ...]) -> list[Form]:
+def found_forms(target: str, shapes: tuple[KVShape, ...]) -> list[Form | Splash]:
     """Every form that has a kernel for `target`, once."""
-    found: dict[str, Form] = {}
+    found: dict[str, Form | Splash] = {}
     for shape in shapes:
         for text in METHODS:
             layout = CacheLayout(shape=shape, method=parse(text), capacity=2048, dtype="bfloat16", target=target)
             form = forms(layout)[0]
             if form is not None and lookup(form.row, target) != "reference":
                 found.setdefault(form.name, form)
+    for shape in shapes:
+        layout = CacheLayout(shape=shape, method=exact(), capacity=2048, dtype="bfloat16", target=target)
+        if splash := splash_form(layout, shape):
+            found.setdefault(splash.name, splash)
     return list(found.values())
 
 
@@ -84,20 +89,33 @@ def exact_milliseconds(shape: KVShape, target: str) -> float:
 
 
 def kernel_rows(
-    target: str, chip: str, shapes: tuple[KVShape, ...], folder: Path, tell: Callable[[str], None], one: Checker = check
+    target: str,
+    chip: str,
+    shapes: tuple[KVShape, ...],
+    folder: Path,
+    tell: Callable[[str], None],
+    one: Checker = check_form,
 ) -> Iterator[dict[str, Any]]:
     """A row for every form: its verdict, kept or made now, and its speed. `tell` is given a line where there is
     none."""
     for form in found_forms(target, shapes):
+        splash = isinstance(form, Splash)
         run = functools.partial(one, form, target, stored_form(target))
         verdict = obtain(folder, key_of(form, chip), run, tell)
-        row = {"form": form.name, "table": lookup(form.row, target), "verdict": "unknown", "error": None, "ms": None}
+        row = {
+            "form": form.name,
+            "table": "compiled" if splash else lookup(form.row, target),
+            "verdict": "unknown",
+            "error": None,
+            "ms": None,
+        }
         row |= {"speed_against_plain": None, "speed_against_exact": None, "note": ""}
         if verdict is not None:
             row |= {"verdict": verdict.outcome, "error": verdict.error, "ms": verdict.kernel_ms, "note": verdict.note}
             if verdict.kernel_ms and verdict.plain_ms:
                 row["speed_against_plain"] = verdict.plain_ms / verdict.kernel_ms
-                row["speed_against_exact"] = exact_milliseconds(form.shape, target) / verdict.kernel_ms
+                if not splash:
+                    row["speed_against_exact"] = exact_milliseconds(form.shape, target) / verdict.kernel_ms
         yield row
 
 
