@@ -27,6 +27,7 @@ from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.model import Model
+from kvqjax.prompt import Path as PromptPath
 from kvqjax.prompt import exact_layer
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "released", "work"]
@@ -41,7 +42,8 @@ def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: 
     and the next h; no layer is above the last one, so its h is None."""
     length, run, weights = h.shape[1], plan(layout)[number], decoder.layer(model.params, index)
     padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
-    new, above, finite, _ = exact_layer(model, run, weights, {}, padded, jnp.full((1,), length, jnp.int32), CHUNK)
+    counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
+    new, above, finite, _ = exact_layer(model, run, weights, {}, padded, counts, path)
     seen = finite[0, :length, None]  # the cache would be given 0; constants made of it must not look sound
     k, v = (jnp.where(seen, new[name][0, :length].astype(jnp.float32), jnp.nan) for name in ("k", "v"))
     return k, v, None if last else above[:, :length]

@@ -4,6 +4,7 @@ layer over the prompt."""
 
 import functools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,7 @@ def _plain_layout(
     layers=None,
     form=None,
     target=None,
-) -> tuple[CacheLayout, Array, Rules | None]:
+) -> tuple[CacheLayout, Any, Rules | None]:
     """The layout before kernels are chosen, an array that lies where the model does, and the mesh's rules."""
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))

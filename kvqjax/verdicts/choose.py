@@ -190,7 +190,7 @@ def over_devices(rules: Rules, layout: CacheLayout) -> dict[str, Any]:
 def choose(
     layout: CacheLayout,
     asked: str | Kernels,
-    held: jax.Array,
+    held: Any,
     *,
     form: str | None = None,
     local: KVShape | None = None,
