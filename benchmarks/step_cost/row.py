@@ -88,7 +88,7 @@ def measure(
     has libtpu put its listings. With two `depths`, models of so many layers are compiled and numbers extrapolated. The
     longest row holds `held` tokens, if not the context."""
     config = config_of(row.model)
-    few = [dataclasses.replace(config, num_layers=n, windows=config.windows[:n]) for n in depths] or [config]
+    few = [dataclasses.replace(config, num_layers=n, sliding_window=config.windows[:n]) for n in depths] or [config]
     rows = [row] + [row._replace(chip=chip) for chip, other in SAME.items() if other == row.chip]
     found = []
     for one in few:
