@@ -142,8 +142,8 @@ def _moments(params: decoder.Params, tokens: Int[Array, "1 T"], *, config: Model
         k = rotate(projected.k, positions, config)
         mask = decoder.causal_mask(tokens.shape[1], windows[index])[None]
         out = segment_attention(projected.q, k, projected.v, mask).out
-        seen = (x[0, sinks:] for x in (projected.q, k, projected.v, out))
-        pair = covariances(*seen, values)
+        q, own_k, v, seen = (x[0, sinks:] for x in (projected.q, k, projected.v, out))
+        pair = covariances(q, own_k, v, seen, values)
         return decoder.finish(weights, h, out, config), (*pair, k[0, sinks:].astype(jnp.float32).sum(0).reshape(-1))
 
     return jax.lax.scan(step, decoder.embed(params, tokens), jnp.arange(config.num_layers))[1]

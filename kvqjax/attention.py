@@ -129,10 +129,9 @@ def tiled_attention(
         (row, column), new = jnp.asarray(table)[n], jnp.asarray(fresh)[n]
         part = _grouped(jax.lax.dynamic_slice_in_dim(q, row * queries, queries, 1), k.shape[2])
         state = jax.tree.map(lambda x, old: jnp.where(new, x, old), _start(part, q.shape[-1]), state)
-        own = (jax.lax.dynamic_slice_in_dim(x, column * keys, keys, 1) for x in (k, v))
-        state = _accumulate(
-            state, part, *own, mask(row * queries + jnp.arange(queries), column * keys + jnp.arange(keys))
-        )
+        own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, column * keys, keys, 1) for x in (k, v))
+        seen = mask(row * queries + jnp.arange(queries), column * keys + jnp.arange(keys))
+        state = _accumulate(state, part, own_k, own_v, seen)
         done = _finish(state).out.astype(out.dtype)
         return state, jax.lax.dynamic_update_slice_in_dim(out, done, row * queries, 1)
 

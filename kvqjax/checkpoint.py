@@ -140,8 +140,8 @@ def read(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     if 0 in tensor.shape:
         return np.empty(tensor.shape, _DTYPES[tensor.dtype])[index]
     try:
-        about = {"dtype": _DTYPES[tensor.dtype], "mode": "r", "offset": tensor.start}
-        mapped = np.memmap(tensor.file, shape=tensor.shape or (1,), **about)
+        stored = np.dtype(_DTYPES[tensor.dtype])
+        mapped = np.memmap(tensor.file, dtype=stored, mode="r", offset=tensor.start, shape=tensor.shape or (1,))
         return np.array(mapped.reshape(tensor.shape)[index])
     except (OSError, ValueError) as error:
         raise UserError(f"{tensor.file}: cannot be read: {' '.join(str(error).split())}") from error

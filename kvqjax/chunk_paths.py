@@ -52,10 +52,9 @@ def _splashed(q, k, v, newest: Int[Array, "B T"], oldest: Int[Array, "B T"], int
     """Row by row: splash attention's mask is one for all heads, and rows are heads to it."""
     each = []
     for row in range(q.shape[0]):
-        by_head = (jnp.swapaxes(x[row], 0, 1) for x in (k, v))
-        each.append(
-            splash.splash_attention(q[row][None], *by_head, newest[row], oldest=oldest[row], interpret=interpret)
-        )
+        own_k, own_v = (jnp.swapaxes(x[row], 0, 1) for x in (k, v))
+        limits = {"newest": newest[row], "oldest": oldest[row]}
+        each.append(splash.splash_attention(q[row][None], own_k, own_v, interpret=interpret, **limits))
     return Partial(*(jnp.concatenate(parts) for parts in zip(*each, strict=True)))
 
 

@@ -161,7 +161,7 @@ def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T
 
 def _tempered(q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T N D"]:
     """Queries, longer the further they are beyond the length before scaling (Ministral 3)."""
-    if not config.query_growth:
+    if not config.query_growth or config.turning is None:
         return q
     times = (positions // config.turning.original_max_position).astype(jnp.float32)
     return (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)

@@ -32,6 +32,7 @@ def route(
     x: Float[Array, "N E"], router: Float[Array, "E X"], config: ModelConfig
 ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
     """The experts of every token and their shares in its output, float32."""
+    assert config.experts is not None
     scores = jnp.einsum("ne,ex->nx", x, router, preferred_element_type=jnp.float32)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts.per_token)
     return chosen, shares / shares.sum(-1, keepdims=True) if config.experts.normalised else shares

@@ -127,7 +127,8 @@ def _received(q, start, prompt: _Prompt, lse, blocks, mass):
         part = part + jax.lax.dynamic_slice_in_dim(mass, j * chunk, chunk, 1)
         return jax.lax.dynamic_update_slice_in_dim(mass, part, j * chunk, 1)
 
-    return jax.lax.fori_loop(*blocks, add, mass)
+    first, last = blocks
+    return jax.lax.fori_loop(first, last, add, mass)
 
 
 def _splashed(q, start, prompt: _Prompt, by_head, kernels: str):

@@ -43,7 +43,7 @@ def read_scheme(raw: dict) -> Scheme | None:
     found = raw.get("quantization_config")
     if found is None:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    method = str(found.get("quant_method")) if isinstance(found, dict) else ""
     if method not in ("fp8", *_BITS):
         refuse("quantization_config", found, "decoded are quant_method fp8, gptq and awq")
     if method == "fp8":
@@ -51,7 +51,7 @@ def read_scheme(raw: dict) -> Scheme | None:
         whole = isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)
         if block is not None and not whole:
             refuse("quantization_config.weight_block_size", block, "wanted two positive integers or null")
-        return Scheme("fp8", block=tuple(block) if whole else None)
+        return Scheme("fp8", block=(block[0], block[1]) if block is not None else None)
     bits, layout = found.get("bits", 4), found.get("version", "gemm")
     if bits not in _BITS[method]:
         refuse("quantization_config.bits", bits, f"{method} is decoded of {' or '.join(map(str, _BITS[method]))} bits")
@@ -140,16 +140,16 @@ def decoded(stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
         return read(stored.parts["weight"], index)
     rows, columns = (slice(*one.indices(size)) for one, size in zip(index, stored.shape, strict=True))
     if stored.scheme.method == "fp8":
-        return _fp8(stored, rows, columns)
-    return _words(stored, rows, columns)
+        return _fp8(stored, stored.scheme, rows, columns)
+    return _words(stored, stored.scheme, rows, columns)
 
 
-def _fp8(stored: Stored, rows: slice, columns: slice) -> np.ndarray:
+def _fp8(stored: Stored, scheme: Scheme, rows: slice, columns: slice) -> np.ndarray:
     codes, scale = read(stored.parts["weight"], (rows, columns)), stored.parts["weight_scale_inv"]
     scales = read(scale, (slice(None),) * len(scale.shape)).astype(np.float32)
-    if stored.scheme.block is None:
+    if scheme.block is None:
         return codes.astype(np.float32) * scales.reshape(1, 1)
-    outs, ins = (np.arange(s.start, s.stop) // b for s, b in zip((rows, columns), stored.scheme.block, strict=True))
+    outs, ins = (np.arange(s.start, s.stop) // b for s, b in zip((rows, columns), scheme.block, strict=True))
     return codes.astype(np.float32) * scales[outs][:, ins]
 
 
@@ -169,9 +169,9 @@ def _around(span: slice, word: int) -> slice:
     return slice(span.start // word, -(-span.stop // word))
 
 
-def _words(stored: Stored, rows: slice, columns: slice) -> np.ndarray:
+def _words(stored: Stored, scheme: Scheme, rows: slice, columns: slice) -> np.ndarray:
     """GPTQ or AWQ: outputs `rows`, inputs `columns`."""
-    scheme, parts = stored.scheme, stored.parts
+    parts = stored.parts
     word, awq = 32 // scheme.bits, scheme.method == "awq"
     order = _AWQ_ORDER if awq else None
     within = slice(rows.start % word, rows.start % word + rows.stop - rows.start)

@@ -40,7 +40,14 @@ SUMS = 2e-4  # float32 sums of a few hundred terms of size about 1 in another or
 def small_model(**changes) -> Model:
     """A random Llama of 2 layers, width 128, 4 query and 2 KV heads of 32, 64 tokens, float32; fields of `ModelConfig`
     may be changed."""
-    sizes = {"vocab_size": 64, "width": 128, "mlp_width": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "width": 128,
+        "mlp_width": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
     config = ModelConfig(**(sizes | {"head_dim": 32} | changes))
     return Model(params=decoder.init_params(jax.random.key(0), config), config=config)
 
@@ -96,11 +103,12 @@ class _Subject(NamedTuple):
     def fill(self, rows=slice(None), size: int = PIECE, layers: str | None = None) -> tuple[Array, Cache]:
         """Logits of each row's last token, and its cache, filled `size` tokens at a time."""
         tokens, counts = self.tokens[rows], self.counts[rows]
-        cache, last = init_cache(self.model, self.method, len(tokens), CAPACITY, layers=layers), None
+        cache = init_cache(self.model, self.method, len(tokens), CAPACITY, layers=layers)
+        last = jnp.zeros((len(tokens), self.model.config.vocab_size), jnp.float32)
         for start in range(0, LENGTH, size):
             now = jnp.clip(counts - start, 0, size)
             logits, cache = _forward(self.model, tokens[:, start : start + size], now, cache)
-            last = logits if last is None else jnp.where(now[:, None] > 0, logits, last)
+            last = jnp.where(now[:, None] > 0, logits.astype(jnp.float32), last)
         return last, cache
 
     def continued(self, cache: Cache) -> Array:

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +172,8 @@ def load_params(
     checkpoint = language_part(open_checkpoint(folder), folder, text_only)
     file = folder / "config.json"
     sources = _sources(checkpoint, config, read_scheme(read_json(file)) if file.exists() else None, folder)
-    found, apart = {"layers": {}}, [{} for _ in range(config.num_layers)]
+    found: dict[str, Any] = {"layers": {}}
+    apart: list[dict] = [{} for _ in range(config.num_layers)]
     with _progress(sum(x.nbytes for rows in sources.values() for row in rows for x in row)) as advance:
         for parameter in parameters(config):
             name, place = parameter.name.removeprefix("layers/"), sharding and sharding(parameter.name)

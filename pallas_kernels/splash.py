@@ -2,7 +2,7 @@
 is data, so one program serves every offset and length."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -48,10 +48,10 @@ def seen_blocks(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: in
     last = jnp.minimum(by_block.max(1), keys - 1) // blocks.keys + 1
     if sliding is None and oldest is None:
         return jnp.zeros_like(last), last
-    oldest = newest - sliding + 1 if oldest is None else oldest
+    reach = newest - sliding + 1 if sliding is not None and oldest is None else jnp.asarray(oldest)
     # Queries that see nothing reach back no further than the others.
-    oldest = jnp.where(by_block < 0, keys, oldest.reshape(by_block.shape)).min(1)
-    return jnp.clip(oldest // blocks.keys, 0, jnp.maximum(last - 1, 0)), last
+    reach = jnp.where(by_block < 0, keys, reach.reshape(by_block.shape)).min(1)
+    return jnp.clip(reach // blocks.keys, 0, jnp.maximum(last - 1, 0)), last
 
 
 def _sees(sliding: int | None, newest, key):
@@ -103,8 +103,9 @@ def splash_attention(
             raise ValueError(f"{keys} keys are too many for two limits")
         sees = _sees_both
         limits = jnp.clip(newest, 0, keys - 1) + MOST_LIMITED * jnp.clip(oldest, 0, keys).astype(jnp.int32)
+    info: Any = (nearest, None, seen, None, limits, None)  # typed for NumPy's arrays
     kernel = splash.SplashAttentionKernel(
-        MaskInfo(nearest, None, seen, None, limits, None),
+        MaskInfo(*info),
         None,
         None,
         block_sizes=splash.BlockSizes(*blocks, k_layout=layout, v_layout=layout),

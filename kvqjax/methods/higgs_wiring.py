@@ -34,7 +34,11 @@ class HiggsLayer:
     def build(self, config: KVShape) -> Wiring:
         sizes = {"auto": None, "head": config.head_dim, "width": config.kv_width}
         size = sizes[self.group] if self.group in sizes else int(self.group)
-        key, value = (dataclasses.replace(spec, group=size) for spec in (self.key, self.value))
+        key, value = dataclasses.replace(self.key, group=size), self.value
+        if isinstance(value, Uniform):
+            value = dataclasses.replace(value, group=value.group if size is None else size)
+        else:
+            value = dataclasses.replace(value, group=size)
         layer = KeysAndValues(
             key=centred(key, self.centre),
             value=value,

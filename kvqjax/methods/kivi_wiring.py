@@ -1,5 +1,7 @@
 """KIVI (arXiv 2402.02750), the exact cache, and the naive per-token baseline: all wirings of keys and values."""
 
+from typing import Any
+
 from kvqjax.codecs import Exact, Uniform, centred
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import KeysAndValues, Method, first_layers, method_factory
@@ -30,7 +32,7 @@ def _kivi_layer(
         if window == 0 or window % group:
             raise ValueError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
         clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
-    timing = {"rope": rope, "window": window, "unit": group, "clocks": clocks, **rotations}
+    timing: dict[str, Any] = {"rope": rope, "window": window, "unit": group, "clocks": clocks, **rotations}
     return KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto" and rope == "pre", **timing)
 
 
@@ -102,6 +104,6 @@ def uniform(
     `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centring). `rotate` and `value_rotate` as
     in `kivi`: with them it is the rotated q4 and q8 of other engines."""
     codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
-    rotations = turning(rotate, value_rotate)
+    rotations: dict[str, Any] = turning(rotate, value_rotate)
     layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE, **rotations)
     return Method(name="uniform", layer=layer, sinks=sinks)

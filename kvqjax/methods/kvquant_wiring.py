@@ -1,6 +1,8 @@
 """KVQuant (arXiv 2401.18079): keys per channel before RoPE, values per token, non-uniform signposts, exact
 outliers."""
 
+from typing import Any
+
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
@@ -48,6 +50,6 @@ def kvquant(
     }
     key = Nuq(bits=key_bits or bits, per="channel", slots=slots, **shared)
     value = Nuq(bits=value_bits or bits, per="token", **shared)
-    rotations = turning(rotate, value_rotate, rope, fitted=False)
+    rotations: dict[str, Any] = turning(rotate, value_rotate, rope, fitted=False)
     layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=buffer, **rotations)
     return Method(name="kvquant", layer=layer, sinks=sinks)

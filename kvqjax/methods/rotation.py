@@ -105,7 +105,7 @@ def turned(
 def needs_of(rotations: Rotations, config: KVShape) -> dict[str, dict[str, tuple[int, ...]]]:
     """The constants that fitted rotations need."""
     shape = (config.num_kv_heads, config.head_dim, config.head_dim)
-    own = {NAMES[source]: shape for source, text in rotations.items() if text == "fitted"}
+    own: dict[str, tuple[int, ...]] = {NAMES[source]: shape for source, text in rotations.items() if text == "fitted"}
     return {CONSTANTS: own} if own else {}
 
 
