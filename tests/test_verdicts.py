@@ -2,7 +2,6 @@
 are kept, whoever else writes there."""
 
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -210,22 +209,26 @@ def test_a_check_under_way_elsewhere_is_no_crash(tmp_path):
     assert store.died(tmp_path, KEY)
 
 
-def _keep_many(folder, number: int) -> None:
-    for _ in range(50):
-        store.keep(folder, KEY, Verdict(outcome="faster", error=float(number), note="x" * 5000 * number))
+WRITER = """
+import pathlib, sys
+from kvqjax.verdicts.store import Key, Verdict, keep
+folder, number, *key = sys.argv[1:]
+for _ in range(50):
+    verdict = Verdict(outcome="faster", error=float(number), note="x" * 5000 * int(number))
+    keep(pathlib.Path(folder), Key(*key), verdict)
+"""
 
 
 def test_processes_that_write_at_once_leave_whole_files(tmp_path):
-    writers = [multiprocessing.get_context("spawn").Process(target=_keep_many, args=(tmp_path, n)) for n in (1, 2)]
-    for writer in writers:
-        writer.start()
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    writers = [subprocess.Popen([*command, str(number), *KEY]) for number in (1, 2)]
     seen = set()
-    while any(writer.is_alive() for writer in writers):
+    while any(writer.poll() is None for writer in writers):
         found = store.find(tmp_path, KEY)
         if found is not None:
             seen.add(found.error)
         assert all(kept is not None for kept in store.every(tmp_path).values())
-    assert all(writer.exitcode == 0 for writer in writers)
+    assert all(writer.returncode == 0 for writer in writers)
     assert seen <= {1.0, 2.0}
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
