@@ -21,12 +21,12 @@ from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.calibrate.work import forward_work
 from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.model import Model
+from kvqjax.planner import prompt_operations
 from kvqjax.prompt import Path as PromptPath
 from kvqjax.prompt import exact_layer
 
@@ -173,7 +173,7 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
     the second moments of keys and values with what predicts them, and predictions."""
     rows, width = count * length, model.config.kv_width
     products = rows * sum(2 * (inputs + width) * inputs + 2 * inputs * width for inputs in (width, 2 * width))
-    return forward_work(model.config, rows) + model.config.num_layers * products
+    return count * prompt_operations(model.config, 0, length) + model.config.num_layers * products
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:

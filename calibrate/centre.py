@@ -17,11 +17,11 @@ from kvqjax.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.calibrate.work import forward_work
 from kvqjax.config import KVShape
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.model import Model
+from kvqjax.planner import prompt_operations
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame", "needs_only_means", "work"]
 
@@ -48,7 +48,7 @@ def _rope(method: Method, shape: KVShape) -> str:
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
     """Floating point operations of `calibrate` on `count` sequences of `length` tokens."""
-    return forward_work(model.config, count * length)
+    return count * prompt_operations(model.config, 0, length)
 
 
 def in_frame(run: RunPlan, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:

@@ -25,7 +25,6 @@ from kvqjax.calibrate import commvq_values as values
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.calibrate.work import forward_work
 from kvqjax.codecs.commvq_keys import truncate_rounds
 from kvqjax.config import KVShape, ModelConfig
 from kvqjax.errors import UserError
@@ -33,6 +32,7 @@ from kvqjax.methods import Method
 from kvqjax.methods.commvq_wiring import CommVQLayer
 from kvqjax.methods.wiring import cached_keys
 from kvqjax.model import Model
+from kvqjax.planner import prompt_operations
 from kvqjax.rope import rotate
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "truncate", "work"]
@@ -167,7 +167,7 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
         em_work(layer.key(config), config, min(recipe.key_tokens, count * length), recipe.keys) for layer in layers
     )
     training = sum(values.work(layer.value(), config, length, recipe.values) for layer in layers)
-    return forward_work(model.config, count * length) + em + training
+    return count * prompt_operations(model.config, 0, length) + em + training
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:

@@ -24,12 +24,12 @@ from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.calibrate.work import forward_work
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.nuq_table import fixed_signposts
 from kvqjax.errors import UserError
 from kvqjax.methods import KeysAndValues, Method
 from kvqjax.model import Model
+from kvqjax.planner import prompt_operations
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "OBJECTIVES", "Recipe", "calibrate", "fit", "work"]
 
@@ -174,7 +174,7 @@ def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
 def work(model: Model, method: Method, count: int, length: int) -> float:
     """Floating point operations of `calibrate` on `count` sequences of `length` tokens: two exact passes, the second
     with gradients, which cost two passes more."""
-    return 4 * forward_work(model.config, count * length)
+    return 4 * count * prompt_operations(model.config, 0, length)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:

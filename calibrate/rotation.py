@@ -28,13 +28,13 @@ from kvqjax.attention import segment_attention
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate.centre import in_frame
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.calibrate.work import forward_work
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
 from kvqjax.config import KVShape, ModelConfig
 from kvqjax.errors import UserError
 from kvqjax.methods import Method
 from kvqjax.methods.rotation import CONSTANTS
 from kvqjax.model import Model
+from kvqjax.planner import prompt_operations
 from kvqjax.rope import rotate
 
 __all__ = [
@@ -83,7 +83,7 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
     """Floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances included."""
     heads = model.config.num_heads + model.config.num_kv_heads
     covariances = 4 * heads * model.config.head_dim**2 * model.config.num_layers
-    return forward_work(model.config, count * length) + float(count * length * covariances)
+    return count * prompt_operations(model.config, 0, length) + float(count * length * covariances)
 
 
 def columns_by_energy(dim: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from kvqjax.forward import forward, prefill
 from kvqjax.generation import LoopState, decode_steps
 from kvqjax.methods import Method
 from kvqjax.model import Model
+from kvqjax.pallas_kernels.packed import family
 from kvqjax.planner import ALONE, parameter_shapes
 from kvqjax.reach import reach_for
 from kvqjax.sampling import make_sampling
@@ -59,7 +60,7 @@ def layout_for(config: ModelConfig, method: Method, context: int, chip: str) -> 
         method=method,
         capacity=context,
         dtype="bfloat16",
-        layers="unroll" if target.startswith("sm") else "scan",
+        layers="unroll" if family(target) == "gpu" else "scan",
         form=stored_form(target),
         target=target,
     )

@@ -10,6 +10,7 @@ from kvqjax.attention import Partial, blockwise_attention, merge, segment_attent
 from kvqjax.cache.state import CacheLayout
 from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.choice import SPLASH
+from kvqjax.pallas_kernels.packed import family
 
 __all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "kernels_of", "large_block"]
 
@@ -20,12 +21,10 @@ SCORES, DECODED = 2**30, 2**13  # of one block of a body: bytes of its scores on
 def kernels_of(layout: CacheLayout) -> str:
     """ "off", "tiles" (large blocks of plain products, on GPUs) or "splash" (on TPUs, where the layout lets it run);
     "interpret" is splash in the interpreter."""
-    if layout.target == "cpu":
-        return "off"
-    if layout.target.startswith("sm"):
+    kind, rows = family(layout.target), layout.kernels.rows
+    if kind == "gpu":
         return "tiles"
-    rows = layout.kernels.rows
-    return "splash" if rows is None or SPLASH in rows else "off"
+    return "splash" if kind == "tpu" and (rows is None or SPLASH in rows) else "off"
 
 
 def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: str, apart: bool) -> int:

@@ -44,14 +44,14 @@ def copy_rate(size: int, repeats: int = 10, inner: int = 8) -> float:
     return 2 * x.nbytes * inner / median_seconds(lambda: copies(x), repeats)
 
 
-def product_rate(size: int = 1024, repeats: int = 3, inner: int = 4) -> float:
-    """Floating point operations per second of a chain of `inner` float32 matrix products [size, size]."""
+def product_rate(size: int = 1024, repeats: int = 3, inner: int = 4, dtype: str = "float32") -> float:
+    """Floating point operations per second of a chain of `inner` matrix products [size, size]."""
 
     @jax.jit
     def chain(x):
-        return jax.lax.fori_loop(0, inner, lambda _, x: x @ x, x)
+        return jax.lax.fori_loop(0, inner, lambda _, y: y @ x, x)
 
-    x = jnp.zeros((size, size), jnp.float32)
+    x = jnp.ones((size, size), dtype) / size
     return 2 * size**3 * inner / median_seconds(lambda: chain(x), repeats)
 
 

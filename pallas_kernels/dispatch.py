@@ -20,7 +20,7 @@ from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, family
 from kvqjax.pallas_kernels.support import ROWS, lookup
 
 __all__ = ["packed_attention", "path"]
@@ -107,7 +107,7 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
     on a body of `slots` tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once
     its results were seen to be right: by the table (`support`), or `trusted`, because this chip checked them or the
     user forces them."""
-    kernel, row = "gpu" if spec.target.startswith("sm") else "tpu", row_of(spec)
+    kernel, row = "gpu" if family(spec.target) == "gpu" else "tpu", row_of(spec)
     enough = ("fast", "correct", "compiled") if trusted else ("fast", "correct")
     if row not in ROWS or lookup(row, spec.target) not in enough or not at_once(spec, group, length):
         return "reference"

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from kvqjax.layout import slot_rows, split_bits
 
-__all__ = ["KINDS", "TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "target_of"]
+__all__ = ["KINDS", "TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "family", "target_of"]
 
 TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm90")
 # How the chips' names begin (`device_kind`), longer ones first; any other gets the path that runs everywhere.
@@ -34,6 +34,11 @@ KINDS = {
     "NVIDIA H100": "sm90",
     "NVIDIA H200": "sm90",
 }
+
+
+def family(target: str) -> str:
+    """What kind of chip a target is: "cpu", "gpu" or "tpu"."""
+    return "cpu" if target == "cpu" else "gpu" if target.startswith("sm") else "tpu"
 
 
 def target_of(array) -> str:

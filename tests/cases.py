@@ -11,6 +11,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import plan
+from kvqjax.verdicts.trial import made_up
 
 # name -> (spec string, changes to the tiny model). Widths are tiny, so groups of channels are 32 at most.
 CASES: dict[str, tuple[str, dict]] = {
@@ -42,28 +43,17 @@ CASES: dict[str, tuple[str, dict]] = {
 # A few that differ most, for tests that compile much.
 FEW = ("exact", "kivi2", "kivi-published", "mixed")
 
-# Constants that cannot be any numbers; all others are normal, of variance one over the second last axis.
-MADE_UP = {
-    "upper": lambda random, shape: random.uniform(4, 12, shape),
-    "lower": lambda random, shape: random.uniform(-12, -4, shape),
-    "signposts": lambda random, shape: np.sort(random.uniform(-1, 1, shape)),
-    "scale": lambda random, shape: random.uniform(0.5, 2, shape),
-    "keys": lambda random, shape: np.linalg.qr(random.normal(size=shape))[0],  # rotations
-    "values": lambda random, shape: np.linalg.qr(random.normal(size=shape))[0],
-}
-
 
 def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:
     random = np.random.default_rng(0)
 
-    def made_up(name: str, shape: tuple[int, ...]):
-        plain = lambda random, shape: random.normal(size=shape) * shape[-2] ** -0.5  # noqa: E731
-        return jnp.asarray(MADE_UP.get(name, plain)(random, shape), jnp.float32)
+    def array(name: str, shape: tuple[int, ...]):
+        return jnp.asarray(made_up(name, shape, random), jnp.float32)
 
     runs = plan(kvq.init_cache(model, method, 1, 1).layout)
     return tuple(
         {
-            group: {name: made_up(name, (run.count, *shape)) for name, shape in names.items()}
+            group: {name: array(name, (run.count, *shape)) for name, shape in names.items()}
             for group, names in run.wiring.wanted().items()
         }
         for run in runs

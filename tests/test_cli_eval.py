@@ -10,11 +10,10 @@ import pytest
 from test_cli import run
 
 import kvqjax as kvq
-from kvqjax.calibrate.work import forward_work
 from kvqjax.cli.compare import artifact_folder, halves, kept_path
 from kvqjax.eval import measure_perplexity
 from kvqjax.eval.plots import PLOTS, draw, series
-from kvqjax.planner import parameter_shapes
+from kvqjax.planner import parameter_shapes, prompt_operations
 
 ROWS = {
     "ppl": [{"cache": "exact", "mode": "m", "windows": "w", "bits_stored": 16.0, "kld": 0.0, "context": 32768}],
@@ -232,7 +231,9 @@ def test_an_evaluation_says_what_it_will_do(call):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_pass_multiplies_with_every_weight_but_a_looked_up_embedding(tied):
     config = dataclasses.replace(kvq.load("recall").config, tied_embeddings=tied)
-    sizes = {name: part for name, part in parameter_shapes(config).items() if name != "head"}
+    shapes = parameter_shapes(config)
+    sizes = {name: shapes[name] for name in ("layers", "embed")}
     assert ("head" in parameter_shapes(config)) != tied
     # The head, a matrix of the embedding's size, multiplies in both; the embedding of an untied model does not.
-    assert forward_work(config, 3) == 6 * sum(leaf.size for leaf in jax.tree.leaves(sizes))
+    attention = 4 * config.query_width * config.num_layers  # each token to itself
+    assert prompt_operations(config, 0, 1) == 2 * sum(leaf.size for leaf in jax.tree.leaves(sizes)) + attention

@@ -13,7 +13,7 @@ import kvqjax as kvq
 from kvqjax.attention import segment_attention
 from kvqjax.chunk_paths import kernels_of
 from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
-from kvqjax.verdicts import choose, library
+from kvqjax.verdicts import choose, splash_trial
 from kvqjax.verdicts.examine import Speed
 from kvqjax.verdicts.store import Verdict
 
@@ -90,11 +90,11 @@ def test_it_is_checked_as_our_kernels_are(fault, outcome):
     """In the interpreter as it is, and with every output 2 % too large."""
 
     def kernel(body, q):
-        found = library._by_splash(body, q, interpret=True)
+        found = splash_trial._by_splash(body, q, interpret=True)
         return found._replace(out=found.out * (1 + fault))
 
-    form = library.Splash(num_heads=4, num_kv_heads=2, head_dim=64)
-    found = library.check_splash(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
+    form = splash_trial.Splash(num_heads=4, num_kv_heads=2, head_dim=64)
+    found = splash_trial.check_splash(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
     assert found.outcome == outcome
     assert outcome == "wrong" or found.error < 0.01
 

@@ -19,9 +19,9 @@ from kvqjax.cache.state import CacheLayout, stored_form
 from kvqjax.cli.bench import decoding as decode_steps
 from kvqjax.config import ModelConfig, RopeConfig
 from kvqjax.layout import array_bytes
-from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.pallas_kernels.packed import family, target_of
 from kvqjax.planner import DEVICES
-from kvqjax.timing import copy_rate, median_seconds
+from kvqjax.timing import copy_rate, median_seconds, product_rate
 from kvqjax.verdicts import survey
 from kvqjax.verdicts.choose import choose, verdict_folder
 from kvqjax.verdicts.paths import decoding
@@ -109,17 +109,6 @@ def _doctor(sizes: Sizes) -> Iterator[Item]:
         yield name, lambda shape=shape: list(survey.kernel_rows(target, chip, (shape,), verdict_folder(), print))
 
 
-def _product_rate(order: int, repeats: int) -> float:
-    """Operations per second of a product of two square bfloat16 matrices."""
-    x = jnp.ones((order, order), jnp.bfloat16) / order
-
-    @jax.jit
-    def chain(x):
-        return jax.lax.fori_loop(0, 8, lambda _, y: y @ x, x)
-
-    return 8 * 2 * order**3 / median_seconds(lambda: chain(x), repeats)
-
-
 def _ceiling(sizes: Sizes) -> Iterator[Item]:
     stated = DEVICES.get(_chip())
 
@@ -128,7 +117,7 @@ def _ceiling(sizes: Sizes) -> Iterator[Item]:
         return [{"what": "copy", "GB_s": rate / 1e9, "share_of_stated": stated and rate / 1e9 / stated.bandwidth}]
 
     def product() -> list[Row]:
-        rate = _product_rate(sizes.product, sizes.repeats)
+        rate = product_rate(sizes.product, sizes.repeats, inner=8, dtype="bfloat16")
         return [{"what": "product", "TFLOP_s": rate / 1e12, "share_of_stated": stated and rate / 1e12 / stated.tflops}]
 
     yield "copy", copy
@@ -194,7 +183,7 @@ def _model(sizes: Sizes) -> kvq.Model:
         model = random_model(sizes.model, sizes.layers, sizes.dtype)
     else:
         model = kvq.Model(decoder.init_params(jax.random.key(0), sizes.model), (), config=sizes.model)
-    on_gpu = target_of(jnp.zeros(())).startswith("sm")
+    on_gpu = family(target_of(jnp.zeros(()))) == "gpu"
     return model.replace(params=decoder.unrolled(model.params)) if on_gpu else model
 
 

@@ -8,7 +8,6 @@ Chips and compilers are those of benchmarks.step_cost. `python -m benchmarks.pre
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.prefill_cost.account import ASSUMPTIONS
 from benchmarks.prefill_cost.row import Row, measure
-from benchmarks.step_cost import tpu
+from benchmarks.step_cost.listings import listings
 from benchmarks.step_cost.row import CHIPS
-from kvqjax.errors import UserError
 
 app = typer.Typer(add_completion=False)
 
@@ -56,14 +54,8 @@ def main(
     if chip not in CHIPS:
         raise typer.BadParameter(f"{chip}; known: {', '.join(CHIPS)}", param_hint="--chip")
     row, depths = Row(chip, model, cache, context, chunk), tuple(int(n) for n in layers.split(",") if n)
-    with tempfile.TemporaryDirectory() as folder:
-        if row.step.is_tpu:
-            tpu.prepare(folder)
-        try:
-            found = measure(row, Path(folder), depths, dump)
-        except UserError as error:
-            typer.echo(error, err=True)
-            raise typer.Exit(2) from error
+    with listings(row.step.is_tpu) as folder:
+        found = measure(row, folder, depths, dump)
     typer.echo(json.dumps(row._asdict() | found) if as_json else report(row, found))
 
 

@@ -9,7 +9,6 @@ GPUs (h100, h200, a100-80) need JAX's CUDA plugin, TPUs (v5e, v6e, v7x) libtpu; 
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +16,9 @@ import typer
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.step_cost import tpu
 from benchmarks.step_cost.account import ASSUMPTIONS, PARTS
+from benchmarks.step_cost.listings import listings
 from benchmarks.step_cost.row import CHIPS, Row, measure
-from kvqjax.errors import UserError
 
 app = typer.Typer(add_completion=False)
 
@@ -69,14 +67,8 @@ def main(
         raise typer.BadParameter(f"{held} is more than the context, {context}", param_hint="--held")
     row = Row(chip, model, cache, context, batch)
     depths = tuple(int(n) for n in layers.split(",") if n)
-    with tempfile.TemporaryDirectory() as folder:
-        if row.is_tpu:
-            tpu.prepare(folder)
-        try:
-            found = measure(row, Path(folder), depths, dump, held)[chip]
-        except UserError as error:
-            typer.echo(error, err=True)
-            raise typer.Exit(2) from error
+    with listings(row.is_tpu) as folder:
+        found = measure(row, folder, depths, dump, held)[chip]
     typer.echo(json.dumps(row._asdict() | found["full"] | found) if as_json else report(row, found))
 
 

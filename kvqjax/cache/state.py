@@ -27,6 +27,7 @@ from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Clock, Packed, Wiring
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.dispatch import row_of
+from kvqjax.pallas_kernels.packed import family
 
 __all__ = [
     "AT_ONCE",
@@ -160,7 +161,7 @@ class Cache(struct.PyTreeNode):
 
 def stored_form(target: str) -> str:
     """The form that a chip reads best."""
-    return "heads" if target.startswith("sm") else "planes"
+    return "heads" if family(target) == "gpu" else "planes"
 
 
 def _resolve(wiring: Wiring, dtype: str) -> Wiring:

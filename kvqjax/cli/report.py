@@ -8,7 +8,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from kvqjax.calibrate.work import forward_work
 from kvqjax.cli.common import (
     Artifacts,
     Caches,
@@ -32,6 +31,7 @@ from kvqjax.eval.stamp import ledger_of, stamp
 from kvqjax.lock import held
 from kvqjax.methods import Method
 from kvqjax.model import Model
+from kvqjax.planner import prompt_operations
 
 __all__ = ["Job", "add_command"]
 
@@ -87,7 +87,8 @@ def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Metho
     what = f"{name} of {model} through {', then '.join(map(str, methods))}"
     if not tokens:
         return what
-    return f"{what}: {tokens} tokens each; {at_least(len(methods) * forward_work(loaded.config, tokens))}"
+    alone = tokens * prompt_operations(loaded.config, 0, 1)  # attention to other tokens comes on top
+    return f"{what}: {tokens} tokens each; {at_least(len(methods) * alone)}"
 
 
 def _evaluate(

@@ -24,8 +24,8 @@ from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.pallas_kernels.support import lookup
 from kvqjax.sharding import Rules
 from kvqjax.verdicts.examine import Attention, Speed, examine
-from kvqjax.verdicts.library import Splash, check_splash, splash_form
 from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
+from kvqjax.verdicts.splash_trial import Splash, check_splash, splash_form
 from kvqjax.verdicts.store import Key, Verdict, begin, died, find, keep
 from kvqjax.verdicts.trial import Form, Trial, forms, make
 from kvqjax.version import __version__

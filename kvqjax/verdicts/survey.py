@@ -20,8 +20,8 @@ from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.support import lookup
 from kvqjax.verdicts.choose import TIMED, Checker, check_form, key_of, obtain
 from kvqjax.verdicts.examine import Attention, worst_error
-from kvqjax.verdicts.library import Splash, splash_form
 from kvqjax.verdicts.paths import by_kernel, speed
+from kvqjax.verdicts.splash_trial import Splash, splash_form
 from kvqjax.verdicts.trial import SINKS, Form, Trial, forms, make
 
 __all__ = [

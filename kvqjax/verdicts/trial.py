@@ -21,7 +21,7 @@ from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.dispatch import at_once, row_of
 from kvqjax.pallas_kernels.support import ROWS
 
-__all__ = ["SINKS", "Form", "Trial", "forms", "full", "make", "single_layer"]
+__all__ = ["SINKS", "Form", "Trial", "forms", "full", "made_up", "make", "single_layer"]
 
 SINKS = 4  # so that a body token's number is not its position
 
@@ -100,15 +100,22 @@ MADE_UP: dict[str, Callable] = {
     "signposts": lambda random, shape: np.sort(random.uniform(-1, 1, shape)),
     "scale": lambda random, shape: random.uniform(0.5, 2, shape),
     "mean": lambda random, shape: random.normal(size=shape),
+    "keys": lambda random, shape: np.linalg.qr(random.normal(size=shape))[0],  # rotations
+    "values": lambda random, shape: np.linalg.qr(random.normal(size=shape))[0],
 }
+
+
+def made_up(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """A constant of that name and shape that a codec can work with: valid, random and quick to have."""
+    plain = lambda random, shape: random.normal(size=shape) * shape[-2] ** -0.5  # noqa: E731
+    return MADE_UP.get(name, plain)(random, shape)
 
 
 def _constants(run: RunPlan, dtype: str, random: np.random.Generator) -> dict:
     """Made-up calibrated constants of one layer, [1, ...] each."""
 
     def array(name: str, about):
-        plain = lambda random, shape: random.normal(size=shape) * shape[-2] ** -0.5  # noqa: E731
-        return jnp.asarray(MADE_UP.get(name, plain)(random, about.shape), about.dtype)
+        return jnp.asarray(made_up(name, about.shape, random), about.dtype)
 
     wanted = run.wiring.constants(1, dtype).items()
     return {group: {name: array(name, about) for name, about in names.items()} for group, names in wanted}

@@ -15,6 +15,7 @@ from kvqjax.attention import Partial, segment_attention
 from kvqjax.cache.state import CacheLayout
 from kvqjax.config import KVShape
 from kvqjax.pallas_kernels.choice import SPLASH
+from kvqjax.pallas_kernels.packed import family
 from kvqjax.pallas_kernels.splash import HEAD_DIMS, splash_attention
 from kvqjax.timing import alternating_seconds
 from kvqjax.verdicts.examine import Attention, Speed, examine
@@ -44,8 +45,7 @@ class Splash(NamedTuple):
 
 def splash_form(layout: CacheLayout, shape: KVShape) -> Splash | None:
     """The form that chunks on a cache would take, of which a device holds `shape`; None where there is none."""
-    chip = layout.target != "cpu" and not layout.target.startswith("sm")
-    known = chip and shape.head_dim in HEAD_DIMS
+    known = family(layout.target) == "tpu" and shape.head_dim in HEAD_DIMS
     return Splash(shape.num_heads, shape.num_kv_heads, shape.head_dim) if known else None
 
 
