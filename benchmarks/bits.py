@@ -8,7 +8,7 @@ Arithmetic of the ledger on abstract caches (bfloat16, one row): no weights, no 
 import jax
 
 from benchmarks.xquant_roofline import CONTEXT, LLAMA2_7B, LLAMA31_8B
-from kvqjax.accounting import ledger
+from kvqjax.cache.accounting import ledger
 from kvqjax.cache.state import CacheLayout, allocate_cache
 from kvqjax.methods import parse
 

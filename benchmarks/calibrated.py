@@ -5,12 +5,12 @@ import time
 
 import numpy as np
 
+from kvqjax._errors import UserError
 from kvqjax.calibrate import CALIBRATIONS, centre, commvq, rotation, xquant
 from kvqjax.calibrate.commvq_values import ValueSettings
-from kvqjax.errors import UserError
 from kvqjax.eval.synthetic import key_value_recall, repeated_spans
 from kvqjax.methods import Method
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
 
 __all__ = ["COMMVQ", "calibrated", "pair_rows", "span_rows"]
 

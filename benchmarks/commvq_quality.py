@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 import kvqjax as kvq
-from kvqjax import decoder
 from kvqjax.calibrate import commvq as calibration
 from kvqjax.calibrate.commvq_em import EMSettings, fit_keys
 from kvqjax.calibrate.commvq_values import ValueSettings
@@ -31,6 +30,7 @@ from kvqjax.codecs import Uniform
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.eval.corpora import read_text
 from kvqjax.eval.measure_perplexity import perplexity
+from kvqjax.model import decoder
 
 CONSOLE = Console(width=130)
 

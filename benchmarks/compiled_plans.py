@@ -13,13 +13,13 @@ import json
 from importlib import metadata
 from pathlib import Path
 
-from kvqjax.aot import compile_decode
 from kvqjax.cache.state import stored_form
-from kvqjax.catalogue import config_of
-from kvqjax.chips import slice_of, target_name
+from kvqjax.hardware.aot import compile_decode
+from kvqjax.hardware.chips import slice_of, target_name
+from kvqjax.hardware.planner import DEVICES, GIB, plan_memory
 from kvqjax.methods import parse
-from kvqjax.planner import DEVICES, GIB, plan_memory
-from kvqjax.sharding import MeshSize
+from kvqjax.model.catalogue import config_of
+from kvqjax.parallel.sharding import MeshSize
 
 RECORD = Path(__file__).parent / "records" / "compiled_plans.json"
 NUQ2 = "kvquant:bits=2,outliers=0,sinks=0"

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvqjax.attention import blockwise_attention
+from kvqjax._timing import copy_rate, machine, median_seconds
+from kvqjax.ops.attention import blockwise_attention
 from kvqjax.pallas_kernels import reference, support
 from kvqjax.pallas_kernels.dispatch import row_of
 from kvqjax.pallas_kernels.packed import target_of
-from kvqjax.timing import copy_rate, machine, median_seconds
 
 sys.path.insert(0, str(Path(__file__).parent))
 from packed_bodies import FORMS, HEAD_DIM, STRETCH, decoded, random_body, spec_of
@@ -61,7 +61,7 @@ def _packed(key, form: str, bits: int, batch: int, slots: int, kv_heads: int) ->
     call, kind = oracle, "reference"
     if support.lookup(row_of(spec), spec.target) != "reference":
         name, kind = ("gpu", "Mosaic GPU kernel") if spec.target == "sm90" else ("tpu", "Pallas TPU kernel")
-        module = importlib.import_module(f"kvqjax.pallas_kernels.{name}")
+        module = importlib.import_module(f"kvqjax.pallas_kernels.{name}.packed")
         call = lambda q, body: module.packed_attention(q, body, 0, *bounds, spec)  # noqa: E731
     return Way(f"{form} {bits} bits, {kind}", call, (random_body(key, spec, batch, slots),), oracle)
 
@@ -96,7 +96,7 @@ def _exact(key, batch: int, slots: int, kv_heads: int) -> list[Way]:
 
     ways = [Way(f"bfloat16, {library}", theirs, arrays, oracle)]
     if _target() == "sm90":
-        from kvqjax.pallas_kernels.gpu_exact import exact_attention
+        from kvqjax.pallas_kernels.gpu.exact import exact_attention
 
         bounds = jnp.zeros((batch, 1), jnp.int32), jnp.full((batch, 1), slots, jnp.int32)
 

@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import kvqjax as kvq
+from kvqjax._timing import alternating_seconds, machine
 from kvqjax.cli.bench import decoding
-from kvqjax.config import ModelConfig
-from kvqjax.decoder import init_params
-from kvqjax.model import locate
-from kvqjax.timing import alternating_seconds, machine
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import init_params
+from kvqjax.model.loading import locate
 
 # KIVI's groups of 32, and of 64 as transformers' caches have by default.
 OURS = ("exact", "kivi:bits=4", "kivi:bits=2", "kivi:bits=4,group=64", "kivi:bits=2,group=64")

@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 
 import kvqjax as kvq
-from kvqjax.model import locate
-from kvqjax.timing import median_seconds
+from kvqjax._timing import median_seconds
+from kvqjax.model.loading import locate
 
 PROMPT = "It was late in the evening when the traveller came at last to the house at the end of the road. " * 4
 CACHES = ("exact", "kivi:bits=4,window=64", "kivi:bits=2,window=64")

@@ -10,7 +10,7 @@ from schedule import estimate
 from step_cost.hlo import Computation, dimensions, numbers, parse
 
 from kvqjax.cache import pick
-from kvqjax.segments import LayerView, NewTokens, attend_body
+from kvqjax.cache.segments import LayerView, NewTokens, attend_body
 
 
 class Part(NamedTuple):

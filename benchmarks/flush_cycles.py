@@ -17,13 +17,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from kvqjax.aot import abstract_model
 from kvqjax.cache import CacheLayout, allocate_cache, pick, plan
 from kvqjax.cache.append import encode_tile
-from kvqjax.catalogue import config_of
-from kvqjax.chips import chip_devices
-from kvqjax.decoder import layer as layer_weights
+from kvqjax.hardware.aot import abstract_model
+from kvqjax.hardware.chips import chip_devices
 from kvqjax.methods import parse
+from kvqjax.model.catalogue import config_of
+from kvqjax.model.decoder import layer as layer_weights
 from kvqjax.pallas_kernels.packed import PackedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -35,7 +35,7 @@ def prepare(folder: str) -> None:
 def _device():
     import jax
 
-    from kvqjax.chips import chip_devices
+    from kvqjax.hardware.chips import chip_devices
 
     return jax.sharding.SingleDeviceSharding(chip_devices("h100")[0])
 
@@ -46,7 +46,8 @@ def _call(form: str, bits: int):
     import jax.numpy as jnp
     from packed_bodies import HEAD_DIM, shapes, spec_of
 
-    from kvqjax.pallas_kernels import gpu, gpu_exact
+    from kvqjax.pallas_kernels.gpu import exact as gpu_exact
+    from kvqjax.pallas_kernels.gpu import packed as gpu
 
     shaped = jax.ShapeDtypeStruct
     q = shaped((BATCH, 1, KV_HEADS * QUERY_ROWS, HEAD_DIM), jnp.bfloat16)
@@ -65,7 +66,9 @@ def _shared_bytes(form: str, bits: int) -> int:
     import numpy as np
     from packed_bodies import HEAD_DIM, spec_of
 
-    from kvqjax.pallas_kernels import gpu, gpu_exact, gpu_kernel
+    from kvqjax.pallas_kernels.gpu import exact as gpu_exact
+    from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
+    from kvqjax.pallas_kernels.gpu import packed as gpu
 
     if form == "exact":
         memory = gpu_exact.memory(gpu_exact.Plan(KV_HEADS, HEAD_DIM, SLOTS, QUERY_ROWS, 1))

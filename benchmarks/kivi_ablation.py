@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax as kvq
-from kvqjax import decoder
-from kvqjax.attention import segment_attention
 from kvqjax.codecs import Uniform
 from kvqjax.eval import perplexity, retrieval
 from kvqjax.eval.corpora import read_text
 from kvqjax.eval.stamp import stamp
 from kvqjax.eval.windows import windows
-from kvqjax.rope import rotate
+from kvqjax.model import decoder
+from kvqjax.model.rope import rotate
+from kvqjax.ops.attention import segment_attention
 
 WINDOW = 1024
 SETTINGS = ((32, 128), (64, 128), (128, 128), (32, 32), (32, 64), (32, 96))  # (group, residual length)

@@ -8,8 +8,8 @@ one writes FOLDER/kvquant_ablation.json. The texts are any UTF-8 files.
 
 Mode: in the loop, chunk 1. Every token attends to all earlier ones as the cache would give them back and to itself
 and the sinks exactly, computed for a whole window at once: with no window and one token encoded at a time this is
-what decoding token by token computes (one layer of it is checked in tests/test_kvquant_method.py). Each row is the
-difference of the mean negative log-likelihood to the exact cache, in thousandths of a nat, and each comparison the
+what decoding token by token computes (one layer of it is checked in tests/methods/test_kvquant_method.py). Each row is
+the difference of the mean negative log-likelihood to the exact cache, in thousandths of a nat, and each comparison the
 paired difference of two rows with its standard error over windows; a seed is which calibration sequences are drawn.
 """
 
@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 import kvqjax as kvq
-from kvqjax import decoder
-from kvqjax.attention import merge, segment_attention
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate.fisher import activations
 from kvqjax.calibrate.kvquant import Recipe, calibrate
 from kvqjax.codecs.nuq_table import fixed_signposts, look_up, nearest
 from kvqjax.methods import kvquant
-from kvqjax.rope import rotate
+from kvqjax.model import decoder
+from kvqjax.model.rope import rotate
+from kvqjax.ops.attention import merge, segment_attention
 
 PAIRS = (  # (better, worse) as in the paper
     ("nuq3", "nuq3 unweighted", "Table 11: Fisher weights"),

@@ -49,9 +49,9 @@ def _arguments(case, chip: str):
     import jax.numpy as jnp
 
     from kvqjax.cache import CacheLayout, allocate_cache, plan
-    from kvqjax.chips import chip_devices
-    from kvqjax.config import ModelConfig
+    from kvqjax.hardware.chips import chip_devices
     from kvqjax.methods import parse
+    from kvqjax.model.config import ModelConfig
 
     (width, heads, kv_heads, dim, normed, length), method = MODELS[case[0]], parse(case[1])
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "qk_norm": normed}
@@ -72,12 +72,12 @@ def _arguments(case, chip: str):
     return run, (q, cache, weights, constants, new, shaped(jnp.int32), shaped(jnp.int32, BATCH, length))
 
 
-def _module(run, part: str = ""):
-    """The kernel for the body of a run of layers, or its `part` of that name."""
+def _module(run, part: str = "{}"):
+    """The kernel for the body of a run of layers, or the part of it whose module is called so."""
     from kvqjax.pallas_kernels.dispatch import FORMS
 
-    suffix = FORMS[type(run.wiring.packed.spec)].suffix
-    return importlib.import_module(f"kvqjax.pallas_kernels.tpu{suffix}{part}")
+    form = FORMS[type(run.wiring.packed.spec)].module
+    return importlib.import_module(f"kvqjax.pallas_kernels.tpu.{part.format(form)}")
 
 
 def _through_kernel(run, chip: str):
@@ -106,7 +106,7 @@ def kernel(case, chip: str, folder: Path) -> dict:
     run, arguments = _arguments(case, chip)
     memory = _compiled(_through_kernel(run, chip), arguments).memory_analysis()
     found = count(folder)
-    found["bundles"] = round(found["bundles"] * 512 / _module(run, "_plan").TILE)
+    found["bundles"] = round(found["bundles"] * 512 / _module(run, "{}_plan").TILE)
     return {**found, "temp_bytes": memory.temp_size_in_bytes}
 
 

@@ -19,11 +19,11 @@ import numpy as np
 import typer
 from safetensors.numpy import save_file
 
-from kvqjax import stored
-from kvqjax.config import ExpertConfig, ModelConfig
-from kvqjax.hf_config import config_to_hf
-from kvqjax.model import load
-from kvqjax.weight_names import parameters
+from kvqjax.model import stored
+from kvqjax.model.config import ExpertConfig, ModelConfig
+from kvqjax.model.hf_config import config_to_hf
+from kvqjax.model.loading import load
+from kvqjax.model.weight_names import parameters
 
 GB = 10**9
 HEADS = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128}

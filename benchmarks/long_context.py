@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 import kvqjax as kvq
-from kvqjax.catalogue import config_of
+from kvqjax._timing import machine, median_seconds
 from kvqjax.cli.bench import decoding
-from kvqjax.planner import parameter_shapes, plan_memory
-from kvqjax.timing import machine, median_seconds
+from kvqjax.hardware.planner import parameter_shapes, plan_memory
+from kvqjax.model.catalogue import config_of
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

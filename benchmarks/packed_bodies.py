@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.uniform import Uniform
-from kvqjax.layout import read, slot_rows, split_bits
+from kvqjax.model.rope import turn
+from kvqjax.ops.layout import read, slot_rows, split_bits
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
-from kvqjax.rope import turn
 
 FORMS = ("kivi", "kivi_star", "kvquant")
 HEAD_DIM = GROUP = 128

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax
-from kvqjax.accounting import ledger
+from kvqjax.cache.accounting import ledger
 from kvqjax.eval.measure_perplexity import score_chunk
 from kvqjax.eval.replay import replay
 from kvqjax.eval.synthetic import repeated_spans

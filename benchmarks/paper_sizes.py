@@ -6,9 +6,9 @@ Arithmetic only. KVQuant is arXiv 2401.18079, taken without sinks; AQUA-KV is ar
 model at 128K tokens.
 """
 
-from kvqjax.catalogue import config_of
+from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import parse
-from kvqjax.planner import plan_memory
+from kvqjax.model.catalogue import config_of
 
 K = 2**10
 # table, model, cache, context, batch, the paper's figure in its unit, bytes of that unit

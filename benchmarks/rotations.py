@@ -21,7 +21,7 @@ from benchmarks.gate import KEY, LENGTH, SHAPES, key_of, measure
 from benchmarks.gate import RECORD as GATE
 from benchmarks.results.page import table
 from benchmarks.xquant_roofline import LLAMA31_8B
-from kvqjax.accounting import ledger
+from kvqjax.cache.accounting import ledger
 from kvqjax.cache.state import CacheLayout, allocate_cache, due, plan
 
 ROOT = Path(__file__).parent

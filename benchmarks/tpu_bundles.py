@@ -10,7 +10,7 @@ what remains per tile and KV head, `total` both for 512 tokens in the tile that 
 query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
 (keys before RoPE too), `o` the outlier slots of a token's keys and of its values. `--write` renews
 benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work ("tile:pieces", or
-"tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/tpu_work.py: total and spills. `--table`
+"tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/tpu/work.py: total and spills. `--table`
 prints the record.
 """
 
@@ -83,7 +83,7 @@ def _arguments(name: str, chip: str):
     import jax.numpy as jnp
     from packed_bodies import STRETCH, shapes
 
-    from kvqjax.chips import chip_devices
+    from kvqjax.hardware.chips import chip_devices
     from kvqjax.pallas_kernels.packed import PackedSpec, Rope
 
     case = CASES[name]
@@ -125,7 +125,7 @@ def compile_case(chip: str, name: str, work, folder: Path) -> dict:
     """Compile one kernel; its bundles per tile, spills and temporary bytes."""
     import jax
 
-    from kvqjax.pallas_kernels import tpu
+    from kvqjax.pallas_kernels.tpu import packed as tpu
 
     arguments, spec = _arguments(name, chip)
     call = jax.jit(lambda *args: tpu.packed_attention(*args, spec, work=work))
@@ -135,8 +135,9 @@ def compile_case(chip: str, name: str, work, folder: Path) -> dict:
 
 def measure(chip: str, name: str, folder: Path) -> dict:
     """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of
-    the tile and pieces that `tpu_work` chose; a tile of half or twice the size has half or twice as many pieces."""
-    from kvqjax.pallas_kernels import tpu_plan, tpu_work
+    the tile and pieces that `tpu.work` chose; a tile of half or twice the size has half or twice as many pieces."""
+    from kvqjax.pallas_kernels.tpu import plan as tpu_plan
+    from kvqjax.pallas_kernels.tpu import work as tpu_work
 
     (q, body, *_), spec = _arguments(name, chip)
     plan = tpu_plan.make_plan(q, body, spec)
@@ -177,7 +178,7 @@ def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str
 
 def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
     """Total and spills of every choice "tile:pieces" or "tile:pieces:ahead"."""
-    from kvqjax.pallas_kernels.tpu_work import Work
+    from kvqjax.pallas_kernels.tpu.work import Work
 
     found = {}
     for choice in choices:

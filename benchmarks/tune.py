@@ -27,8 +27,7 @@ from rich.progress import track
 
 from benchmarks.calibrated import span_rows
 from benchmarks.gate import CHUNK, LENGTH, SHAPES, STRESS, open_shape
-from kvqjax.catalogue import config_of
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.replay import replay
 from kvqjax.eval.stress import add_key_bias, stressed
 from kvqjax.eval.synthetic import filler
@@ -38,7 +37,8 @@ from kvqjax.eval.tune.estimate import estimated
 from kvqjax.eval.tune.measure import divergence
 from kvqjax.eval.tune.report import line_at
 from kvqjax.methods import exact, parse
-from kvqjax.model import load
+from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import load
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "tune.json"

@@ -17,12 +17,12 @@ import jax
 
 import kvqjax
 from benchmarks.xquant_roofline import CONTEXT, LLAMA31_8B
-from kvqjax import decoder
-from kvqjax.accounting import ledger
+from kvqjax.cache.accounting import ledger
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.cli.bench import step_milliseconds
-from kvqjax.config import ModelConfig
 from kvqjax.methods.roofline import flops_per_token, layer_flops
+from kvqjax.model import decoder
+from kvqjax.model.config import ModelConfig
 
 MHA = ModelConfig(
     vocab_size=512, width=512, mlp_width=1536, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=64, max_position=8192

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax
-from kvqjax import decoder
 from kvqjax.calibrate.xquant import latent_maps, outlier_channels
 from kvqjax.codecs import Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.eval.synthetic import SYMBOLS, filler
+from kvqjax.model import decoder
 
 TOKENS, TOP = 512, (1, 2, 4, 8)
 

@@ -8,10 +8,10 @@ and loaded once per layer. Arithmetic only: nothing is timed here.
 
 import dataclasses
 
-from kvqjax.config import ModelConfig
+from kvqjax.hardware.planner import DEVICES
 from kvqjax.methods import parse
 from kvqjax.methods.roofline import flops_per_token, layer_cost, layer_flops, longest_memory_bound
-from kvqjax.planner import DEVICES
+from kvqjax.model.config import ModelConfig
 
 CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
 LLAMA2_7B = ModelConfig(

@@ -8,15 +8,15 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.artifacts import Artifact, flatten
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact, flatten
 from kvqjax.calibrate import centre, rotation, xquant
-from kvqjax.config import KVShape
-from kvqjax.decoder import stacked
-from kvqjax.doors import check_model
-from kvqjax.errors import UserError
 from kvqjax.methods import MethodLike, parse
 from kvqjax.methods.spec import Method
-from kvqjax.model import Model, compute_dtype
+from kvqjax.model.config import KVShape
+from kvqjax.model.decoder import stacked
+from kvqjax.model.loading import Model, compute_dtype
+from kvqjax.step.doors import check_model
 
 __all__ = ["CALIBRATIONS", "calibration", "from_tensors", "learns", "run", "sequences"]
 

@@ -16,19 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvqjax import decoder
-from kvqjax.artifacts import Artifact
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.config import KVShape
-from kvqjax.errors import UserError
+from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.aqua_wiring import AquaLayer
-from kvqjax.model import Model
-from kvqjax.planner import prompt_operations
-from kvqjax.prompt import Path as PromptPath
-from kvqjax.prompt import exact_layer
+from kvqjax.model import decoder
+from kvqjax.model.config import KVShape
+from kvqjax.model.loading import Model
+from kvqjax.step.prompt import Path as PromptPath
+from kvqjax.step.prompt import exact_layer
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "released", "work"]
 

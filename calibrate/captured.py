@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvqjax.artifacts import Artifact
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate import aqua, centre, commvq, kvquant
 from kvqjax.calibrate.fisher import Activations, Sequences, as_it_is, with_fisher
-from kvqjax.config import KVShape
-from kvqjax.decoder import Projected
-from kvqjax.errors import UserError
-from kvqjax.layers import ready_queries
 from kvqjax.methods import Method
-from kvqjax.rope import rotate
+from kvqjax.model.config import KVShape
+from kvqjax.model.decoder import Projected
+from kvqjax.model.rope import rotate
+from kvqjax.step.layers import ready_queries
 
 __all__ = ["FITS", "Captured"]
 

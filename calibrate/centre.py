@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax.artifacts import Artifact
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.config import KVShape
-from kvqjax.errors import UserError
+from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
-from kvqjax.model import Model
-from kvqjax.planner import prompt_operations
+from kvqjax.model.config import KVShape
+from kvqjax.model.loading import Model
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame", "needs_only_means", "work"]
 

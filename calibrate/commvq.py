@@ -17,23 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax import decoder
-from kvqjax.artifacts import Artifact
-from kvqjax.attention import segment_attention
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, plan
 from kvqjax.calibrate import commvq_values as values
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.commvq_keys import truncate_rounds
-from kvqjax.config import KVShape, ModelConfig
-from kvqjax.errors import UserError
+from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.commvq_wiring import CommVQLayer
 from kvqjax.methods.wiring import cached_keys
-from kvqjax.model import Model
-from kvqjax.planner import prompt_operations
-from kvqjax.rope import rotate
+from kvqjax.model import decoder
+from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.loading import Model
+from kvqjax.model.rope import rotate
+from kvqjax.ops.attention import segment_attention
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "truncate", "work"]
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs.commvq_keys import CommVQKeys, centre, group_pairs, nearest, quarter_turn, split_distances
-from kvqjax.config import KVShape
+from kvqjax.model.config import KVShape
 
 __all__ = ["EMSettings", "Fit", "Statistics", "e_step", "em_work", "fit_keys", "fit_round", "initial_book", "m_step"]
 

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from kvqjax.attention import segment_attention
 from kvqjax.codecs.commvq_values import EPS, CommVQValues, choice_bits, fold, logits, normalise
-from kvqjax.config import KVShape
+from kvqjax.model.config import KVShape
+from kvqjax.ops.attention import segment_attention
 
 __all__ = [
     "Activations",

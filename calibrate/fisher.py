@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax import decoder
-from kvqjax.attention import segment_attention
-from kvqjax.config import KVShape, ModelConfig
-from kvqjax.errors import UserError
-from kvqjax.model import Model
-from kvqjax.rope import rotate
+from kvqjax._errors import UserError
+from kvqjax.model import decoder
+from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.loading import Model
+from kvqjax.model.rope import rotate
+from kvqjax.ops.attention import segment_attention
 
 __all__ = ["Activations", "Sequences", "activations", "as_it_is", "loss", "of_model", "with_fisher"]
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvqjax.artifacts import Artifact
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
@@ -26,10 +27,9 @@ from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.nuq_table import fixed_signposts
-from kvqjax.errors import UserError
+from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import KeysAndValues, Method
-from kvqjax.model import Model
-from kvqjax.planner import prompt_operations
+from kvqjax.model.loading import Model
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "OBJECTIVES", "Recipe", "calibrate", "fit", "work"]
 

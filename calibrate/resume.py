@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.errors import UserError
-from kvqjax.lock import held
+from kvqjax._errors import UserError
+from kvqjax._lock import held
 
 __all__ = ["identity", "load_state", "save_state", "stepped"]
 

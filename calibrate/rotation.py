@@ -22,20 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax import decoder
-from kvqjax.artifacts import Artifact
-from kvqjax.attention import segment_attention
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.calibrate.centre import in_frame
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
-from kvqjax.config import KVShape, ModelConfig
-from kvqjax.errors import UserError
+from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.rotation import CONSTANTS
-from kvqjax.model import Model
-from kvqjax.planner import prompt_operations
-from kvqjax.rope import rotate
+from kvqjax.model import decoder
+from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.loading import Model
+from kvqjax.model.rope import rotate
+from kvqjax.ops.attention import segment_attention
 
 __all__ = [
     "DEFAULT_LENGTH",

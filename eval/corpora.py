@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.sources import Source, find, open_text, records
 from kvqjax.eval.stamp import digest
 from kvqjax.eval.synthetic import filler

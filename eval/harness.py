@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout
-from kvqjax.errors import UserError
 from kvqjax.eval.through import through
-from kvqjax.forward import empty_cache, planned_layout
-from kvqjax.generation import generate
+from kvqjax.generation.decoding import generate
+from kvqjax.generation.prompt_ids import bucket
 from kvqjax.methods import MethodLike, parse
-from kvqjax.model import Model
-from kvqjax.prompt_ids import bucket
+from kvqjax.model.loading import Model
+from kvqjax.step.forward import empty_cache, planned_layout
 
 try:
     from lm_eval.api.model import TemplateLM

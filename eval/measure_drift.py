@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.cache import plan
-from kvqjax.doors import check_model
 from kvqjax.eval.measure_perplexity import cache_layouts, check_mode, score_windows
 from kvqjax.eval.scores import ROUNDING
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.windows import windows
-from kvqjax.forward import init_cache
 from kvqjax.methods import Method, MethodLike, parse
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
+from kvqjax.step.doors import check_model
+from kvqjax.step.forward import init_cache
 
 __all__ = ["drift", "encoded_from", "growth"]
 

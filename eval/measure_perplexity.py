@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout
-from kvqjax.doors import check_model
-from kvqjax.errors import UserError
 from kvqjax.eval.scores import negative_log_likelihood, token_scores
 from kvqjax.eval.stamp import CONTEXT, bytes_of
 from kvqjax.eval.through import through
 from kvqjax.eval.windows import style, windows
-from kvqjax.forward import empty_cache, planned_layout, prefill
 from kvqjax.methods import Method, MethodLike, exact, parse
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
+from kvqjax.step.doors import check_model
+from kvqjax.step.forward import empty_cache, planned_layout, prefill
 
 __all__ = ["Sums", "cache_layouts", "check_mode", "perplexity", "score_chunk", "score_windows"]
 

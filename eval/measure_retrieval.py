@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvqjax.doors import check_model
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.synthetic import (
     Problem,
@@ -20,9 +19,10 @@ from kvqjax.eval.synthetic import (
     passkey_prompt,
     variable_tracking,
 )
-from kvqjax.generation import generate
+from kvqjax.generation.decoding import generate
 from kvqjax.methods import MethodLike, parse
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
+from kvqjax.step.doors import check_model
 
 __all__ = ["TASKS", "generator", "problems", "retrieval"]
 

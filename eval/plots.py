@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.scores import ROUNDING
 
 __all__ = ["PLOTS", "check_picture", "draw"]

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvqjax import decoder
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.scores import Scores, token_scores
 from kvqjax.eval.through import through
-from kvqjax.forward import init_cache
 from kvqjax.methods import Method
-from kvqjax.model import Model
+from kvqjax.model import decoder
+from kvqjax.model.loading import Model
+from kvqjax.step.forward import init_cache
 
 __all__ = ["exact_logits", "replay", "score"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = ["Source", "find", "open_text", "records"]
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvqjax.config import ModelConfig
-from kvqjax.decoder import Params, stacked
-from kvqjax.errors import UserError
-from kvqjax.model import Model
-from kvqjax.rope import inverse_frequencies
+from kvqjax._errors import UserError
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import Params, stacked
+from kvqjax.model.loading import Model
+from kvqjax.model.rope import inverse_frequencies
 
 __all__ = ["add_key_bias", "bias_spread", "outlier_factors", "scale_key_pairs", "scale_values", "stressed"]
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvqjax.cache import Cache
-from kvqjax.forward import forward
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
+from kvqjax.step.forward import forward
 
 __all__ = ["through"]
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = ["STYLES", "Style", "style", "windows"]
 

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import jax
 
 import kvqjax as kvq
-from kvqjax.hf_config import read_config
-from kvqjax.hosts import speaks
 from kvqjax.model import locate
-from kvqjax.sharding import MeshSize, rules_for
+from kvqjax.model.hf_config import read_config
+from kvqjax.parallel.hosts import speaks
+from kvqjax.parallel.sharding import MeshSize, rules_for
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:

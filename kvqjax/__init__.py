@@ -13,17 +13,15 @@ if __name__ != "kvqjax":
 if not (_here / "pallas_kernels").is_dir():
     __path__.append(str(_here.parent))
 
-from kvqjax.accounting import ledger
-from kvqjax.artifacts import load_artifact
-from kvqjax.beam import beam_search
+from kvqjax._errors import UserError
+from kvqjax._moved import install
+from kvqjax._version import __version__
+from kvqjax.cache.accounting import ledger
+from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert
-from kvqjax.config import KVShape
-from kvqjax.config import RopeConfig as Rope
-from kvqjax.errors import UserError
-from kvqjax.forward import attend, commit, forward, init_cache, prefill
-from kvqjax.generation import generate, stream
-from kvqjax.hosts import join_hosts
-from kvqjax.layers import append, attend_layer, below_first
+from kvqjax.generation.beam import beam_search
+from kvqjax.generation.decoding import generate, stream
+from kvqjax.generation.speculation import speculate
 from kvqjax.methods import (
     METHODS,
     Method,
@@ -45,11 +43,14 @@ from kvqjax.methods import (
     xquant,
     xquant_cl,
 )
-from kvqjax.model import Model, load
-from kvqjax.persist import load_cache, save_cache
-from kvqjax.sharding import shard
-from kvqjax.speculation import speculate
-from kvqjax.version import __version__
+from kvqjax.model.config import KVShape
+from kvqjax.model.config import RopeConfig as Rope
+from kvqjax.model.loading import Model, load
+from kvqjax.parallel.hosts import join_hosts
+from kvqjax.parallel.sharding import shard
+from kvqjax.step.forward import attend, commit, forward, init_cache, prefill
+from kvqjax.step.layers import append, attend_layer, below_first
+from kvqjax.step.persist import load_cache, save_cache
 
 __all__ = [
     "METHODS",
@@ -104,6 +105,8 @@ __all__ = [
     "xquant",
     "xquant_cl",
 ]
+
+install()
 
 
 def __getattr__(name: str):

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jaxtyping import Array, Float, Int
 
+from kvqjax._errors import UserError
 from kvqjax.cache import Cache
-from kvqjax.errors import UserError
-from kvqjax.layers import New, append, attend_layer
+from kvqjax.step.layers import New, append, attend_layer
 
 __all__ = ["ForwardPass", "linen_cache", "read", "write"]
 

@@ -19,17 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvqjax import decoder
-from kvqjax.accounting import ledger
+from kvqjax._errors import UserError
 from kvqjax.cache import Cache, plan
+from kvqjax.cache.accounting import ledger
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.codecs import Codec, CodecSpec
-from kvqjax.config import ModelConfig
-from kvqjax.errors import UserError
-from kvqjax.forward import forward, init_cache
 from kvqjax.methods import MethodLike, parse
-from kvqjax.model import Model
-from kvqjax.persist import load_cache, save_cache
+from kvqjax.model import decoder
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.loading import Model
+from kvqjax.step.forward import forward, init_cache
+from kvqjax.step.persist import load_cache, save_cache
 
 __all__ = ["check_codec", "check_method", "small_model"]
 

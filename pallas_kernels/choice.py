@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = ["BY_TABLE", "KERNELS", "OFF", "SPLASH", "Kernels", "check_name"]
 

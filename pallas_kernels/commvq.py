@@ -17,9 +17,9 @@ __all__ = ["CommVQBody", "CommVQSpec", "decoding_matrix"]
 
 
 class CommVQBody(NamedTuple):
-    """The stored fields of one run of layers as `kvqjax.layout` writes them: S slots, words of key codes on the lanes,
-    in rows (round, A or B, head), one array per plane set, words of value bits; bfloat16 numbers as the integers that
-    hold their bits. `matrix` is what `decoding_matrix` makes of the codebook; `positions` as in `PackedBody`."""
+    """The stored fields of one run of layers as `kvqjax.ops.layout` writes them: S slots, words of key codes on the
+    lanes, in rows (round, A or B, head), one array per plane set, words of value bits; bfloat16 numbers as the integers
+    that hold their bits. `matrix` is what `decoding_matrix` makes of the codebook; `positions` as in `PackedBody`."""
 
     key_codes: tuple[UInt[Array, "L B R2K _"], ...]
     prescale: UInt[Array, "L B _ S"]

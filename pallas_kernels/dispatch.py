@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvqjax.attention import Partial
+from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
@@ -42,11 +42,11 @@ COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
 
 
 class Form(NamedTuple):
-    """How calls with one type of spec find their kernel: what the name of its module ends with, the row of `support`
+    """How calls with one type of spec find their kernel: the name of its module, the row of `support`
     that a spec belongs to ("" for what no kernel was written for), and how many query rows of a KV head the kernels
     were compiled for."""
 
-    suffix: str
+    module: str
     row: Callable[[Any], str]
     most: Callable[[Any], int]
 
@@ -82,10 +82,10 @@ def _commvq_row(spec: CommVQSpec) -> str:
 
 
 FORMS = {
-    PackedSpec: Form("", lambda spec: spec.row, _packed_rows),
-    LatentSpec: Form("_latents", _latent_row, lambda _: MOST_ROWS),
-    HiggsSpec: Form("_higgs", _higgs_row, lambda spec: MOST_ROWS // (1 if _higgs_row(spec) == "higgs 2 bits" else 2)),
-    CommVQSpec: Form("_commvq", _commvq_row, lambda _: MOST_ROWS // 2),
+    PackedSpec: Form("packed", lambda spec: spec.row, _packed_rows),
+    LatentSpec: Form("latents", _latent_row, lambda _: MOST_ROWS),
+    HiggsSpec: Form("higgs", _higgs_row, lambda spec: MOST_ROWS // (1 if _higgs_row(spec) == "higgs 2 bits" else 2)),
+    CommVQSpec: Form("commvq", _commvq_row, lambda _: MOST_ROWS // 2),
 }
 
 
@@ -156,7 +156,7 @@ def packed_attention(
         return plain(q, body, layer, start, stop)
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
-    module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}{FORMS[type(spec)].suffix}")
+    module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{FORMS[type(spec)].module}")
     kernel, some = functools.partial(module.packed_attention, spec=spec), at_once(spec, group, length)
     kernels = {PLATFORMS[chosen]: kernel if some == group else _shared_out(kernel, some, spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=plain)

@@ -16,8 +16,8 @@ __all__ = ["HiggsBody", "HiggsSpec", "HiggsStored"]
 
 
 class HiggsStored(NamedTuple):
-    """The stored fields of one run of layers: V = K*D/2 codes of a token, packed as in `kvqjax.layout`, one array per
-    plane set; a scale per group, as the integers that hold its bits."""
+    """The stored fields of one run of layers: V = K*D/2 codes of a token, packed as in `kvqjax.ops.layout`, one array
+    per plane set; a scale per group, as the integers that hold its bits."""
 
     key_codes: tuple[UInt[Array, "L B _ V"], ...]
     key_scale: UInt[Array, "L B groups S"]

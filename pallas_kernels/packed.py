@@ -7,7 +7,8 @@
   token. Outliers then take the place of what the codes say: `key_slots` and `value_slots` of them per token.
 
 Keys may be stored before RoPE (`PackedSpec.rope`); the body then says where each stretch of tokens begins. The arrays
-are laid out as `kvqjax.layout` writes them: all KV heads side by side on the lanes, head h in lanes h*D to (h+1)*D - 1.
+are laid out as `kvqjax.ops.layout` writes them: all KV heads side by side on the lanes, head h in lanes h*D to (h+1)*D
+- 1.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from kvqjax.layout import slot_rows, split_bits
+from kvqjax.ops.layout import slot_rows, split_bits
 
 __all__ = ["KINDS", "TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "family", "target_of"]
 
@@ -66,11 +67,11 @@ class Signposts(NamedTuple):
 
 class PackedBody(NamedTuple):
     """The stored fields of one run of layers. W = K*D lanes, S slots; codes of b bits have S*b/32 rows of words, one
-    array per plane set (`kvqjax.layout.split_bits`). Scales and minima are numbers of the spec's `scales`, 16-bit ones
-    as the integers that hold their bits; where `key_group` is 0 those of keys are the layer's constants, [W] float32.
-    `positions` of keys before RoPE: where in the sequence the first token of every S/n slots stands; they follow each
-    other from there on, and n divides S into multiples of the spec's `unit`. Outliers are 16-bit words, the values of a
-    token's slots before their channels (kvqjax.codecs.nuq_outliers)."""
+    array per plane set (`kvqjax.ops.layout.split_bits`). Scales and minima are numbers of the spec's `scales`, 16-bit
+    ones as the integers that hold their bits; where `key_group` is 0 those of keys are the layer's constants, [W]
+    float32. `positions` of keys before RoPE: where in the sequence the first token of every S/n slots stands; they
+    follow each other from there on, and n divides S into multiples of the spec's `unit`. Outliers are 16-bit words, the
+    values of a token's slots before their channels (kvqjax.codecs.nuq_outliers)."""
 
     key_codes: tuple[UInt[Array, "L B _ W"], ...]
     key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from kvqjax.attention import Partial
-from kvqjax.layout import from_bits, row_major, split_bits, unpack
+from kvqjax.ops.attention import Partial
+from kvqjax.ops.layout import from_bits, row_major, split_bits, unpack
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 __all__ = ["packed_attention"]

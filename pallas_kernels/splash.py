@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvqjax.attention import Partial
+from kvqjax.ops.attention import Partial
 
 __all__ = ["LANES", "Blocks", "block_sizes", "fits", "seen_blocks", "splash_attention"]
 

@@ -9,7 +9,7 @@ from cases import model_and_method
 
 import kvqjax as kvq
 from kvqjax.cache import plan
-from kvqjax.layout import read
+from kvqjax.ops.layout import read
 
 CAPACITY = 512
 PAD = 200  # tokens of one append: one program for every chunk size

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from kvqjax.config import ModelConfig
-from kvqjax.decoder import init_params
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import init_params
 
 CONFIG = ModelConfig(
     vocab_size=32,

@@ -2,7 +2,7 @@
 
 Compiled programs are kept in .jax_cache (safe to delete), so that a second run of the suite compiles nothing anew.
 Nearly all of the suite's time is compiling, so XLA is told to generate code quickly. Set XLA_FLAGS to run it
-otherwise; tests/test_cache_memory.py compiles as users do in any case.
+otherwise; tests/cache/test_cache_memory.py compiles as users do in any case.
 """
 
 import os

@@ -8,8 +8,8 @@ import numpy as np
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax import decoder
-from kvqjax.rope import rotate
+from kvqjax.model import decoder
+from kvqjax.model.rope import rotate
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 

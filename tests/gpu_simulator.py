@@ -3,8 +3,8 @@
 What it checks beside the numbers: a copy into shared memory lands when its barrier is waited for, not before (until
 then the destination holds NaN); a barrier is waited for by as many copies as it was made for; products read only what
 was committed after it was written; what was read is not written again before a commit. What it does not know: layouts
-of registers, swizzles, threads and their races. It runs on every JAX; tests/test_kernels_gpu_interpreter.py uses JAX's
-own interpreter, which knows these kernels from 0.12 on.
+of registers, swizzles, threads and their races. It runs on every JAX;
+tests/kernels/test_kernels_gpu_interpreter.py uses JAX's own interpreter, which knows these kernels from 0.12 on.
 """
 
 import itertools

@@ -8,11 +8,11 @@ import numpy as np
 from jax._src.pallas.mosaic import primitives
 from jax.interpreters import mlir
 
-from kvqjax.attention import Partial, segment_attention
 from kvqjax.codecs.uniform import Uniform
-from kvqjax.config import ModelConfig
-from kvqjax.layout import split_bits, to_bits
 from kvqjax.methods import parse
+from kvqjax.model.config import ModelConfig
+from kvqjax.ops.attention import Partial, segment_attention
+from kvqjax.ops.layout import split_bits, to_bits
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope
 

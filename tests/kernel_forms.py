@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_cases import BATCH, QUICK, Case, make_body, packed_codes, vectors
+from kernel_cases import BATCH, QUICK, Case, make_body, make_query, packed_codes, vectors
 
 from kvqjax.codecs.nuq import Nuq, channel_range
-from kvqjax.layout import to_bits
+from kvqjax.ops.layout import to_bits
 from kvqjax.pallas_kernels.packed import PackedBody, Rope, Signposts
 
 
@@ -89,3 +89,14 @@ def case_of(bits: int, **options) -> Case:
 
 def changed(case: Case, **options) -> Case:
     return dataclasses.replace(case, **options)
+
+
+def inputs(case: Case, **place):
+    body, key, value = make_form(case, **place) if case.rope else make_body(case)
+    q, start, stop = make_query(case)
+    return q.astype(jnp.bfloat16).astype(jnp.float32), body, key, value, start, stop
+
+
+def name(case: Case) -> str:
+    form = {"uniform": "kivi" if case.rope is None else "kivi_star", "nuq": "kvquant"}[case.datatype]
+    return f"{form}{case.key_bits}"

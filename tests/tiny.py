@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 import kvqjax as kvq
-from kvqjax import decoder
-from kvqjax.config import ModelConfig
+from kvqjax.model import decoder
+from kvqjax.model.config import ModelConfig
 
 
 @functools.cache

@@ -18,8 +18,8 @@ import jax
 from benchmarks.hardware.log import Log
 from benchmarks.hardware.page import write_page
 from benchmarks.hardware.stages import FULL, TINY, items
-from kvqjax.timing import machine
-from kvqjax.version import __version__
+from kvqjax._timing import machine
+from kvqjax._version import __version__
 
 Items = Iterable[tuple[str, str, Callable[[], list[dict[str, Any]]]]]
 

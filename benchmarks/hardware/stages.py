@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 
 import kvqjax as kvq
-from kvqjax import decoder
-from kvqjax.accounting import ledger
+from kvqjax._timing import copy_rate, median_seconds, product_rate
+from kvqjax.cache.accounting import ledger
 from kvqjax.cache.state import CacheLayout, stored_form
 from kvqjax.cli.bench import decoding as decode_steps
-from kvqjax.config import ModelConfig, RopeConfig
-from kvqjax.layout import array_bytes
+from kvqjax.hardware.planner import DEVICES
+from kvqjax.model import decoder
+from kvqjax.model.config import ModelConfig, RopeConfig
+from kvqjax.ops.layout import array_bytes
 from kvqjax.pallas_kernels.packed import family, target_of
-from kvqjax.planner import DEVICES
-from kvqjax.timing import copy_rate, median_seconds, product_rate
 from kvqjax.verdicts import survey
 from kvqjax.verdicts.choose import choose, verdict_folder
 from kvqjax.verdicts.paths import decoding
@@ -125,7 +125,7 @@ def _ceiling(sizes: Sizes) -> Iterator[Item]:
 
 
 def _geometry(sizes: Sizes) -> ModelConfig:
-    from kvqjax.catalogue import config_of
+    from kvqjax.model.catalogue import config_of
 
     return config_of(sizes.model) if isinstance(sizes.model, str) else sizes.model
 

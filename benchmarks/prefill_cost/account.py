@@ -16,8 +16,8 @@ from benchmarks.step_cost.hlo import Computation, Instruction, Program, dimensio
 from benchmarks.step_cost.values import Values
 from benchmarks.step_cost.walk import Visit, Walk, given
 from kvqjax.cache import CacheLayout, plan
-from kvqjax.config import ModelConfig
-from kvqjax.planner import DEVICES, prompt_operations
+from kvqjax.hardware.planner import DEVICES, prompt_operations
+from kvqjax.model.config import ModelConfig
 
 ASSUMPTIONS = {
     "gpu": [

@@ -13,10 +13,10 @@ from benchmarks.step_cost.bound import make_layout
 from benchmarks.step_cost.hlo import parse
 from benchmarks.step_cost.row import Row as Step
 from benchmarks.step_cost.row import about
-from kvqjax.aot import lower_chunk, lower_prompt
-from kvqjax.catalogue import config_of
-from kvqjax.config import ModelConfig
+from kvqjax.hardware.aot import lower_chunk, lower_prompt
 from kvqjax.methods import parse as parse_method
+from kvqjax.model.catalogue import config_of
+from kvqjax.model.config import ModelConfig
 
 
 class Row(NamedTuple):

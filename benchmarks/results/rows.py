@@ -17,7 +17,7 @@ from kvqjax.eval.replay import exact_logits, replay, score
 from kvqjax.eval.scores import Scores
 from kvqjax.eval.stamp import ledger_of, stamp
 from kvqjax.eval.synthetic import key_value_recall, passkey_prompt
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
 
 FOLDER = Path(__file__).parents[1] / "records" / "results"
 MODELS = ("demo", "recall")

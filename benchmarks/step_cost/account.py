@@ -12,8 +12,8 @@ from benchmarks.step_cost.gpu import Bytes, kernels
 from benchmarks.step_cost.hlo import Program
 from benchmarks.step_cost.walk import walk
 from kvqjax.cache import CacheLayout, plan
-from kvqjax.config import ModelConfig
-from kvqjax.generation import STRIDE
+from kvqjax.generation.decoding import STRIDE
+from kvqjax.model.config import ModelConfig
 
 LAUNCH, SYNC = 3e-6, 8e-6  # seconds
 PARTS = ("attention", "weights", "rest")

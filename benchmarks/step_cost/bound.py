@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.aot import layout_for
 from kvqjax.cache import CacheLayout, allocate_cache, plan
-from kvqjax.config import ModelConfig
+from kvqjax.hardware.aot import layout_for
+from kvqjax.hardware.planner import DEVICES, parameter_shapes
 from kvqjax.methods import Method
-from kvqjax.planner import DEVICES, parameter_shapes
+from kvqjax.model.config import ModelConfig
 
 NAMES = {"v7x": "tpu7x"}  # as this page calls a chip -> as the planner does
 CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9}  # cycles a second that are assumed

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from benchmarks.step_cost import tpu
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = ["listings"]
 

@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from benchmarks.step_cost import tpu
 from benchmarks.step_cost.row import CHIPS, SAME, Row, about, lowered, measure
 from benchmarks.step_cost.tables import page_text
-from kvqjax.catalogue import config_of
+from kvqjax.model.catalogue import config_of
 
 app = typer.Typer(add_completion=False)
 HERE = Path(__file__).parent

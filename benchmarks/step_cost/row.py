@@ -12,11 +12,11 @@ from jax.stages import Lowered
 from benchmarks.step_cost.account import account, target_of
 from benchmarks.step_cost.bound import CLOCKS, NAMES, cache_bytes, make_layout, row_lengths
 from benchmarks.step_cost.hlo import Program, parse
-from kvqjax.aot import lower_decode
 from kvqjax.cache import CacheLayout
-from kvqjax.catalogue import config_of
-from kvqjax.config import ModelConfig
+from kvqjax.hardware.aot import lower_decode
 from kvqjax.methods import parse as parse_method
+from kvqjax.model.catalogue import config_of
+from kvqjax.model.config import ModelConfig
 
 CHIPS = ("h100", "h200", "a100-80", "v6e", "v5e", "v7x")
 SAME = {"h200": "h100"}  # chips whose programs are compiled as another's

@@ -3,7 +3,7 @@
 from benchmarks.step_cost.account import ASSUMPTIONS
 from benchmarks.step_cost.bound import CLOCKS, NAMES
 from benchmarks.step_cost.row import SAME, Row
-from kvqjax.planner import DEVICES, GIB
+from kvqjax.hardware.planner import DEVICES, GIB
 
 INTRO = """# Speed against the bound
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from benchmarks.train.data import Corpus
-from kvqjax.config import ModelConfig
-from kvqjax.decoder import logits
 from kvqjax.eval.synthetic import Problem, key_value_recall, passkey_prompt, repeated_spans
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import logits
 
 __all__ = ["figures", "recall_accuracy"]
 

@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.train.recipes import Recipe
-from kvqjax.weights import save_params
+from kvqjax.model.weights import save_params
 
 __all__ = ["export"]
 

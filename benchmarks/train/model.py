@@ -1,4 +1,5 @@
-"""Training forward: equal to kvqjax.decoder.logits (a test compares them), about 1.5 x faster to differentiate on CPU.
+"""Training forward: equal to kvqjax.model.decoder.logits (a test compares them), about 1.5 x faster to differentiate on
+CPU.
 
 Layers are unrolled (a scan would copy its residuals), tokens are one flat axis in every projection, attention runs with
 the heads in front, and the cosine table is computed once.
@@ -7,9 +8,9 @@ the heads in front, and the cosine table is computed once.
 import jax
 import jax.numpy as jnp
 
-from kvqjax.config import ModelConfig
-from kvqjax.decoder import causal_mask, norm, window_table
-from kvqjax.rope import inverse_frequencies
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import causal_mask, norm, window_table
+from kvqjax.model.rope import inverse_frequencies
 
 __all__ = ["loss", "training_logits"]
 

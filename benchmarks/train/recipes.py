@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvqjax.config import ModelConfig, RopeConfig
+from kvqjax.model.config import ModelConfig, RopeConfig
 
 __all__ = ["RECIPES", "Phase", "Recipe"]
 

@@ -7,9 +7,9 @@ the second at once when the first is there, and very late when neither is (12 to
 import jax
 import numpy as np
 
-from kvqjax.config import ModelConfig
-from kvqjax.decoder import init_params
-from kvqjax.rope import inverse_frequencies
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import init_params
+from kvqjax.model.rope import inverse_frequencies
 
 __all__ = ["starting_params"]
 

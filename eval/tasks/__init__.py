@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.tasks import gsm8k, infinitebench, longbench, ruler
 from kvqjax.eval.tasks.base import Options, Sample, Task, fingerprint, run_task
 

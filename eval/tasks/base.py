@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.stamp import bytes_of, digest
-from kvqjax.generation import generate
+from kvqjax.generation.decoding import generate
+from kvqjax.generation.prompt_ids import bucket, encode_prompts
 from kvqjax.methods import MethodLike, parse
-from kvqjax.model import Model
-from kvqjax.prompt_ids import bucket, encode_prompts
+from kvqjax.model.loading import Model
 
 __all__ = ["Options", "Sample", "Task", "best", "every", "fingerprint", "prepare", "run_task"]
 

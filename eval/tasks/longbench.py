@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.sources import Source, find, open_text, records
 from kvqjax.eval.tasks.base import Options, Sample, Task, best
 from kvqjax.eval.tasks.metrics import classification, edit_similarity, first_line, number_share, rouge_l, token_f1

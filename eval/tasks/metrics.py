@@ -10,7 +10,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = [
     "classification",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.sources import Source, find, records
 from kvqjax.eval.tasks.base import Options, Sample, Task, best, every
 from kvqjax.eval.tasks.metrics import contains

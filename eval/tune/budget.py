@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = ["Budget", "bytes_of_bits", "read_budget"]
 

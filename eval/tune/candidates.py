@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from kvqjax._errors import UserError
 from kvqjax.cache.state import CacheLayout, plan
-from kvqjax.config import KVShape, ModelConfig
-from kvqjax.errors import UserError
 from kvqjax.eval.stamp import ledger_of
+from kvqjax.hardware.planner import DEVICES, plan_memory, step_bounds
 from kvqjax.methods import METHODS, Method, parse, policy, to_dict
 from kvqjax.methods.pairs import apart, joined
-from kvqjax.model import Model
-from kvqjax.planner import DEVICES, plan_memory, step_bounds
+from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.loading import Model
 
 __all__ = ["WIDTHS", "Candidates", "fast_enough", "layer_bytes", "named", "sorted_out"]
 

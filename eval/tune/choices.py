@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.codecs import Exact
-from kvqjax.config import KVShape
 from kvqjax.methods.pairs import PARTS, apart
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.model.config import KVShape
 
 __all__ = ["Choice", "chosen_constants"]
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.tune.budget import Budget, bytes_of_bits
 from kvqjax.eval.tune.constants import Bar
 from kvqjax.eval.tune.measure import Meter
 from kvqjax.eval.tune.search import Table, climb, guess
 from kvqjax.eval.tune.trial import Trial
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
 
 __all__ = ["chosen", "limit_of", "losses"]
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax import calibrate
-from kvqjax.artifacts import Artifact, load_artifact
+from kvqjax.cache.artifacts import Artifact, load_artifact
 from kvqjax.cache.state import CacheLayout, RunPlan, plan
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.methods import Method
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
 
 __all__ = ["Learnt", "assembled", "learnt"]
 

@@ -8,15 +8,15 @@ Compilation, calibration and the report's own caches are left out.
 import math
 from typing import Any
 
-from kvqjax.config import ModelConfig
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.tune.candidates import named, sorted_out
 from kvqjax.eval.tune.report import FRONT
 from kvqjax.eval.tune.run import Settings, needed_windows
 from kvqjax.eval.tune.search import PATIENCE, ROUND
 from kvqjax.eval.tune.trial import choice_of
-from kvqjax.planner import DEVICES, plan_memory, step_bounds
-from kvqjax.sharding import MeshSize
+from kvqjax.hardware.planner import DEVICES, plan_memory, step_bounds
+from kvqjax.model.config import ModelConfig
+from kvqjax.parallel.sharding import MeshSize
 
 __all__ = ["estimated"]
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 from kvqjax.eval.replay import replay
 from kvqjax.eval.scores import token_scores
-from kvqjax.forward import forward, init_cache
 from kvqjax.methods import Method, exact
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
+from kvqjax.step.forward import forward, init_cache
 
 __all__ = ["Meter", "Subject", "divergence"]
 

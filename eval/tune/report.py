@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvqjax.artifacts import Artifact, read_description
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact, read_description
 from kvqjax.eval.plots import draw
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.tune.constants import Bar

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from kvqjax.artifacts import Artifact
+from kvqjax._errors import UserError
+from kvqjax._lock import held
+from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate.resume import identity
-from kvqjax.doors import check_model
-from kvqjax.errors import UserError
 from kvqjax.eval.corpora import halves
 from kvqjax.eval.measure_drift import encoded_from
 from kvqjax.eval.stamp import CONTEXT, ledger_of
@@ -31,9 +31,9 @@ from kvqjax.eval.tune.report import report_rows
 from kvqjax.eval.tune.search import Table
 from kvqjax.eval.tune.trial import Trial
 from kvqjax.eval.windows import windows
-from kvqjax.lock import held
 from kvqjax.methods import Method
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
+from kvqjax.step.doors import check_model
 
 __all__ = ["Settings", "Tuned", "needed_windows", "tune", "tune_windows"]
 

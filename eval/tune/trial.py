@@ -6,13 +6,13 @@ import jax
 import numpy as np
 
 from kvqjax.cache.state import CacheLayout, plan
-from kvqjax.decoder import stacked
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.eval.tune.choices import Choice, chosen_constants
 from kvqjax.eval.tune.constants import Learnt
 from kvqjax.eval.tune.measure import Subject
 from kvqjax.methods import Method
-from kvqjax.model import Model
+from kvqjax.model.decoder import stacked
+from kvqjax.model.loading import Model
 
 __all__ = ["Trial", "choice_of"]
 

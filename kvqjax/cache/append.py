@@ -15,8 +15,8 @@ from jaxtyping import Array, Int
 from kvqjax.cache.admission import admitted, finite_tokens
 from kvqjax.cache.eviction import Moves, enter
 from kvqjax.cache.state import Cache, Run, RunPlan, chains, due, plan
-from kvqjax.finite import found_finite, leading, saturated, zeroed
-from kvqjax.layout import PLANE, row_major, write
+from kvqjax.ops.finite import found_finite, leading, saturated, zeroed
+from kvqjax.ops.layout import PLANE, row_major, write
 
 __all__ = ["commit", "encode_tile", "flush_layer", "gather_tile", "remember", "ring_tokens", "window_tokens"]
 

@@ -7,10 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kvqjax._errors import UserError
 from kvqjax.cache.state import Cache, Run, RunPlan, plan
-from kvqjax.errors import UserError
-from kvqjax.head_major import HALF
-from kvqjax.layout import Field, Stored, allocate, read, write
+from kvqjax.ops.head_major import HALF
+from kvqjax.ops.layout import Field, Stored, allocate, read, write
 
 __all__ = ["CANONICAL", "convert"]
 

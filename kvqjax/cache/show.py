@@ -2,7 +2,7 @@
 
 import jax
 
-from kvqjax.layout import array_bytes
+from kvqjax.ops.layout import array_bytes
 
 __all__ = ["arrays_text", "run_text"]
 

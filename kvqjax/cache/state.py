@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from kvqjax._errors import UserError
 from kvqjax.cache.deal import Deal
 from kvqjax.cache.eviction import allocate_kept
 from kvqjax.cache.show import arrays_text, run_text
-from kvqjax.config import KVShape
-from kvqjax.errors import UserError
-from kvqjax.layout import PLANE, Stored, allocate, block_tokens
 from kvqjax.methods.keep import Keep
 from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Clock, Packed, Wiring
+from kvqjax.model.config import KVShape
+from kvqjax.ops.layout import PLANE, Stored, allocate, block_tokens
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.dispatch import row_of
 from kvqjax.pallas_kernels.packed import family
@@ -51,7 +51,7 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 class CacheLayout:
     """Everything static about a cache: the model's shape, method, most tokens per row, the dtype of sinks and window,
     whether layers that cache alike are one stack ("scan") or each is stored by itself ("unroll"), whether a body that
-    can be is stored head by head ("heads", kvqjax/head_major.py) or as planes of words ("planes"), the chip whose
+    can be is stored head by head ("heads", kvqjax/ops/head_major.py) or as planes of words ("planes"), the chip whose
     kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), which `kernels` may, and over how many devices (mesh
     axes, inside `shard_map`) the body's blocks are dealt. `heads_over` are, inside `shard_map`, the axes that share out
     heads."""

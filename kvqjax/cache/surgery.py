@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvqjax._errors import UserError
 from kvqjax.cache.eviction import crop_kept, forget
 from kvqjax.cache.state import Cache, Run, check_alive, plan
-from kvqjax.errors import UserError
 
 __all__ = ["crop", "evict", "fork", "gather", "insert"]
 

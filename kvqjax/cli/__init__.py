@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 def _told(error: BaseException) -> tuple[str, int] | None:
     """What to print of an error and the exit code; None for a defect of ours, which keeps its traceback."""
-    from kvqjax.errors import UserError
+    from kvqjax._errors import UserError
 
     if isinstance(error, typer.Abort | KeyboardInterrupt):
         return "stopped", 130

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from kvqjax._version import __version__
 from kvqjax.cli import bench, calibrate, compare, demo, doctor, info, plan, run, tune
-from kvqjax.version import __version__
 
 __all__ = ["app"]
 

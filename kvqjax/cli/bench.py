@@ -7,6 +7,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
+from kvqjax._timing import machine, median_seconds
 from kvqjax.cache import Cache, plan
 from kvqjax.cli.common import (
     MOST_ROWS,
@@ -27,10 +28,9 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.forward import commit, forward, init_cache, planned_layout
 from kvqjax.methods import Method, exact
-from kvqjax.model import Model
-from kvqjax.timing import machine, median_seconds
+from kvqjax.model.loading import Model
+from kvqjax.step.forward import commit, forward, init_cache, planned_layout
 
 __all__ = ["bench", "decoding", "step_milliseconds"]
 

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from kvqjax._errors import UserError
+from kvqjax._lock import held
 from kvqjax.cli.common import Dtype, Json, ModelName, Seed, TextOnly, Weights, methods_of, number, open_model
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.errors import UserError
 from kvqjax.eval.corpora import read_text
-from kvqjax.lock import held
 
 __all__ = ["calibrate"]
 

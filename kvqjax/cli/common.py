@@ -9,16 +9,16 @@ import jax
 import numpy as np
 import typer
 
-from kvqjax.artifacts import load_artifact
+from kvqjax._errors import UserError
+from kvqjax._timing import memory
+from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cli.tables import size
-from kvqjax.errors import UserError
-from kvqjax.forward import check_constants, init_cache
-from kvqjax.hf_config import read_config
 from kvqjax.methods import Method, parse
 from kvqjax.methods.spec import calibrated_part
-from kvqjax.model import Model, load, locate
-from kvqjax.sharding import MeshSize, rules_for
-from kvqjax.timing import memory
+from kvqjax.model.hf_config import read_config
+from kvqjax.model.loading import Model, load, locate
+from kvqjax.parallel.sharding import MeshSize, rules_for
+from kvqjax.step.forward import check_constants, init_cache
 
 __all__ = [
     "MOST_HOSTS",

@@ -10,17 +10,17 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvqjax.artifacts import load_artifact
+from kvqjax._errors import UserError
+from kvqjax._folders import user_folder
+from kvqjax._version import __version__
+from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cli.common import Batch, calibrated, number
 from kvqjax.cli.evaluate import Chunk, Context, Data, Folder, app
 from kvqjax.cli.report import Job, add_command
-from kvqjax.errors import UserError
 from kvqjax.eval.corpora import halves, read_text
 from kvqjax.eval.stamp import CONTEXT, digest
-from kvqjax.folders import user_folder
 from kvqjax.methods import Method
-from kvqjax.model import Model
-from kvqjax.version import __version__
+from kvqjax.model.loading import Model
 
 __all__ = ["app", "artifact_folder"]
 

@@ -7,15 +7,15 @@ from typing import Annotated
 import jax
 import typer
 
-from kvqjax.accounting import ledger
+from kvqjax.cache.accounting import ledger
 from kvqjax.cli.common import Json, ModelName, methods_of, number, open_model, require_room
 from kvqjax.cli.progress import announce
 from kvqjax.cli.run import New
 from kvqjax.cli.tables import show
-from kvqjax.forward import init_cache
-from kvqjax.generation import Generated, generate
+from kvqjax.generation.decoding import Generated, generate
 from kvqjax.methods import Method
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
+from kvqjax.step.forward import init_cache
 
 __all__ = ["demo"]
 

@@ -11,7 +11,7 @@ from kvqjax.cli.common import MOST_ROWS, Batch, number
 from kvqjax.cli.report import Job, add_command
 from kvqjax.eval.corpora import read_text
 from kvqjax.eval.stamp import CONTEXT
-from kvqjax.model import Model
+from kvqjax.model.loading import Model
 
 __all__ = ["app"]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import typer
 
-from kvqjax.artifacts import read_arrays, read_description
-from kvqjax.catalogue import config_of
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.cli.common import Json, ModelName
 from kvqjax.cli.tables import show
-from kvqjax.errors import UserError
+from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import METHODS
-from kvqjax.planner import plan_memory
-from kvqjax.sharding import MeshSize
+from kvqjax.model.catalogue import config_of
+from kvqjax.parallel.sharding import MeshSize
 
 __all__ = ["inspect", "methods"]
 

@@ -5,17 +5,27 @@ from typing import Annotated, Any
 
 import typer
 
+from kvqjax._errors import UserError
 from kvqjax.cache.state import stored_form
-from kvqjax.catalogue import config_of
-from kvqjax.chips import target_name
 from kvqjax.cli.common import Batch, Caches, Json, Mesh, ModelName, methods_of, number
 from kvqjax.cli.tables import cell, fits, show, size, table, terminal_width
-from kvqjax.config import ModelConfig
-from kvqjax.errors import UserError
+from kvqjax.hardware.chips import target_name
+from kvqjax.hardware.planner import (
+    DEVICES,
+    GIB,
+    Device,
+    Plan,
+    headroom,
+    largest,
+    plan_memory,
+    prompt_operations,
+    step_bounds,
+)
 from kvqjax.methods import Method
 from kvqjax.methods.roofline import longest_memory_bound, step_cost
-from kvqjax.planner import DEVICES, GIB, Device, Plan, headroom, largest, plan_memory, prompt_operations, step_bounds
-from kvqjax.sharding import MeshSize
+from kvqjax.model.catalogue import config_of
+from kvqjax.model.config import ModelConfig
+from kvqjax.parallel.sharding import MeshSize
 
 __all__ = ["plan"]
 
@@ -106,7 +116,7 @@ def _row(config, method: Method, context: int, batch: int, chip: str | None, mes
 
 def _compiled(config, method, context: int, batch: int, chip: str, mesh: MeshSize) -> dict[str, Any]:
     """The compiler's account of the same decode loop, per device."""
-    from kvqjax.aot import compile_decode, layout_for
+    from kvqjax.hardware.aot import compile_decode, layout_for
 
     found = plan_memory(config, method, context, batch, mesh, form=_form(chip))
     made = compile_decode(config, method, context, batch, chip, mesh)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvqjax.timing import product_rate
+from kvqjax._timing import product_rate
 
 __all__ = ["announce", "at_least", "duration", "progress_bar", "reporter"]
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from kvqjax._errors import UserError
+from kvqjax._lock import held
 from kvqjax.cli.common import (
     Artifacts,
     Caches,
@@ -25,13 +27,11 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.errors import UserError
 from kvqjax.eval.plots import check_picture, draw
 from kvqjax.eval.stamp import ledger_of, stamp
-from kvqjax.lock import held
+from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
-from kvqjax.model import Model
-from kvqjax.planner import prompt_operations
+from kvqjax.model.loading import Model
 
 __all__ = ["Job", "add_command"]
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvqjax._errors import UserError
 from kvqjax.cli.common import (
     MOST_HOSTS,
     Artifacts,
@@ -25,14 +26,13 @@ from kvqjax.cli.common import (
     open_model,
     require_room,
 )
-from kvqjax.errors import UserError
 from kvqjax.eval.sources import open_text
-from kvqjax.generation import Generated, stream
-from kvqjax.generation import generate as generate_text
-from kvqjax.hosts import join_hosts, speaks
+from kvqjax.generation.decoding import Generated, stream
+from kvqjax.generation.decoding import generate as generate_text
+from kvqjax.generation.sampling import make_sampling
 from kvqjax.methods import Method
-from kvqjax.model import Model
-from kvqjax.sampling import make_sampling
+from kvqjax.model.loading import Model
+from kvqjax.parallel.hosts import join_hosts, speaks
 
 __all__ = ["New", "generate"]
 

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from kvqjax.catalogue import config_of
+from kvqjax._errors import UserError
 from kvqjax.cli.common import Batch, Dtype, Json, Mesh, ModelName, Seed, Weights, number
 from kvqjax.cli.evaluate import Chunk, Context, Data, Folder
 from kvqjax.cli.progress import announce, duration, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.errors import UserError
-from kvqjax.planner import DEVICES
+from kvqjax.hardware.planner import DEVICES
+from kvqjax.model.catalogue import config_of
 
 __all__ = ["tune"]
 
@@ -96,8 +96,8 @@ def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str 
     from kvqjax.cli.common import open_model
     from kvqjax.eval.tune.candidates import named, sorted_out
     from kvqjax.eval.tune.trial import choice_of
-    from kvqjax.hf_config import read_config
-    from kvqjax.model import locate
+    from kvqjax.model.hf_config import read_config
+    from kvqjax.model.loading import locate
 
     if not mesh:
         return open_model(name, dtype, weights)

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.scaled import over_parts, times_parts
 from kvqjax.codecs.uniform import Uniform
-from kvqjax.finite import saturated, wide
-from kvqjax.layout import Field
+from kvqjax.ops.finite import saturated, wide
+from kvqjax.ops.layout import Field
 
 __all__ = ["Balanced", "balance", "imbalance"]
 

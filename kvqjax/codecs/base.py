@@ -3,9 +3,9 @@
     spec (frozen, hashable) --build--> Codec(fields, unit, encode, decode)
 
 A tile is `[u, W]`: u tokens (a multiple of `unit`, the number of tokens the codec must see at once) of W channels.
-`encode(constants, x)` gives one entry per field, shaped as `kvqjax.layout.write` takes it; `decode(constants, tile)`
-inverts it for any number of leading axes and any multiple of `unit` tokens. Constants are the calibrated arrays of one
-layer (codebooks, scales); codecs without calibration ignore them. Encoding is deterministic.
+`encode(constants, x)` gives one entry per field, shaped as `kvqjax.ops.layout.write` takes it; `decode(constants,
+tile)` inverts it for any number of leading axes and any multiple of `unit` tokens. Constants are the calibrated arrays
+of one layer (codebooks, scales); codecs without calibration ignore them. Encoding is deterministic.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvqjax.layout import Field, logical_bits
+from kvqjax.ops.layout import Field, logical_bits
 
 __all__ = ["Codec", "CodecSpec", "bits_per_value"]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.finite import wide
+from kvqjax.ops.finite import wide
 
 __all__ = ["Clipped", "thresholds"]
 

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.commvq_tpu import columns, summed_columns
-from kvqjax.finite import wide
-from kvqjax.layout import Field
+from kvqjax.ops.finite import wide
+from kvqjax.ops.layout import Field
 
 __all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "truncate_rounds", "ungroup_pairs"]
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from kvqjax.codecs.base import Codec
-from kvqjax.finite import wide
-from kvqjax.layout import Field
+from kvqjax.ops.finite import wide
+from kvqjax.ops.layout import Field
 
 __all__ = ["EPS", "CommVQValues", "direction", "fold", "logits", "normalise"]
 

@@ -4,7 +4,7 @@ code."""
 import dataclasses
 
 from kvqjax.codecs.base import Codec
-from kvqjax.layout import Field
+from kvqjax.ops.layout import Field
 
 __all__ = ["Exact"]
 

@@ -31,8 +31,8 @@ from kvqjax.codecs import higgs_tpu
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.hadamard import has_hadamard, transform
 from kvqjax.codecs.nuq_table import look_up
-from kvqjax.finite import wide
-from kvqjax.layout import Field
+from kvqjax.ops.finite import wide
+from kvqjax.ops.layout import Field
 
 __all__ = ["Higgs", "group_size", "higgs_codec", "nearest", "shipped_grid"]
 

@@ -35,8 +35,8 @@ from kvqjax.codecs.base import Codec
 from kvqjax.codecs.nuq_outliers import restore_outliers, store_outliers
 from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
 from kvqjax.codecs.uniform import round_toward
-from kvqjax.finite import wide
-from kvqjax.layout import Field, slot_rows
+from kvqjax.ops.finite import wide
+from kvqjax.ops.layout import Field, slot_rows
 
 __all__ = [
     "Nuq",

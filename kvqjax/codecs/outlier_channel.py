@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.finite import wide
-from kvqjax.layout import Field
+from kvqjax.ops.finite import wide
+from kvqjax.ops.layout import Field
 
 __all__ = ["OutlierChannels"]
 

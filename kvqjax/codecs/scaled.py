@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.finite import saturated, wide
-from kvqjax.layout import Field
+from kvqjax.ops.finite import saturated, wide
+from kvqjax.ops.layout import Field
 
 __all__ = ["Scaled", "over_parts", "times_parts"]
 

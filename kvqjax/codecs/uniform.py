@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from kvqjax.codecs.base import Codec
-from kvqjax.finite import wide
-from kvqjax.layout import Field
+from kvqjax.ops.finite import wide
+from kvqjax.ops.layout import Field
 
 __all__ = ["Uniform", "check_group", "round_toward"]
 

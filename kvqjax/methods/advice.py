@@ -2,8 +2,8 @@
 
 from kvqjax.codecs import Uniform
 from kvqjax.codecs.higgs import Higgs
-from kvqjax.config import KVShape
 from kvqjax.methods.spec import LayerSpec, Method
+from kvqjax.model.config import KVShape
 
 __all__ = ["bias_advice"]
 

@@ -3,9 +3,9 @@
 import math
 
 from kvqjax.codecs import bits_per_value
-from kvqjax.config import KVShape
 from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.methods.spec import Method
+from kvqjax.model.config import KVShape
 
 __all__ = ["bits_of_table_1", "predictor_bytes", "predictor_operations", "proper_bits"]
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
-from kvqjax.config import KVShape
-from kvqjax.finite import saturated, wide
-from kvqjax.layout import Field
 from kvqjax.methods.predictors import DTYPES, predict, shapes
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, method_factory
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+from kvqjax.model.config import KVShape
+from kvqjax.ops.finite import saturated, wide
+from kvqjax.ops.layout import Field
 
 __all__ = ["AquaLayer", "aqua", "encode_source", "predictor_inputs", "reconstruct"]
 

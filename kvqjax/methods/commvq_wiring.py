@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
-from kvqjax.config import KVShape
 from kvqjax.methods.packing import commvq_form
 from kvqjax.methods.spec import Method, method_factory
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring, keys_and_values, shared_until, through_heads
+from kvqjax.model.config import KVShape
 
 __all__ = ["CommVQLayer", "commvq"]
 

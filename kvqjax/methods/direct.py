@@ -1,5 +1,5 @@
-"""Attention to a whole body at once, from fields stored head by head (kvqjax/head_major.py): no loop over blocks, so
-that XLA for GPUs reads every array once, in a handful of products.
+"""Attention to a whole body at once, from fields stored head by head (kvqjax/ops/head_major.py): no loop over blocks,
+so that XLA for GPUs reads every array once, in a handful of products.
 
     scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
                             k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
@@ -24,14 +24,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvqjax.attention import Partial
 from kvqjax.codecs import CodecSpec, Exact, Uniform
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.scaled import Scaled
-from kvqjax.config import KVShape
-from kvqjax.head_major import HALF, offset, tokens_per_row
-from kvqjax.layout import from_bits
+from kvqjax.model.config import KVShape
+from kvqjax.ops.attention import Partial
+from kvqjax.ops.head_major import HALF, offset, tokens_per_row
+from kvqjax.ops.layout import from_bits
 
 __all__ = ["MOST_QUERIES", "PIECE", "Direct", "attend_whole", "direct_form", "slots_read", "summed"]
 
@@ -99,7 +99,7 @@ def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
 
 
 def _by_plane(x: Array, planes: int) -> list[Array]:
-    """[.., S] as `planes` arrays [.., S / planes], tokens as kvqjax/head_major.py shares them out."""
+    """[.., S] as `planes` arrays [.., S / planes], tokens as kvqjax/ops/head_major.py shares them out."""
     if planes == 1:
         return [x]
     x = x.reshape(*x.shape[:-1], -1, planes, HALF)

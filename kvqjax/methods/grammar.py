@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = ["layer_numbers", "read_json", "read_selector", "read_text", "write_selector"]
 

@@ -5,10 +5,10 @@ import dataclasses
 
 from kvqjax.codecs import CENTRES, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
-from kvqjax.config import KVShape
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Wiring
+from kvqjax.model.config import KVShape
 
 __all__ = ["HiggsLayer", "higgs"]
 

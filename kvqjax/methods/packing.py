@@ -7,13 +7,13 @@ from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.codecs.higgs import Higgs, group_size, shipped_grid
 from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
-from kvqjax.config import KVShape
 from kvqjax.methods.wiring import Packed
+from kvqjax.model.config import KVShape
+from kvqjax.model.rope import inverse_frequencies
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
-from kvqjax.rope import inverse_frequencies
 
 __all__ = ["commvq_form", "latent_form", "packed_form"]
 

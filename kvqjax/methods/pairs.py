@@ -8,9 +8,9 @@ is a `Pair`, read block by block.
 import dataclasses
 from typing import Any
 
-from kvqjax.config import KVShape
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.model.config import KVShape
 
 __all__ = ["Pair", "apart", "joined"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = ["Methods"]
 

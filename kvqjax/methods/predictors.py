@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvqjax.weight_codes import WEIGHT_GROUP, unpack_nibbles
+from kvqjax.model.weight_codes import WEIGHT_GROUP, unpack_nibbles
 
 __all__ = ["DTYPES", "KINDS", "predict", "shapes", "unpack_weight"]
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvqjax.errors import UserError, suggest
+from kvqjax._errors import UserError, suggest
+from kvqjax._options import check_names
 from kvqjax.methods.aqua_wiring import aqua
 from kvqjax.methods.commvq_wiring import commvq
 from kvqjax.methods.grammar import read_json, read_selector, read_text, write_selector
@@ -24,7 +25,6 @@ from kvqjax.methods.spec import LayerSpec, Method, option_text
 from kvqjax.methods.turboquant_wiring import turboquant
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
-from kvqjax.options import check_names
 
 __all__ = ["METHODS", "MethodLike", "parse", "policy", "spelled_out", "to_dict"]
 

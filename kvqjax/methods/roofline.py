@@ -14,12 +14,12 @@ import math
 from typing import NamedTuple
 
 from kvqjax.codecs import bits_per_value
-from kvqjax.config import KVShape, ModelConfig
 from kvqjax.methods.aqua_cost import predictor_operations
 from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.methods.xquant_cl_wiring import CrossLayer
 from kvqjax.methods.xquant_wiring import LayerInput, input_width
+from kvqjax.model.config import KVShape, ModelConfig
 
 __all__ = [
     "StepCost",

@@ -7,10 +7,10 @@ from kvqjax.codecs import CENTRES, CodecSpec, Uniform, centred
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.scaled import Scaled
-from kvqjax.config import KVShape
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import KeysAndValues, Method, method_factory
 from kvqjax.methods.wiring import Wiring
+from kvqjax.model.config import KVShape
 
 __all__ = ["HeadsLayer", "kvarn", "omniscale", "oscar"]
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
-from kvqjax.config import KVShape
+from kvqjax.model.config import KVShape
 
 __all__ = ["CONSTANTS", "Frame", "check_rotation", "frame", "matrix_of", "needs_of", "turned", "turning"]
 

@@ -9,14 +9,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from kvqjax._errors import UserError
+from kvqjax._options import check_names
 from kvqjax.codecs import CodecSpec
-from kvqjax.config import KVShape
-from kvqjax.errors import UserError
 from kvqjax.methods.direct import direct_form
 from kvqjax.methods.keep import Keep, read_keep
 from kvqjax.methods.packing import packed_form
 from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
-from kvqjax.options import check_names
+from kvqjax.model.config import KVShape
 
 __all__ = [
     "KeysAndValues",

@@ -26,15 +26,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs.base import Codec
-from kvqjax.config import KVShape
-from kvqjax.decoder import Projected, key_bias
 from kvqjax.methods.direct import Direct
 from kvqjax.methods.rotation import Frame, check_rotation, frame, needs_of
+from kvqjax.model.config import KVShape
+from kvqjax.model.decoder import Projected, key_bias
+from kvqjax.model.rope import rotate
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
-from kvqjax.rope import rotate
 
 __all__ = [
     "Clock",

@@ -20,9 +20,6 @@ import jax.numpy as jnp
 
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.codecs.uniform import check_group
-from kvqjax.config import KVShape
-from kvqjax.finite import saturated, wide
-from kvqjax.layout import PLANE, Field
 from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
 from kvqjax.methods.xquant_wiring import (
@@ -34,6 +31,9 @@ from kvqjax.methods.xquant_wiring import (
     summed_first,
     times,
 )
+from kvqjax.model.config import KVShape
+from kvqjax.ops.finite import saturated, wide
+from kvqjax.ops.layout import PLANE, Field
 
 __all__ = ["ACCUMULATORS", "SPACES", "CrossLayer", "cross_layer", "stored_accumulator", "xquant_cl"]
 

@@ -23,14 +23,14 @@ from jaxtyping import Array, Float, Int
 from kvqjax.codecs import Codec, Exact, Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.codecs.uniform import check_group
-from kvqjax.config import KVShape
-from kvqjax.decoder import Layer, heads, norm
-from kvqjax.finite import saturated
-from kvqjax.layout import PLANE, row_major
 from kvqjax.methods.packing import latent_form
 from kvqjax.methods.spec import Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring, shared_until, through_heads
-from kvqjax.rope import rotate
+from kvqjax.model.config import KVShape
+from kvqjax.model.decoder import Layer, heads, norm
+from kvqjax.model.rope import rotate
+from kvqjax.ops.finite import saturated
+from kvqjax.ops.layout import PLANE, row_major
 
 __all__ = [
     "LayerInput",

@@ -14,21 +14,21 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
+from kvqjax._errors import UserError
+from kvqjax._folders import user_folder
+from kvqjax._version import __version__
 from kvqjax.cache.state import CacheLayout
-from kvqjax.config import KVShape
-from kvqjax.errors import UserError
-from kvqjax.folders import user_folder
+from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, SPLASH, Kernels, check_name
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.pallas_kernels.support import lookup
-from kvqjax.sharding import Rules
+from kvqjax.parallel.sharding import Rules
 from kvqjax.verdicts.examine import Attention, Speed, examine
 from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
 from kvqjax.verdicts.splash_trial import Splash, check_splash, splash_form
 from kvqjax.verdicts.store import Key, Verdict, begin, died, find, keep
 from kvqjax.verdicts.trial import Form, Trial, forms, make
-from kvqjax.version import __version__
 
 __all__ = ["Checker", "check", "check_form", "choose", "key_of", "obtain", "over_devices", "verdict_folder"]
 

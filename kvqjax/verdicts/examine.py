@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from kvqjax.attention import Partial
+from kvqjax.ops.attention import Partial
 
 __all__ = ["MOST", "Speed", "examine", "worst_error"]
 

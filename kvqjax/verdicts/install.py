@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
+from kvqjax._timing import memory
+from kvqjax._version import __version__
 from kvqjax.pallas_kernels.packed import KINDS
-from kvqjax.timing import memory
-from kvqjax.version import __version__
 
 __all__ = ["Finding", "Machine", "findings", "this_machine"]
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.attention import Partial
+from kvqjax._timing import alternating_seconds
 from kvqjax.cache.append import pick
+from kvqjax.cache.segments import LayerView, NewTokens, attend_body
+from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.dispatch import at_once
-from kvqjax.segments import LayerView, NewTokens, attend_body
-from kvqjax.timing import alternating_seconds
 from kvqjax.verdicts.examine import Attention, Speed
 from kvqjax.verdicts.trial import SINKS, Trial, full
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax.attention import Partial, segment_attention
+from kvqjax._timing import alternating_seconds
 from kvqjax.cache.state import CacheLayout
-from kvqjax.config import KVShape
+from kvqjax.model.config import KVShape
+from kvqjax.ops.attention import Partial, segment_attention
 from kvqjax.pallas_kernels.choice import SPLASH
 from kvqjax.pallas_kernels.packed import family
 from kvqjax.pallas_kernels.splash import HEAD_DIMS, splash_attention
-from kvqjax.timing import alternating_seconds
 from kvqjax.verdicts.examine import Attention, Speed, examine
 from kvqjax.verdicts.store import Verdict
 

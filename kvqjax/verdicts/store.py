@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvqjax.errors import UserError
+from kvqjax._errors import UserError
 
 __all__ = ["OUTCOMES", "Key", "Verdict", "begin", "died", "every", "find", "keep", "reset"]
 

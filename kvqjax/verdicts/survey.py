@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.attention import Partial
 from kvqjax.cache.append import pick
 from kvqjax.cache.state import CacheLayout, body_tokens, stored_form
-from kvqjax.config import KVShape, RopeConfig
-from kvqjax.layout import read
 from kvqjax.methods import exact, parse
+from kvqjax.model.config import KVShape, RopeConfig
+from kvqjax.ops.attention import Partial
+from kvqjax.ops.layout import read
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.support import lookup
 from kvqjax.verdicts.choose import TIMED, Checker, check_form, key_of, obtain

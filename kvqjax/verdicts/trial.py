@@ -15,8 +15,8 @@ import numpy as np
 
 from kvqjax.cache.append import commit
 from kvqjax.cache.state import Cache, CacheLayout, RunPlan, allocate_cache, plan
-from kvqjax.config import KVShape
 from kvqjax.methods.spec import LayerSpec, Method
+from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.dispatch import at_once, row_of
 from kvqjax.pallas_kernels.support import ROWS

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 import kvqjax as kvq
-from kvqjax.accounting import ledger
-from kvqjax.aot import decode_arguments
-from kvqjax.catalogue import config_of
-from kvqjax.chips import chip_devices
-from kvqjax.generation import decode_steps
-from kvqjax.planner import ALONE, GIB
-from kvqjax.sharding import rules_for
+from kvqjax.cache.accounting import ledger
+from kvqjax.generation.decoding import decode_steps
+from kvqjax.hardware.aot import decode_arguments
+from kvqjax.hardware.chips import chip_devices
+from kvqjax.hardware.planner import ALONE, GIB
+from kvqjax.model.catalogue import config_of
+from kvqjax.parallel.sharding import rules_for
 
 pytestmark = pytest.mark.slow
 

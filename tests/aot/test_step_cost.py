@@ -68,7 +68,8 @@ def test_a_chunk_costs_what_the_page_says():
 
 
 def test_a_step_costs_what_the_longest_row_holds():
-    """8K tokens in a cache of 128K on a GPU: half of the attention's bytes are values copied (kvqjax/reach.py)."""
+    """8K tokens in a cache of 128K on a GPU: half of the attention's bytes are values copied
+    (kvqjax/cache/reach.py)."""
     if reason := _missing("h100"):
         pytest.skip(reason)
     found = _counted("step_cost", "--chip=h100", "--cache=exact", "--context=131072", "--held=8192")

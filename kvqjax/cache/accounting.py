@@ -1,0 +1,152 @@
+"""What a cache weighs, array by array: payload, scales, zero points, outliers, sinks, window, bookkeeping and padding.
+
+Works on live caches and on abstract ones (`jax.eval_shape`), so the planner needs no memory.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvqjax.cache.state import Cache, RunPlan, plan
+from kvqjax.codecs import bits_per_value
+from kvqjax.methods.roofline import flops_by_layer
+from kvqjax.ops.layout import array_bytes
+
+__all__ = ["Entry", "Ledger", "ledger"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One stored field. `bytes` as stored; of these `padding` hold no token even in a full cache (bodies are whole
+    blocks); `tiled` is `bytes` with the padding of TPU tiles (128 lanes, 8 x 4 bytes of sublanes)."""
+
+    layers: str
+    source: str
+    field: str
+    role: str
+    bytes: int
+    padding: int
+    tiled: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """All entries of a cache for `batch` rows of `capacity` tokens; `values` counts the key and value channels of one
+    token over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window,
+    padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the
+    compute dtype; `layer_flops` the operations that every layer spends on rematerialising one cached token's keys and
+    values at every decode step, and `carry` the bytes that flow between layers during one, beside the
+    cache; `kernels` says what reads the bodies."""
+
+    entries: tuple[Entry, ...]
+    batch: int
+    capacity: int
+    values: int
+    bits_method: float
+    bits_exact: int
+    layer_flops: tuple[int, ...]
+    carry: int
+    kernels: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.entries)
+
+    @property
+    def flops(self) -> int:
+        """Operations per cached token and decode step, all layers."""
+        return sum(self.layer_flops)
+
+    @property
+    def bits_stored(self) -> float:
+        return 8 * self.bytes / (self.batch * self.capacity * self.values)
+
+    @property
+    def exact_bytes(self) -> int:
+        """What keys and values of `capacity` tokens take in the compute dtype, uncompressed."""
+        return self.batch * self.capacity * self.values * self.bits_exact // 8
+
+    def by_role(self) -> dict[str, int]:
+        """Bytes by class; padding is shown apart from the class it belongs to."""
+        out: dict[str, int] = {}
+        for entry in self.entries:
+            out[entry.role] = out.get(entry.role, 0) + entry.bytes - entry.padding
+            out["padding"] = out.get("padding", 0) + entry.padding
+        return {role: size for role, size in out.items() if size}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers for `--json`."""
+        rows = [dataclasses.asdict(entry) for entry in self.entries]
+        summary = {"bytes": self.bytes, "bytes_exact": self.exact_bytes, "bits_method": self.bits_method}
+        summary |= {"flops_per_cached_token": self.flops, "flops_by_layer": self.layer_flops}
+        summary |= {"bytes_carry": self.carry, "kernels": self.kernels}
+        summary |= {"bits_stored": self.bits_stored, "roles": self.by_role(), "batch": self.batch}
+        return summary | {"capacity": self.capacity, "tiled": sum(e.tiled for e in self.entries), "entries": rows}
+
+
+def _tiled(array) -> int:
+    """Bytes when the last two axes are padded to TPU tiles."""
+    item = np.dtype(array.dtype).itemsize
+    rows, lanes = (1, *array.shape)[-2:]
+    sublanes = 8 * max(1, 4 // item)
+    return math.prod(array.shape[:-2]) * -(-rows // sublanes) * sublanes * -(-lanes // 128) * 128 * item
+
+
+def _entry(run: RunPlan, source: str, field: str, role: str, arrays, used: float = 1.0) -> Entry:
+    layers = f"{run.first}-{run.first + run.count - 1}" if run.count > 1 else str(run.first)
+    size = sum(array_bytes(a) for a in arrays)
+    return Entry(layers, source, field, role, size, size - round(size * used), sum(_tiled(a) for a in arrays))
+
+
+def _run_entries(run: RunPlan, state, capacity: int, sinks: int):
+    clocks = {source: clock for clock in run.wiring.clocks for source in clock.sources}
+    for source, fields in state.body.items():
+        clock = clocks[source]
+        most = run.kept or min((capacity - sinks - clock.window) // clock.unit * clock.unit, run.slots)
+        for name, stored in fields.items():
+            field = run.wiring.codecs[source].fields[name]
+            yield _entry(run, source, name, field.role, stored, most / run.slots)
+    for part in ("sinks", "window"):
+        for source, array in getattr(state, part).items():
+            if array_bytes(array):
+                yield _entry(run, source, part, part, [array])
+    yield _entry(run, "", "flushed", "bookkeeping", state.flushed)
+
+
+def _method_bits(runs: tuple[RunPlan, ...], values: int) -> float:
+    """Stored bits per key or value channel by the codecs alone."""
+    total = sum(run.count * bits_per_value(codec) * codec.width for run in runs for codec in run.wiring.codecs.values())
+    return total / values
+
+
+def _carry_bytes(runs: tuple[RunPlan, ...], batch: int, dtype: str) -> int:
+    """What a decode step holds of what flows between layers."""
+    widths = {name: width for run in runs for name, width in run.wiring.carry.items()}
+    return batch * max(run.carried for run in runs) * sum(widths.values()) * np.dtype(dtype).itemsize
+
+
+def ledger(cache: Cache) -> Ledger:
+    """Account for every array of a cache (live or abstract)."""
+    layout, runs = cache.layout, plan(cache.layout)
+    entries = [
+        entry
+        for run, state in zip(runs, cache.runs, strict=True)
+        for entry in _run_entries(run, state, layout.capacity, layout.method.sinks)
+    ]
+    entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow, cache.finite]))
+    entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in cache.kept.items()]
+    values = 2 * layout.shape.num_layers * layout.shape.kv_width
+    return Ledger(
+        entries=tuple(entries),
+        batch=cache.lengths.shape[0],
+        capacity=layout.capacity,
+        values=values,
+        bits_method=_method_bits(runs, values),
+        bits_exact=8 * jax.numpy.dtype(layout.dtype).itemsize,
+        layer_flops=flops_by_layer(layout.method, layout.shape),
+        carry=_carry_bytes(runs, cache.lengths.shape[0], layout.dtype),
+        kernels=layout.kernels.text(layout.target),
+    )

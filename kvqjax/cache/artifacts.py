@@ -1,0 +1,179 @@
+"""Calibration artifacts: a method's constants for one model, as an Orbax checkpoint beside a JSON description."""
+
+import dataclasses
+import datetime
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from kvqjax._errors import UserError
+from kvqjax._version import __version__
+from kvqjax.cache.show import arrays_text
+from kvqjax.methods import Method, parse, spelled_out
+from kvqjax.methods.grammar import read_text
+from kvqjax.model.config import KVShape
+
+__all__ = [
+    "FORMAT",
+    "Artifact",
+    "flatten",
+    "load_artifact",
+    "read_description",
+    "read_method",
+    "unflatten",
+    "write_folder",
+]
+
+# Raised when a stored folder can no longer be read as before. Format 1 left out options at their defaults, so those
+# whose default is another one now are given what they had then.
+FORMAT = 2
+FIRST_DEFAULTS = {name: {"centre": "none"} for name in ("aqua", "commvq", "higgs")}
+
+# What each kind of folder says about itself, and as what.
+KINDS: dict[str, dict[str, type]] = {
+    "artifact": {"method": str, "fingerprint": str, "about": dict, "runs": int},
+    "cache": {"method": str, "capacity": int, "dtype": str, "batch": int},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """`constants`: per run of layers {group: {name: [L_run, ...]}}, as `Model.constants` takes them. `fingerprint` is
+    the model's; `about` whatever the calibration recorded (data, losses, explained variance)."""
+
+    method: Method
+    constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...]
+    fingerprint: str
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        about = [f"{key}={value!r}" for key, value in self.about.items()]
+        return f"Artifact({self.method}, {self.fingerprint}): " + ", ".join([arrays_text(self.constants), *about])
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the artifact as a new folder. Raises UserError when `path` exists or cannot be written."""
+        text = {
+            "kind": "artifact",
+            "method": spelled_out(self.method),
+            "fingerprint": self.fingerprint,
+            "about": self.about,
+        }
+        constants = {name: np.asarray(x) for name, x in flatten(self.constants).items()}
+        write_folder(Path(path), text | {"runs": len(self.constants)}, constants)
+
+
+def flatten(runs: Any) -> dict[str, Any]:
+    """{"0/k/scale": array, ...}: one level, so that empty runs cost nothing and names stay readable."""
+    leaves = jax.tree_util.tree_flatten_with_path(runs)[0]
+    return {"/".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path): leaf for path, leaf in leaves}
+
+
+def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
+    """Inverse of `flatten` for nested dicts."""
+    out: tuple[dict, ...] = tuple({} for _ in range(runs))
+    for name, leaf in flat.items():
+        if not re.fullmatch(r"\d{1,9}(/\w+)+", name) or int(name.split("/")[0]) >= runs:
+            raise UserError(f"array {name!r} belongs to none of the {runs} runs of layers")
+        run, *groups, last = name.split("/")
+        place = out[int(run)]
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = leaf
+    return out
+
+
+def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """Arrays and description.json in a folder that appears only when it is complete."""
+    if path.exists():
+        raise UserError(f"{path} exists already; choose another folder")
+    part = path.with_name(path.name + ".part")
+    stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    description = {"format": FORMAT, "version": __version__, "date": stamp} | description
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        if arrays:
+            ocp.save((part / "arrays").absolute(), arrays)
+        (part / "description.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        part.rename(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def read_description(path: Path, kind: str) -> dict[str, Any]:
+    """description.json of a stored folder of this kind. Raises UserError when there is none or it is another format."""
+    try:
+        text = json.loads((path / "description.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no description.json here; not a kvqjax {kind}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: description.json cannot be read: {error}") from error
+    if not isinstance(text, dict) or text.get("kind") not in list(KINDS):
+        raise UserError(f"{path}: description.json is not kvqjax's")
+    if text["kind"] != kind:
+        raise UserError(f"{path} holds a {text.get('kind')}, not a {kind}")
+    if text.get("format") not in range(1, FORMAT + 1):
+        raise UserError(f"{path} has format {text.get('format')}; this version reads 1 to {FORMAT}")
+    for name, wanted in KINDS[kind].items():
+        if not isinstance(text.get(name), wanted):
+            raise UserError(f"{path}: description.json has no usable {name!r}")
+    return text
+
+
+def read_method(text: dict[str, Any], shape: KVShape | None = None) -> Method:
+    """The method that a description names, its options as they were when it was written; for a model of this `shape`,
+    as they are named now where they mean the same."""
+    if text["format"] > 1 or (shape is not None and not shape.known_key_bias):
+        return parse(text["method"])
+    tree = read_text(text["method"])
+    as_then = lambda part: FIRST_DEFAULTS.get(part["method"], {}) | part  # noqa: E731
+    layers = {numbers: as_then(part) for numbers, part in tree.get("layers", {}).items()}
+    return parse(as_then(tree) | {"layers": layers})
+
+
+def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array of a stored folder, without reading it."""
+    if not (path / "arrays").exists():
+        return {}
+    try:
+        stored = ocp.metadata((path / "arrays").absolute()).metadata
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in stored.items()}
+
+
+def read_arrays(
+    path: Path, places: Mapping[str, jax.sharding.Sharding] | None = None
+) -> dict[str, np.ndarray | jax.Array]:
+    """The arrays of a stored folder, on the host; with `places`, every shard straight on its devices."""
+    like: dict[str, Any] = {
+        name: np.broadcast_to(np.zeros((), a.dtype), a.shape)
+        if places is None
+        else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name])
+        for name, a in read_shapes(path).items()
+    }
+    if not like:
+        return {}
+    try:
+        return ocp.load((path / "arrays").absolute(), like)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def load_artifact(path: str | os.PathLike) -> Artifact:
+    """Read an artifact folder. Raises UserError when it is missing, damaged or of another format."""
+    path = Path(path)
+    text = read_description(path, "artifact")
+    constants = unflatten({name: jnp.asarray(x) for name, x in read_arrays(path).items()}, text["runs"])
+    return Artifact(read_method(text), constants, text["fingerprint"], text["about"])

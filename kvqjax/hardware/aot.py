@@ -1,0 +1,160 @@
+"""Programs compiled ahead of time for chips that are not there (kvqjax/hardware/chips.py), to hold the planner to its
+promises.
+
+What is compiled is the decode loop of `generate`, a whole prompt or a chunk of one: weights, constants and cache as
+arguments, the cache donated."""
+
+import functools
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Lowered
+
+from kvqjax._errors import UserError
+from kvqjax.cache import CacheLayout, allocate_cache, plan
+from kvqjax.cache.reach import reach_for
+from kvqjax.cache.state import stored_form
+from kvqjax.generation.decoding import LoopState, decode_steps
+from kvqjax.generation.sampling import make_sampling
+from kvqjax.hardware.chips import chip_devices, target_name
+from kvqjax.hardware.planner import ALONE, parameter_shapes
+from kvqjax.methods import Method
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import unrolled
+from kvqjax.model.loading import Model
+from kvqjax.pallas_kernels.packed import family
+from kvqjax.parallel.sharding import MeshSize, Rules, rules_for
+from kvqjax.step.forward import forward, prefill
+
+__all__ = [
+    "Compiled",
+    "abstract_model",
+    "compile_decode",
+    "decode_arguments",
+    "layout_for",
+    "lower_chunk",
+    "lower_decode",
+    "lower_prompt",
+]
+
+NEW_TOKENS = 64
+
+
+class Compiled(NamedTuple):
+    """Bytes per device of a compiled decode loop, by XLA's own account, and how long compiling took. `cache_copied` is
+    what of the donated state is not updated in place."""
+
+    arguments: int
+    temporaries: int
+    cache_copied: int
+    seconds: float
+
+
+def layout_for(config: ModelConfig, method: Method, context: int, chip: str) -> CacheLayout:
+    """The layout of a bfloat16 cache as a chip of `DEVICES` reads it best. GPUs want every layer by itself."""
+    target = target_name(chip)
+    return CacheLayout(
+        shape=config.kv_shape,
+        method=method,
+        capacity=context,
+        dtype="bfloat16",
+        layers="unroll" if family(target) == "gpu" else "scan",
+        form=stored_form(target),
+        target=target,
+    )
+
+
+def abstract_model(config: ModelConfig, layout: CacheLayout) -> Model:
+    """A model of shapes in the layout's dtype and form, its calibrated constants as a calibrated model has them."""
+    constants = tuple(run.wiring.constants(run.count, layout.dtype) for run in plan(layout))
+    params = parameter_shapes(config, layout.dtype)
+    if layout.layers == "unroll":
+        params = jax.eval_shape(unrolled, params)
+    return Model(params, constants, config=config)
+
+
+def _placed(tree, mesh, specs):
+    """Shapes of `tree` on the mesh, by a prefix of specs."""
+    place = lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(place, spec), part), specs, tree)
+
+
+def _model_and_cache(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str):
+    """A model and a cache as shapes on the mesh of `rules`."""
+    layout = rules.cache_layout(layout_for(config, method, context, chip), batch)
+    model = abstract_model(config, layout)
+    cache = jax.eval_shape(lambda: allocate_cache(layout, batch))
+    params = _placed(model.params, rules.mesh, rules.parameters(model.params))
+    constants = _placed(model.constants, rules.mesh, PartitionSpec())
+    alone = rules.mesh.size == 1
+    model = model.replace(params=params, constants=constants, rules=None if alone else rules)
+    return model, _placed(cache, rules.mesh, rules.cache(cache))
+
+
+def decode_arguments(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str = "cpu"):
+    """What `decode_steps` takes, as shapes on the mesh of `rules`."""
+    model, cache = _model_and_cache(config, method, context, batch, rules, chip)
+
+    def rest(cache):
+        tokens, made = jnp.zeros((batch, NEW_TOKENS), jnp.int32), jnp.zeros((batch,), jnp.int32)
+        loop = LoopState(cache=cache, tokens=tokens, made=made, done=made > 0, seen=None, key=jax.random.key(0))
+        return loop, make_sampling(), jnp.zeros((1,), jnp.int32), jnp.int32(0)
+
+    state, *more = _placed(jax.eval_shape(rest, cache), rules.mesh, PartitionSpec())
+    return model, state.replace(cache=cache), *more
+
+
+def prompt_arguments(config: ModelConfig, method: Method, context: int, new: int, batch: int, rules: Rules, chip: str):
+    """What `prefill` and `forward` take for `new` tokens a row, as shapes on the mesh of `rules`."""
+    model, cache = _model_and_cache(config, method, context, batch, rules, chip)
+    tokens = jax.ShapeDtypeStruct((batch, new), jnp.int32)
+    counts = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return model, *_placed((tokens, counts), rules.mesh, PartitionSpec()), cache
+
+
+def lower_prompt(config: ModelConfig, method: Method, context: int, batch: int, chip: str) -> Lowered:
+    """The exact prefill of `batch` prompts of `context` tokens, lowered for one device of a chip, the cache donated."""
+    rules = rules_for(config, method, ALONE, chip_devices(chip))
+    arguments = prompt_arguments(config, method, context, context, batch, rules, chip)
+    return jax.jit(prefill, donate_argnames="cache").lower(*arguments)
+
+
+def lower_chunk(config: ModelConfig, method: Method, context: int, new: int, batch: int, chip: str) -> Lowered:
+    """`new` tokens of each row through a cache that has room for `context` tokens more, likewise."""
+    rules = rules_for(config, method, ALONE, chip_devices(chip))
+    arguments = prompt_arguments(config, method, context + new, new, batch, rules, chip)
+    return jax.jit(forward, static_argnames="last", donate_argnames="cache").lower(*arguments, last=True)
+
+
+def lower_decode(
+    config: ModelConfig,
+    method: Method,
+    context: int,
+    batch: int,
+    chip: str,
+    mesh: MeshSize = ALONE,
+    held: int | None = None,
+) -> Lowered:
+    """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices, weights in bfloat16. Rows hold at
+    most `held` tokens, if not the whole context."""
+    rules = rules_for(config, method, mesh, chip_devices(chip, mesh.devices))
+    arguments = decode_arguments(config, method, context, batch, rules, chip)
+    reach = None if held is None else reach_for(layout_for(config, method, context, chip), held)
+    return decode_steps.lower(*arguments, reach)
+
+
+def compile_decode(
+    config: ModelConfig, method: Method, context: int, batch: int, chip: str, mesh: MeshSize = ALONE
+) -> Compiled:
+    """Compile what `lower_decode` gives and ask the compiler for its bytes. Seconds are those of XLA alone."""
+    lowered = lower_decode(config, method, context, batch, chip, mesh)
+    begun = time.perf_counter()
+    memory = lowered.compile().memory_analysis()
+    seconds = time.perf_counter() - begun
+    if memory is None:
+        raise UserError(f"the compiler for {chip} says nothing of memory")
+    copied = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, copied, seconds)

@@ -1,0 +1,5 @@
+"""A model: its config and weights, where they come from, and the decoder as pure functions."""
+
+from kvqjax.model.loading import BUNDLED, Model, compute_dtype, load, locate
+
+__all__ = ["BUNDLED", "Model", "compute_dtype", "load", "locate"]

@@ -1,0 +1,194 @@
+"""Frozen descriptions: what a cache must know of a model, and what our decoder must know besides. All families differ
+only by fields."""
+
+import dataclasses
+from typing import Any
+
+__all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RopeConfig"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: `kind` is "default", "linear", "llama3" or "yarn"; fields a kind does not use stay at 0.
+
+    Frequencies follow the Hugging Face formulas; `attention_factor` multiplies cos and sin (yarn only).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+def _alike(values):
+    """The one value of a tuple whose entries are all equal, so that equal shapes compare equal."""
+    return values[0] if isinstance(values, tuple) and values and len(set(values)) == 1 else values
+
+
+def _common(values: Any) -> Any:
+    """The value that all layers have. Raises ValueError where they differ."""
+    if isinstance(values, tuple):
+        raise ValueError(f"layers differ ({values}); ask for the shape of one layer")
+    return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVShape:
+    """What a cache must know of a model. Static and hashable.
+
+    Axis letters: L layers, H query heads, K KV heads, D head dim, E width. `rope`, `sliding_window` (in tokens) and
+    `scale` hold for every layer, or are a tuple with one entry a layer. `rope=None`: queries and keys come rotated.
+    `sliding_window=None`: full attention. `scale` multiplies the scores; None means D^-1/2.
+
+    The last four matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
+    width of that input, and what the model does between its projections and attention.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | tuple[RopeConfig | None, ...] | None = None
+    sliding_window: int | tuple[int | None, ...] | None = None
+    scale: float | tuple[float | None, ...] | None = None
+    width: int | None = None
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self):
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; wanted at least 1")
+        for name in ("rope", "sliding_window", "scale"):
+            values = getattr(self, name)
+            if isinstance(values, tuple) and len(values) != self.num_layers:
+                raise ValueError(f"{name} has {len(values)} entries for {self.num_layers} layers")
+            object.__setattr__(self, name, _alike(values))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs")
+
+    @property
+    def query_width(self) -> int:
+        """H * D."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def known_key_bias(self) -> bool:
+        """Whether keys before RoPE are x W + b, so that b can be taken off them: no norm comes after it."""
+        return self.qkv_bias and not self.qk_norm
+
+    @property
+    def kv_width(self) -> int:
+        """K * D, the width of one token's keys (or values) over all KV heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer."""
+        return tuple(self.layer(index).window for index in range(self.num_layers))
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window that all layers have."""
+        return _common(self.sliding_window)
+
+    @property
+    def turning(self) -> RopeConfig | None:
+        """The rope that all layers have."""
+        return _common(self.rope)
+
+    @property
+    def kv_shape(self) -> "KVShape":
+        """This shape without what a model adds to it."""
+        return KVShape(**{field.name: getattr(self, field.name) for field in dataclasses.fields(KVShape)})
+
+    @property
+    def alone(self) -> "KVShape":
+        """This shape as another model's attention layer knows it, without the weights and inputs of its projections."""
+        return dataclasses.replace(self.kv_shape, width=None, qkv_bias=False, qk_norm=False)
+
+    def layer(self, index: int) -> "KVShape":
+        """The shape of layer `index` alone."""
+        of_layers = {name: getattr(self, name) for name in ("rope", "sliding_window", "scale")}
+        own = {name: x[index] if isinstance(x, tuple) else x for name, x in of_layers.items()}
+        return dataclasses.replace(self.kv_shape, num_layers=1, **own)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """A mixture of experts: a token goes through `per_token` of `count` MLPs of `width`, by softmax scores of a router,
+    and through a shared MLP of `shared_width` (0: there is none).
+
+    `normalised`: the scores of the chosen experts are divided by their sum. `dense_layers` have one ordinary MLP.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    normalised: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not 1 <= self.per_token <= self.count:
+            raise ValueError(f"{self.per_token} experts per token of {self.count}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(KVShape):
+    """A KVShape with what the decoder itself needs: V vocabulary, MLP, embeddings, special tokens. `mlp_width` is that
+    of the layers without experts. The query of position p is multiplied by 1 + query_growth ln(1 + floor(p / N)), N
+    the rope's `original_max_position`.
+
+    The last two are set inside `shard_map` only (kvqjax/parallel/sharding.py): the mesh axes over which query heads,
+    MLP and vocabulary are split, and those of them over which queries are gathered before they attend, so that
+    `num_heads` counts the gathered ones.
+    """
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    rope: RopeConfig | None = RopeConfig()
+    experts: ExpertConfig | None = None
+    query_growth: float = 0.0
+    tied_embeddings: bool = False
+    max_position: int = 2048
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    architecture: str = "LlamaForCausalLM"
+    split: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers with one ordinary MLP."""
+        return tuple(range(self.num_layers)) if self.experts is None else self.experts.dense_layers
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        return tuple(index for index in range(self.num_layers) if index not in self.dense_layers)
+
+    @property
+    def idle_numbers(self) -> int:
+        """How many numbers of all experts one token does not pass through."""
+        x = self.experts
+        return 0 if x is None else 3 * len(self.sparse_layers) * (x.count - x.per_token) * x.width * self.width
+
+    @property
+    def mlp_numbers(self) -> float:
+        """How many numbers of a layer's MLP, or of its experts and their router, one token passes through: the mean."""
+        x, dense = self.experts, 3 * self.mlp_width * self.width
+        if x is None:
+            return float(dense)
+        sparse = (x.count + 3 * (x.per_token * x.width + x.shared_width) + (x.shared_width > 0)) * self.width
+        return (len(self.dense_layers) * dense + len(self.sparse_layers) * sparse) / self.num_layers

@@ -1,0 +1,316 @@
+"""The decoder as pure functions over a params pytree; the cache lives elsewhere and only sees `Projected`.
+
+    params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]} or a list}
+    layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
+            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3); a matrix may be a `CodedWeight`.
+            With experts (kvqjax/model/experts.py) instead of gate, up and down: router [E,X], experts_gate/experts_up
+            [X,E,F], experts_down [X,F,E], shared_gate/shared_up/shared_down as an MLP's, shared_router [E,1].
+
+Layers have two forms. Stacked over L in front, they are read by number inside a scan, which compiles fast. As a list of
+one dict a layer (`unrolled`) they are read as they lie: XLA copies a layer's weights out of a stack before it uses
+them, on GPUs and CPUs all of them, and moves none of a list. Where sparse and dense layers mix, the names of either
+kind are stacked over the layers of that kind, with a table of which they are (kvqjax/model/rows.py); a list holds plain
+arrays.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax._errors import UserError
+from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.experts import BY_EXPERT, mix, mlp
+from kvqjax.model.rope import rotate
+from kvqjax.model.rows import Row, Rows, whole
+from kvqjax.ops.attention import segment_attention
+from kvqjax.ops.layout import row_major
+
+__all__ = [
+    "Params",
+    "Projected",
+    "embed",
+    "finish",
+    "hidden_states",
+    "init_params",
+    "is_unrolled",
+    "key_bias",
+    "layer",
+    "logits",
+    "norm",
+    "over_layers",
+    "own_heads",
+    "project",
+    "stacked",
+    "unembed",
+    "unrolled",
+    "whole_heads",
+]
+
+Params = dict
+Layer = dict
+SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")
+
+
+class Projected(NamedTuple):
+    """What one layer computes from its input `h` before attention. `x` is the input after the attention norm, `bare`
+    the keys before their bias."""
+
+    q: Float[Array, "B T H D"]  # rotated
+    k: Float[Array, "B T K D"]  # before RoPE, after bias and QK-norm
+    v: Float[Array, "B T K D"]
+    x: Float[Array, "B T E"] | None
+    h: Float[Array, "B T E"] | None
+    bare: Float[Array, "B T K D"] | None = None
+
+
+def is_unrolled(params: Params) -> bool:
+    """Whether the layers' weights are a list of one dict a layer."""
+    return isinstance(params["layers"], list | tuple)
+
+
+def unrolled(params: Params) -> Params:
+    """The same weights with every layer's arrays by themselves. One stacked matrix after the other is taken apart, so
+    that no second copy of all weights exists if the caller keeps none."""
+    if is_unrolled(params):
+        return params
+    rest = dict(params["layers"])
+    layers = [{} for _ in rest["attn_norm"]]
+    for name in list(rest):
+        stack = rest.pop(name)
+        numbers = stack.layers if isinstance(stack, Rows) else range(len(layers))
+        stack = stack.stack if isinstance(stack, Rows) else stack
+        for row, index in enumerate(numbers):
+            layers[index][name] = jax.tree.map(lambda a, row=row: a[row], stack)
+    return params | {"layers": layers}
+
+
+def stacked(params: Params) -> Params:
+    """The same weights as one stack a name, which is a second copy of a list's."""
+    if not is_unrolled(params):
+        return params
+    layers, join = params["layers"], lambda *parts: jnp.stack(parts)
+    found = {}
+    for name in dict.fromkeys(name for own in layers for name in own):
+        numbers = tuple(index for index, own in enumerate(layers) if name in own)
+        stack = jax.tree.map(join, *(layers[index][name] for index in numbers))
+        found[name] = Rows(stack, numbers) if name in SPARSE or len(numbers) < len(layers) else stack
+    return params | {"layers": found}
+
+
+def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
+    """The weights of layer `index` in the compute dtype; of a list only by a plain number. Experts, and what only some
+    layers have, are still to be read (`kvqjax.model.rows.Row`)."""
+    if is_unrolled(params):
+        if isinstance(index, jax.core.Tracer):
+            raise UserError("this reads weights as stacks; load the model with layers='scan'")
+        alone = lambda x: Row(jax.tree.map(lambda a: a[None], x), 0, True)  # noqa: E731
+        return {name: alone(x) if name in BY_EXPERT else whole(x) for name, x in params["layers"][index].items()}
+    cut = lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False)  # noqa: E731
+    own = {n: x.row(index) if isinstance(x, Rows) else whole(jax.tree.map(cut, x)) for n, x in params["layers"].items()}
+    return {name: x for name, x in own.items() if x is not None}
+
+
+def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Float[Array, "*B W"]:
+    """RMSNorm over the last axis; statistics in float32."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    return (scaled.astype(x.dtype) * weight).astype(x.dtype)
+
+
+def _product(x, weights: Layer, name: str):
+    # Kept row-major, or the head split after it makes XLA transpose the whole stack of weights before a decode loop.
+    return row_major(jnp.einsum("bte,ef->btf", x, weights[name]))
+
+
+def _linear(x, weights: Layer, name: str):
+    y, bias = _product(x, weights, name), weights.get(f"{name}_bias")
+    return y if bias is None else y + bias[None, None]
+
+
+def key_bias(weights: Layer, config: KVShape) -> Float[Array, "1 1 K D"]:
+    """The bias of the keys that are cached here, as heads."""
+    return heads(weights["k_bias"][None, None], config.num_kv_heads)
+
+
+def _all_channels(x: Float[Array, "B T w"], config: ModelConfig) -> Float[Array, "B T W"]:
+    """Keys or values of all KV heads that are cached here, where the projection is split finer than the cache."""
+    return x if x.shape[-1] == config.kv_width else jax.lax.all_gather(x, config.split, axis=2, tiled=True)
+
+
+def heads(x: Float[Array, "B T W"], count: int) -> Float[Array, "B T N D"]:
+    """Split the last axis into `count` heads."""
+    return x.reshape(*x.shape[:2], count, -1)
+
+
+def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T"], config: ModelConfig) -> Projected:
+    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only."""
+    x = norm(h, weights["attn_norm"], config.norm_eps)
+    q = _linear(x, weights, "q")
+    q = heads(q, q.shape[-1] // config.head_dim)
+    parts = _product(x, weights, "k"), _linear(x, weights, "v")
+    bare, v = (heads(_all_channels(y, config), config.num_kv_heads) for y in parts)
+    k = bare + key_bias(weights, config) if "k_bias" in weights else bare
+    if config.qk_norm:
+        q, k = norm(q, weights["q_norm"], config.norm_eps), norm(k, weights["k_norm"], config.norm_eps)
+    return Projected(_tempered(rotate(q, positions, config), positions, config), k, v, x, h, bare)
+
+
+def _tempered(q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T N D"]:
+    """Queries, longer the further they are beyond the length before scaling (Ministral 3)."""
+    if not config.query_growth or config.turning is None:
+        return q
+    times = (positions // config.turning.original_max_position).astype(jnp.float32)
+    return (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
+
+
+def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
+    """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
+    attended = attended.reshape(*h.shape[:2], -1).astype(h.dtype)
+    h = h + _total(jnp.einsum("btf,fe->bte", attended, weights["o"]), config)
+    x = norm(h, weights["mlp_norm"], config.norm_eps)
+    return h + _total(_feed_forward(weights, x, config), config)
+
+
+def _feed_forward(weights: Layer, x: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T E"]:
+    """The MLP, or the experts. In a loop over layers of both kinds both are there, and a branch is taken."""
+    dense = lambda: mlp(x, *(whole(weights[name]) for name in ("gate", "up", "down")))  # noqa: E731
+    sparse = lambda: mix(weights, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)  # noqa: E731
+    if "router" in weights and "gate" in weights:
+        return jax.lax.cond(weights["router"].here, sparse, dense)
+    return (sparse if "router" in weights else dense)()
+
+
+def _total(x, config: ModelConfig):
+    """The sum over the devices that hold parts of a contracted axis."""
+    return jax.lax.psum(x, config.split) if config.split else x
+
+
+def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig | None = None) -> Float[Array, "B T E"]:
+    """Rows of the embedding table; `config` is needed where the table may be split over devices."""
+    table = params["embed"]
+    if config is None or table.shape[0] == config.vocab_size:
+        return table[tokens]
+    rows = tokens - jax.lax.axis_index(config.split) * table.shape[0]
+    mine = (rows >= 0) & (rows < table.shape[0])
+    return _total(jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], jnp.zeros((), table.dtype)), config)
+
+
+def whole_heads(q: Float[Array, "B T h D"], config: ModelConfig) -> Float[Array, "B T H D"]:
+    """The queries of all heads that attend here: several devices share the tokens of their KV heads."""
+    return jax.lax.all_gather(q, config.gathered, axis=2, tiled=True) if config.gathered else q
+
+
+def own_heads(x: Float[Array, "B T N D"], config: ModelConfig, count: int) -> Float[Array, "B T n D"]:
+    """Of all N query or KV heads here, those that this device's own `count` query heads are or attend to."""
+    if not config.gathered:
+        return x
+    share = x.shape[2] * count // config.num_heads
+    start = jax.lax.axis_index(config.gathered) * count * x.shape[2] // config.num_heads
+    return jax.lax.dynamic_slice_in_dim(x, start, max(1, share), 2)
+
+
+def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T V"]:
+    """Final norm and logits in float32."""
+    h = norm(h, params["norm"], config.norm_eps)
+    if config.tied_embeddings:
+        return jnp.einsum("bte,ve->btv", h, params["embed"], preferred_element_type=jnp.float32)
+    return jnp.einsum("bte,ev->btv", h, params["head"], preferred_element_type=jnp.float32)
+
+
+def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: Callable, state):
+    """`state = step(index, state)` for layers `first` .. `first + count - 1`: a loop over stacked weights, straight
+    code over a list, where `index` is a plain number."""
+    if not is_unrolled(params):
+        return jax.lax.fori_loop(first, first + count, step, state)
+    for index in range(first, first + count):
+        state = step(index, state)
+    return state
+
+
+def causal_mask(length: int, window: Int[Array, ""]) -> jax.Array:
+    """[T, T], True where the key is not after the query and less than `window` tokens before it."""
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def window_table(config: ModelConfig) -> Int[Array, " L"]:
+    """Sliding window of each layer as data; full attention is a window no sequence reaches."""
+    unlimited = 2**30
+    return jnp.asarray([unlimited if w is None else w for w in config.windows], jnp.int32)
+
+
+def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
+    """Plain causal forward without a cache, before the final norm: training, calibration and reference."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    windows = window_table(config)
+
+    def step(index, h):
+        weights = layer(params, index)
+        projected = project(weights, h, positions, config)
+        mask = causal_mask(tokens.shape[1], windows[index])
+        mask = jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape))
+        attended = segment_attention(projected.q, rotate(projected.k, positions, config), projected.v, mask).out
+        return finish(weights, h, attended, config)
+
+    return over_layers(params, 0, config.num_layers, step, embed(params, tokens))
+
+
+def logits(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T V"]:
+    """Next-token logits of a plain causal forward without a cache, float32."""
+    return unembed(params, hidden_states(params, tokens, config), config)
+
+
+def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
+    """Random weights: normal with variance 1/fan_in, residual outputs scaled down by sqrt(2 L); norms one, biases
+    zero."""
+    c, count = config, config.num_layers
+    shapes = {
+        "q": (c.width, c.query_width),
+        "k": (c.width, c.kv_width),
+        "v": (c.width, c.kv_width),
+        "o": (c.query_width, c.width),
+    }
+    own = shapes | _mlp_shapes("", c.width, c.mlp_width) | _expert_shapes(config)
+    keys = dict(zip([*own, "embed", "head"], jax.random.split(key, len(own) + 2), strict=True))
+
+    def stack(name: str, shape: tuple[int, ...], rows: int):
+        drawn = jax.random.normal(keys[name], (rows, *shape), dtype) * shape[-2] ** -0.5
+        return drawn * (2 * count) ** -0.5 if name.endswith(("o", "down")) else drawn
+
+    layers = {}
+    for name, shape in own.items():
+        numbers = c.sparse_layers if name in SPARSE else range(count) if name in shapes else c.dense_layers
+        if numbers:
+            drawn = stack(name, shape, len(numbers))
+            layers[name] = drawn if len(numbers) == count and name not in SPARSE else Rows(drawn, tuple(numbers))
+    ones = {"attn_norm": c.width, "mlp_norm": c.width}
+    if c.qk_norm:
+        ones |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
+    layers |= {name: jnp.ones((count, size), dtype) for name, size in ones.items()}
+    if c.qkv_bias:
+        sizes = {"q_bias": c.query_width, "k_bias": c.kv_width, "v_bias": c.kv_width}
+        layers |= {name: jnp.zeros((count, size), dtype) for name, size in sizes.items()}
+    params = {"embed": jax.random.normal(keys["embed"], (c.vocab_size, c.width), dtype) * 0.02}
+    params |= {"norm": jnp.ones((c.width,), dtype), "layers": layers}
+    if not c.tied_embeddings:
+        params["head"] = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype) * c.width**-0.5
+    return params
+
+
+def _mlp_shapes(prefix: str, width: int, inner: int, *lead: int) -> dict[str, tuple[int, ...]]:
+    into, back = (*lead, width, inner), (*lead, inner, width)
+    return {f"{prefix}gate": into, f"{prefix}up": into, f"{prefix}down": back}
+
+
+def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What a sparse layer has in place of an MLP."""
+    c, x = config, config.experts
+    if x is None:
+        return {}
+    shapes = {"router": (c.width, x.count)} | _mlp_shapes("experts_", c.width, x.width, x.count)
+    shared = _mlp_shapes("shared_", c.width, x.shared_width) | {"shared_router": (c.width, 1)}
+    return shapes | (shared if x.shared_width else {})

@@ -1,0 +1,209 @@
+"""A model as one value, and where models come from: bundled, a folder, or the Hugging Face hub."""
+
+import dataclasses
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+
+from kvqjax._errors import UserError
+from kvqjax._options import named_options
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import Params, is_unrolled
+from kvqjax.model.hf_config import read_config
+from kvqjax.model.hf_sampling import read_sampling
+from kvqjax.model.weight_codes import CodedWeight
+from kvqjax.model.weights import ShardingRule, fingerprint, load_params
+
+__all__ = ["BUNDLED", "CODED_WEIGHTS", "Model", "Placement", "compute_dtype", "load", "locate"]
+
+BUNDLED = ("demo", "recall")
+
+_ASSETS = Path(__file__).parents[1] / "assets"
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+CODED_WEIGHTS = {"int8": 8, "int4": 4}
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+_HUB_IGNORED = ["consolidated*", "*/*"]  # Mistral's second copy of the weights, folders of other formats
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@functools.lru_cache(maxsize=8)
+def _tokenizer(folder: str):
+    if not any((Path(folder) / name).exists() for name in _TOKENIZER_FILES):
+        raise UserError(f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)}) in this folder")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from error
+    tokenizer.model_max_length = 10**12  # whole texts are encoded here; the cache's capacity is what is checked
+    return tokenizer
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """What `load` needs of the rules of a mesh (kvqjax/parallel/sharding.py): where a parameter lies, by its name."""
+
+    def placement(self, name: str) -> NamedSharding: ...
+
+
+class Model(struct.PyTreeNode):
+    """Pytree of the weights (names in kvqjax/model/decoder.py) and a method's calibrated constants; the rest is static.
+
+    The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/model/weights.py); `folder`
+    is where its tokenizer lies. Both are empty for a model that was not loaded from a folder. `rules` say how it and
+    its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one.
+    """
+
+    params: Params
+    constants: Any = None
+    config: ModelConfig = struct.field(pytree_node=False, kw_only=True)
+    fingerprint: str = struct.field(pytree_node=False, default="")
+    folder: str = struct.field(pytree_node=False, default="")
+    rules: Any = struct.field(pytree_node=False, default=None)
+
+    def __repr__(self) -> str:
+        config, leaves = self.config, [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")]
+        kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
+        facts = [
+            f"{config.num_layers} layers of width {config.width}",
+            f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
+            f"{config.vocab_size} tokens",
+            f"{sum(math.prod(leaf.shape) for leaf in leaves):,} numbers in {kinds or 'no arrays'}",
+            *(["with calibrated constants"] if jax.tree.leaves(self.constants) else []),
+            *([f"on a mesh of {self.rules.mesh.size} devices"] if self.rules else []),
+        ]
+        return f"Model({Path(self.folder).name or config.architecture}: {', '.join(facts)})"
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """How the checkpoint's generation_config.json would sample, as options of `generate` and `stream`. Only what
+        asks for it uses it: `generate(model, prompts, **model.sampling_defaults())`."""
+        return read_sampling(self.folder) if self.folder else {}
+
+    @property
+    def tokenizer(self):
+        """The Hugging Face tokenizer of the model's folder, loaded at first use and kept outside the pytree."""
+        if not self.folder:
+            raise UserError("this model has no folder, so it has no tokenizer; pass token ids")
+        return _tokenizer(self.folder)
+
+    @property
+    def weights(self) -> str:
+        """How the layers' matrices are kept: "int8", "int4", or their dtype."""
+        layers = self.params["layers"]
+        matrix = (layers[0] if is_unrolled(self.params) else layers)["q"]
+        return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises UserError for an id the model lacks: the tokenizer is another model's."""
+        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        if ids and max(ids) >= (size := self.config.vocab_size):
+            raise UserError(f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size}; is it another's?")
+        return ids
+
+    def with_artifact(self, artifact) -> "Model":
+        """This model with the artifact's `constants`. Raises UserError when the artifact's `fingerprint` differs."""
+        ours, theirs = (_parts(value) for value in (self.fingerprint, artifact.fingerprint))
+        for field in dict.fromkeys([*ours, *theirs]):
+            if ours.get(field) != theirs.get(field):
+                got, wanted = theirs.get(field, "none"), ours.get(field, "none")
+                raise UserError(f"artifact is for another model: fingerprint {field} is {got}, the model's is {wanted}")
+        return dataclasses.replace(self, constants=artifact.constants)
+
+
+def _parts(text: str) -> dict[str, str]:
+    """Fingerprint text "name=digest,..." by name."""
+    return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+    # The hub client raises its own, its HTTP library's and the system's errors; all of them mean "not reachable".
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{name!r} is no folder here and could not be had from the hub: {reason}") from error
+
+
+def locate(name: str | Path) -> Path:
+    """Folder of a bundled model ("demo"), of a path ("./demo"), or of a downloaded hub id ("owner/name")."""
+    bundled = ", ".join(BUNDLED)
+    if name in BUNDLED:
+        if not (_ASSETS / name / "config.json").exists():
+            present = [other for other in BUNDLED if (_ASSETS / other / "config.json").exists()]
+            raise UserError(
+                f"bundled model {name!r} is not in this installation; it has: {', '.join(present) or 'none'}"
+            )
+        return _ASSETS / name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{folder}: a file; wanted the folder of a model")
+    if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name:
+        return _download(name)
+    raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
+
+
+def compute_dtype(dtype: Any) -> jnp.dtype:
+    """The dtype of a compute policy: None, a short or a full name, or whatever jnp.dtype reads."""
+    if dtype is None:
+        dtype = "f32" if jax.default_backend() == "cpu" else "bf16"
+    try:
+        name = jnp.dtype(_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype).name
+    except TypeError:
+        name = ""
+    if name not in _DTYPES.values():
+        known = ", ".join(f"{short} or {name}" for short, name in _DTYPES.items())
+        raise UserError(f"dtype {dtype!r} is unknown; known: {known}")
+    return jnp.dtype(name)
+
+
+@named_options
+def load(
+    name: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    sharding: ShardingRule | Placement | None = None,
+    weights: str | None = None,
+    layers: str | None = None,
+    text_only: bool = False,
+) -> Model:
+    """Model by bundled name, folder or hub id (looked for in this order; "./demo" is always a folder).
+
+    `dtype` is the compute policy: "bfloat16", "float16" (T4), "float32", their short forms "bf16", "f16", "f32", or a
+    jnp dtype; None means float32 on the CPU backend, bfloat16 elsewhere.
+    `sharding` are the rules of a mesh (kvqjax.parallel.sharding.rules_for): every host reads only what its devices
+    hold. Or `sharding(parameter name)` gives each parameter's placement alone (kvqjax.model.weights.load_params).
+    `weights` "int8" or "int4" keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype
+    stays. `layers="scan"` keeps layers as stacks, which compile fast, "unroll" each by itself, which XLA for GPUs reads
+    at half the cost (kvqjax/model/decoder.py); None means unroll on GPUs, scan elsewhere. Its caches are stored
+    likewise. `text_only=True` loads the language part of a checkpoint of pictures and text, which is refused otherwise.
+    Code from a checkpoint is never run. Raises UserError with one line naming the cause.
+    """
+    compute = compute_dtype(dtype)
+    layers = layers or ("unroll" if jax.default_backend() == "gpu" else "scan")
+    if layers not in ("scan", "unroll"):
+        raise UserError(f"layers={layers!r}; known: scan, unroll")
+    if weights is not None and weights not in CODED_WEIGHTS:
+        raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
+    folder = locate(name)
+    config = read_config(folder)
+    rules = sharding if isinstance(sharding, Placement) else None
+    place = sharding.placement if isinstance(sharding, Placement) else sharding
+    if rules and weights:
+        raise UserError(f"weights {weights!r} cannot be split over a mesh")
+    bits = CODED_WEIGHTS[weights] if weights else None
+    params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)
+    about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
+    return Model(params, config=config, **about)

@@ -1,0 +1,72 @@
+"""Rotary position embedding in the half-split layout: pair i of a head is (channel i, channel i + D/2)."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax.model.config import KVShape, RopeConfig
+
+__all__ = ["inverse_frequencies", "rotate", "turn"]
+
+
+def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Yarn: interpolate slow pairs, keep fast ones, with a linear ramp between the two (arXiv 2309.00071)."""
+
+    def correction(rotations: float) -> float:
+        wavelength_ratio = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
+
+    low, high = correction(rope.beta_fast), correction(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return freq / rope.factor * ramp + freq * (1 - ramp)
+
+
+def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Llama 3.1: wavelengths above the old context are interpolated, short ones kept, a smooth blend between."""
+    wavelength = 2 * math.pi / freq
+    blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blend = np.clip(blend, 0, 1)
+    return (1 - blend) * freq / rope.factor + blend * freq
+
+
+def inverse_frequencies(config: KVShape) -> np.ndarray:
+    """Angle per position of each pair, float32 [D/2], a trace-time constant."""
+    rope = config.turning
+    if rope is None:
+        raise ValueError("a shape without a rope has no frequencies")
+    freq = 1.0 / rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    if rope.kind == "linear":
+        freq = freq / rope.factor
+    elif rope.kind == "llama3":
+        freq = _llama3(freq, rope)
+    elif rope.kind == "yarn":
+        freq = _yarn(freq, rope, config.head_dim)
+    elif rope.kind != "default":
+        raise ValueError(f"unknown rope kind {rope.kind!r}; known: default, linear, llama3, yarn")
+    return freq.astype(np.float32)
+
+
+def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: KVShape) -> Float[Array, "*B T N D"]:
+    """Rotate N heads of T tokens to their absolute positions; without a rope they are as they should be. Angles, cos
+    and sin in float32, the result in x.dtype."""
+    rope = config.turning
+    if rope is None:
+        return x
+    # An outer product written as einsum: rank promotion stays an error everywhere else.
+    angles = jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))  # [*B, T, D/2]
+    return turn(x, angles, rope.attention_factor)
+
+
+def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:
+    """Turn pair i of a token's heads by its angle i (P = D/2), times `factor`: in float32, the result in x.dtype."""
+    cos, sin = jnp.cos(angles)[..., None, :] * factor, jnp.sin(angles)[..., None, :] * factor
+    # Halves, not pairs of halves on an axis of their own: slower on CPUs, and by XLA's estimates on TPUs.
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

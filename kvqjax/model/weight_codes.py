@@ -1,0 +1,73 @@
+"""Weight-only quantisation: a matrix as symmetric integer codes with a scale per group of inputs and output.
+
+    w_hat = scale * code,   scale = max |w| over the group / (2^(b-1) - 1),   code = round(w / scale)       (b = 8 or 4)
+
+Codes are computed against the scale as stored. Activations stay in the compute dtype: a layer's matrices are decoded
+when the layer runs (`kvqjax.model.decoder.layer`), so one layer at a time exists in the compute dtype.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, UInt
+
+__all__ = ["WEIGHT_GROUP", "CodedWeight", "code_weight", "pack_nibbles", "unpack_nibbles"]
+
+Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
+WEIGHT_GROUP = 128  # inputs per scale; fewer where 128 does not divide the inputs
+
+
+def pack_nibbles(codes: UInt[Array, "*L I O"]) -> UInt[Array, "*L P O"]:
+    """Eight 4-bit codes of consecutive inputs per 32-bit word, the first in the lowest bits."""
+    *lead, inputs, outputs = codes.shape
+    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape((1,) * (len(lead) + 1) + (8, 1))
+    return (codes.astype(jnp.uint32).reshape(*lead, inputs // 8, 8, outputs) << shifts).sum(-2, dtype=jnp.uint32)
+
+
+def unpack_nibbles(words: UInt[Array, "*L P O"]) -> UInt[Array, "*L I O"]:
+    """The inverse of `pack_nibbles`."""
+    *lead, rows, outputs = words.shape
+    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape((1,) * (len(lead) + 1) + (8, 1))
+    return ((words[..., None, :] >> shifts) & jnp.uint32(15)).reshape(*lead, 8 * rows, outputs)
+
+
+class CodedWeight(struct.PyTreeNode):
+    """One stacked matrix [L, I, O]. `codes`: int8 as they are; of 4 bits eight to a word, 8 added to each. `scale` is
+    in the compute dtype."""
+
+    codes: Leaf  # Int8[L, I, O] or UInt32[L, I/8, O]
+    scale: Leaf  # Float[L, N, O], N groups of inputs
+
+    @property
+    def kind(self) -> str:
+        return "int8" if self.codes.dtype == jnp.int8 else "int4"
+
+    def decoded(self) -> Float[Array, "*L I O"]:
+        """The matrix in the scale's dtype."""
+        if self.kind == "int8":
+            codes = self.codes.astype(self.scale.dtype)
+        else:
+            codes = unpack_nibbles(self.codes).astype(self.scale.dtype) - jnp.asarray(8, self.scale.dtype)
+        *lead, inputs, outputs = codes.shape
+        groups = codes.reshape(*lead, self.scale.shape[-2], -1, outputs)
+        return (groups * self.scale[..., None, :]).reshape(*lead, inputs, outputs)
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def code_weight(weight: Float[Array, "*L I O"], bits: int) -> CodedWeight:
+    """`weight` in 8 or 4 bits. A group of zeros has scale 0. Raises ValueError for widths that 4 bits cannot pack."""
+    *lead, inputs, outputs = weight.shape
+    if bits not in (4, 8) or inputs % 8:
+        raise ValueError(f"bits={bits}, {inputs} inputs; wanted 8 or 4 bits and a multiple of 8 inputs")
+    limit = 2 ** (bits - 1) - 1
+    groups = weight.astype(jnp.float32).reshape(*lead, inputs // math.gcd(inputs, WEIGHT_GROUP), -1, outputs)
+    scale = (jnp.abs(groups).max(-2) / limit).astype(weight.dtype)
+    divisor = scale.astype(jnp.float32)[..., None, :]
+    codes = jnp.clip(jnp.round(groups / jnp.where(divisor > 0, divisor, 1.0)), -limit, limit).reshape(weight.shape)
+    if bits == 8:
+        return CodedWeight(codes=codes.astype(jnp.int8), scale=scale)
+    return CodedWeight(codes=pack_nibbles((codes + 8).astype(jnp.uint32)), scale=scale)

@@ -1,0 +1,101 @@
+"""Our parameters by the names that Hugging Face gives their tensors, and the language part of a larger checkpoint."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from kvqjax._errors import UserError
+from kvqjax.model.checkpoint import Checkpoint
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import init_params
+from kvqjax.model.rows import Rows
+
+__all__ = ["Parameter", "language_part", "parameters"]
+
+# Our name -> (Hugging Face name, whether it is a matrix, of which the last two axes are swapped). Names under "layers/"
+# exist once per layer, those with {} once per expert too.
+_NAMES = {
+    "embed": ("model.embed_tokens.weight", False),
+    "norm": ("model.norm.weight", False),
+    "head": ("lm_head.weight", True),
+    "layers/attn_norm": ("input_layernorm.weight", False),
+    "layers/mlp_norm": ("post_attention_layernorm.weight", False),
+    "layers/router": ("mlp.gate.weight", True),
+    "layers/shared_router": ("mlp.shared_expert_gate.weight", True),
+    **{f"layers/{n}": (f"mlp.{n}_proj.weight", True) for n in ("gate", "up", "down")},
+    **{f"layers/experts_{n}": (f"mlp.experts.{{}}.{n}_proj.weight", True) for n in ("gate", "up", "down")},
+    **{f"layers/shared_{n}": (f"mlp.shared_expert.{n}_proj.weight", True) for n in ("gate", "up", "down")},
+    **{f"layers/{n}": (f"self_attn.{n}_proj.weight", True) for n in "qkvo"},
+    **{f"layers/{n}_bias": (f"self_attn.{n}_proj.bias", False) for n in "qkv"},
+    **{f"layers/{n}_norm": (f"self_attn.{n}_norm.weight", False) for n in "qk"},
+}
+# What one family calls otherwise.
+_OWN_NAMES = {
+    "MixtralForCausalLM": {
+        "layers/router": "block_sparse_moe.gate.weight",
+        "layers/experts_gate": "block_sparse_moe.experts.{}.w1.weight",
+        "layers/experts_down": "block_sparse_moe.experts.{}.w2.weight",
+        "layers/experts_up": "block_sparse_moe.experts.{}.w3.weight",
+    }
+}
+# A checkpoint of pictures and text: what stands in front of the language part's names, and of the vision part's.
+_LANGUAGE = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+class Parameter(NamedTuple):
+    """One entry of the params pytree. `layers` are the numbers of the layers that have it, None outside of layers;
+    `shape` is that of one layer; `tensors` names, for each layer, the tensors of its experts or the one tensor."""
+
+    name: str
+    layers: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    tensors: tuple[tuple[str, ...], ...]
+    matrix: bool
+    rows: bool
+
+    @property
+    def by_expert(self) -> bool:
+        return self.matrix and len(self.shape) == 3
+
+
+def parameters(config: ModelConfig) -> list[Parameter]:
+    """All parameters of a model, from the one place that defines their shapes."""
+    tree = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
+    layers, found = tree.pop("layers"), []
+    for name, leaf in (tree | {f"layers/{name}": leaf for name, leaf in layers.items()}).items():
+        hf_name, matrix = _NAMES[name]
+        hf_name = _OWN_NAMES.get(config.architecture, {}).get(name, hf_name)
+        if not name.startswith("layers/"):
+            found.append(Parameter(name, None, leaf.shape, ((hf_name,),), matrix, rows=False))
+            continue
+        rows = isinstance(leaf, Rows)
+        numbers, shape = (leaf.layers, leaf.stack.shape) if rows else (tuple(range(leaf.shape[0])), leaf.shape)
+        experts = range(shape[1] if "{}" in hf_name else 1)
+        tensors = tuple(tuple(f"model.layers.{i}.{hf_name.format(x)}" for x in experts) for i in numbers)
+        found.append(Parameter(name, numbers, shape[1:], tensors, matrix, rows))
+    return found
+
+
+def language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Checkpoint:
+    """The tensors of the language model under the names that it has alone. Raises UserError for those of a vision part,
+    unless `text_only` leaves them out."""
+    vision = sorted(name for name in checkpoint if name.startswith(_VISION))
+    if vision and len(vision) == len(checkpoint):
+        raise UserError(f"{folder}: holds a vision model alone ({vision[0]!r} and its like), no language model")
+    if vision and not text_only:
+        raise UserError(
+            f"{folder}: tensor {vision[0]!r} is of the vision part ({len(vision)} such), which is not computed here; "
+            "text_only=True (--text-only) loads the language part without it"
+        )
+    found = {}
+    for name, tensor in checkpoint.items():
+        if name not in vision:
+            front = next((front for front in _LANGUAGE if name.startswith(front)), None)
+            found[name if front is None else _LANGUAGE[front] + name.removeprefix(front)] = tensor
+    return found

@@ -1,0 +1,266 @@
+"""safetensors <-> params pytree (names in kvqjax/model/decoder.py) without torch, and the fingerprint of a checkpoint.
+
+Hugging Face stores linear layers as [out, in]; ours are [in, out] and stacked over layers. Of one parameter after the
+other, some layers are read at a time, on every device the slice that lies there, and written into their place in the
+stack, which is donated: a load holds the weights and `PIECE` bytes, or one layer's experts, besides.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+from kvqjax._errors import UserError
+from kvqjax.model.checkpoint import Checkpoint, header_digest, open_checkpoint, read, sample, sample_digest
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.decoder import Params
+from kvqjax.model.hf_config import config_to_hf, read_json
+from kvqjax.model.rows import Rows
+from kvqjax.model.stored import Scheme, Stored, decoded, find, read_scheme
+from kvqjax.model.weight_codes import code_weight
+from kvqjax.model.weight_names import Parameter, language_part, parameters
+
+__all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
+
+ShardingRule = Callable[[str], jax.sharding.Sharding]
+
+_PROGRESS_AFTER_SECONDS = 2.0
+PIECE = 2**28  # bytes of layers that are read before they are written into their stack
+_IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")  # the last two round activations, not weights
+
+
+def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
+    """Refuse tensors that nothing would read: the model would not be the checkpoint's."""
+    unread = sorted(name for name in checkpoint.keys() - used if not name.endswith(_IGNORED))
+    if config.tied_embeddings and "lm_head.weight" in unread:
+        unread.remove("lm_head.weight")
+        if sample(checkpoint["lm_head.weight"]) != sample(checkpoint["model.embed_tokens.weight"]):
+            raise UserError(
+                f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from embed_tokens.weight"
+            )
+    # GPTQ's tools write biases of zeros for every matrix.
+    unread = [name for name in unread if not _is_zero_bias(checkpoint, name)]
+    if unread:
+        raise UserError(f"{folder}: tensor {unread[0]!r} is not part of {config.architecture} ({len(unread)} such)")
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    coded = name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in checkpoint
+    return coded and not read(checkpoint[name], (slice(None),)).any()
+
+
+def _sources(
+    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None, folder: Path
+) -> dict[str, list[list[Stored]]]:
+    """What is read for each parameter. Raises UserError for a checkpoint that lacks a tensor, has one of another shape
+    or dtype, or one that nothing would read."""
+    used, found = set(), {}
+    for parameter in parameters(config):
+        shape = parameter.shape[1:] if parameter.by_expert else parameter.shape
+        wanted = shape[::-1] if parameter.matrix else shape
+        rows = [[find(checkpoint, name, scheme) for name in names] for names in parameter.tensors]
+        for name, stored in zip(itertools.chain(*parameter.tensors), itertools.chain(*rows), strict=True):
+            if stored is None:
+                reason = "; config.json says tie_word_embeddings = false" if parameter.name == "head" else ""
+                raise UserError(f"{folder}: tensor {name!r} is missing{reason}")
+            if stored.shape != wanted:
+                file = next(iter(stored.parts.values())).file
+                raise UserError(f"{file}: {name!r} has shape {list(stored.shape)}, wanted {list(wanted)}")
+            stem = name.removesuffix(".weight")
+            used.update({name, *(f"{stem}.{part}" for part in stored.parts), f"{stem}.g_idx"})
+        found[parameter.name] = rows
+    _check_unread(checkpoint, used, config, folder)
+    return found
+
+
+def _fill(sources: list[list[Stored]], by_expert: bool, matrix: bool, shape, dtype: np.dtype, index: tuple[slice, ...]):
+    """One device's slice of some layers' parameter, [layers, ...], each tensor read from disk straight into its
+    place."""
+    index = tuple(slice(*s.indices(size)) for s, size in zip(index, shape, strict=True))
+    inner = index[2:] if by_expert else index[1:]
+    inner = inner[::-1] if matrix else inner
+    block = np.empty([s.stop - s.start for s in index], dtype)
+    for places, row in zip(block, sources[index[0]], strict=True):
+        for place, stored in zip(places if by_expert else [places], row[index[1]] if by_expert else row, strict=True):
+            piece = decoded(stored, inner)
+            with np.errstate(over="ignore"):  # an overflow to float16 is refused below, with the tensor's name
+                place[...] = (piece.T if matrix else piece).astype(dtype)
+            if dtype == np.float16 and not np.isfinite(place).all():
+                file = next(iter(stored.parts.values())).file
+                raise UserError(f"{file}: {stored.name!r} exceeds float16's range; load as bf16 or f32")
+    return block
+
+
+def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Array:
+    """An array of what `fill` gives for each device's slice; devices with the same slice share one reading."""
+    if sharding is None:
+        return jax.device_put(fill((slice(None),) * len(shape)))
+    once = functools.cache(lambda spans: fill(tuple(slice(*span) for span in spans)))
+    slices = lambda index: tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))  # noqa: E731
+    return jax.make_array_from_callback(shape, sharding, lambda index: once(slices(index)), dtype=dtype)
+
+
+def _over_layers(sharding):
+    """A stack's placement, checked: its layers are written one after the other."""
+    if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
+        raise UserError(f"layers cannot be split over a mesh, as {sharding.spec} would")
+    return sharding
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack, piece, row):
+    """A stack with some layers' piece from `row` on, in place."""
+    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, 0), stack, piece)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Progress bar on stderr that appears only when loading takes over two seconds; yields `advance(nbytes)`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = ("loading weights", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    shown = console.is_terminal or console.is_jupyter
+    bar = Progress(*columns, console=console, transient=True, disable=not shown)
+    task, begun = bar.add_task("", total=total), time.monotonic()
+
+    def advance(nbytes: int):
+        if time.monotonic() - begun > _PROGRESS_AFTER_SECONDS:
+            bar.start()
+        bar.advance(task, nbytes)
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:  # stopping a bar that never showed would print an empty line
+            bar.stop()
+
+
+def load_params(
+    folder: str | Path,
+    config: ModelConfig,
+    dtype=jnp.float32,
+    sharding: ShardingRule | None = None,
+    bits: int | None = None,
+    *,
+    layers: str = "scan",
+    text_only: bool = False,
+) -> Params:
+    """Params pytree of a Hugging Face folder in `dtype`, its layers as stacks ("scan") or a list ("unroll").
+
+    `sharding(name)` gives each parameter's placement; names are those of the pytree joined by "/", such as "embed" or
+    "layers/q" (axes as in kvqjax/model/decoder.py, [L, in, out]). None: everything on the default device.
+    `bits` 8 or 4 stores the layers' matrices as codes (kvqjax/model/weight_codes.py), made layer by layer. FP8, GPTQ
+    and AWQ matrices are decoded (kvqjax/model/stored.py). `text_only` leaves out a vision part.
+    Raises UserError for a missing folder, file or tensor, a wrong shape, a truncated or foreign file.
+    """
+    folder, dtype = Path(folder).expanduser(), np.dtype(dtype)
+    checkpoint = language_part(open_checkpoint(folder), folder, text_only)
+    file = folder / "config.json"
+    sources = _sources(checkpoint, config, read_scheme(read_json(file)) if file.exists() else None, folder)
+    found: dict[str, Any] = {"layers": {}}
+    apart: list[dict] = [{} for _ in range(config.num_layers)]
+    with _progress(sum(x.nbytes for rows in sources.values() for row in rows for x in row)) as advance:
+        for parameter in parameters(config):
+            name, place = parameter.name.removeprefix("layers/"), sharding and sharding(parameter.name)
+            pieces = _pieces(parameter, sources[parameter.name], dtype, place, bits, layers == "unroll", advance)
+            if parameter.layers is None:
+                found[name] = next(piece for _, piece in pieces)[0]
+            elif layers == "unroll":
+                for row, piece in pieces:
+                    apart[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
+            else:
+                stack = _stacked(pieces, len(parameter.layers))
+                found["layers"][name] = Rows(stack, parameter.layers) if parameter.rows else stack
+    return found | ({"layers": apart} if layers == "unroll" else {})
+
+
+def _stacked(pieces: Iterator, rows: int):
+    """All layers' pieces as one stack, which each is written into."""
+    _, stack = next(pieces)
+    if jax.tree.leaves(stack)[0].shape[0] == rows:
+        return stack
+    empty = lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype, device=x.sharding)  # noqa: E731
+    stack = _put(jax.tree.map(empty, stack), stack, 0)
+    for row, piece in pieces:
+        stack = _put(stack, piece, row)
+        del piece
+    return stack
+
+
+def _pieces(parameter: Parameter, sources, dtype: np.dtype, place, bits: int | None, single: bool, advance: Callable):
+    """(first row, array or codes [layers, ...]) of as many layers at a time as `PIECE` bytes hold, or of every one."""
+    layered = parameter.layers is not None
+    coded = bits is not None and layered and parameter.matrix and not parameter.name.endswith("router")
+    count = 1 if single or not layered else max(1, PIECE // max(1, math.prod(parameter.shape) * dtype.itemsize))
+    for row in range(0, len(sources), count):
+        part = sources[row : row + count]
+        shape = (len(part), *parameter.shape)
+        fill = functools.partial(_fill, part, parameter.by_expert, parameter.matrix, shape, dtype)
+        piece = _placed(fill, shape, dtype, _over_layers(place) if layered else _as_stack(place))
+        advance(sum(x.nbytes for stored in part for x in stored))
+        yield row, code_weight(piece, bits) if coded else piece
+        del piece
+
+
+def _as_stack(sharding):
+    """The placement of a parameter that no layer has, as that of a stack of one."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def save_params(folder: str | Path, params: Params, config: ModelConfig):
+    """Write config.json and model.safetensors in the Hugging Face layout, in the dtype of the params."""
+    folder = Path(folder).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for parameter in parameters(config):
+        layered = parameter.layers is not None
+        value = params["layers"][parameter.name.removeprefix("layers/")] if layered else params[parameter.name]
+        value = np.asarray(value.stack if isinstance(value, Rows) else value)
+        for names, own in zip(parameter.tensors, value if layered else [value], strict=True):
+            for name, matrix in zip(names, own if parameter.by_expert else [own], strict=True):
+                tensors[name] = np.ascontiguousarray(matrix.T if parameter.matrix else matrix)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n", encoding="utf-8")
+
+
+def _non_default(record) -> dict:
+    """Fields of a dataclass that differ from their defaults, so that a field added later changes no digest."""
+    fields = {f.name: (getattr(record, f.name), f.default) for f in dataclasses.fields(record)}
+    return {name: value for name, (value, default) in fields.items() if value != default}
+
+
+UNCALIBRATED = ("eos_ids", "bos_id", "sliding_window")
+
+
+def fingerprint(folder: str | Path, config: ModelConfig) -> str:
+    """What an artifact was calibrated on, as "config=...,headers=...,samples=...": a mismatch can be named by its part.
+
+    The special token ids are left out: an edited generation config changes nothing that is calibrated.
+    """
+    checkpoint = open_checkpoint(folder)
+    fields = {name: value for name, value in _non_default(config).items() if name not in UNCALIBRATED}
+    fields["windows"] = config.windows  # as fingerprints have named it from the start
+    text = json.dumps(fields, sort_keys=True, default=_non_default)
+    parts = {
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "headers": header_digest(checkpoint),
+        "samples": sample_digest(checkpoint),
+    }
+    return ",".join(f"{name}={digest[:16]}" for name, digest in parts.items())

@@ -1,0 +1,129 @@
+"""Fields stored head by head, `[L, B, K, rows, D]`: the form that XLA reads best on GPUs, straight into its products.
+
+Codes are signed integers, because XLA for GPUs fuses the conversion of those into a product and no other unpacking:
+
+- 3 or 4 bits: int4, c - 8. 3 bits are stored as 4: a third plane would be read a second time.
+- 1 or 2 bits: two tokens a nibble, n = 4 c1 - 8 + (c0, or 3 - c0 where c1 is even), so that c1 - 2 = floor(n / 4) and
+  c0 + 0.5 = ||n + 0.5| - 4|: of each code's reading XLA makes one chain of operations, which it fuses as well. Of 256
+  consecutive tokens the first 128 are the c0 of 128 rows, the others their c1.
+- 5 to 8 bits: int8, c - 128.
+
+Floats are stored as they are.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Num, Shaped
+
+from kvqjax.ops.finite import saturated
+from kvqjax.ops.xla import row_major
+
+__all__ = ["HALF", "allocate", "offset", "read", "stored_bits", "tokens_per_row", "write"]
+
+HALF = 128  # tokens of one plane of a nibble: whole groups of every size
+
+
+def tokens_per_row(bits: int) -> int:
+    """How many tokens' codes of `bits` bits share a stored number."""
+    return 2 if bits <= 2 else 1
+
+
+def stored_bits(bits: int) -> int:
+    """Bits that a code of `bits` bits takes here."""
+    return 2 if bits <= 2 else 4 if bits <= 4 else 8
+
+
+def offset(bits: int) -> int:
+    """What is taken off a code that has a number of its own, so that it is signed."""
+    return 128 if bits > 4 else 8
+
+
+def _dtype(field):
+    if field.kind == "plain":
+        return jnp.dtype(field.dtype)
+    return jnp.dtype("int8") if field.bits > 4 else jnp.dtype("int4")
+
+
+def allocate(field, lead: tuple[int, ...], slots: int) -> tuple[Array, ...]:
+    """Zeroed array for `slots` tokens, with `lead` = (L, B) in front."""
+    rows = slots // tokens_per_row(field.bits) if field.packed else slots
+    return (jnp.zeros((*lead, field.heads, rows, field.width // field.heads), _dtype(field)),)
+
+
+def _split(x: Shaped[Array, "*B u W"], heads: int) -> Shaped[Array, "*B K u D"]:
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], heads, -1), -2, -3)
+
+
+def _joined(x: Shaped[Array, "*B K u D"]) -> Shaped[Array, "*B u W"]:
+    x = jnp.swapaxes(x, -2, -3)
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def _split_pair(n: Int[Array, "*S"]) -> tuple[Int[Array, "*S"], Int[Array, "*S"]]:
+    """Both codes of a nibble."""
+    upper = (n + 8) >> 2
+    return jnp.where(upper % 2 == 1, n & 3, 3 - (n & 3)), upper
+
+
+def _as_pair(lower: Int[Array, "*S"], upper: Int[Array, "*S"]) -> Int[Array, "*S"]:
+    """The nibble of two codes."""
+    return 4 * upper - 8 + jnp.where(upper % 2 == 1, lower, 3 - lower)
+
+
+def _place(field, token):
+    """(row, plane) of a body token."""
+    if field.packed and tokens_per_row(field.bits) == 2:
+        return token // (2 * HALF) * HALF + token % HALF, token % (2 * HALF) // HALF
+    return token, jnp.int32(0)
+
+
+def _write_piece(field, array, index, token, piece, wanted):
+    """Put `piece` [K, u, D] of consecutive tokens into consecutive rows of one plane."""
+    row, plane = _place(field, token)
+    start, shape = (*index, 0, row, 0), (1,) * len(index) + piece.shape
+    old = jax.lax.dynamic_slice(array, start, shape)
+    if not field.packed:
+        new = saturated(piece, array.dtype).reshape(shape)
+    else:
+        new = piece.astype(jnp.int32).reshape(shape)
+        if tokens_per_row(field.bits) == 2:
+            lower, upper = _split_pair(old.astype(jnp.int32))
+            new = _as_pair(jnp.where(plane == 0, new, lower), jnp.where(plane == 0, upper, new))
+        else:
+            new = new - offset(field.bits)
+        new = new.astype(array.dtype)
+    if wanted is not None:
+        new = jnp.where(wanted, new, old)
+    return jax.lax.dynamic_update_slice(array, row_major(new), start)
+
+
+def write(
+    field,
+    stored: tuple[Array, ...],
+    index: tuple[Int[Array, ""] | int, ...],
+    token: Int[Array, ""] | int,
+    tile: Num[Array, "u W"],
+    wanted: Bool[Array, ""] | None = None,
+) -> tuple[Array, ...]:
+    """Store one tile at (layer, row) = `index` from body token `token`; where `wanted` is False, nothing. As
+    `kvqjax.ops.layout.write`, whose tiles these are: u is 1, or u and `token` are multiples of 32 and u divides 128."""
+    tile, (array,) = _split(tile, field.heads), stored
+    for first in range(0, tile.shape[1], HALF):
+        array = _write_piece(field, array, index, token + first, tile[:, first : first + HALF], wanted)
+    return (array,)
+
+
+def read(field, stored: tuple[Array, ...], layer, token, count: int) -> Shaped[Array, "B count W"]:
+    """`count` tokens of every row of one layer from body token `token`, both multiples of 256: codes as uint32."""
+    (array,), per = stored, tokens_per_row(field.bits) if field.packed else 1
+    shape = (1, *array.shape[1:3], count // per, array.shape[4])
+    part = row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, token // per, 0), shape))[0]
+    if not field.packed:
+        return _joined(part)
+    codes = part.astype(jnp.int32)
+    if per == 2:
+        pairs = codes.reshape(*codes.shape[:2], -1, 1, HALF, codes.shape[3])
+        codes = jnp.concatenate(_split_pair(pairs), axis=3).reshape(*codes.shape[:2], count, -1)
+    else:
+        codes = codes + offset(field.bits)
+    return _joined(codes).astype(jnp.uint32)

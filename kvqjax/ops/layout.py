@@ -1,0 +1,243 @@
+"""Packed storage of a cache body: what is written, where, and how it is read back.
+
+A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, the lanes being channels:
+
+- codes:  b-bit integers, one per token and channel, packed along tokens into uint32 words in planes. A block of
+          1024/b tokens is 32 rows of words; token t of the block sits in row t % 32, bits b*(t//32) and up. So one
+          shift and one mask turn 32 rows into 32 consecutive tokens, and no data moves. Widths that are no power of
+          two are several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
+- columns: the same words on the lanes, `[width, rows]`: for a width that is no multiple of 128, whose rows XLA for TPUs
+          keeps like this anyway, and would turn before and after every decode loop.
+- group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
+- token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
+- plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
+
+This is the form of CPUs and of our TPU kernels. With `heads` set, codes and plain vectors are stored head by head, for
+GPUs (kvqjax/ops/head_major.py); what is written and read back is the same.
+
+16-bit floats are stored as the integers that hold their bits: XLA's CPU backend has no 16-bit float operations, and
+would convert a whole array to float32 and back around every slice and every update of it.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
+
+from kvqjax.ops import head_major
+from kvqjax.ops.finite import saturated
+from kvqjax.ops.xla import row_major
+
+__all__ = [
+    "PLANE",
+    "Field",
+    "allocate",
+    "array_bytes",
+    "block_tokens",
+    "from_bits",
+    "leading_slots",
+    "logical_bits",
+    "read",
+    "row_major",
+    "slot_rows",
+    "split_bits",
+    "to_bits",
+    "write",
+]
+
+PLANE = 32  # tokens per plane: the rows of a block of words
+
+Stored = tuple  # the arrays of one field, one per plane set
+
+
+def split_bits(bits: int) -> tuple[int, ...]:
+    """Powers of two that add up to `bits`, largest first: the plane sets of a code."""
+    return tuple(1 << i for i in reversed(range(5)) if bits >> i & 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Field:
+    """One stored quantity of a codec. `kind` is "codes", "columns", "group", "token" or "plain" (see the module);
+    `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's compute
+    dtype; `heads` is the number of KV heads where it is stored head by head, else 0."""
+
+    kind: str
+    width: int
+    role: str
+    bits: int = 0
+    group: int = 1
+    dtype: str = "bfloat16"
+    heads: int = 0
+
+    def __post_init__(self):
+        if self.kind not in ("codes", "columns", "group", "token", "plain"):
+            raise ValueError(f"unknown field kind {self.kind!r}")
+        if self.packed and not 1 <= self.bits <= 16:
+            raise ValueError(f"codes of {self.bits} bits; 1 to 16 can be packed")
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is stored as words of codes."""
+        return self.kind in ("codes", "columns")
+
+    @property
+    def along_lanes(self) -> bool:
+        """Whether tokens follow each other on the lanes, the last axis."""
+        return self.kind in ("columns", "token")
+
+
+def block_tokens(fields: list[Field]) -> int:
+    """Tokens after which every field starts a fresh block: what a body is allocated and read in multiples of."""
+    sizes = [1024 // part for f in fields if f.packed for part in split_bits(f.bits)]
+    return math.lcm(256, *sizes, *(f.group for f in fields))
+
+
+def logical_bits(field: Field) -> float:
+    """Stored bits per token of this field, without padding; the compute dtype counts as 16 bits until it is known."""
+    if field.packed:
+        return float((head_major.stored_bits(field.bits) if field.heads else field.bits) * field.width)
+    dtype = "bfloat16" if field.dtype == "compute" else field.dtype
+    return 8 * jnp.dtype(dtype).itemsize * field.width / field.group
+
+
+def array_bytes(array) -> int:
+    """Bytes of an array, live or abstract. Two int4 numbers share a byte, whatever `nbytes` says."""
+    bits = 4 if array.dtype == jnp.int4 else 8 * jnp.dtype(array.dtype).itemsize
+    return math.prod(array.shape) * bits // 8
+
+
+def _is_half(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
+
+
+def to_bits(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
+    """What is stored for `x`: uint16 for 16-bit floats, `x` itself for everything else."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if _is_half(x.dtype) else x
+
+
+def from_bits(x: Shaped[Array, "*S"], dtype: str) -> Shaped[Array, "*S"]:
+    """The numbers of `dtype` that `to_bits` stored. For slices: of a whole array it may make a copy."""
+    return jax.lax.bitcast_convert_type(x, dtype) if _is_half(dtype) else x
+
+
+def slot_rows(count: int, dtype: str) -> int:
+    """Rows of 16-bit words that `count` slots of a number of `dtype` and a channel take per token. Both in one array,
+    because XLA for TPUs lays one out anew around a decode loop if its rows are no multiple of 8: 12 slots are 24."""
+    return count * (jnp.dtype(dtype).itemsize // 2 + 1)
+
+
+def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
+    """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
+    if field.heads:
+        return head_major.allocate(field, lead, slots)
+    if field.packed:
+        sizes = [(slots * part // 32, field.width) for part in split_bits(field.bits)]
+        return tuple(jnp.zeros((*lead, *(s[::-1] if field.along_lanes else s)), jnp.uint32) for s in sizes)
+    dtype = "uint16" if _is_half(field.dtype) else field.dtype
+    if field.kind == "token":
+        return (jnp.zeros((*lead, field.width, slots), dtype),)
+    return (jnp.zeros((*lead, slots // field.group, field.width), dtype),)
+
+
+def _chosen(wanted, new, old):
+    """`new` where it is wanted (None: always), else what stands there."""
+    return new if wanted is None else jnp.where(wanted, new, old)
+
+
+def _write_plane(field, words, codes, index, token, bits, wanted):
+    """Put up to 32 tokens' codes into their plane; the plane's old bits are cleared first (write once, docs/design.md,
+    idea 8)."""
+    per_block = 1024 // bits
+    row = token // per_block * PLANE + token % PLANE
+    start, codes = ((*index, 0, row), codes.T) if field.along_lanes else ((*index, row, 0), codes)
+    shift = jnp.asarray(token % per_block // PLANE * bits, jnp.uint32)
+    old = jax.lax.dynamic_slice(words, start, (1,) * len(index) + codes.shape)
+    mask = jnp.uint32((1 << bits) - 1) << shift
+    new = _chosen(wanted, (old & ~mask) | (codes << shift).reshape(old.shape), old)
+    return jax.lax.dynamic_update_slice(words, row_major(new), start)
+
+
+def write(
+    field: Field,
+    stored: Stored,
+    index: tuple[Int[Array, ""] | int, ...],
+    token: Int[Array, ""] | int,
+    tile: Num[Array, "rows lanes"],
+    wanted: Bool[Array, ""] | None = None,
+) -> Stored:
+    """Store one tile at (layer, row) = `index`, starting at body token `token`; where `wanted` is False, nothing.
+
+    A tile of codes or columns holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are
+    `[u/group, W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
+    if field.heads:
+        return head_major.write(field, stored, index, token, tile, wanted)
+    if field.packed:
+        return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32), wanted))
+    if field.kind == "token":
+        start = (*index, 0, token)
+    else:
+        start = (*index, token // field.group, 0)
+    tile = to_bits(saturated(tile, field.dtype)).reshape((1,) * len(index) + tile.shape)
+    if wanted is not None:
+        tile = _chosen(wanted, tile, jax.lax.dynamic_slice(stored[0], start, tile.shape))
+    tile = row_major(tile)
+    return (jax.lax.dynamic_update_slice(stored[0], tile, start),)
+
+
+def _write_codes(field, stored, index, token, tile, wanted):
+    shift = 0
+    for words, bits in zip(stored, split_bits(field.bits), strict=True):
+        part = (tile >> shift) & ((1 << bits) - 1)
+        for first in range(0, tile.shape[0], PLANE):
+            words = _write_plane(field, words, part[first : first + PLANE], index, token + first, bits, wanted)
+        yield words
+        shift += bits
+
+
+def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
+    """Codes of whole blocks: R rows of words become R*32/bits tokens, in token order."""
+    lead, (rows, width) = words.shape[:-2], words.shape[-2:]
+    blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
+    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
+    return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
+
+
+def read(
+    field: Field, stored: Stored, layer: Int[Array, ""] | int, token: Int[Array, ""] | int, count: int
+) -> Shaped[Array, "B rows lanes"]:
+    """`count` tokens of every row of one layer from body token `token` (both multiples of the block), unpacked to tiles
+    as `write` takes them, with B in front."""
+    if field.heads:
+        return head_major.read(field, stored, layer, token, count)
+    if field.packed:
+        codes, shift = jnp.uint32(0), 0
+        for words, bits in zip(stored, split_bits(field.bits), strict=True):
+            cut = _columns if field.along_lanes else _rows
+            part = cut(words, layer, token * bits // 32, count * bits // 32)
+            part = jnp.swapaxes(part, -1, -2) if field.along_lanes else part
+            codes = codes | (unpack(part, bits) << shift)
+            shift += bits
+        return codes
+    if field.kind == "token":
+        part = _columns(stored[0], layer, token, count)
+    else:
+        part = _rows(stored[0], layer, token // field.group, count // field.group)
+    return from_bits(part, field.dtype)
+
+
+def leading_slots(field: Field, stored: Stored, slots: int, count: int) -> Stored:
+    """The first `count` of a body's `slots` slots, both static and `count` whole blocks, as they are stored."""
+    axis = -1 if field.along_lanes else -2
+    return tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored)
+
+
+def _rows(array, layer, start, count):
+    """Rows `start:start+count` of one layer, all batch rows: [B, count, W]."""
+    return row_major(jax.lax.dynamic_slice(array, (layer, 0, start, 0), (1, array.shape[1], count, array.shape[3])))[0]
+
+
+def _columns(array, layer, start, count):
+    """Lanes `start:start+count` of one layer, all batch rows: [B, W, count]."""
+    return row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, start), (1, *array.shape[1:3], count)))[0]

@@ -1,0 +1,1 @@
+"""A model and its cache on several devices and hosts."""

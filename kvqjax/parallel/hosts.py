@@ -1,0 +1,28 @@
+"""Several hosts that run one program: joining them, and who speaks."""
+
+import jax
+
+from kvqjax._errors import UserError
+
+__all__ = ["join_hosts", "speaks"]
+
+
+def join_hosts(coordinator: str, processes: int, process: int) -> None:
+    """Join process `process` of `processes` through `coordinator` ("host:port", reachable by all, served by process 0),
+    before anything else of JAX is used; `jax.devices()` then lists every host's devices. Raises UserError when the
+    numbers or the address cannot be right, or the others do not come."""
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"coordinator {coordinator!r}; wanted host:port")
+    if not 0 <= process < processes:
+        raise UserError(f"process {process} of {processes}; wanted 0 to {processes - 1}")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # where the devices are CPUs
+    try:
+        jax.distributed.initialize(coordinator_address=coordinator, num_processes=processes, process_id=process)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"cannot join the hosts at {coordinator}: {str(error).splitlines()[0]}") from error
+
+
+def speaks() -> bool:
+    """Whether this process prints what all of them computed."""
+    return jax.process_index() == 0

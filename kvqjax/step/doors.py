@@ -1,0 +1,95 @@
+"""What public functions check of their arguments before any work: one line for each mistake, outside jit and inside.
+
+Shapes and dtypes are static, so tracers are checked too; numbers in `counts` only where they are known."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvqjax._errors import UserError
+from kvqjax.cache.state import Cache, check_alive, plan
+from kvqjax.model.loading import Model
+from kvqjax.step.layer_step import is_known
+
+__all__ = ["check_counts", "check_model", "check_new_tokens", "check_pending"]
+
+
+def _named(value: Any) -> str:
+    text = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return text if len(text) < 80 else f"a {type(value).__name__}"
+
+
+def check_model(model: Any) -> None:
+    """Raise UserError for what is no Model."""
+    if not isinstance(model, Model):
+        raise UserError(f"model is {_named(model)}; wanted a Model, such as kvqjax.load('demo')")
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise UserError for a named number that is not whole or below 1; None stands for a default and passes."""
+    for name, count in counts.items():
+        try:
+            fine = count is None or (not isinstance(count, bool) and operator.index(count) >= 1)
+        except TypeError:
+            fine = False
+        if not fine:
+            raise UserError(f"{name}={_named(count)}; it must be a whole number of at least 1")
+
+
+def _check_cache(model: Any, cache: Any) -> None:
+    check_model(model)
+    if not isinstance(cache, Cache):
+        hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
+        raise UserError(f"cache is {_named(cache)}; wanted a Cache, such as init_cache gives{hint}")
+    check_alive(cache)
+    if cache.layout.shape != model.config.kv_shape:
+        raise UserError("the cache was made for a model of another config")
+    if cache.layout.dtype != str(model.params["embed"].dtype):
+        raise UserError(f"the cache is kept in {cache.layout.dtype}, the model is {model.params['embed'].dtype}")
+
+
+def _check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
+    """`value` must be an array of integers of this shape, in which a letter stands for any length of at least 1."""
+    wanted = "[" + ", ".join(map(str, shape)) + "]"
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise UserError(f"{name} is {_named(value)}; wanted an array of integers {wanted}: {why}")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise UserError(f"{name} is of type {value.dtype}; wanted integers {wanted}")
+    same = [got == size or (isinstance(size, str) and got >= 1) for got, size in zip(value.shape, shape, strict=False)]
+    if value.ndim != len(shape) or not all(same):
+        raise UserError(f"{name} has shape {list(value.shape)}; wanted {wanted}: {why}")
+
+
+def check_new_tokens(model: Any, tokens: Any, counts: Any, cache: Any) -> None:
+    """Raise UserError unless these are T new tokens for every row of a cache of this model, and their counts."""
+    _check_cache(model, cache)
+    _check_integers("tokens", tokens, (cache.batch, "T"), f"T new tokens for each of the cache's {cache.batch} rows")
+    _check_numbers(counts, cache.batch, tokens.shape[1])
+
+
+def _check_numbers(counts: Any, batch: int, length: int) -> None:
+    _check_integers("counts", counts, (batch,), "how many of the new tokens of each row are valid")
+    if is_known(counts) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
+        raise UserError(f"counts={np.asarray(counts).tolist()}; each must lie from 0 to the {length} new tokens given")
+
+
+def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
+    """Raise UserError unless `pending` has the sources of every run of the cache's layers, [L_run, B, T, W]."""
+    _check_cache(model, cache)
+    runs = plan(cache.layout)
+    if not isinstance(pending, tuple) or len(pending) < len(runs):
+        raise UserError(f"pending is {_named(pending)}; wanted a tuple of {len(runs)}, a dict of sources for every run")
+    length = None
+    for number, (run, sources) in enumerate(zip(runs, pending, strict=False)):
+        for name, width in run.wiring.sources.items():
+            got = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
+            length = got[2] if length is None and got is not None and len(got) == 4 else length
+            wanted = (run.count, cache.batch, length, width)
+            if got != wanted:
+                found = "nothing" if got is None else f"shape {list(got)}"
+                sizes = f"[{run.count}, {cache.batch}, T, {width}]"
+                raise UserError(f"pending[{number}][{name!r}]: {found} given, wanted {sizes} with one T for all")
+    _check_numbers(counts, cache.batch, length or 0)

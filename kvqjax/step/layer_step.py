@@ -1,0 +1,199 @@
+"""One layer's attention over a cache: what our decoder's step and the door for other models (kvqjax/step/layers.py)
+share."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax import cache as caches
+from kvqjax._errors import UserError
+from kvqjax.cache.chunk_paths import kernels_of
+from kvqjax.cache.eviction import Received, no_mass
+from kvqjax.cache.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
+from kvqjax.cache.state import Cache, CacheLayout, RunPlan, chains, check_alive, due, plan
+from kvqjax.model.decoder import Projected
+from kvqjax.ops.attention import merge, merge_over, total_lse
+from kvqjax.ops.finite import found_finite, spoiled, zeroed
+from kvqjax.ops.layout import row_major
+
+__all__ = [
+    "Call",
+    "Flow",
+    "attend_one",
+    "begin",
+    "check_capacity",
+    "depending_on",
+    "first_flow",
+    "is_known",
+    "run_constants",
+    "slab",
+]
+
+
+class Flow(NamedTuple):
+    """What one layer hands to the layer above it. Empty for methods whose layers do not depend on each other.
+
+    `body` and `tile` are what was reconstructed of the body's tokens and of the tokens that fall due in this call
+    (AQUA-KV, XQuant-CL); `mass` is the attention that every token has received so far (keep=h2o)."""
+
+    body: dict
+    tile: dict
+    mass: Received | None
+
+
+class Call(NamedTuple):
+    """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded.
+    `reach`: how many tokens of every row are read at least (None: all)."""
+
+    cache: Cache
+    runs: tuple[RunPlan, ...]
+    constants: tuple[dict, ...]
+    tokens: NewTokens
+    recode: bool
+    reach: int | None = None
+
+
+def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
+    """Calibrated constants of every run, given for the runs or for the stacks that an artifact holds. Raises UserError,
+    at trace time, for missing or misshapen ones."""
+    runs, stacks = plan(layout), plan(dataclasses.replace(layout, layers="scan"))
+    given = given or tuple({} for _ in runs)
+    if len(given) == len(stacks) != len(runs):
+        given = tuple(
+            jax.tree.map(lambda a, i=index: a[i : i + 1], constants)
+            for stack, constants in zip(stacks, given, strict=True)
+            for index in range(stack.count)
+        )
+    if len(given) != len(runs):
+        raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
+    for run, constants in zip(runs, given, strict=True):
+        for group, names in run.wiring.wanted().items():
+            for name, shape in names.items():
+                array = constants.get(group, {}).get(name)
+                if array is None:
+                    hint = "run `kvqjax calibrate` and load the artifact"
+                    raise UserError(f"layer {run.first} needs the calibrated constant {group}.{name}; {hint}")
+                if array.shape != (run.count, *shape):
+                    raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
+    return given
+
+
+def is_known(*arrays) -> bool:
+    """Whether every array has numbers that this process can read: no tracer, no part on another host."""
+    return all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in arrays)
+
+
+def check_capacity(cache: Cache, counts) -> None:
+    """Raise UserError outside jit where a row would overflow. Inside jit, and on rows of other hosts, appending raises
+    the row's sticky flag instead (see `Cache`)."""
+    check_alive(cache)
+    if not is_known(cache.lengths, counts):
+        return
+    longest = int((np.asarray(cache.lengths) + np.asarray(counts)).max())  # jnp would be traced inside a user's loop
+    if longest > cache.layout.capacity:
+        raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
+
+
+def slab(runs, rows: tuple[int, ...], dtype) -> dict:
+    """Zeros [*rows, W] for whatever flows from layer to layer."""
+    return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
+
+
+def begin(
+    cache: Cache, counts: Int[Array, " B"], length: int, constants, within: str, reach: int | None = None
+) -> Call:
+    """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `within` and
+    `reach` as in `kvqjax.attend`."""
+    if within not in ("chunk", "step"):
+        raise UserError(f"within={within!r}; known: chunk, step")
+    runs, sinks = plan(cache.layout), cache.layout.method.sinks
+    positions = cache.lengths[:, None] + jnp.arange(length)[None]
+    tokens = NewTokens(positions, counts, cache.lengths - sinks, **_eviction(cache, positions, within))
+    recode = within == "step" and recoded_units(runs[0].wiring.clocks[0].unit, length) > 0
+    return Call(_in_step(cache), runs, run_constants(constants, cache.layout), tokens, recode, reach)
+
+
+def _in_step(cache: Cache) -> Cache:
+    """The cache with one array for the equal counts of all layers that are encoded together, so that what follows from
+    them is computed once and not in every layer."""
+    runs = list(cache.runs)
+    for first, *others in chains(cache.layout):
+        for number in others:
+            runs[number] = runs[number].replace(flushed=runs[first].flushed)
+    return cache.replace(runs=tuple(runs))
+
+
+def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
+    """`stored` and `oldest` of `NewTokens`: what the body holds, and from where on each query of a draft sees it."""
+    if not cache.kept:
+        return {}
+    if within == "chunk" or positions.shape[1] == 1:
+        return {"stored": cache.kept["positions"]}
+    if "mass" in cache.kept:
+        raise UserError(
+            "keep=h2o drops tokens by what every earlier query attended to, so a draft cannot be verified at once; "
+            "with keep=streaming it can"
+        )
+    run, sinks = plan(cache.layout)[0], cache.layout.method.sinks
+    clock = run.wiring.clocks[0]
+    units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
+    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}
+
+
+def first_flow(call: Call) -> Flow:
+    """What enters the first layer: zeros."""
+    cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
+    dtype, unit = cache.layout.dtype, runs[0].wiring.clocks[0].unit
+    holding = [run for run in runs if run.wiring.copy == "layer"]
+    body = slab(holding, (cache.batch, max(run.slots_here for run in runs)), dtype)
+    tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
+    return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))
+
+
+def attend_one(
+    call: Call, number: int, index, weights: dict, projected: Projected, flow: Flow
+) -> tuple[Float[Array, "B T H D"], dict, Flow]:
+    """Attend in layer `index` of run `number`: (output in float32, new sources [B, T, W], what flows on).
+
+    `projected.q` holds the queries of all heads that attend here. From a token on whose source is not finite, the
+    output of its row is NaN."""
+    run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
+    fixed = caches.pick(call.constants[number], index)
+    new = run.wiring.capture(weights, fixed, projected, positions)
+    dtype = call.cache.layout.dtype
+    broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
+    if call.reach is not None:
+        broken = broken | (call.cache.lengths > call.reach)[:, None]
+    below = _below(call, number, index)
+    state, chunks = call.cache.runs[number], kernels_of(call.cache.layout)
+    view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, below, chunks, call.reach)
+    parts, tile = attend_exact(projected.q, view, call.tokens, call.recode and run.slots > 0, flow.tile)
+    body = flow.body
+    if run.slots:
+        part, body = attend_body(projected.q, run.shape.num_kv_heads, view, call.tokens, body)
+        parts.append(merge_over(part, run.deal.axes))
+    mass = flow.mass
+    if mass is not None:
+        more = weigh(projected.q, view, call.tokens, total_lse(*parts), flow.body)
+        mass = jax.tree.map(jnp.add, mass, more)
+    new = {name: row_major(x) for name, x in new.items()}
+    out = jnp.where(broken[:, :, None, None], jnp.nan, merge(*parts))
+    return out, new, Flow(body, tile, mass)
+
+
+def _below(call: Call, number: int, index) -> tuple:
+    """(run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present one."""
+    counts = [*(run.count for run in call.runs[:number]), index]
+    return tuple(zip(call.runs, call.cache.runs, call.constants, counts, strict=False))
+
+
+def depending_on(x: Array, new: dict) -> dict:
+    """`new`, made to depend on `x`. What a layer outside a loop captures is ready before its attention has read the
+    body: without this, XLA copies the body so that `append` may write at the same time. It must be data, since an
+    optimization barrier is gone when XLA's CPU backend places copies."""
+    never = jnp.isposinf(x.reshape(-1)[0]) & jnp.isneginf(x.reshape(-1)[0])
+    return {name: jnp.where(never, jnp.zeros_like(y), y) for name, y in new.items()}

@@ -1,0 +1,165 @@
+"""A cache as part of any model: one layer attends at a time, then all layers' new tokens are appended at once.
+
+cache = init_cache(KVShape(...), "kivi:bits=2", batch=2, capacity=4096)
+out, new[l] = attend_layer(cache, l, q, k, v, counts)       for every layer; the cache stays as it is
+cache = append(cache, new, counts)
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvqjax import cache as caches
+from kvqjax._errors import UserError
+from kvqjax.cache.eviction import Received
+from kvqjax.cache.state import Cache, RunPlan, plan
+from kvqjax.model.config import KVShape
+from kvqjax.model.decoder import Projected
+from kvqjax.model.rope import rotate
+from kvqjax.ops.finite import saturated
+from kvqjax.step.eager import kept_program
+from kvqjax.step.layer_step import (
+    Call,
+    Flow,
+    attend_one,
+    begin,
+    check_capacity,
+    depending_on,
+    first_flow,
+    run_constants,
+)
+
+__all__ = ["New", "append", "attend_layer", "below_first", "ready_queries"]
+
+
+class New(struct.PyTreeNode):
+    """One layer's new tokens: `sources` {name: [B, T, W]} is what `append` stores, `flow` is for the layer above. What
+    a scan over layers returns has the layers' axis in front."""
+
+    sources: dict[str, Array]
+    flow: Flow
+
+
+def below_first(cache: Cache, counts: Int[Array, " B"], length: int, within: str = "chunk") -> Flow:
+    """What `below` of the first layer is where it must be an array: the start of a scan over layers of a cache whose
+    layers depend on each other (keep=h2o)."""
+    return first_flow(begin(cache, counts, length, None, within))
+
+
+def attend_layer(
+    cache: Cache,
+    layer: Int[Array, ""] | int,
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    counts: Int[Array, " B"],
+    *,
+    below: New | Flow | None = None,
+    constants=None,
+    within: str = "chunk",
+) -> tuple[Float[Array, "B T H D"], New]:
+    """Attend to what layer `layer` of the cache holds and to the new tokens: (output in q's dtype, the new tokens for
+    `append`). The cache stays as it is.
+
+    The first `counts[b]` of T new tokens of row b are valid; their positions follow what the row holds. With a rope in
+    the cache's shape, q and k come unrotated; without one they come rotated. `below` is what the layer beneath
+    returned; methods whose layers depend on each other need it (AQUA-KV, keep=h2o). `constants` are an artifact's.
+    `layer` may be traced where all layers are stored as one stack. `within="chunk"`: new tokens attend to each other
+    exactly; "step": each sees what decoding one token at a time would have shown it. Pure; works inside and outside
+    jit. Raises UserError for shapes that do not fit, missing constants, and a missing `below`."""
+    check_capacity(cache, counts)
+    _check_heads(cache, q, k, v)
+    layer = layer if isinstance(layer, jax.core.Tracer) else int(layer)
+    return _attend_layer(cache, q, k, v, counts, below, constants, layer=layer, within=within)
+
+
+def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: str):
+    """`attend_layer` after its checks."""
+    counts = counts.astype(jnp.int32)
+    call = begin(cache, counts, q.shape[1], constants, within)
+    number, index = _place(call.runs, layer)
+    flow = _flow_below(call, layer, below)
+    projected = Projected(ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None)
+    out, new, flow = attend_one(call, number, index, {}, projected, flow)
+    return saturated(out, q.dtype), New(depending_on(out, new), flow)
+
+
+_attend_layer = kept_program(_attend, static_argnames=("layer", "within"))
+
+
+def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shape: KVShape) -> Float[Array, "B T H D"]:
+    """Scale and rotate one layer's queries as our attention, which divides scores by the root of D, wants them."""
+    if shape.scale is not None:
+        q = q * jnp.asarray(shape.scale * shape.head_dim**0.5, q.dtype)
+    return rotate(q, positions, shape)
+
+
+def _check_heads(cache: Cache, q, k, v) -> None:
+    shape = cache.layout.shape
+    for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
+        wanted = (cache.batch, q.shape[1], heads, shape.head_dim)
+        if x.shape != wanted:
+            raise UserError(f"{name} has shape {x.shape}, wanted {wanted}: rows, new tokens, heads, head_dim")
+
+
+def _place(runs: tuple[RunPlan, ...], layer) -> tuple[int, Int[Array, ""] | int]:
+    """Run of a layer and its number in it."""
+    if isinstance(layer, jax.core.Tracer):
+        if len(runs) > 1:
+            raise UserError(f"layers of this cache are stored as {len(runs)} stacks, so `layer` must be a plain number")
+        return 0, layer
+    for number, run in enumerate(runs):
+        if run.first <= layer < run.first + run.count:
+            return number, int(layer) - run.first
+    raise UserError(f"layer {layer} does not exist in a cache of {runs[-1].first + runs[-1].count} layers")
+
+
+def _flow_below(call: Call, layer, below: New | Flow | None) -> Flow:
+    """What flows into `layer`; only the first one may do without what the layer beneath returned."""
+    if below is not None:
+        return below.flow if isinstance(below, New) else below
+    flow = first_flow(call)
+    first = not isinstance(layer, jax.core.Tracer) and int(layer) == 0
+    if jax.tree.leaves(flow) and not first:
+        raise UserError(
+            f"{call.cache.layout.method}: layers depend on each other; pass below=, what the layer beneath returned"
+        )
+    return flow
+
+
+def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B"], *, constants=None) -> Cache:
+    """Store the first `counts[b]` new tokens of each row and encode what is due: the cache that holds them.
+
+    `new` has one entry a layer, as `attend_layer` returns them or only their sources {name: [B, T, W]}, or is what a
+    scan over layers stacked. Raises UserError outside jit when a row would exceed the capacity; inside jit its
+    overflow flag is raised and the excess is not stored."""
+    if not isinstance(cache, Cache):
+        kind = type(cache).__name__
+        raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")
+    check_capacity(cache, counts)
+    return _append(cache, new, counts, constants)
+
+
+@kept_program
+def _append(cache: Cache, new, counts, constants) -> Cache:
+    """`append` after its checks."""
+    pending, mass = _by_runs(cache, new, plan(cache.layout))
+    fixed = run_constants(constants, cache.layout)
+    return caches.commit(cache, (*pending, *(() if mass is None else (mass,))), counts.astype(jnp.int32), fixed)
+
+
+def _by_runs(cache: Cache, new, runs: tuple[RunPlan, ...]) -> tuple[list[dict], Received | None]:
+    """Sources of every run, [L_run, B, T, W] each, and the attention mass that the last layer knows."""
+    layers = cache.layout.shape.num_layers
+    if isinstance(new, New):
+        pending = [{name: x[run.first : run.first + run.count] for name, x in new.sources.items()} for run in runs]
+        return pending, jax.tree.map(lambda x: x[-1], new.flow.mass)
+    if len(new) != layers:
+        raise UserError(f"new tokens of {len(new)} layers given, the cache has {layers}")
+    sources = [x.sources if isinstance(x, New) else x for x in new]
+    mass = new[-1].flow.mass if isinstance(new[-1], New) else None
+    own = [sources[run.first : run.first + run.count] for run in runs]
+    return [{name: jnp.stack([x[name] for x in part]) for name in part[0]} for part in own], mass

@@ -1,0 +1,169 @@
+"""Saving and loading a cache as it is, packed: an Orbax folder with a JSON description, refused by any other model."""
+
+import dataclasses
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvqjax._errors import UserError
+from kvqjax.cache import Cache, CacheLayout, allocate_cache
+from kvqjax.cache.artifacts import (
+    FORMAT,
+    flatten,
+    read_arrays,
+    read_description,
+    read_method,
+    read_shapes,
+    write_folder,
+)
+from kvqjax.cache.convert import CANONICAL, convert
+from kvqjax.cache.redeal import dealt_anew
+from kvqjax.cache.state import check_alive, stored_form
+from kvqjax.methods import spelled_out
+from kvqjax.model.config import KVShape
+from kvqjax.model.decoder import is_unrolled
+from kvqjax.model.loading import Model
+from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
+from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.verdicts.choose import choose, over_devices
+
+__all__ = ["load_cache", "save_cache"]
+
+
+# What format 1 digested: every field of the config, in this order.
+FIRST_FIELDS = (
+    "vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "norm_eps",
+    "qkv_bias", "qk_norm", "tied_embeddings", "windows", "max_position", "eos_ids", "bos_id", "architecture", "split",
+    "gathered",
+)  # fmt: skip
+
+
+def _digest(config: KVShape, form: int = FORMAT) -> str:
+    """Digest of what a cache must know of a model; in format 1, of all of its config."""
+    fields = dataclasses.asdict(config.kv_shape)
+    if form == 1:
+        every = dataclasses.asdict(config) | {"windows": config.windows}
+        fields = {name: every[name] for name in FIRST_FIELDS}
+    return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
+
+
+def _constants(constants) -> str:
+    """Digest of the calibrated constants: words mean nothing without the very ones they were encoded with."""
+    digest = hashlib.sha256()
+    for name, leaf in sorted(flatten(constants or ()).items()):
+        array = np.asarray(leaf)
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _about(model: Model | KVShape, constants, form: int = FORMAT) -> dict[str, str]:
+    """What a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
+    if isinstance(model, KVShape):
+        return {"config": _digest(model.alone), "constants": _constants(constants)}
+    own = _constants(model.constants if constants is None else constants)
+    return {"fingerprint": model.fingerprint, "config": _digest(model.config, form), "constants": own}
+
+
+def _stored(cache: Cache) -> dict[str, Any]:
+    """The cache's arrays by name, without those that hold nothing (no sinks): Orbax refuses them."""
+    return {name: leaf for name, leaf in flatten((cache,)).items() if leaf.size}
+
+
+def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *, constants=None) -> None:
+    """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
+    and constants filled it. On disk there is one form, whatever the chip. `constants` are an artifact's, by default
+    those of the model; a KVShape has none. Raises UserError when `path` exists or cannot be written, for a cache of
+    another KVShape, and for one that was donated or lies on several hosts."""
+    check_alive(cache)
+    layout = cache.layout
+    if isinstance(model, KVShape) and layout.shape != model.alone:
+        raise UserError(f"{path}: this is a cache of another shape: {layout.shape}")
+    if not cache.lengths.is_fully_addressable:
+        raise UserError(f"{path}: a cache that lies on several hosts cannot be saved")
+    text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
+    text |= {"batch": cache.batch, "dealt": layout.dealt}
+    write_folder(Path(path), text | _about(model, constants), _stored(convert(cache, **CANONICAL)))
+
+
+def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
+    """What was stored: the layout of `model` in its canonical form, its blocks dealt as they were then."""
+    dealt = text.get("dealt", 1)
+    if type(dealt) is not int or dealt < 1:
+        raise UserError(f"{path}: description.json has no usable 'dealt'")
+    alone = isinstance(model, KVShape)
+    shape = model.alone if alone else model.config.kv_shape
+    return CacheLayout(
+        shape=shape,
+        method=read_method(text, shape),
+        capacity=text["capacity"],
+        dtype=text["dtype"],
+        target=target_of(jnp.zeros(()) if alone else model.params["embed"]),
+        dealt=dealt,
+        **CANONICAL,
+    )
+
+
+# Caches from before `finite` was stored held nothing else: it equals their lengths.
+FINITE, LENGTHS = "0/.finite", "0/.lengths"
+
+
+def _check(path: Path, shape: Cache) -> None:
+    """Compare what the folder holds with what the layout wants."""
+    arrays = read_shapes(path)
+    arrays = arrays | {FINITE: arrays.get(FINITE, arrays.get(LENGTHS))}
+    for name, leaf in _stored(shape).items():
+        got = arrays.get(name)
+        if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
+            found = "nothing" if got is None else f"{got.dtype}{got.shape}"
+            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
+
+
+def load_cache(
+    path: str | os.PathLike, model: Model | KVShape, *, constants=None, kernels: str | Kernels = "auto"
+) -> Cache:
+    """Read a cache that `model` filled, or a model of this KVShape, on whatever chip or mesh it then was: it comes back
+    as `init_cache` would lay it out for `model`, dealt over its devices. On as many devices along the sequence as
+    before, every shard is read straight into its own. `constants` are an artifact's, by default those of the model; a
+    KVShape has none. `kernels` as in `init_cache`: what another chip found when the cache was made does not count.
+    Raises UserError when the folder is missing or damaged, or was written for another model, other constants or another
+    compute dtype, naming the field."""
+    path = Path(path)
+    text = read_description(path, "cache")
+    wanted = _about(model, constants, text["format"])
+    if not isinstance(model, KVShape):
+        wanted |= {"dtype": str(model.params["embed"].dtype)}
+    elif text["dtype"] not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"{path}: dtype {text['dtype']!r} is unknown")
+    for field, value in wanted.items():
+        if text.get(field) != value:
+            raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
+    stored, rules = _layout(path, text, model), None if isinstance(model, KVShape) else model.rules
+    layout = dataclasses.replace(stored, dealt=1)
+    if rules is not None:
+        layout = rules.cache_layout(layout, text["batch"])
+    shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
+    _check(path, shape)
+    places = None if rules is None else rules.places(target)
+    arrays = read_arrays(path, flatten((places,)) if stored == layout and places is not None else None)
+    if FINITE not in arrays:  # a copy, for two leaves may not share a buffer
+        arrays[FINITE] = jnp.copy(arrays[LENGTHS])
+    leaves = [
+        arrays[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype) for name, leaf in flatten((shape,)).items()
+    ]
+    cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
+    if stored != layout:
+        cache = dealt_anew(cache, layout)
+    cache = jax.tree.map(jnp.asarray, cache) if places is None else jax.device_put(cache, places)
+    unrolled = not isinstance(model, KVShape) and is_unrolled(model.params)
+    wanted = dataclasses.replace(
+        layout, layers="unroll" if unrolled else "scan", form=stored_form(layout.target), kernels=BY_TABLE
+    )
+    held = jnp.zeros(()) if isinstance(model, KVShape) else model.params["embed"]
+    wanted = choose(wanted, kernels, held, **({} if rules is None else over_devices(rules, wanted)))
+    return convert(cache, layers=wanted.layers, form=wanted.form).replace(layout=wanted)

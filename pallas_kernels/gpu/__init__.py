@@ -1,0 +1,1 @@
+"""Decode attention on packed bodies for NVIDIA GPUs (Mosaic GPU, Hopper)."""

@@ -1,0 +1,139 @@
+"""The body of the Hopper decode-attention kernel: one warpgroup reads a stretch of one row's tokens for one KV head.
+
+A tile is a block of words, 32 rows of them, worked off in quads of 256 tokens (`unpack`). The next tile's keys are
+on their way while values are worked off, its values while keys are. `keys` and `rope` compute scores,
+`values` sums values.
+
+Shapes in comments: R query rows (a multiple of 8), D channels.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvqjax.pallas_kernels.gpu import keys as gpu_keys
+from kvqjax.pallas_kernels.gpu import parts as gpu_parts
+from kvqjax.pallas_kernels.gpu import rope as gpu_rope
+from kvqjax.pallas_kernels.gpu import values as gpu_values
+from kvqjax.pallas_kernels.gpu.parts import NEVER, State, load, row_index
+from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
+
+__all__ = ["Memory", "Operands", "kernel", "memory"]
+
+
+class Operands(NamedTuple):
+    """In device memory. What a plan does not need is None."""
+
+    queries: Any  # [B, K, D, R] f32, holding bfloat16 numbers
+    key_codes: tuple  # of [L, B, rows, K*D] u32
+    key_scale: Any  # [L, B, S/group, K*D] u16; with signposts [K, 2, 1, D] u16, scales and minima of all tokens
+    key_low: Any
+    value_codes: tuple
+    value_scale: Any  # [L, B, owners, S/64, 64] u16
+    value_low: Any
+    tables: Any = None  # [2, 8] u32: signposts of keys and of values
+    turns: Any = None  # [S/128, D] f32
+    offsets: Any = None  # [256, D/2] bf16
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers."""
+
+    keys: Any
+    values: gpu_values.Values
+    keys_here: Any
+    values_here: Any
+    shared_here: Any  # what all tiles need
+
+
+def _keys(plan):
+    return gpu_rope if plan.spec.rope else gpu_keys
+
+
+def memory(plan) -> Memory:
+    codes = len(plan.plane_sets)
+    keys = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
+    barriers = (keys, codes + 2, 2 if plan.signposts else 1)
+    barriers = (plgpu.Barrier(num_arrivals=n) for n in barriers)
+    return Memory(_keys(plan).memory(plan), gpu_values.memory(plan), *barriers)
+
+
+def kernel(limits, data: Operands, held: Memory, results, plan):
+    """Grid (row, head, split)."""
+    (ends, bounds), (out, lse) = limits, results
+    row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+    begin, end = gpu_parts.share(ends, row, split, plan.splits)
+    where = (ends[2, row], row, head)
+
+    def fetch_keys(tile):
+        _fetch(_keys(plan).copies, data, held.keys, held.keys_here, plan, where, tile)
+
+    def fetch_values(tile):
+        _fetch(gpu_values.copies, data, held.values, held.values_here, plan, where, tile)
+
+    @pl.when(begin < end)
+    def _():
+        fetch_keys(begin)
+        fetch_values(begin)
+
+    queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
+    _keys(plan).start(data, held.keys, plan, where, queries, held.shared_here)
+    plgpu.commit_smem()  # products read what `start` wrote, all threads' parts of it
+    limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
+
+    def step(number, state):
+        quad = Quad(lax.div(number, plan.quads), lax.rem(number, plan.quads))
+        return _fold(data, held, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state)
+
+    state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows)
+    state = lax.fori_loop(begin * plan.quads, end * plan.quads, step, state)
+    gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
+
+
+def _fetch(copies, data: Operands, target, here, plan, where, tile) -> None:
+    """Start copying a tile."""
+    for source, into in copies(data, target, plan, where, tile):
+        plgpu.copy_gmem_to_smem(source, into, here)
+
+
+def _fold(data: Operands, held: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State) -> State:
+    """Fold one quad into the running softmax."""
+    keys, values = gpu_parts.hidden((held.keys, held.values), quad.tile)
+    tables = [data.tables.at[i] if plan.signposts else None for i in range(2)]
+    more_to_come = (quad.part == plan.quads - 1) & (quad.tile + 1 < end)
+
+    pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(held.keys_here))
+    _keys(plan).prepare(keys, plan, quad, queries)
+    plgpu.commit_smem()  # the queries with their scales are written: products read all threads' parts
+    scores = _masked(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
+    plgpu.commit_smem()  # all threads have read the keys, which the next copy overwrites
+    pl.when(more_to_come)(lambda: fetch[0](quad.tile + 1))
+
+    pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(held.values_here))
+
+    def write_weights(peak):
+        return gpu_values.write_weights(values, plan, quad, scores, peak)
+
+    def weigh():
+        plgpu.commit_smem()  # the weights are written: products read all threads' parts
+        sums = gpu_values.weigh(values, plan, quad, tables[1])
+        plgpu.commit_smem()  # all threads have read values and weights, which are overwritten next
+        pl.when(more_to_come)(lambda: fetch[1](quad.tile + 1))
+        return sums
+
+    return gpu_parts.fold(state, scores, write_weights, weigh)
+
+
+def _masked(scores, plan, quad: Quad, limits) -> list:
+    """Scores in powers of two; NEVER where a query must not look."""
+    factor = plan.spec.head_dim**-0.5 * math.log2(math.e)
+    first = (quad.tile * plan.quads + quad.part) * (STEPS * STEP)
+    masked = []
+    for step, score in enumerate(scores):
+        slot = row_index(score.shape) + (first + step * STEP)
+        masked.append(jnp.where(gpu_parts.visible(slot, limits), score * factor, NEVER))
+    return masked

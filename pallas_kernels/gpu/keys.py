@@ -1,0 +1,111 @@
+"""Scores of packed keys after RoPE in a Hopper kernel.
+
+Key scales fold into the query: for every group of 128 tokens, two products' worth, there is a scaled query. What the
+minima add to a score is one product per group, and so is what 2^e adds to the codes (`unpack`): both with a left
+operand that is the same on all rows, so that the result needs no moving.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
+from kvqjax.pallas_kernels.gpu.parts import COLUMNS, ROWS, load, numbers, product, put_transposed, tiled
+from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
+from kvqjax.pallas_kernels.gpu.words import HALF
+
+__all__ = ["GROUP", "GROUPS", "Keys", "copies", "factor_copies", "memory", "prepare", "scores", "start", "word_copies"]
+__all__ += ["words"]
+
+GROUP = 128  # tokens with scales of their own
+GROUPS = STEPS * STEP // GROUP  # of a quad
+LANES = 64  # channels whose words are loaded at a time
+
+
+class Keys(NamedTuple):
+    """Shared memory; in device memory the fields of `PackedBody` of these names."""
+
+    codes: tuple  # of [1, 32, D] u32, one per plane set
+    factors: Any  # [1, 2, N, D] u16: scales and minima of the N groups of a tile
+    raw: Any  # [1, R, D] bf16: the queries
+    scaled: Any  # [1, 2, R, D] bf16: the queries times the scales of a quad's groups
+
+
+def words(plan) -> tuple:
+    """Memory for the words of a tile."""
+    return tuple(tiled((1, HALF, plan.spec.head_dim), jnp.uint32) for _ in plan.plane_sets)
+
+
+def memory(plan) -> Keys:
+    rows, dim = plan.rows, plan.spec.head_dim
+    return Keys(
+        words(plan),
+        plgpu.SMEM((1, 2, plan.groups, dim), jnp.uint16),
+        tiled((1, rows, dim), jnp.bfloat16),
+        tiled((1, GROUPS, rows, dim), jnp.bfloat16),
+    )
+
+
+def copies(data, keys: Keys, plan, where, tile):
+    """(source, target) of all that a tile's keys need."""
+    yield from word_copies(data.key_codes, keys.codes, plan, where, tile)
+    yield from factor_copies(data, keys, plan, where, tile)
+
+
+def word_copies(sources: tuple, targets: tuple, plan, where, tile):
+    """The words of every plane set."""
+    layer, row, head = where
+    lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
+    for source, target, part in zip(sources, targets, plan.plane_sets, strict=True):
+        yield source.at[layer, row, plan.word_rows(tile, part), lanes], target.at[0]
+
+
+def factor_copies(data, keys, plan, where, tile):
+    """Scales and minima of a tile's groups."""
+    layer, row, head = where
+    lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
+    groups = pl.ds(tile * plan.groups, plan.groups)
+    for i, source in enumerate((data.key_scale, data.key_low)):
+        yield source.at[layer, row, groups, lanes], keys.factors.at[0, i]
+
+
+def start(data, keys: Keys, plan, where, queries, barrier) -> None:
+    """Before the first tile."""
+    del data, plan, where, barrier
+    put_transposed(keys.raw.at[0], queries.astype(jnp.bfloat16))
+
+
+def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
+    """Once the keys of a tile are here: write the queries times each group's scales."""
+    for i in range(GROUPS):
+        scale = numbers(load(keys.factors.at[0, quad.part * GROUPS + i], ROWS, optimized=False))
+        scaled = queries * lax.broadcast_in_dim(scale, queries.shape, [0])
+        put_transposed(keys.scaled.at[i], scaled.astype(jnp.bfloat16))
+
+
+def _constants(keys: Keys, plan, quad: Quad, i: int):
+    """The sum of the scaled query over its channels, and q . m; both on all rows, [64, R]."""
+    shape = (STEP, plan.spec.head_dim)
+    low = load(keys.factors.at[1, quad.part * GROUPS + i], COLUMNS, optimized=False)
+    low = lax.broadcast_in_dim(lax.bitcast_convert_type(low, jnp.bfloat16), shape, [1])
+    ones = plgpu.layout_cast(jnp.ones(shape, jnp.bfloat16), plgpu.Layout.WGMMA)
+    return product((ones, keys.scaled.at[i])), product((low, keys.raw))
+
+
+def scores(keys: Keys, plan, quad: Quad, table) -> list:
+    """q . k of the steps of a quad, each [64, R]."""
+    del table
+    bits, found = plan.spec.key_bits, []
+    constants = [_constants(keys, plan, quad, i) for i in range(GROUPS)]
+    for step in range(STEPS):
+        total, zero = constants[step * STEP // GROUP]
+        found.append(zero - gpu_unpack.base(step, bits) * total)
+    for lanes in (pl.ds(first, LANES) for first in range(0, plan.spec.head_dim, LANES)):
+        nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
+        for step in range(STEPS):
+            queries = keys.scaled.at[step * STEP // GROUP, :, lanes]
+            found[step] += product((gpu_unpack.codes(nibbles, step, bits), queries))
+    return found

@@ -1,0 +1,138 @@
+"""Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of `reference`).
+
+Forms of a body, keys and values alike of 2, 3 or 4 bits, heads of 128 channels:
+
+- KIVI: uniform codes, key groups of 128 tokens after RoPE, one value scale per token and head;
+- KIVI*: the same with keys before RoPE;
+- KVQuant: signposts, keys before RoPE, with scales per channel that hold for all tokens, one value scale per token.
+  Bodies with outliers are not read.
+
+Products are in bfloat16 with float32 sums. `kernel` has the body.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kvqjax.ops.attention import Partial
+from kvqjax.ops.layout import split_bits, to_bits
+from kvqjax.pallas_kernels.gpu import call as gpu_call
+from kvqjax.pallas_kernels.gpu import rope as gpu_rope
+from kvqjax.pallas_kernels.gpu.kernel import Operands, kernel, memory
+from kvqjax.pallas_kernels.gpu.lookup import table_words
+from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS
+from kvqjax.pallas_kernels.gpu.words import HALF
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
+
+__all__ = ["Plan", "packed_attention", "resident", "tile_tokens"]
+
+
+def tile_tokens(bits: int) -> int:
+    """Tokens of a tile: a block of the widest plane set. A body must have as many."""
+    return 1024 // split_bits(bits)[0]
+
+
+def resident(spec: PackedSpec) -> int:
+    """Programs that a multiprocessor's registers and shared memory hold (benchmarks/records/gpu_registers.json)."""
+    return 3 if spec.plain and spec.key_bits != 3 else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static choices of one call: query rows of a KV head (a multiple of 8), and programs that share a row's tokens."""
+
+    spec: PackedSpec
+    rows: int
+    splits: int
+
+    @property
+    def kv_heads(self) -> int:
+        return self.spec.kv_heads
+
+    @property
+    def plane_sets(self) -> tuple[int, ...]:
+        """Bits of each, for keys and values alike."""
+        return split_bits(self.spec.key_bits)
+
+    @property
+    def tile(self) -> int:
+        return tile_tokens(self.spec.key_bits)
+
+    @property
+    def quads(self) -> int:
+        """Quads of a tile."""
+        return self.tile // (STEPS * STEP)
+
+    @property
+    def signposts(self) -> bool:
+        return self.spec.datatype == "nuq"
+
+    @property
+    def groups(self) -> int:
+        """Key groups of a tile."""
+        return 1 if self.signposts else self.tile // self.spec.key_group
+
+    @property
+    def own_scales(self) -> bool:
+        """Whether every head has value scales of its own."""
+        return self.spec.value_group == self.spec.head_dim
+
+    def word_rows(self, tile, bits: int):
+        """Where the block of a plane set lies that a tile is in."""
+        return pl.ds(lax.div(tile * self.tile, 1024 // bits) * HALF, HALF)
+
+
+def _check(spec: PackedSpec) -> None:
+    if spec.key_bits != spec.value_bits or spec.key_bits not in (2, 3, 4) or spec.scales != "bfloat16":
+        raise ValueError(
+            f"keys of {spec.key_bits} and values of {spec.value_bits} bits with {spec.scales} scales; "
+            "this kernel has 2, 3 or 4 for both, bfloat16"
+        )
+    nuq = spec.datatype == "nuq"
+    groups = (0, spec.width) if nuq else (128, 128)
+    if spec.head_dim != 128 or (spec.key_group, spec.value_group) != groups or (nuq and spec.rope is None):
+        raise ValueError(f"head_dim, key_group, value_group and rope of {spec}; this kernel has 128 for each")
+    if spec.key_slots or spec.value_slots:
+        raise ValueError("a body with outliers; this kernel has none")
+
+
+def packed_attention(
+    q: Float[Array, "B T H D"],
+    body: PackedBody,
+    layer: Int[Array, ""] | int,
+    start: Int[Array, "B T"],
+    stop: Int[Array, "B T"],
+    spec: PackedSpec,
+    *,
+    splits: int | None = None,
+) -> Partial:
+    """As `reference.packed_attention`, with the queries rounded to bfloat16. `splits` programs share a row's tokens; by
+    default as many as fill the chip. ValueError for bodies this kernel does not read."""
+    check(q, body, spec)
+    _check(spec)
+    batch, slots = q.shape[0], body.value_scale.shape[-1]
+    queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
+    tiles = slots // tile_tokens(spec.key_bits)
+    chosen = splits or gpu_call.default_splits(tiles, batch * spec.kv_heads, resident(spec))
+    plan = Plan(spec, queries.shape[-1], chosen)
+    operands = _operands(queries, body, spec)
+    return gpu_call.attend(plan, kernel, memory(plan), operands, q.shape, layer, start, stop)
+
+
+def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
+    """Of a body's arrays nothing moves."""
+    scale, low = (x.reshape(*x.shape[:3], -1, STEP) for x in (body.value_scale, body.value_low))
+    operands = Operands(queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low)
+    if spec.rope is not None:
+        operands = operands._replace(turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec))
+    if body.signposts is not None:
+        factors = jnp.stack([body.key_scale, body.key_low]).reshape(2, spec.kv_heads, 1, spec.head_dim)
+        operands = operands._replace(
+            key_scale=to_bits(factors.swapaxes(0, 1).astype(jnp.bfloat16)),
+            key_low=None,
+            tables=jnp.stack([table_words(x) for x in body.signposts]),
+        )
+    return operands

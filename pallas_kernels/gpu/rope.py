@@ -1,0 +1,136 @@
+"""Scores of packed keys before RoPE in a Hopper kernel: uniform codes (KIVI*) and signposts (KVQuant).
+
+    R(p + o) k . q = R(o) k . R(-p) q       R(p): the rotation to position p
+
+The query, rotated to its own position outside, is rotated back to the first token p of every group of 128; the keys are
+rotated by their offset o within the group, by a table of cos and sin that is the same for all groups. So keys are
+decoded and rotated in registers, two bfloat16 at a time: one multiply-add for scale and minimum, two for the rotation.
+Channels are taken 32 pairs at a time, channel i and i + D/2 being a pair, which bounds the registers.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float
+
+from kvqjax.pallas_kernels.gpu import keys as gpu_keys
+from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
+from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
+from kvqjax.pallas_kernels.gpu.keys import GROUP, GROUPS
+from kvqjax.pallas_kernels.gpu.parts import COLUMNS, ROWS, load, product, put_transposed, tiled
+from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
+
+__all__ = ["Keys", "copies", "memory", "offsets", "prepare", "scores", "start", "turns"]
+
+LANES = 32  # pairs of channels taken at a time
+PAIRS = 64  # of a head of 128 channels
+
+
+class Keys(NamedTuple):
+    """Shared memory."""
+
+    codes: tuple  # of [1, 32, D] u32, one per plane set
+    factors: Any  # [1, 2, N, D] u16: scales and minima of the N groups of a tile; with signposts of all tokens, N = 1
+    turns: Any  # [1, groups, D] f32: cos, then sin, of the first positions of a tile's groups
+    offsets: Any  # [1, 256, D/2] bf16: cos and sin of the offsets in the first half of a group, then of its second
+    rotated: Any  # [1, 2, R, D] bf16: the queries rotated back to the first token of a quad's groups
+
+
+def _angles(positions, spec) -> Float[Array, "N D"]:
+    """cos, then sin, of every pair at N positions."""
+    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(spec.rope.frequencies, jnp.float32)[None]
+    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
+
+
+def turns(body, spec) -> Float[Array, "_ D"]:
+    """How the query is rotated back for every group of a body, with the factor of the rope."""
+    slots, count = body.value_scale.shape[-1], body.positions.shape[0]
+    first = body.positions[:, None] + jnp.arange(0, slots // count, GROUP, dtype=jnp.int32)[None]
+    return _angles(first.reshape(-1), spec) * spec.rope.factor
+
+
+def offsets(spec) -> BFloat16[Array, "256 _"]:
+    """The rotation within a group: for each half of it 64 rows of cos and 64 of sin."""
+    table = _angles(jnp.arange(GROUP), spec).reshape(2, STEP, 2, -1)
+    return table.transpose(0, 2, 1, 3).reshape(2 * GROUP, -1).astype(jnp.bfloat16)
+
+
+def memory(plan) -> Keys:
+    dim = plan.spec.head_dim
+    return Keys(
+        gpu_keys.words(plan),
+        plgpu.SMEM((1, 2, plan.groups, dim), jnp.uint16),
+        plgpu.SMEM((1, plan.tile // GROUP, dim), jnp.float32),
+        tiled((1, 2 * GROUP, dim // 2), jnp.bfloat16, swizzle=2 * LANES),
+        tiled((1, GROUPS, plan.rows, dim), jnp.bfloat16, swizzle=2 * LANES),
+    )
+
+
+def copies(data, keys: Keys, plan, where, tile):
+    """(source, target) of all that a tile's keys need."""
+    groups = plan.tile // GROUP
+    yield data.turns.at[pl.ds(tile * groups, groups)], keys.turns.at[0]
+    yield from gpu_keys.word_copies(data.key_codes, keys.codes, plan, where, tile)
+    if not plan.signposts:
+        yield from gpu_keys.factor_copies(data, keys, plan, where, tile)
+
+
+def start(data, keys: Keys, plan, where, queries, barrier) -> None:
+    """Before the first tile: what all tiles share."""
+    del queries
+    plgpu.copy_gmem_to_smem(data.offsets, keys.offsets.at[0], barrier)
+    if plan.signposts:
+        plgpu.copy_gmem_to_smem(data.key_scale.at[where[2]], keys.factors.at[0], barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
+    """Once the keys of a tile are here: write the queries rotated back to the first token of each group."""
+    first, second = queries[:PAIRS], queries[PAIRS:]
+    for i in range(GROUPS):
+        turn = keys.turns.at[quad.part * GROUPS + i]
+        cos, sin = (load(turn.at[pl.ds(at, PAIRS)], ROWS, optimized=False) for at in (0, PAIRS))
+        cos, sin = (lax.broadcast_in_dim(x, first.shape, [0]) for x in (cos, sin))
+        for at, part in ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin)):
+            put_transposed(keys.rotated.at[i, :, pl.ds(at, PAIRS)], part.astype(jnp.bfloat16))
+
+
+def _decoded(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
+    """Keys of the four steps of a quad, LANES channels from `lane`, as bfloat16."""
+    bits, lanes = plan.spec.key_bits, pl.ds(lane, LANES)
+    nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
+    if plan.signposts:
+        codes = gpu_lookup.look_up(nibbles, table, bits)
+    else:
+        codes = [gpu_unpack.codes(nibbles, step, bits) - gpu_unpack.base(step, bits) for step in range(STEPS)]
+    decoded = []
+    for step, code in enumerate(codes):
+        group = 0 if plan.signposts else quad.part * GROUPS + step * STEP // GROUP
+        both = (load(keys.factors.at[i, group, lanes], COLUMNS, optimized=False) for i in range(2))
+        both = (lax.bitcast_convert_type(x, jnp.bfloat16) for x in both)
+        scale, low = (lax.broadcast_in_dim(x, code.shape, [1]) for x in both)
+        decoded.append(code * scale + low)
+    return decoded
+
+
+def _turned(keys: Keys, step: int, lane: int, first, second):
+    """Both halves of pairs of channels rotated by their tokens' offsets."""
+    rows = (pl.ds(step % 2 * GROUP + at, STEP) for at in (0, STEP))
+    cos, sin = (load(keys.offsets.at[x, pl.ds(lane, LANES)], plgpu.Layout.WGMMA) for x in rows)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def scores(keys: Keys, plan, quad: Quad, table) -> list:
+    """q . k of the steps of a quad, each [64, R]."""
+    found = [0.0] * STEPS
+    for lane in range(0, PAIRS, LANES):
+        first, second = (_decoded(keys, plan, quad, table, at) for at in (lane, PAIRS + lane))
+        for step in range(STEPS):
+            turned = _turned(keys, step, lane, first[step], second[step])
+            queries = keys.rotated.at[step * STEP // GROUP]
+            lanes = (pl.ds(at, LANES) for at in (lane, PAIRS + lane))
+            found[step] += product(*((x, queries.at[:, y]) for x, y in zip(turned, lanes, strict=True)))
+    return found

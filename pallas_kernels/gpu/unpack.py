@@ -1,0 +1,113 @@
+"""Packed words to bfloat16 codes in the registers of a Hopper warpgroup.
+
+A product takes 64 consecutive tokens, two neighbouring planes of a block (`kvqjax.ops.layout`); a quad is four steps of
+them, 256 tokens. Its codes are brought together in 16-bit numbers, one for four tokens 64 apart: nibble i of them
+holds the code of step ORDER[i]. Codes of 2 bits lie so in the words already, those of 4 bits are picked from both
+halves of a word, those of 3 bits from the two words of their plane sets.
+
+A code c becomes the bfloat16 number 2^e + c by or-ing it into the mantissa of 2^e, two at a time: a mask and an or (one
+instruction) and in some places a shift. Where in the mantissa it lands decides e.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvqjax.ops.layout import split_bits
+from kvqjax.pallas_kernels.gpu.parts import load
+from kvqjax.pallas_kernels.gpu.words import TWICE, beside, half, packed, twice
+
+__all__ = ["ORDER", "STEP", "STEPS", "Quad", "base", "codes", "half_bits", "key_nibbles", "place", "to_codes"]
+__all__ += ["to_nibbles", "value_nibbles"]
+
+STEP = 64  # tokens of one product
+STEPS = 4  # of a quad
+ORDER = {2: (0, 1, 2, 3), 3: (0, 1, 2, 3), 4: (0, 2, 1, 3)}  # its own inverse
+
+
+class Quad(NamedTuple):
+    """The tile it is in, and which part of it it is; numbers in registers."""
+
+    tile: Any
+    part: Any
+
+
+def _halves(words: list, bits: int, quad: Quad, layout) -> list:
+    """The 16-bit halves of the words of each plane set that hold the codes of a quad."""
+    if bits == 4:
+        return [half(words[0], upper, layout) for upper in range(2)]
+    found = [half(words[0], quad.part, layout)]
+    if bits == 3:  # a block of single bits holds two tiles
+        found.append(half(words[1], lax.rem(quad.tile, 2), layout))
+    return found
+
+
+def half_bits(bits: int) -> tuple[int, ...]:
+    """Bits of a code in each of `_halves`."""
+    return (4, 4) if bits == 4 else split_bits(bits)
+
+
+def to_nibbles(permute, *words, bits: int, later: int = 0):
+    """Words of `_halves` to those of a quad, `later` 1 for the planes of odd number. Two bits may have anything in the
+    upper bits of a nibble. After the halves of 3 bits comes where the quad's single bits begin."""
+    del permute
+    halves, begin = words[: len(half_bits(bits))], words[len(half_bits(bits)) :]
+    if later:
+        halves = [x >> part for x, part in zip(halves, half_bits(bits), strict=True)]
+    if bits == 2:
+        return halves
+    if bits == 4:
+        low, high = halves
+        return (low & 0x0F0F0F0F | (high & 0x0F0F0F0F) << 4,)
+    two, one = halves
+    one = one >> begin[0]
+    spread = one & 0x00050005 | (one & 0x00500050) << 4
+    return (two & 0x33333333 | (spread << 2 | spread << 4) & 0x44444444,)
+
+
+def _nibbles(halves: list, quad: Quad, **static):
+    begin = ((8 * quad.part).astype(jnp.uint32),) if static["bits"] == 3 else ()
+    return packed(functools.partial(to_nibbles, **static), jnp.uint16, *halves, scalars=begin)[0]
+
+
+def key_nibbles(words, bits: int, quad: Quad):
+    """[64, N] from the words of every plane set, references to [32, N]: tokens on the rows."""
+    halves = _halves([load(x, TWICE) for x in words], bits, quad, TWICE)
+    return _nibbles([twice(x, part) for x, part in zip(halves, half_bits(bits), strict=True)], quad, bits=bits)
+
+
+def value_nibbles(words, bits: int, quad: Quad):
+    """[N, 64] likewise: tokens on the columns."""
+    layout = plgpu.Layout.WGMMA_TRANSPOSED
+    halves = _halves([load(x.transpose((1, 0)), layout) for x in words], bits, quad, layout)
+    halves = [plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in halves]
+    return beside(*(_nibbles(halves, quad, bits=bits, later=later) for later in range(2)))
+
+
+def place(nibble: int, bits: int) -> tuple[int, int]:
+    """By how much a nibble of a quad is shifted right, and at which bit of the mantissa it then lies."""
+    bit = 4 if nibble and bits < 4 else 0
+    return 4 * nibble - bit, bit
+
+
+def to_codes(permute, word, nibble: int, bits: int):
+    """Two numbers 2^e + c of a word."""
+    del permute
+    shift, bit = place(nibble, bits)
+    moved = word >> shift if shift else word
+    mask, base = ((1 << bits) - 1) << bit, (127 + 7 - bit) << 7
+    return (moved & mask * 0x10001 | base * 0x10001,)
+
+
+def codes(nibbles, step: int, bits: int):
+    """2^e + the codes of one step of a quad, bfloat16."""
+    change = functools.partial(to_codes, nibble=ORDER[bits][step], bits=bits)
+    return packed(change, jnp.bfloat16, nibbles)[0]
+
+
+def base(step: int, bits: int) -> float:
+    """2^e of `codes`."""
+    return float(1 << 7 - place(ORDER[bits][step], bits)[1])

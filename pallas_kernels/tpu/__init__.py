@@ -1,0 +1,1 @@
+"""Decode attention on packed bodies for TPUs (Mosaic)."""

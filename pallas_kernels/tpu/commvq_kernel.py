@@ -1,0 +1,109 @@
+"""The body of the TPU kernel on CommVQ's codes: one tile of tokens (see `commvq` for the mathematics).
+
+Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its channels, S tokens of the tile,
+K KV heads of D channels, R rounds of V levels, N bits of values. Scores are base-2 logarithms.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvqjax.pallas_kernels.tpu.columns import dot, each, lane_wise, some
+from kvqjax.pallas_kernels.tpu.commvq_tile import Refs, prepare
+from kvqjax.pallas_kernels.tpu.plan import LANES
+from kvqjax.pallas_kernels.tpu.softmax import over_tiles, soften
+from kvqjax.pallas_kernels.tpu.tile import NEVER
+from kvqjax.pallas_kernels.tpu.unpack import chunks, offset
+
+__all__ = ["kernel"]
+
+
+def kernel(_, ends, inputs, out, lse, scratch, *, plan):
+    """Grid (row, tile). `ends`: `tpu_rows.tile_ends`."""
+    refs = Refs(**inputs._asdict(), out=out, lse=lse, **scratch)
+
+    def work(tile):
+        prepare(refs, plan, tile)
+        each(plan.groups, lambda group: _score_group(refs, plan, group))
+        soften(refs)
+        _weigh(refs)
+        each(plan.spec.value_width // LANES, lambda part: _sum_bits(refs, plan, part))
+
+    over_tiles(refs, ends, work)
+
+
+def _score_group(refs: Refs, plan, group):
+    """Write the scores of one group of heads, and their maxima. The two steps are loops of their own: side by side they
+    would want more registers than there are."""
+    each(plan.tile // plan.chunk, functools.partial(_multiply, refs, plan, group))
+    step, empty = functools.partial(_score, refs, plan, group), jnp.full((plan.rows, LANES), NEVER)
+    top = jax.lax.fori_loop(0, plan.tile // plan.slice, step, empty)
+    refs.top[some(group, plan.rows)] = top.max(-1, keepdims=True)
+
+
+def _multiply(refs: Refs, plan, group, number):
+    """Keys of a group of heads for a chunk of tokens, less their prescale and before rotation, as two summands: no
+    product waits for the sum of those before it."""
+    dim, levels = plan.spec.head_dim, plan.spec.levels
+    for own in range(plan.shared):
+        head, tokens = group * plan.shared + own, some(number, plan.chunk)
+        for step, codes in enumerate(plan.steps):
+            lanes = slice(codes[0] * levels, (codes[-1] + 1) * levels)
+            columns = _one_hot(refs, plan, head, number, codes)
+            product = dot(refs.matrix[some(head, dim), lanes], columns, 0)
+            here = step % plan.summands, slice(own * dim, (own + 1) * dim), tokens
+            refs.products[here] = product if step < plan.summands else product + refs.products[here]
+
+
+def _score(refs: Refs, plan, group, number, top):
+    """Rotate the keys of a slice of tokens by their offsets in the tile and meet them with the queries."""
+    tokens, half = some(number, plan.slice), plan.spec.head_dim // 2
+    cos, sin, scores = refs.cos[:, tokens], refs.sin[:, tokens], jnp.zeros((plan.rows, plan.slice))
+    for head in range(plan.shared):
+        parts = (slice((2 * head + i) * half, (2 * head + i + 1) * half) for i in range(2))
+        first, second = (sum(refs.products[i, part, tokens] for i in range(plan.summands)) for part in parts)
+        keys = jnp.concatenate([first * cos - second * sin, second * cos + first * sin]).astype(jnp.bfloat16)
+        own = slice(2 * head * half, 2 * (head + 1) * half)
+        scores = scores + dot(refs.queries[0, 0, group, :, own], keys, 0)
+    columns = plan.slice // LANES
+    sizes = [refs.sizes[pl.ds(number * columns + i, 1)] for i in range(columns)]
+    scores = jnp.minimum(scores * jnp.concatenate(sizes, axis=1), refs.limits[:, tokens])
+    refs.scores[some(group, plan.rows), tokens] = scores
+    return jnp.maximum(top, lane_wise(jnp.maximum, scores))
+
+
+def _one_hot(refs: Refs, plan, head, number, codes: range):
+    """One-hot columns of some levels of a head, one below the other, for a chunk of tokens: [len(codes) V, chunk] bf16.
+    Two neighbouring levels are the halves of one word."""
+    words, shape = plan.spec.levels // 2, (8, LANES)
+    row, columns = jax.lax.broadcasted_iota(jnp.int32, shape, 0), []
+    for i in range(plan.chunk // LANES):
+        found = []
+        for code in codes:
+            at = (number * (plan.chunk // LANES) + i) * plan.key_rows + code * plan.spec.kv_heads + head
+            pair, one = (jnp.broadcast_to(ref[pl.ds(at, 1)], shape) for ref in (refs.pairs, refs.ones))
+            found += [jnp.where(pair == row + first, one, 0) for first in range(0, words, 8)]
+        columns.append(pltpu.bitcast(jnp.concatenate(found), jnp.bfloat16))
+    return jnp.concatenate(columns, axis=1)
+
+
+def _weigh(refs: Refs):
+    """Weights of tokens to weights of their bits."""
+    for column in range(refs.gains.shape[0]):
+        lanes = slice(column * LANES, (column + 1) * LANES)
+        refs.weights[:, lanes] = (refs.scores[:, lanes] * refs.gains[column : column + 1]).astype(jnp.bfloat16)
+
+
+def _sum_bits(refs: Refs, plan, part):
+    """Add 128 bits of the tile's values, weighted, to the running means."""
+    lanes = some(part, LANES)
+    words = refs.value_bits[0, 0, :, lanes]
+    pieces = [piece.astype(jnp.bfloat16) for piece in chunks([words], 1, 1, plan.ways)]
+    columns = plan.tile // LANES
+    bits = [jnp.concatenate(pieces[column::columns]) for column in range(columns)]
+    product = dot(refs.weights[...], jnp.concatenate(bits), 0)
+    product = product - offset(1, plan.ways) * refs.weights[...].astype(jnp.float32).sum(-1, keepdims=True)
+    refs.out[0, :, lanes] = refs.out[0, :, lanes] * refs.top[...] + product

@@ -1,0 +1,92 @@
+"""Static choices of one call of the TPU kernel on CommVQ's codes, and the order in which it takes tokens."""
+
+import dataclasses
+
+import numpy as np
+
+from kvqjax.ops.layout import PLANE, split_bits
+from kvqjax.pallas_kernels.commvq import CommVQSpec
+from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE
+from kvqjax.pallas_kernels.tpu.unpack import token_order
+
+__all__ = ["TILE", "CommVQPlan", "plan_commvq"]
+
+TILE = 1024  # tokens of a block of value bits
+
+
+@dataclasses.dataclass(frozen=True)
+class CommVQPlan:
+    """Static choices of one call: `shared` KV heads are scored together and have `used` query rows; value bits come
+    `ways` to a word (see tpu_unpack); keys are made for `chunk` tokens from `depth` levels at a
+    time, and rotated for `slice` tokens."""
+
+    spec: CommVQSpec
+    slots: int
+    shared: int
+    used: int
+    ways: int
+    chunk: int
+    depth: int
+    slice: int
+
+    tile = block = TILE
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a group of heads."""
+        return -(-self.used // 8) * 8
+
+    @property
+    def groups(self) -> int:
+        return self.spec.kv_heads // self.shared
+
+    @property
+    def tiles(self) -> int:
+        return self.slots // TILE
+
+    @property
+    def lanes(self) -> int:
+        """Channels of a group of heads."""
+        return self.shared * self.spec.head_dim
+
+    @property
+    def key_rows(self) -> int:
+        """Rows of the key codes: levels of a token."""
+        return self.spec.codes * self.spec.kv_heads
+
+    @property
+    def steps(self) -> list[range]:
+        """The levels of a token for one head that products take at a time."""
+        count = self.depth // self.spec.levels
+        return [range(first, min(first + count, self.spec.codes)) for first in range(0, self.spec.codes, count)]
+
+    @property
+    def summands(self) -> int:
+        """Sums of products that are kept apart until keys are rotated."""
+        return min(2, len(self.steps))
+
+    @property
+    def order(self) -> np.ndarray:
+        """Token at each position of a tile, [columns, 128]: the unpacked value bits, put together such that the planes
+        of column c are c, c + 8, c + 16 and c + 24 whatever `ways` is. Words of keys are brought into this order."""
+        pieces = token_order(1, self.ways, TILE).reshape(4 // self.ways, TILE // LANES, -1)
+        return np.concatenate(list(pieces), axis=1)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Of every position of a tile: which of its column's four planes it is of, the row of words, the column:
+        [3, columns, 128]."""
+        planes, rows = self.order // PLANE, self.order % PLANE
+        return np.stack([planes // len(planes), rows, planes % len(planes)])
+
+
+def plan_commvq(spec: CommVQSpec, slots: int, stretch: int, per_head: int) -> CommVQPlan:
+    """The plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
+    follow each other."""
+    if slots % TILE or stretch % TILE:
+        raise ValueError(f"{slots} slots in stretches of {stretch}; want multiples of {TILE}")
+    if spec.head_dim % 16 or split_bits(spec.bits)[0] > 4 or spec.levels % 16 or spec.value_width % LANES:
+        raise ValueError(f"{spec}: want head_dim and levels in 16s, 128 levels at most, value bits in {LANES}s")
+    heads = next((n for n in (1, 2, 4, 8) if spec.kv_heads % n == 0 and n * per_head % 8 == 0), 1)
+    ways, chunk = (2, 256) if spec.target in WIDE else (4, 512)
+    return CommVQPlan(spec, slots, heads, heads * per_head, ways, chunk, 8 * spec.levels, LANES)

@@ -1,0 +1,204 @@
+"""The body of the TPU kernel on HIGGS bodies: one tile of tokens (see `higgs` for the mathematics).
+
+Shapes in comments: N columns of 128 codes, M query rows (a multiple of 8), S tokens of the tile, C of a chunk. Rows of
+2M are those of first channels, then of second ones; rows and lanes of 2S or 2C are a token's first and second channels
+in turn. Scores are base-2 logarithms.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvqjax.ops.layout import from_bits
+from kvqjax.pallas_kernels.higgs import HiggsStored
+from kvqjax.pallas_kernels.tpu.columns import dot, each, quotient, some, within
+from kvqjax.pallas_kernels.tpu.higgs_lookup import by_steps
+from kvqjax.pallas_kernels.tpu.higgs_plan import SPREAD
+from kvqjax.pallas_kernels.tpu.plan import LANES
+from kvqjax.pallas_kernels.tpu.softmax import over_tiles
+from kvqjax.pallas_kernels.tpu.tile import NEVER
+
+__all__ = ["Refs", "kernel"]
+
+
+class Refs(NamedTuple):
+    queries: Any  # [1, 2M, 2*128] f32: q | q~ times D^-1/2 log2(e) / group, on every head's lanes
+    bounds: Any  # [1, M, 2] i32: first and last + 1 visible token of a row
+    turns: Any  # [1, 4 * chunks, 128] f32: cosine of a chunk's first position for first and second channels, sine
+    table: Any  # [2C, 2*128] f32, or bf16 as words [C, 2*128]: cos | sin of a chunk's offsets
+    signs: Any  # [N, M, 128] f32
+    within: Any  # [128, 128] bf16: the transform within heads
+    onehot: Any  # [128, 256] bf16: gives a token's numbers to its two lanes
+    key_words: Any  # [8, 128 or 256] u32
+    value_words: Any
+    body: HiggsStored  # what of it the tile holds: words [1, 1, rows, N*128], scales [1, 1, groups, S]
+    out: Any  # [1, 2M, N*128] f32, the accumulator as well
+    lse: Any  # [1, M, 1] f32
+    peak: Any  # [M, 1] f32
+    total: Any  # [M, 1] f32
+    top: Any  # [M, 128] f32: maxima of this tile's scores
+    key_scales: Any  # [groups, 2S] f32
+    value_scales: Any
+    scores: Any  # [M, 2S] f32
+    weights: Any  # [2M, 2C] bf16: of a chunk; zero where row and lane are of different channels
+    words: Any  # [2, C, I*128] u32: numbers of I columns
+    keys: Any  # [2C, 128] bf16 or f32: a column of keys, transformed within heads
+    products: Any  # [2M, 2C] f32: of queries and the keys of a chunk so far
+
+
+def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
+    """Grid (row, tile). `ends`: `tpu_rows.tile_ends`."""
+    refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
+
+    def work(tile):
+        _spread_scales(refs, plan, tile)
+        _score(refs, plan, tile)
+        _raise_peak(refs, plan)
+        _sum_values(refs, plan)
+
+    over_tiles(refs, ends, work)
+
+
+def _both(x):
+    """Rows of queries for first and for second channels."""
+    return jnp.concatenate([x, x])
+
+
+def _spread_scales(refs: Refs, plan, tile):
+    """This tile's scales on both lanes of every token."""
+    groups, body = plan.spec.groups, refs.body
+
+    def spread(piece):
+        stored = (x[0, 0, :, some(piece, SPREAD)] for x in (body.key_scale, body.value_scale))
+        both = from_bits(jnp.concatenate(list(stored)), plan.spec.scales)
+        if plan.slots % plan.tile:
+            both = within(both, tile * plan.tile + piece * SPREAD, plan.slots, 1)
+        for first in range(0, SPREAD, LANES):
+            wide = dot(both[:, first : first + LANES], refs.onehot[...], 0)
+            lanes = some(piece * (SPREAD // LANES) + first // LANES, 2 * LANES)
+            refs.key_scales[:, lanes] = wide[:groups]
+            refs.value_scales[:, lanes] = wide[groups:]
+
+    each(plan.tile // SPREAD, spread)
+
+
+def _own_rows(scales, plan):
+    """The scales [groups, n] of every query row's group: [M, n]."""
+    if plan.spec.groups == 1:
+        return jnp.broadcast_to(scales, (plan.rows, scales.shape[1]))
+    row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    chosen = jnp.broadcast_to(scales[:1], (plan.rows, scales.shape[1]))
+    for group in range(1, plan.spec.groups):
+        chosen = jnp.where(row >= group * plan.rows_per_group, scales[group : group + 1], chosen)
+    return chosen
+
+
+def _score(refs: Refs, plan, tile):
+    """Scores of the tile, and their maxima."""
+
+    def begin(_):
+        refs.products[...] = jnp.zeros(refs.products.shape)
+
+    refs.top[...] = jnp.full(refs.top.shape, NEVER)
+    use, end = functools.partial(_meet, refs, plan), functools.partial(_write_scores, refs, plan, tile)
+    by_steps(refs.words, plan, refs.body.key_codes, refs.key_words, plan.spec.key_bits, 1, begin, use, end)
+
+
+def _turned(refs: Refs, plan, chunk, part):
+    """The queries, rotated back by the chunk's first position, with the signs of a column: [2M, 2*128] bf16."""
+    cos, sin = (
+        jnp.concatenate([jnp.broadcast_to(refs.turns[0, pl.ds(4 * chunk + i, 1)], (plan.rows, LANES)) for i in half])
+        for half in ((0, 1), (2, 3))
+    )
+    q, other, signs = refs.queries[0, :, :LANES], refs.queries[0, :, LANES:], _both(refs.signs[part])
+    turned = (q * cos + other * sin) * signs, (other * cos - q * sin) * signs
+    return jnp.concatenate(turned, axis=1).astype(jnp.bfloat16)
+
+
+def _meet(refs: Refs, plan, chunk, part, words):
+    """Transform a column of the chunk's keys within heads, turn them by their offsets, add what queries make of them to
+    the scores."""
+    queries = _turned(refs, plan, chunk, part)
+    if plan.staged:
+        numbers = pltpu.bitcast(words[:, :LANES], jnp.bfloat16)
+        refs.keys[...] = dot(numbers, refs.within[...], 0).astype(refs.keys.dtype)
+    for token in range(0, plan.chunk, plan.piece // 2):
+        tokens, rows = slice(token, token + plan.piece // 2), slice(2 * token, 2 * token + plan.piece)
+        cells = refs.table[rows] if plan.wide else pltpu.bitcast(refs.table[tokens], jnp.bfloat16)
+        if plan.staged:
+            keys = refs.keys[rows]
+        else:
+            keys = dot(pltpu.bitcast(words[tokens, :LANES], jnp.bfloat16), refs.within[...], 0).astype(cells.dtype)
+        both = jnp.concatenate([keys * cells[:, :LANES], keys * cells[:, LANES:]], axis=1)
+        refs.products[:, rows] = refs.products[:, rows] + dot(queries, both.astype(jnp.bfloat16), 1)
+
+
+def _write_scores(refs: Refs, plan, tile, chunk):
+    """Scale and mask the chunk's scores."""
+
+    def write(piece):
+        lanes = pl.ds(pl.multiple_of(chunk * (2 * plan.chunk) + piece * LANES, LANES), LANES)
+        scores = _paired(refs.products[:, some(piece, LANES)], plan) * _own_rows(refs.key_scales[:, lanes], plan)
+        token = quotient(jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1), 2) + tile * plan.tile
+        token = token + chunk * plan.chunk + piece * (LANES // 2)
+        seen = (token >= refs.bounds[0, :, 0:1]) & (token < refs.bounds[0, :, 1:2])
+        scores = jnp.where(seen, scores, NEVER)
+        refs.scores[:, lanes] = scores
+        refs.top[...] = jnp.maximum(refs.top[...], scores)
+
+    if plan.staged:
+        each(2 * plan.chunk // LANES, write)
+    else:
+        for piece in range(2 * plan.chunk // LANES):
+            write(piece)
+
+
+def _paired(products, plan):
+    """What first channels give on even lanes and second ones on odd lanes, added up on both: [2M, 128] to [M, 128]."""
+    odd = _odd(LANES)
+    own = jnp.where(odd, products[plan.rows :], products[: plan.rows])
+    return own + jnp.where(odd, pltpu.roll(own, 1, 1), pltpu.roll(own, LANES - 1, 1))
+
+
+def _odd(lanes: int):
+    return (jax.lax.broadcasted_iota(jnp.int32, (1, lanes), 1) & jnp.int32(1)) == 1
+
+
+def _raise_peak(refs: Refs, plan):
+    """Raise the running maxima to this tile's, and rescale what was summed up before."""
+    peak = jnp.maximum(refs.peak[...], refs.top[...].max(-1, keepdims=True))
+    decay = jnp.exp2(refs.peak[...] - peak)
+    refs.peak[...] = peak
+    refs.total[...] = refs.total[...] * decay
+    refs.out[0] = refs.out[0] * _both(decay)
+
+
+def _weigh(refs: Refs, plan, chunk):
+    """Scores of a chunk to weights of its values."""
+    total, odd = jnp.zeros((plan.rows, LANES)), _odd(LANES)
+    for first in range(0, 2 * plan.chunk, LANES):
+        lanes = pl.ds(pl.multiple_of(chunk * (2 * plan.chunk) + first, LANES), LANES)
+        weights = jnp.exp2(refs.scores[:, lanes] - refs.peak[...])
+        total = total + weights
+        scaled = weights * _own_rows(refs.value_scales[:, lanes], plan)
+        both = jnp.concatenate([jnp.where(odd, 0.0, scaled), jnp.where(odd, scaled, 0.0)])
+        refs.weights[:, first : first + LANES] = both.astype(jnp.bfloat16)
+    refs.total[...] = refs.total[...] + total.sum(-1, keepdims=True) / 2  # every token was counted on two lanes
+
+
+def _sum_values(refs: Refs, plan):
+    """Add the tile's values, weighted, to the running sums."""
+
+    def use(_, first, words):
+        for i in range(plan.value_columns):
+            numbers = pltpu.bitcast(words[:, i * LANES : (i + 1) * LANES], jnp.bfloat16)
+            lanes = some(first + i, LANES)
+            refs.out[0, :, lanes] = refs.out[0, :, lanes] + dot(refs.weights[...], numbers, 0)
+
+    begin, end = functools.partial(_weigh, refs, plan), lambda _: None
+    bits, columns = plan.spec.value_bits, plan.value_columns
+    by_steps(refs.words, plan, refs.body.value_codes, refs.value_words, bits, columns, begin, use, end)

@@ -1,0 +1,121 @@
+"""Static choices of one call of the TPU kernel on HIGGS bodies, and the matrices that it takes transforms apart with.
+
+Sylvester's matrices are Kronecker products, so that of a group of n heads of D channels, each D/2 pairs, is
+
+    H = H_n (x) H_(D/2) (x) H_2        heads, pairs of a head, the two channels of a pair.
+
+H_2 goes into the grid, once; H_(D/2) is a product per token (keys) or one of the sums (values); H_n commutes with RoPE,
+which turns all heads alike, and goes into the queries.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+from scipy.linalg import hadamard
+
+from kvqjax.ops.layout import split_bits
+from kvqjax.pallas_kernels.higgs import HiggsSpec
+from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE
+
+__all__ = ["SPREAD", "TILE", "HiggsPlan", "plan_higgs"]
+
+TILE = 1024
+VALUES = 4
+SPREAD = 256  # tokens whose scales are spread at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class HiggsPlan:
+    """Static choices of one call: `used` query rows, T*G for each KV head; tokens per tile. Rows of numbers are the two
+    channels of a pair in turn, so that a token has two, and two lanes of the scores. The tokens of a `chunk` are looked
+    up together, and have a first position of their own."""
+
+    spec: HiggsSpec
+    slots: int
+    used: int
+    tile: int
+    chunk: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows, padded to whole registers."""
+        return -(-self.used // 8) * 8
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.slots // self.tile)
+
+    @property
+    def shared(self) -> int:
+        """All KV heads are handled together."""
+        return self.spec.kv_heads
+
+    @property
+    def lanes(self) -> int:
+        """Codes of a token."""
+        return self.spec.width // 2
+
+    @property
+    def parts(self) -> int:
+        """Columns of 128 codes."""
+        return self.lanes // LANES
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of values that are worked off together: a lane permutation takes long, and many fill the time."""
+        return math.gcd(self.parts, VALUES)
+
+    @property
+    def staged(self) -> bool:
+        """Whether transformed keys go through memory, and scores are written in a loop: slower, but with fewer
+        registers, of which many query rows and wide codes want many; float32 has smaller chunks."""
+        return self.rows > 32 or (self.spec.key_bits > 4 and not self.wide)
+
+    @property
+    def piece(self) -> int:
+        """Lanes of scores, two a token, that are made at a time."""
+        return LANES if self.staged else 2 * LANES
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of channels of a head."""
+        return self.spec.head_dim // 2
+
+    @property
+    def rows_per_group(self) -> int:
+        """Query rows of the heads that share a scale."""
+        return self.used // self.spec.groups
+
+    @property
+    def wide(self) -> bool:
+        """Whether keys are turned as float32."""
+        return self.spec.target in WIDE
+
+    @property
+    def within(self) -> np.ndarray:
+        """The transform within the heads on 128 lanes, [128, 128]."""
+        return np.kron(np.eye(LANES // self.pairs), hadamard(self.pairs))
+
+    @property
+    def between(self) -> np.ndarray:
+        """How the heads of a query meet transformed heads of keys: [KV heads, KV heads], 0 between groups."""
+        return np.kron(np.eye(self.spec.groups), hadamard(self.spec.group // self.spec.head_dim))
+
+
+def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: int | None = None) -> HiggsPlan:
+    """The plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
+    follow each other. ValueError for what the kernel does not take."""
+    heads, dim = spec.group // spec.head_dim, spec.head_dim
+    if heads * dim != spec.group or spec.width % spec.group or heads & (heads - 1) or dim & (dim - 1):
+        raise ValueError(f"{spec}: want groups of a power of two heads of a power of two channels")
+    if spec.width % (2 * LANES) or not 2 * 8 <= dim <= 2 * LANES or max(spec.key_bits, spec.value_bits) > 8:
+        raise ValueError(f"{spec}: want channels in {2 * LANES}s, heads of up to as many, codes of up to 8 bits")
+    tile = min(tile or TILE, slots)
+    chunk = 2 * LANES
+    if spec.target in WIDE:  # float32 wants twice the registers
+        chunk = LANES if spec.kv_heads * per_head <= 32 else LANES // 2
+    unit = max(SPREAD, *(1024 // part for bits in (spec.key_bits, spec.value_bits) for part in split_bits(bits)))
+    if tile % unit or stretch % chunk:
+        raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {unit} and of {chunk}")
+    return HiggsPlan(spec, slots, spec.kv_heads * per_head, tile, chunk)

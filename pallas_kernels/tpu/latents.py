@@ -1,0 +1,192 @@
+"""Decode attention on packed latents as a Pallas TPU kernel: keys are rematerialised tile by tile and never leave the
+chip's vector memory.
+
+The grid is (row, tile). Per tile of S tokens: the key latents are unpacked once, then for each group of heads
+
+    K = x F_p + b                                  on the matrix unit, [S, W]
+    k = K * cos + swap(K) * sin                    tables of offsets inside a tile: the same for every tile,
+    scores = q_p . k                               the query being rotated back by the tile's first position
+
+and, after the online softmax of all query heads, out = sum_t p_t y_t over the value latents, codes first, scales and
+minima folded into the weights as in `tpu`. The columns of F are put in an order in which the first channels of the
+pairs of all heads of a group lie in other lanes than the second ones, so that a rotation moves no lanes.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from kvqjax.ops.attention import Partial
+from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
+from kvqjax.pallas_kernels.packed import PackedBody
+from kvqjax.pallas_kernels.tpu.latents_kernel import kernel
+from kvqjax.pallas_kernels.tpu.latents_plan import LatentPlan, plan_latents
+from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
+from kvqjax.pallas_kernels.tpu.rope import angles
+from kvqjax.pallas_kernels.tpu.rows import body_specs, compiler_params, fetched, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.tile import NEVER
+
+__all__ = ["packed_attention"]
+
+
+class Inputs(NamedTuple):
+    """What a call takes besides the latents, in the order of `tpu_latents_tile.Refs`, which has the shapes."""
+
+    queries: Any
+    turns: Any
+    bounds: Any
+    order: Any
+    onehot: Any
+    spread: Any
+    cos: Any
+    sin: Any
+    own: Any
+    up: Any
+    maps: Any
+
+
+def packed_attention(
+    q: Float[Array, "B T H D"],
+    body: LatentBody,
+    layer: Int[Array, ""] | int,
+    start: Int[Array, "B T"],
+    stop: Int[Array, "B T"],
+    spec: LatentSpec,
+    *,
+    ways: int | None = None,
+    tile: int | None = None,
+    interpret: object = False,
+) -> Partial:
+    """Means of the value latents [B, T, H, R] under attention to the rematerialised keys, and the log-sum-exp. Query t
+    of row b sees body tokens start[b, t] <= s < stop[b, t]; `q` carries its rotation and not yet the D^-1/2. Queries,
+    latents and keys are rounded to bfloat16 before they are multiplied."""
+    slots, group = body.slots, q.shape[2] // spec.kv_heads
+    plan = plan_latents(spec, slots, slots // len(body.positions), q.shape[1] * group, ways, tile)
+    ends = tile_ends(start, stop, plan.parts.tile, plan.parts.slots)
+    bounds = row_bounds(start, stop, plan, group)
+    layer, stored = jnp.asarray(layer, jnp.int32).reshape(1), body.stored._replace(positions=None)
+    rows = {"queries": _queries(q, plan), "turns": _turns(body.positions, plan), "bounds": bounds}
+    inputs = Inputs(**rows, **_tables(plan), **_maps(body, plan))
+    out, lse = _call(plan, q.shape[0], inputs, stored, interpret)(layer, ends, inputs, stored)
+    return _collect(out, lse, q.shape, plan)
+
+
+def _halves(x, plan: LatentPlan):
+    """[..., K*D] with the first channels of the pairs of each group of heads before the second ones."""
+    x = x.reshape(*x.shape[:-1], plan.groups, plan.shared, 2, plan.spec.head_dim // 2)
+    return jnp.swapaxes(x, -2, -3).reshape(*x.shape[:-4], -1)
+
+
+def _queries(q, plan: LatentPlan) -> Float[Array, "B P M W"]:
+    """Scaled queries of the heads of every group, each in its own head's lanes and zero elsewhere."""
+    batch, length, count, dim = q.shape
+    group = count // plan.spec.kv_heads
+    q = q.astype(jnp.float32).reshape(batch, length, plan.groups, plan.shared, group, 2, dim // 2)
+    q = q.transpose(0, 2, 3, 1, 4, 5, 6) * (LOG2E * dim**-0.5)  # [B, P, heads, T, G, 2, D/2]
+    own = jnp.eye(plan.shared)[None, None, :, None, None, None, :, None]
+    q = (q[..., None, :] * own).reshape(batch, plan.groups, plan.used, plan.lanes)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, plan.rows - plan.used), (0, 0)))
+
+
+def _cos_sin(positions, plan: LatentPlan) -> tuple:
+    """[n, W/2] each, float32."""
+    turn = angles(positions, np.asarray(plan.spec.rope.frequencies, np.float64))
+    return tuple(jnp.tile(f(turn), (1, plan.shared)) for f in (jnp.cos, jnp.sin))
+
+
+def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
+    """Cosine and sine of the first position of every stretch of every tile."""
+    each = plan.parts.slots // len(positions) // plan.stretch
+    first = (positions[:, None] + jnp.arange(each)[None] * plan.stretch).reshape(-1)
+    wanted = plan.parts.tiles * (plan.parts.tile // plan.stretch)
+    first = jnp.pad(first, (0, wanted - first.size))  # the last tile may reach beyond the array
+    return jnp.stack(_cos_sin(first, plan), 1).reshape(plan.parts.tiles, -1, plan.half)
+
+
+def _tables(plan: LatentPlan) -> dict:
+    """Token of every lane of a block, the one-hot matrix that brings value scales into that order, the one that gives
+    key scales to rows; cosine and sine of every token's offset in its stretch, [S, W/2]; each row's own lanes, [M, W].
+    """
+    parts = plan.parts
+    spread = np.zeros((plan.pattern.size, parts.tile // parts.spec.key_group), np.float32)
+    spread[np.arange(plan.pattern.size), plan.pattern] = 1
+    offsets = jnp.asarray(parts.tile_order % plan.stretch)
+    cos, sin = (x * plan.spec.rope.factor for x in _cos_sin(offsets, plan))
+    own = np.repeat(np.eye(plan.shared), plan.used // plan.shared, 0)
+    own = np.pad(np.tile(np.repeat(own, plan.spec.head_dim // 2, 1), 2), ((0, plan.rows - plan.used), (0, 0)))
+    ones = {
+        name: jnp.asarray(x, jnp.bfloat16) for name, x in (("onehot", parts.onehot), ("spread", spread), ("own", own))
+    }
+    return {"order": jnp.asarray(parts.order[None], jnp.int32), "cos": cos, "sin": sin, **ones}
+
+
+def _maps(body: LatentBody, plan: LatentPlan) -> dict:
+    """The up-projection [R, K*D] bfloat16, and bias and gain [2, K*D] float32."""
+    width, dim = plan.spec.width, plan.spec.head_dim
+    bias = jnp.zeros(width) if body.bias is None else body.bias.astype(jnp.float32)
+    gain = jnp.ones(dim) if body.gain is None else body.gain.astype(jnp.float32)
+    rows = jnp.stack([bias, jnp.tile(gain, plan.spec.kv_heads)])
+    return {"up": _halves(body.up.astype(jnp.bfloat16), plan), "maps": _halves(rows, plan)}
+
+
+def _collect(out, lse, shape: tuple[int, ...], plan: LatentPlan) -> Partial:
+    """Bring query rows back to [B, T, H]."""
+    batch, length, count, _ = shape
+    group = count // plan.spec.kv_heads
+    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)
+
+    def rows(x):
+        x = x.reshape(batch, plan.groups, plan.rows, -1)[:, :, : plan.used]
+        x = x.reshape(batch, plan.groups, plan.shared, length, group, -1)
+        return x.transpose(0, 3, 1, 2, 4, 5).reshape(batch, length, count, -1)
+
+    return Partial(rows(out), rows(lse)[..., 0])
+
+
+def _scratch(plan: LatentPlan) -> dict:
+    """Working memory by its name in `tpu_latents_tile.Refs`."""
+    parts, rank = plan.parts, plan.spec.rank
+    sizes = dict.fromkeys(("peak", "total", "top"), (parts.rows, 1))
+    sizes |= dict.fromkeys(("scales", "lows"), (parts.tile * parts.value_rows // LANES, LANES))
+    sizes |= dict.fromkeys(("factors", "zeros"), (plan.pattern.size, rank))
+    sizes |= {"limits": (plan.rows, parts.tile), "scores": (parts.rows, parts.tile)}
+    sizes |= {"products": (parts.tile, plan.lanes)}
+    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
+    return memory | {"latents": pltpu.VMEM((parts.tile, rank), jnp.bfloat16)}
+
+
+def _specs(plan: LatentPlan, inputs: Inputs, body: PackedBody):
+    """Block specs of the inputs and of the latents."""
+    given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0, 0)), inputs)
+    given = given._replace(
+        queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0, 0)),
+        bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
+        turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (fetched(b, j, ends), 0, 0)),
+    )
+    return given, body_specs(plan.parts, body, fetched)
+
+
+def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interpret):
+    """The pallas_call of a plan, taking (layer, ends, inputs, latents)."""
+    parts, rank = plan.parts, plan.spec.rank
+
+    return pl.pallas_call(
+        functools.partial(kernel, plan=plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, parts.tiles),
+            in_specs=_specs(plan, inputs, body),
+            out_specs=[pl.BlockSpec((1, parts.rows, n), lambda b, *_: (b, 0, 0)) for n in (rank, 1)],
+            scratch_shapes=[_scratch(plan)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((batch, parts.rows, n), jnp.float32) for n in (rank, 1)],
+        compiler_params=compiler_params(1),
+        name=f"packed_attention_latents_k{parts.spec.key_bits}v{parts.spec.value_bits}_{parts.tile}",
+        interpret=interpret,
+    )

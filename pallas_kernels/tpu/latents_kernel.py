@@ -1,0 +1,119 @@
+"""The body of the TPU kernel on packed latents: one tile of tokens (see `latents` for the mathematics).
+
+Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its lanes, S tokens of the tile, N
+key groups of the tile, C rows of value scales, R the rank. Scores are base-2 logarithms.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kvqjax.pallas_kernels.tpu.columns import columns, dot, each, filled, lane_wise, load_row, place_of, some
+from kvqjax.pallas_kernels.tpu.latents_tile import Refs, prepare
+from kvqjax.pallas_kernels.tpu.plan import LANES
+from kvqjax.pallas_kernels.tpu.softmax import over_tiles, soften
+from kvqjax.pallas_kernels.tpu.tile import NEVER
+
+__all__ = ["kernel"]
+
+
+def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
+    """Grid (row, tile). `ends`: `tpu_rows.tile_ends`."""
+    refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
+
+    def work(tile):
+        prepare(refs, plan, tile)
+        each(plan.groups, lambda group: _score_group(refs, plan, group))
+        soften(refs)
+        if plan.apart:
+            each(plan.parts.lane_groups, lambda part: _sum_minima(refs, plan, part))
+        each(plan.parts.lane_groups, lambda part: _sum_latents(refs, plan, part))
+
+    over_tiles(refs, ends, work)
+
+
+def _score_group(refs: Refs, plan, group):
+    """Write the scores of one group of heads, and their maxima. The two steps are loops of their own: side by side they
+    would want more registers than there are."""
+    for piece in range(plan.lanes // plan.columns):
+        each(plan.parts.tile // plan.chunk, functools.partial(_multiply, refs, plan, group, piece))
+    step = functools.partial(_score, refs, plan, group)
+    top = jax.lax.fori_loop(0, plan.parts.tile // plan.slice, step, jnp.full((plan.rows, LANES), NEVER))
+    refs.top[some(group, plan.rows)] = top.max(-1, keepdims=True)
+
+
+def _turned_back(refs: Refs, plan, group, number):
+    """The queries of a group, rotated back by the first position of slice `number`'s stretch: [M, W] bf16."""
+    stretch = jax.lax.div(number, jnp.int32(plan.stretch // plan.slice))
+    cos, sin = (refs.turns[0, pl.ds(2 * stretch + i, 1)] for i in range(2))
+    first, second = refs.queries[0, group, :, : plan.half], refs.queries[0, group, :, plan.half :]
+    turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=1)
+    return turned.astype(jnp.bfloat16)
+
+
+def _multiply(refs: Refs, plan, group, piece: int, chunk):
+    """Keys of a group of heads before bias and rotation: one chunk of tokens, as many columns as the matrix unit has,
+    and as many latents at a time."""
+    tokens, here = some(chunk, plan.chunk), some(piece, plan.columns)
+    across = some(group * (plan.lanes // plan.columns) + piece, plan.columns)
+    for depth in range(0, plan.spec.rank, plan.columns):
+        inner = slice(depth, depth + plan.columns)
+        product = dot(refs.latents[tokens, inner], refs.up[inner, across], 0)
+        refs.products[tokens, here] = product + refs.products[tokens, here] if depth else product
+
+
+def _score(refs: Refs, plan, group, number, top):
+    """Rotate the keys of a slice of tokens by their offsets and meet them with the queries."""
+    tokens, lanes = some(number, plan.slice), some(group, plan.lanes)
+    cos, sin = refs.cos[tokens], refs.sin[tokens]
+    keys = refs.products[tokens] + refs.maps[0:1, lanes]
+    size = None
+    if plan.spec.epsilon:  # the norm is one number per token and head: it waits for the scores
+        square = dot(refs.own[...], (keys * keys).astype(jnp.bfloat16), 1)
+        size, keys = jax.lax.rsqrt(square / plan.spec.head_dim + plan.spec.epsilon), keys * refs.maps[1:2, lanes]
+    first, second = keys[:, : plan.half], keys[:, plan.half :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+    scores = dot(_turned_back(refs, plan, group, number), rotated.astype(jnp.bfloat16), 1)
+    scores = jnp.minimum(scores if size is None else scores * size, refs.limits[:, tokens])
+    refs.scores[some(group, plan.rows), tokens] = scores
+    return jnp.maximum(top, lane_wise(jnp.maximum, scores))
+
+
+def _own_rows(ref, parts, part, begin: int):
+    """Value scales or minima of 128 channels for the tokens of the column from `begin` on, on all query rows."""
+    row = jax.lax.div(part * LANES, jnp.int32(parts.spec.value_group))
+    return filled(load_row(ref, row, parts.value_rows, begin // LANES, parts.column), parts)
+
+
+def _minima(refs: Refs, parts, part, begin: int):
+    """What the minima of 128 channels add up to over a column of tokens, weighted: [P*M, 128]."""
+    weights = refs.scores[:, begin : begin + parts.column]
+    return lane_wise(jnp.add, weights * _own_rows(refs.lows, parts, part, begin))
+
+
+def _sum_minima(refs: Refs, plan, part):
+    """Add the minima of 128 channels of the tile's value latents, weighted, to the running means."""
+    parts, lanes = plan.parts, place_of(part, plan.parts).lanes
+    lows = jnp.zeros((parts.rows, LANES))
+    for begin in range(0, parts.tile, parts.column):
+        lows = lows + _minima(refs, parts, part, begin)
+    refs.out[0, :, lanes] = refs.out[0, :, lanes] * refs.top[...] + lows.sum(-1, keepdims=True)
+
+
+def _sum_latents(refs: Refs, plan, part):
+    """Add 128 channels of the tile's value latents, weighted, to the running means: all of them, or without the
+    minima where those are summed apart."""
+    parts, place = plan.parts, place_of(part, plan.parts)
+    lows, product = jnp.zeros((parts.rows, LANES)), jnp.zeros((parts.rows, LANES))
+    for index in range(parts.tile // parts.block):
+        codes = columns(refs.body.value_codes, None, parts.spec.value_bits, place, index, parts, parts.mixed)
+        for i, column in enumerate(codes):
+            begin = index * parts.block + i * parts.column
+            weights = refs.scores[:, begin : begin + parts.column] * _own_rows(refs.scales, parts, part, begin)
+            lows = lows if plan.apart else lows + _minima(refs, parts, part, begin)
+            product = product + dot(weights.astype(jnp.bfloat16), column, 0)
+    before = refs.out[0, :, place.lanes]
+    before = before if plan.apart else before * refs.top[...] + lows.sum(-1, keepdims=True)
+    refs.out[0, :, place.lanes] = before + product

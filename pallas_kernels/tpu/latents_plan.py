@@ -1,0 +1,86 @@
+"""Static choices of one call of the TPU kernel on packed latents."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from kvqjax.pallas_kernels.latents import LatentSpec
+from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE, Plan, cheapest_ways
+
+__all__ = ["TILE", "LatentPlan", "plan_latents"]
+
+TILE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentPlan:
+    """Static choices of one call. `parts` sees the latents as heads of 128 channels with all query rows each; `shared`
+    KV heads are rematerialised together and have `used` query rows; products take `chunk` tokens, and `columns`
+    latents and lanes of keys at a time, as many as the matrix unit has; `slice` tokens are rotated at a time. Every
+    `stretch` tokens of a tile have a first position of their own."""
+
+    parts: Plan
+    spec: LatentSpec
+    shared: int
+    used: int
+    chunk: int
+    columns: int
+    slice: int
+    stretch: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a group of heads."""
+        return -(-self.used // 8) * 8
+
+    @property
+    def groups(self) -> int:
+        return self.spec.kv_heads // self.shared
+
+    @property
+    def lanes(self) -> int:
+        """Key channels of a group of heads."""
+        return self.shared * self.spec.head_dim
+
+    @property
+    def half(self) -> int:
+        """Lanes of the first channels of a group's pairs."""
+        return self.lanes // 2
+
+    @property
+    def apart(self) -> bool:
+        """Whether the minima of values are summed in a loop of their own: slower, but with fewer registers, of which
+        many query rows want many, and so do two plane sets on a v6e."""
+        return self.parts.rows > 32 or (self.spec.target == "v6e" and self.spec.stored.value_bits == 3)
+
+    @property
+    def pattern(self) -> np.ndarray:
+        """Key group of each of the 8 rows that repeat themselves in every unpacked chunk of a tile: [chunks * 8]."""
+        return self.parts.tile_order.reshape(-1, 32 * self.parts.ways)[:, :8].reshape(-1) // self.parts.spec.key_group
+
+
+def _heads_together(spec: LatentSpec, per_head: int) -> int:
+    """As few KV heads as fill two registers of lanes and, where that can be, eight query rows."""
+    fill = math.lcm(2 * LANES, spec.head_dim) // spec.head_dim
+    return next((n for n in range(fill, spec.kv_heads, fill) if spec.kv_heads % n == 0 and n * per_head % 8 == 0), fill)
+
+
+def plan_latents(
+    spec: LatentSpec, slots: int, stretch: int, per_head: int, ways: int | None = None, tile: int | None = None
+) -> LatentPlan:
+    """The plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
+    follow each other."""
+    heads = _heads_together(spec, per_head)
+    if spec.kv_heads % heads or spec.rank % LANES or spec.stored.value_group % LANES:
+        raise ValueError(f"{spec}: want heads that fill {2 * LANES} lanes and a rank and value groups of {LANES}s")
+    stored = dataclasses.replace(spec.stored, kv_heads=spec.rank // LANES, head_dim=LANES, target=spec.target)
+    used = heads * per_head
+    rows = spec.kv_heads // heads * -(-used // 8) * 8
+    tile = min(tile or TILE, slots)
+    parts = Plan(stored, slots, rows, rows, tile, ways or cheapest_ways(stored), LANES)
+    columns, stretch = LANES if spec.target in WIDE else 2 * LANES, min(stretch, tile)
+    if tile % parts.block or tile % stretch or stretch % parts.block:
+        raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}")
+    some = LANES if spec.epsilon and columns == LANES else 512  # the norm wants its keys twice
+    return LatentPlan(parts, spec, heads, used, min(tile, 512), columns, min(stretch, some), stretch)

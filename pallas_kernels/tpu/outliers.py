@@ -1,0 +1,174 @@
+"""KVQuant's outliers in the TPU decode-attention kernel: what a few channels of a token change in scores and outputs.
+
+A token's dense number at channel w is s T[c] + m (s and m of a key belong to the channel, those of a value to the
+token); an outlier o takes its place, so by linearity it adds d = o - s T[c] - m there. No code need be read for that:
+an outlier lies outside its range, so its code is the outermost one on its side of the centre m. (A value's stored
+centre is rounded; by at most that much an outlier can lie inside, where the outermost signpost is as near.)
+
+With y and y~ as in `rope`, w = D h + l the slot's channel and t a token counted from its block's first,
+
+    score_h,t += d (cos(t)_l y_l + sin(t)_l y~_l)         y_l being gathered along the lanes, one slot of 128 tokens
+    out_h,l   += sum over t with channel l of p_h,t d     see `outlier_values`
+
+Slots come with tokens on the lanes, like scales, and are brought into lane order with them. l here is the lane within a
+lane group of 128, of one head or several.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from kvqjax.pallas_kernels.tpu.columns import dot, each, filled, key_rows, some, within
+from kvqjax.pallas_kernels.tpu.plan import LANES, SHARE, Plan
+from kvqjax.pallas_kernels.tpu.rope import turned
+
+__all__ = ["add_keys", "difference", "padded", "prepare", "rates", "scratch", "split"]
+
+# sin(2 pi x) / x in powers of x^2: 4e-6 off at most for |x| <= 1/4
+SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(5)]
+
+
+def padded(slots: int) -> int:
+    """Rows that `slots` slots take: whole registers of 16-bit numbers."""
+    return -(-slots // 16) * 16
+
+
+def scratch(plan: Plan) -> dict:
+    """Working memory, by its name in `tpu_tile.Refs`."""
+    spec, scores = plan.spec, (plan.lane_groups, plan.rows, plan.tile)
+    keys, values = padded(spec.key_slots), padded(spec.value_slots)
+    sizes = {}
+    if keys:
+        sizes |= {"added": scores, "key_slots": (3 * keys, plan.tile)}
+        sizes |= {"waves": (2 * keys, plan.tile), "changes": (2 * keys, plan.tile)}
+    if values:
+        sizes |= {"weights": scores, "value_slots": (3 * values, plan.tile), "shares": (SHARE, values, LANES)}
+    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
+    return memory | ({"staged": pltpu.VMEM((3 * max(keys, values), plan.period), jnp.bfloat16)} if memory else {})
+
+
+def prepare(refs, plan: Plan, tile) -> None:
+    """Bring values, lanes and lane groups of the tile's slots into lane order."""
+    keys, values = (refs.key_slots, plan.spec.key_slots), (refs.value_slots, plan.spec.value_slots)
+    for given, (slots, count) in ((refs.body.key_outliers, keys), (refs.body.value_outliers, values)):
+        if given is None:
+            continue
+
+        def bring(number, given=given, slots=slots, count=count):
+            _stage(refs.staged, given, plan, tile, number, slots.shape[0] // 3, count)
+            staged = refs.staged[: slots.shape[0]]
+            slots[:, some(number, plan.period)] = dot(staged, refs.onehot[...], 0)
+
+        # A loop: all of a tile's words at once would not fit the registers.
+        each(plan.tile // plan.period, bring)
+
+
+def _stage(staged, given, plan: Plan, tile, number, rows: int, count: int) -> None:
+    """Values, lanes and lane groups of the slots of a tile's period `number` one below the other, as bfloat16: exact,
+    as all are small."""
+    staged[...] = jnp.zeros(staged.shape, staged.dtype)
+    words = given[0, 0, :, some(number, plan.period)].astype(jnp.int32)
+    values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)
+    channels = words[count : 2 * count]
+    parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
+    for i, part in enumerate((values, *(x.astype(jnp.float32) for x in parts))):
+        part = part.astype(jnp.bfloat16)
+        first = tile * plan.tile + number * plan.period
+        inside = within(part, first, plan.slots, 1) if plan.slots % plan.tile else part
+        staged[i * rows : i * rows + part.shape[0]] = inside
+
+
+def rates(plan: Plan) -> np.ndarray:
+    """Turns per position on every lane of a lane group, [1, W] float32."""
+    return (np.tile(plan.frequencies, 2 * plan.shared)[None] / (2 * np.pi)).astype(np.float32)
+
+
+def _cosine(turns):
+    """cos(2 pi turns)."""
+    x = 0.25 - jnp.abs(turns - jnp.floor(turns + 0.5))
+    square, series = x * x, jnp.full(x.shape, SINE[-1])
+    for factor in reversed(SINE[:-1]):
+        series = series * square + factor
+    return x * series
+
+
+def _take(table, lanes):
+    """table[i, lanes[i]] along the lanes: [8, 128] of either, `lanes` in registers of 8 rows."""
+    rows = [
+        jnp.take_along_axis(table, lanes[first : first + 8], axis=1, mode="promise_in_bounds")
+        for first in range(0, lanes.shape[0], 8)
+    ]
+    return jnp.concatenate(rows)
+
+
+def split(slots):
+    """Values, lanes and lane groups of slots [3R, n]."""
+    return jnp.split(slots, 3)
+
+
+def difference(value, scale, centre, ends, which: int):
+    """Outliers less their dense numbers."""
+    end = jnp.where(value > centre, ends[which, 1], ends[which, 0])
+    return value - scale * end - centre
+
+
+def add_keys(refs, plan: Plan) -> None:
+    """Add what outliers of keys change to `added`."""
+    refs.added[...] = jnp.zeros(refs.added.shape)
+    rate = jnp.broadcast_to(refs.rates[...], (8, LANES))
+    rows = padded(plan.spec.key_slots)
+
+    def wave(number):
+        lanes = some(number, LANES)
+        own = some(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
+        index = split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
+        token = jnp.broadcast_to(refs.order[:, own].astype(jnp.float32), index.shape)
+        turns = _take(rate, index) * token
+        refs.waves[:rows, lanes], refs.waves[rows:, lanes] = _cosine(turns), _cosine(turns - 0.25)
+
+    each(plan.tile // LANES, wave)
+    each(plan.lane_groups, lambda group: _add_group(refs, plan, group))
+
+
+def _add_group(refs, plan: Plan, group) -> None:
+    rows = padded(plan.spec.key_slots)
+    scale, centre = (x[:8] for x in key_rows(refs, plan, group, 0))
+    for first in range(0, plan.tile, LANES):
+        lanes = slice(first, first + LANES)
+        value, lane, owner = split(refs.key_slots[:, lanes])
+        index = lane.astype(jnp.int32)
+        change = difference(value, _take(scale, index), _take(centre, index), refs.ends, 0)
+        change = jnp.where(owner == group.astype(jnp.float32), change, 0.0)
+        refs.changes[:rows, lanes] = change * refs.waves[:rows, lanes]
+        refs.changes[rows:, lanes] = change * refs.waves[rows:, lanes]
+    for index in range(plan.blocks):
+        both = pltpu.pack_elementwise(list(turned(refs, plan, group, index)), packed_dtype=jnp.bfloat16)
+        for first in range(index * plan.block, (index + 1) * plan.block, LANES):
+            refs.added[group, :, first : first + LANES] += _gathered(refs, plan, both, first)
+
+
+def _gathered(refs, plan: Plan, both, first: int):
+    """What the slots of 128 tokens add to the scores of a lane group, [M, 128]; `both` holds y and y~ as halves."""
+    rows, lanes, total = padded(plan.spec.key_slots), slice(first, first + LANES), 0.0
+    for slot in range(plan.spec.key_slots):
+        lane, cos, sin = (
+            jnp.broadcast_to(ref[row : row + 1, lanes], (8, LANES))
+            for ref, row in ((refs.key_slots, rows + slot), (refs.changes, slot), (refs.changes, rows + slot))
+        )
+        found = _take_rows(both, lane.astype(jnp.int32))
+        y = jax.lax.bitcast_convert_type(found << jnp.uint32(16), jnp.float32)
+        z = jax.lax.bitcast_convert_type(found & jnp.uint32(0xFFFF0000), jnp.float32)
+        total = total + y * filled(cos, plan) + z * filled(sin, plan)
+    return total
+
+
+def _take_rows(table, index):
+    """table[:, index] for [M, 128] and an index [8, 128] whose rows are equal."""
+    rows = [
+        jnp.take_along_axis(table[first : first + 8], index, axis=1, mode="promise_in_bounds")
+        for first in range(0, table.shape[0], 8)
+    ]
+    return jnp.concatenate(rows)

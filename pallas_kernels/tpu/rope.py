@@ -1,0 +1,91 @@
+"""Keys stored before RoPE in the TPU decode-attention kernel: scores without rotating a key twice.
+
+With R(p) the rotation to position p, q a rotated query, k_t the key at position p_0 + t of a block that begins at p_0,
+and x~ the half-swapped x (x~_i = x_{i+D/2}, x~_{i+D/2} = -x_i):
+
+    y      = R(-p_0) q = q cos(p_0) + q~ sin(p_0)        y~ = q~ cos(p_0) - q sin(p_0)
+    q . R(p_0 + t) k_t = y . R(t) k_t = sum_i k_ti (cos(t)_i y_i + sin(t)_i y~_i)
+
+so that the query turns once per block, and cos(t), sin(t) are one table for all blocks and heads. Keys (`keys`) are
+multiplied by the table's cos and by its sin, and meet [y | y~] in one product of 2D lanes: in float32 where the vector
+unit has no bfloat16 (`Plan.wide`), else in bfloat16 throughout.
+
+Angles are rounded to float32 per position elsewhere and per block here: they differ by what float32 resolves at p.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kvqjax.pallas_kernels.tpu.columns import Place
+from kvqjax.pallas_kernels.tpu.keys import halves, packed, slab_keys
+from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
+
+__all__ = ["angles", "rotated", "swapped", "table", "turned", "turns"]
+
+DIGIT = 10  # bits of the lower digit of a position
+
+
+def swapped(q: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """q~: a head's halves exchanged, the second negated."""
+    first, second = jnp.split(q, 2, axis=-1)
+    return jnp.concatenate([second, -first], axis=-1)
+
+
+def _across(pairs, plan: Plan) -> np.ndarray:
+    """A number per pair on every lane, [D/2] -> [1, W]: a head's pairs twice, the heads of a lane group in turn."""
+    return np.tile(np.asarray(pairs), 2 * plan.shared)[None]
+
+
+def table(plan: Plan) -> Float[Array, "block C"]:
+    """cos | sin (C = 2W) of every token of a block, counted from its first, in lane order. As float32 (`wide`) the
+    tokens of a product that lie in lower halves of words come first: `rotated` takes them apart."""
+    order = plan.order
+    if plan.wide:
+        order = order.reshape(-1, plan.column // 2, 2).swapaxes(1, 2).reshape(-1)
+    angles = order[:, None] * _across(plan.frequencies, plan)
+    both = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    return jnp.asarray(both, jnp.float32 if plan.wide else jnp.bfloat16)
+
+
+def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"]:
+    """Positions times rates [C], modulo full turns. In two digits, because float32 resolves the angle of position 2^19
+    to no more than 2^-5."""
+    high, low = (x[:, None].astype(jnp.float32) for x in (positions >> DIGIT, positions & (1 << DIGIT) - 1))
+    turn = (1 << DIGIT) * rates % (2 * np.pi)
+    return high * turn[None].astype(np.float32) + low * rates[None].astype(np.float32)
+
+
+def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles rows 128"]:
+    """cos | sin of every block's first position, 128 lanes a row. ValueError unless blocks are contiguous."""
+    stretch = plan.slots // len(positions)
+    if stretch % plan.block:
+        raise ValueError(f"positions of every {stretch} tokens; this kernel takes {plan.block} in a row")
+    first = positions[:, None] + jnp.arange(0, stretch, plan.block, dtype=positions.dtype)[None]
+    turn = angles(first.reshape(-1), _across(plan.frequencies, plan)[0])
+    both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=1)
+    both = jnp.pad(both, ((0, plan.tiles * plan.blocks - len(both)), (0, 0)))
+    return both.reshape(plan.tiles, -1, LANES)
+
+
+def turned(refs, plan: Plan, group, index):
+    """y and y~ of a lane group for a block of the tile, [M, W] float32 each."""
+    parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
+    q, other = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)
+    each = plan.lanes // LANES
+    rows = ([refs.turns[0, pl.ds((2 * index + i) * each + n, 1)] for n in range(each)] for i in range(2))
+    cos, sin = (jnp.broadcast_to(jnp.concatenate(row, axis=1), q.shape) for row in rows)
+    return q * cos + other * sin, other * cos - q * sin
+
+
+def rotated(codes, refs, plan: Plan, place: Place, index, i: int):
+    """Codes of column `i` of a block to keys times cos and sin, [column, W] to [column, 2W] bfloat16."""
+    cells = refs.table[i * plan.column : (i + 1) * plan.column]
+    parts = [slice(0, plan.lanes), slice(plan.lanes, 2 * plan.lanes)]
+    if not plan.wide:
+        keys = slab_keys(codes, refs, plan, place, index, i)
+        return jnp.concatenate([keys * cells[:, part] for part in parts], axis=1)
+    low, high = halves(codes, refs, plan, place, index, i)
+    first, second = jnp.split(cells, 2)
+    return jnp.concatenate([packed(low * first[:, part], high * second[:, part]) for part in parts], axis=1)

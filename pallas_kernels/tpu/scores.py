@@ -1,0 +1,54 @@
+"""Scores of a lane group in the TPU decode-attention kernel, a block of the tile at a time (see `packed`, `rope`)."""
+
+import jax.numpy as jnp
+
+from kvqjax.pallas_kernels.tpu.columns import Place, columns, dot, groups_met, key_rows, owners, pick, some
+from kvqjax.pallas_kernels.tpu.keys import halves, packed, slab_keys
+from kvqjax.pallas_kernels.tpu.plan import Plan
+from kvqjax.pallas_kernels.tpu.rope import rotated, turned
+
+__all__ = ["rotated_scores", "unrotated_scores"]
+
+
+def _scaled_queries(refs, plan: Plan, place: Place, index):
+    """For each group of a block: the queries scaled, [M, W] bf16, and what its minima add, [M, 1] f32."""
+    q = refs.queries[0, place.group].astype(jnp.float32)
+    for group in plan.groups(index):
+        factor, zero = key_rows(refs, plan, place.group, group)
+        yield (q * factor).astype(jnp.bfloat16), (q * zero).sum(-1, keepdims=True)
+
+
+def rotated_scores(refs, plan: Plan, place: Place, index):
+    """Scores of a block's columns before their limits, [M, column] each in lane order."""
+    if plan.multiplied:
+        yield from _multiplied_scores(refs, plan, place, index)
+        return
+    queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
+    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
+    for i, codes in enumerate(found):
+        met, owner = groups_met(plan, i), owners(refs, plan, i)
+        stacked = dot(jnp.concatenate([queries[group] for group in met]), codes, 1)
+        scores = pick([stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))], owner, met)
+        yield scores + pick([zeros[group] for group in met], owner, met)
+
+
+def _multiplied_scores(refs, plan: Plan, place: Place, index):
+    """As `rotated_scores`, where scales multiply the codes."""
+    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, False)
+    for i, codes in enumerate(found):
+        keys = (
+            packed(*halves(codes, refs, plan, place, index, i))
+            if plan.wide
+            else slab_keys(codes, refs, plan, place, index, i)
+        )
+        yield dot(refs.queries[0, place.group], keys, 1) * plan.spread
+
+
+def unrotated_scores(refs, plan: Plan, place: Place, index):
+    """As `rotated_scores`, for keys before RoPE."""
+    queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
+    found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
+    for i, (number, codes) in enumerate(zip(plan.columns(index), found, strict=True)):
+        scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
+        tokens = some(number, plan.column)
+        yield scores + refs.added[place.group, :, tokens] if plan.spec.key_slots else scores

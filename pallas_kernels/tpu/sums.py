@@ -1,0 +1,86 @@
+"""What weights and values of a lane group add up to in the TPU decode-attention kernel, a block at a time.
+
+Shapes as in `kernel`: M query rows of a lane group, W its lanes, S tokens of the tile. Scores are base-2
+logarithms.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax.pallas_kernels.tpu.columns import (
+    Place,
+    columns,
+    dot,
+    filled,
+    lane_wise,
+    load_row,
+    pick,
+    quotient,
+    some,
+)
+from kvqjax.pallas_kernels.tpu.plan import LANES
+from kvqjax.pallas_kernels.tpu.tile import Refs
+
+__all__ = ["add_sums", "fold", "no_sums", "weights_of"]
+
+
+def no_sums(plan):
+    """Sums of weights [M, 128], of weights times minima for each value slice, and of values [slices*M, W]."""
+    zeros = jnp.zeros((plan.rows, LANES))
+    return zeros, [zeros] * plan.value_slices, jnp.zeros((plan.value_slices * plan.rows, plan.lanes))
+
+
+def _own_rows(ref, plan, place: Place, part: int, column):
+    """Value scales or minima of slice `part` of every head of the lane group, on the rows of its queries: [M, S].
+    `column` of 128 tokens is the first."""
+    spec, heads = plan.spec, []
+    first = jax.lax.div(place.group * plan.lanes, jnp.int32(spec.value_group))
+    for head in range(plan.shared):
+        within = (head * spec.head_dim + part * spec.value_slice) // spec.value_group
+        heads.append(load_row(ref, first + within, plan.value_rows, column, plan.column))
+    row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    chosen = filled(heads[0], plan)
+    for head in range(1, plan.shared):
+        chosen = jnp.where(row >= head * plan.rows_per_head, filled(heads[head], plan), chosen)
+    return chosen
+
+
+def weights_of(refs: Refs, plan, peak, blocks):
+    """Weights of these blocks, [M, column] at a time."""
+    for index in blocks:
+        for number in plan.columns(index):
+            yield jnp.exp2(refs.scores[:, some(number, plan.column)] - peak)
+
+
+def add_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
+    """Add `weights`, minima and values of these blocks to `sums`, a column at a time; yields the sums so far."""
+    waiting = iter(weights)
+    total, lows, product = sums
+    parts, bits = range(plan.value_slices), plan.spec.value_bits
+    for index in blocks:
+        found = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
+        for number, codes in zip(plan.columns(index), found, strict=True):
+            weight, first = next(waiting), number * (plan.column // LANES)
+            if plan.spec.value_slots:
+                refs.weights[place.group, :, some(number, plan.column)] = weight
+            total = total + lane_wise(jnp.add, weight)
+            scaled = [weight * _own_rows(refs.scales, plan, place, part, first) for part in parts]
+            minima = [weight * _own_rows(refs.lows, plan, place, part, first) for part in parts]
+            lows = [low + lane_wise(jnp.add, x) for low, x in zip(lows, minima, strict=True)]
+            product = product + dot(jnp.concatenate(scaled).astype(jnp.bfloat16), codes, 0)
+            yield total, lows, product
+
+
+def fold(refs: Refs, plan, place: Place, peak, sums):
+    """Add a step's sums to the running ones of its lane group, rescaled to the maximum `peak`."""
+    total, lows, product = sums
+    group = place.group
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
+    part = jax.lax.rem(quotient(lane, plan.spec.value_slice), jnp.full_like(lane, plan.value_slices))
+    parts, names = jnp.split(product, plan.value_slices), list(range(plan.value_slices))
+    update = pick(parts, part, names) + pick([low.sum(-1, keepdims=True) for low in lows], part, names)
+    # A row that has seen nothing yet adds rubbish here; its decay is 0 once it sees a token.
+    decay = jnp.exp2(refs.peak[group] - peak)
+    refs.peak[group] = peak
+    refs.total[group] = refs.total[group] * decay + total.sum(-1, keepdims=True)
+    refs.out[0, 0, group] = refs.out[0, 0, group] * decay + update

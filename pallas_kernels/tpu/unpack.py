@@ -1,0 +1,113 @@
+"""Packed words to codes inside a TPU kernel, in the token order that is cheapest on the vector unit.
+
+A word of the plane layout holds 32/bits codes of tokens 32 apart. Cut into `ways` fields of 32/ways bits, it gives one
+code per field after one shift and one mask, and the fields come apart for free when the words are reinterpreted as
+narrow numbers:
+
+- ways = 8: nibbles, signed 4-bit integers (codes of up to 4 bits)
+- ways = 4: bytes, signed 8-bit integers (up to 8 bits)
+- ways = 2: halves that become bfloat16 without a conversion, codes being or-ed into the mantissa of a power of two
+            (up to 4 bits); for chips that convert narrow integers slowly
+
+The codes of one word come out next to each other: lane order differs from token order within a block, which attention
+does not mind as long as keys, values, scales and positions agree. `token_order` says where each went. Plane sets
+narrower than `base` bits are first spread to that width, so that all widths can be brought into one order.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from kvqjax.ops.layout import PLANE, split_bits
+
+__all__ = ["chunks", "fitting_ways", "offset", "spread_sets", "token_order"]
+
+NARROW = {8: jnp.int4, 4: jnp.int8}
+
+
+def fitting_ways(bits: int) -> int:
+    """Most fields of a word that each hold a code."""
+    return 8 if bits <= 4 else 4
+
+
+def _mantissa(bits: int) -> tuple[int, int]:
+    """Where codes go in a bfloat16 (lowest bit), and the exponent that makes the lowest of them count 1: the number is
+    2^bits + code."""
+    return 7 - bits, 127 + bits
+
+
+def offset(bits: int, ways: int) -> int:
+    """What must be subtracted from an unpacked code. Small, so that little is lost where it meets rounded factors."""
+    if ways == 2:
+        return 1 << bits
+    return -(1 << bits - 1) if bits * ways == 32 else 0  # a code that fills its field is read as signed
+
+
+def token_order(base: int, ways: int, block: int) -> np.ndarray:
+    """order[i] = token at position i of `block` unpacked tokens of plane sets spread to `base` bits."""
+    planes = 32 // base
+    parts = planes // ways
+    # [chunk, word row, field] -> plane chunk + field*parts, row
+    plane = np.arange(parts)[:, None, None] + np.arange(ways)[None, None] * parts
+    order = (plane * PLANE + np.arange(PLANE)[None, :, None]).reshape(-1)
+    return (np.arange(0, block, order.size)[:, None] + order[None]).reshape(-1)
+
+
+def _repeated(field: int, ways: int) -> jax.Array:
+    """The same bits in every field of a word."""
+    return jnp.uint32(sum(field << 32 // ways * i for i in range(ways)))
+
+
+def _spread(words: jax.Array, bits: int, base: int) -> list[jax.Array]:
+    """[32, W] words of `bits`-bit planes to the base/bits arrays of words whose planes are `base` bits apart."""
+    if bits == base:
+        return [words]
+    halves, low = [words & jnp.uint32(0xFFFF), words >> jnp.uint32(16)], 16
+    while low > bits:  # move the upper half of every run of 2*low bits up, leaving gaps
+        low //= 2
+        mask = _repeated((1 << low) - 1, 16 // low)
+        halves = [(half | (half << jnp.uint32(low))) & mask for half in halves]
+    return [wide for half in halves for wide in _spread(half, 2 * bits, base)]
+
+
+def _moved(words: jax.Array, shift: int) -> jax.Array:
+    """Words shifted right, or left where `shift` is negative."""
+    if shift == 0:
+        return words
+    return words >> jnp.uint32(shift) if shift > 0 else words << jnp.uint32(-shift)
+
+
+def _fields(sets, bits: int, first: int, ways: int) -> jax.Array:
+    """The codes whose lowest bit lies `first` bits up in their fields, [32*ways, W]: bfloat16, int8 or int4."""
+    low, exponent = _mantissa(bits) if ways == 2 else (0, 0)
+    codes = []
+    for words, part in zip(sets, split_bits(bits), strict=True):
+        codes.append(_moved(words, first - low) & _repeated(((1 << part) - 1) << low, ways))
+        low += part
+    word = functools.reduce(operator.or_, codes)
+    if ways == 2:
+        return pltpu.bitcast(word | _repeated(exponent << 7, 2), jnp.bfloat16)
+    if offset(bits, ways):
+        word = word ^ _repeated(1 << bits - 1, ways)
+    return pltpu.bitcast(word, NARROW[ways])
+
+
+def spread_sets(words: list[jax.Array], bits: int, base: int):
+    """A block's words, [rows, W] uint32 of each plane set, as successive tuples of [32, W] whose planes are all `base`
+    bits apart."""
+    sets = []
+    for rows, part in zip(words, split_bits(bits), strict=True):
+        blocks = [rows[first : first + PLANE] for first in range(0, rows.shape[0], PLANE)]
+        sets.append([wide for block in blocks for wide in _spread(block, part, base)])
+    return zip(*sets, strict=True)
+
+
+def chunks(words: list[jax.Array], bits: int, base: int, ways: int):
+    """The codes of a block's words, [rows, W] uint32 of each plane set, as successive [32*ways, W] in `token_order`."""
+    for block in spread_sets(words, bits, base):
+        for first in range(0, 32 // ways, base):
+            yield _fields(block, bits, first, ways)

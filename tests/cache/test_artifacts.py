@@ -1,0 +1,103 @@
+"""Artifacts come back as saved; damaged, foreign and unwritable folders are refused by name."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import _constants
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.cache.artifacts import Artifact
+from kvqjax.cli.common import calibrated
+from kvqjax.methods.spec import calibrated_part
+
+
+@pytest.fixture
+def saved(tmp_path):
+    constants = ({"k": {"low": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)}, "v": {"lut": jnp.ones(4)}}, {})
+    artifact = Artifact(kvq.kivi(bits=2), constants, "config=1,headers=2", {"data": "none"})
+    artifact.save(tmp_path / "a")
+    return artifact, tmp_path / "a"
+
+
+def test_round_trip(saved):
+    artifact, folder = saved
+    back = kvq.load_artifact(folder)
+    assert (back.method, back.fingerprint, back.about) == (artifact.method, artifact.fingerprint, artifact.about)
+    assert back.constants[1] == {}
+    for group, name in (("k", "low"), ("v", "lut")):
+        ours, theirs = back.constants[0][group][name], artifact.constants[0][group][name]
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_printed_it_says_what_it_is_and_no_numbers(saved):
+    text = repr(saved[0])
+    assert text == "Artifact(kivi:bits=2, config=1,headers=2): 28 bytes in 2 arrays, data='none'"
+    method = kvq.kivi(bits=2, window=32)
+    head, *runs = repr(kvq.init_cache(tiny(), kvq.policy(method, {"0": kvq.exact()}), 1, 512)).split("\n")
+    assert head.startswith("Cache(kivi:bits=2,window=32;0=exact, float32, capacity 512): ")
+    assert [run.split(":")[0] for run in runs] == ["  layer 0", "  layer 1"]
+    assert "body.k.codes.0 uint32[1,1,32,32], body.k.low" in runs[1]
+
+
+def test_refusals(saved, tmp_path):
+    artifact, folder = saved
+    with pytest.raises(kvq.UserError, match="exists already"):
+        artifact.save(folder)
+    with pytest.raises(kvq.UserError, match="fingerprint headers is 2, the model's is 3"):
+        tiny().replace(fingerprint="config=1,headers=3").with_artifact(artifact)
+    with pytest.raises(kvq.UserError, match=r"no description\.json"):
+        kvq.load_artifact(tmp_path / "nowhere")
+    text = json.loads((folder / "description.json").read_text())
+    (folder / "description.json").write_text(json.dumps(text | {"format": 99}))
+    with pytest.raises(kvq.UserError, match="format 99"):
+        kvq.load_artifact(folder)
+    (folder / "description.json").write_text("{")
+    with pytest.raises(kvq.UserError, match="cannot be read"):
+        kvq.load_artifact(folder)
+    with pytest.raises(kvq.UserError, match="cannot be written"):
+        artifact.save(folder / "description.json" / "inside-a-file")
+
+
+def test_a_method_without_its_constants_is_refused():
+    with pytest.raises(kvq.UserError, match="calibrated constant"):
+        kvq.generate(tiny(), [[1, 2, 3]], kvq.parse("kvquant:bits=3"), max_new_tokens=2)
+
+
+CALIBRATED = "kvquant:bits=2,outliers=0.02;0=kvquant:bits=4"
+SAME = ("window=32", "sinks=7", "buffer=32", "keep=h2o:64", "window=32,sinks=7,buffer=32")
+OTHER = ("bits=4", "key_bits=2", "outliers=0.0", "rope=post", "scales=float32")
+
+
+@pytest.mark.parametrize("more", SAME)
+def test_an_artifact_serves_what_was_calibrated(more, tmp_path):
+    """Codec, bits and layers; not when tokens are encoded, nor which are kept."""
+    fitted = kvq.parse(CALIBRATED)
+    constants = _constants(tiny(), fitted)
+    Artifact(fitted, constants, "", {}).save(tmp_path / "a")
+    head, layer = CALIBRATED.split(";")
+    layer += "," + more if "keep" not in more and "sinks" not in more else ""
+    method = kvq.parse(f"{head},{more};{layer}")
+    assert method != fitted
+    ready, _ = calibrated(tiny(), [method], [tmp_path / "a"])[0]
+    jax.tree.map(np.testing.assert_array_equal, ready.constants, constants)
+
+
+@pytest.mark.parametrize("text", [*(f"kvquant:{more}" for more in OTHER), "kvquant:bits=3;0=exact", "kivi"])
+def test_and_nothing_else(text, tmp_path):
+    Artifact(kvq.parse("kvquant"), (), "", {}).save(tmp_path / "a")
+    with pytest.raises(kvq.UserError, match="--artifact for kvquant:bits=3, which no --cache names"):
+        calibrated(tiny(), [kvq.parse(text)], [tmp_path / "a"])
+
+
+def test_a_bias_that_a_model_lacks_is_no_difference():
+    """Constants of before centre=auto serve it where it means nothing."""
+    old, new = (kvq.parse(f"aqua:centre={c}") for c in ("none", "auto"))
+    assert old != new
+    assert calibrated_part(old, tiny().config) == calibrated_part(new, tiny().config)
+    biased = tiny(qkv_bias=True).config
+    assert calibrated_part(old, biased) != calibrated_part(new, biased)

@@ -1,0 +1,202 @@
+"""Token eviction against the oracle of evicted.py, and with every method."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algebra import body, extend, fresh
+from cases import CASES, model_and_method
+from evicted import BOUND, CAPACITY, LENGTH, SPEC, UNIT, ByHand, begin, check, forward, prefill, sharp, steps
+from tiny import tiny, tokens
+
+import kvqjax as kvq
+from kvqjax.cache import CacheLayout, plan
+from kvqjax.methods import Keep
+from kvqjax.parallel.sharding import Rules
+
+attend = jax.jit(kvq.attend, static_argnames=("within", "last"))
+commit = jax.jit(kvq.commit)
+
+
+@pytest.mark.parametrize("rule", ["streaming", "h2o"])
+def test_queries_see_the_kept_tokens_at_their_positions(rule):
+    """Prefill, then decoding through several evictions, ragged; then a crop below evicted tokens, and on from there."""
+    rows, cache = begin(rule)
+    first = np.asarray(cache.kept["positions"])
+    assert (first[0] != first[1]).any(), "rows choose by themselves"
+    assert (np.diff(first[0]) > 1).any() == (rule == "h2o"), "heavy hitters are scattered"
+    if rule == "h2o":  # what row 1 holds becomes worthless, so that newcomers win there; in row 0 they lose
+        rows[1].groups = [(group, 0.0) for group, _ in rows[1].groups]
+        cache = cache.replace(kept=cache.kept | {"mass": cache.kept["mass"].at[1].set(0)})
+    before = np.asarray(cache.runs[0].flushed[0])
+    cache = steps(rows, cache, 30)
+    assert (np.asarray(cache.runs[0].flushed[0]) > before).all(), "nothing left the window: the test shows nothing"
+    moved = (np.asarray(cache.kept["positions"]) != first).any(1)
+    assert moved.tolist() == [rule == "streaming", True]
+    lengths = [rows[0].length - 70, rows[1].length - 3]
+    cache = kvq.crop(cache, jnp.asarray(lengths, jnp.int32))
+    assert lengths[0] - UNIT < cache.lengths[0] <= lengths[0]
+    assert cache.lengths[1] == lengths[1]
+    for row, length in zip(rows, cache.lengths.tolist(), strict=True):
+        row.crop(length)
+    check(rows, cache)
+    steps(rows, cache, 28)
+
+
+@pytest.mark.parametrize("rule", ["streaming", "h2o"])
+def test_chunks_evict_whole_groups(rule):
+    """Through the cache 60 tokens at a time: two groups can fall due in one call, and newcomers compete."""
+    text = tokens(1, LENGTH)
+    row, cache = ByHand(rule, text[0]), kvq.init_cache(sharp(), kvq.parse(SPEC.format(rule)), 1, CAPACITY)
+    for start in range(0, 240, 60):
+        logits, cache = forward(sharp(), text[:, start : start + 60], jnp.asarray([60]), cache)
+        np.testing.assert_allclose(logits[0], row.query(60), atol=BOUND)
+        check([row], cache)
+    groups = np.asarray(cache.kept["positions"]).reshape(-1, UNIT)
+    assert (np.diff(groups, axis=1) == 1).all()
+
+
+def test_surgery_carries_what_is_kept(tmp_path):
+    rows, cache = begin("h2o")
+    kvq.save_cache(tmp_path / "cache", cache, sharp())
+    back = kvq.load_cache(tmp_path / "cache", sharp())
+    assert back.layout == cache.layout
+    jax.tree.map(np.testing.assert_array_equal, cache, back)
+    swapped = kvq.gather(kvq.fork(cache), jnp.asarray([1, 0]))
+    check(rows[::-1], swapped)
+    both = kvq.insert(swapped, 0, back, 0)
+    np.testing.assert_array_equal(both.kept["mass"], cache.kept["mass"][jnp.asarray([0, 0])])
+    gone = kvq.evict(both, jnp.asarray([False, True]))
+    check([rows[0], ByHand("h2o", rows[1].text)], gone)
+    assert float(jnp.abs(gone.kept["mass"][1]).max()) == 0
+    check([rows[0]], kvq.gather(gone, jnp.asarray([0])))
+    steps(rows[::-1], swapped, 2)
+
+
+def test_a_row_in_a_batch_chooses_as_alone():
+    _, cache = begin("h2o")
+    alone = kvq.init_cache(sharp(), cache.layout.method, 1, CAPACITY)
+    _, alone = prefill(sharp(), tokens(2, LENGTH)[1:, :256], jnp.asarray([141]), alone)
+    np.testing.assert_array_equal(cache.kept["positions"][1], alone.kept["positions"][0])
+    np.testing.assert_allclose(cache.kept["mass"][1], alone.kept["mass"][0], rtol=1e-5)
+
+
+def test_drafts_see_what_single_steps_see():
+    """Verified in pieces of 9, groups leave and others are given up in the middle of a piece."""
+    model, method, text = sharp(), kvq.parse(SPEC.format("streaming")), tokens(2, LENGTH)
+    out = []
+    for size in (1, 9):
+        cache, logits = kvq.init_cache(model, method, 2, CAPACITY), []
+        for start in range(0, 225, size):
+            counts = jnp.asarray([size, size])
+            got, pending = attend(model, text[:, start : start + size], counts, cache, within="step")
+            cache = commit(model, cache, pending, counts)
+            logits.append(np.asarray(got))
+        out.append(np.concatenate(logits, 1))
+    np.testing.assert_allclose(out[1], out[0], atol=BOUND)
+    h2o = kvq.init_cache(model, kvq.parse(SPEC.format("h2o")), 2, CAPACITY)
+    with pytest.raises(kvq.UserError, match="a draft cannot be verified at once"):
+        kvq.attend(model, text[:, :9], jnp.asarray([9, 9]), h2o, within="step")
+
+
+ONE_CLOCK = ("exact", "kivi2", "kivi3-sinks", "sliding-mixed", "kvquant", "commvq")
+ONE_CLOCK += tuple(name for name in ("higgs", "aqua", "xquant", "xquant_cl") if name in CASES)
+
+
+@pytest.mark.parametrize("name", ONE_CLOCK)
+def test_every_method_stores_a_kept_token_as_it_would_without_eviction(name):
+    """Filled from sources without attention: the newest groups are kept, and their words are those of the whole row."""
+    model, method = model_and_method(name)
+    unit = max(32, plan(fresh(name, [[0]]).layout)[0].wiring.clocks[0].unit)
+    kept = dataclasses.replace(method, keep=Keep("streaming", 2 * unit))
+    row, sinks = list(range(CAPACITY - 30)), method.sinks
+    whole, small = fresh(name, [row]), kvq.init_cache(model, kept, 1, CAPACITY)
+    for start in range(0, len(row), 150):
+        small = extend(name, small, [row[start : start + 150]], 150)
+    positions = np.asarray(small.kept["positions"]).reshape(2, unit)
+    end = int(small.runs[0].flushed[0][0]) * unit
+    assert sorted(positions[:, 0]) == [end - 2 * unit + sinks, end - unit + sinks]
+    for run, ours, theirs in zip(plan(small.layout), body(small), body(whole), strict=True):
+        for source, fields in ours.items():
+            for field, x in fields.items():
+                share = run.slots // x.shape[2]
+                other = theirs[source][field]
+                for slot, first in enumerate(positions[:, 0] - sinks):
+                    at = np.arange(first // share, (first + unit) // share) % other.shape[2]
+                    mine = x[:, 0, slot * unit // share : (slot + 1) * unit // share]
+                    np.testing.assert_array_equal(mine, other[:, 0, at], f"{source}.{field}")
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=2,window=32", "aqua", "exact"])
+def test_bytes_are_those_of_the_budget(spec):
+    """A hundred times the budget costs no more than the budget, and positions and masses are counted."""
+    model = tiny()
+    options = spec + ("," if ":" in spec else ":") + "keep=h2o:512"
+    method, most = kvq.parse(options), 51200
+    clock = plan(jax.eval_shape(lambda: kvq.init_cache(model, method, 1, 512)).layout)[0].wiring.clocks[0]
+    fits = 512 + method.sinks + clock.window
+    kept, whole = (
+        kvq.ledger(jax.eval_shape(lambda m=m, c=c: kvq.init_cache(model, m, 2, c)))
+        for m, c in ((method, most), (kvq.parse(spec), fits))
+    )
+    more = 2 * 4 * (512 + 512 // clock.unit + clock.window + clock.unit)
+    assert kept.bytes == whole.bytes + more
+    small = kvq.init_cache(model, method, 2, most)
+    live = sum(array.addressable_data(0).nbytes for array in jax.tree.leaves(small))
+    assert abs(kvq.ledger(small).bytes - live) <= 0.02 * live
+
+
+def test_a_decode_step_updates_the_cache_in_place():
+    """Temporaries stay below a tenth of it, beyond a few numbers for every token of the body."""
+    model, method = tiny(), kvq.parse("kivi:bits=4,window=32,keep=h2o:16384")
+    cache = jax.eval_shape(lambda: kvq.init_cache(model, method, 2, 65536))
+    new = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    memory = jax.jit(kvq.forward, donate_argnums=3).lower(model, *new, cache).compile().memory_analysis()
+    size = kvq.ledger(cache).bytes
+    assert memory.alias_size_in_bytes >= 0.99 * size
+    assert memory.temp_size_in_bytes < 0.1 * size + 2 * 16384 * 16
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("kivi:window=64,rule=published,keep=h2o:64", "cannot be evicted"),
+        ("kivi:keep=h2o:16", "leave the body 32 at a time"),
+        ("kivi:window=32,keep=h2o:64;0=exact", "one window and unit for all layers"),
+    ],
+)
+def test_what_cannot_be_evicted_is_refused(spec, words):
+    with pytest.raises(kvq.UserError, match=words):
+        kvq.init_cache(tiny(), kvq.parse(spec), 1, CAPACITY)
+
+
+def test_a_mesh_is_refused():
+    rules = Rules(mesh=jax.sharding.AbstractMesh((2, 1, 1, 1), ("data", "seq", "kv", "group")))
+    layout = CacheLayout(
+        shape=tiny().config.kv_shape, method=kvq.parse("kivi:keep=h2o:64"), capacity=CAPACITY, dtype="float32"
+    )
+    with pytest.raises(kvq.UserError, match="on one device only"):
+        rules.cache_layout(layout, 2)
+
+
+def test_heavy_hitters_through_a_chain_of_predictors():
+    """AQUA-KV with 16-bit residuals keeps what the exact cache keeps and computes what it computes."""
+    model, text = sharp(), tokens(1, 300)
+    out = []
+    for name in ("exact:window=0", "xquant_cl:bits=16,base=0,protected=0,latent=false,accumulator=float32"):
+        method = kvq.parse(f"{name},sinks=3,keep=h2o:128")
+        method = (
+            method if name[0] == "x" else dataclasses.replace(method, layer=dataclasses.replace(method.layer, unit=128))
+        )
+        cache = kvq.init_cache(model, method, 1, CAPACITY)
+        logits, cache = prefill(model, text[:, :270], jnp.asarray([270]), cache)
+        got = [logits]
+        for t in range(270, 276):
+            logits, cache = forward(model, text[:, t : t + 1], jnp.asarray([1]), cache)
+            got.append(logits[:, 0])
+        out.append((np.concatenate(got), np.asarray(cache.kept["positions"])))
+    np.testing.assert_array_equal(out[0][1], out[1][1])
+    assert (np.diff(out[0][1][0]) > 1).any()
+    np.testing.assert_allclose(out[1][0], out[0][0], atol=BOUND)

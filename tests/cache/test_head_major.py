@@ -1,0 +1,175 @@
+"""Bodies stored head by head, the form of GPUs: the same codes as in planes of words, attention without a loop."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, model_and_method
+from tiny import tiny, tokens
+
+import kvqjax as kvq
+from kvqjax.cache import plan, segments
+from kvqjax.cache.convert import CANONICAL, convert
+from kvqjax.ops.layout import Field, allocate, logical_bits, read, write
+
+forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
+KIVI = ("kivi2", "kivi3-sinks", "kivi4-float32", "kivi8", "kivi-wide-groups", "kivi-published")
+PER_TOKEN = ("uniform",)
+ROTATED = ("kivi-rotated", "omniscale", "kvarn", "kvarn4", "oscar")
+HEADS = ("exact", *KIVI, *ROTATED, *PER_TOKEN, "mixed", "sliding")
+COMPARED = ("kivi3-sinks", "kivi8", "kivi-wide-groups", "kivi-published", "mixed", *ROTATED, *PER_TOKEN)
+# Float32: a body's sums of at most 160 products in another order, as in tests/cache/test_cache_forward.py.
+BOUND = 2e-4
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_codes_are_read_back_as_they_were_written(bits, size):
+    random = np.random.default_rng(bits)
+    codes = random.integers(0, 2**bits, (512, 24)).astype(np.uint32)
+    field = Field(kind="codes", width=24, bits=bits, role="payload", heads=3)
+    stored = allocate(field, (2, 2), 512)
+    stored = jax.tree.map(lambda a: jnp.full_like(a, -1), stored)  # what stood there before must not shine through
+    put = jax.jit(lambda stored, token, tile: write(field, stored, (jnp.int32(1), jnp.int32(0)), token, tile))
+    for start in random.permutation(512 // size) * size:
+        stored = put(stored, jnp.int32(start), jnp.asarray(codes[start : start + size]))
+    np.testing.assert_array_equal(read(field, stored, 1, 256, 256)[0], codes[256:])
+    np.testing.assert_array_equal(read(field, stored, 1, 0, 512)[0], codes)
+    same = write(
+        field, stored, (jnp.int32(1), jnp.int32(0)), jnp.int32(0), jnp.zeros((size, 24), jnp.uint32), jnp.asarray(False)
+    )
+    np.testing.assert_array_equal(same[0], stored[0])
+    width = {1: 2, 2: 2, 3: 4, 4: 4}.get(bits, 8)
+    assert logical_bits(field) == 24 * width
+    assert stored[0].size * (4 if stored[0].dtype == jnp.int4 else 8) == 2 * 2 * 512 * 24 * width
+
+
+def filled(model, method, form: str, layers: str, capacity: int = 512):
+    """Logits of a chunk and of a step after a prefilled prompt, and the cache."""
+    cache = kvq.init_cache(model, method, 2, capacity, form=form, layers=layers)
+    text = tokens(2, 400)
+    _, cache = prefill(model, text[:, :384], jnp.asarray([384, 161]), cache)
+    chunk, cache = forward(model, text[:, 384:392], jnp.asarray([8, 7]), cache)
+    step, cache = forward(model, text[:, 392:393], jnp.asarray([1, 1]), cache)
+    return np.asarray(chunk)[:, :7], np.asarray(step), cache
+
+
+def encoded(cache):
+    """What every row's body holds of codes and vectors, by layer, source, field and row, in token order."""
+    out = {}
+    for run, state in zip(plan(cache.layout), cache.runs, strict=True):
+        for clock, flushed in zip(run.wiring.clocks, state.flushed, strict=True):
+            fields = [(source, *item) for source in clock.sources for item in run.wiring.codecs[source].fields.items()]
+            for source, name, field in fields if run.slots and not run.wraps else ():
+                if field.kind in ("codes", "plain"):
+                    for index in range(run.count):
+                        found = np.asarray(read(field, state.body[source][name], index, 0, run.slots))
+                        for row, units in enumerate(flushed):
+                            out[run.first + index, source, name, row] = found[row, : int(units) * clock.unit]
+    return out
+
+
+@pytest.mark.parametrize(("name", "layers"), [*((name, "scan") for name in COMPARED), ("mixed", "unroll")])
+def test_equal_codes_and_logits(name, layers):
+    model, method = model_and_method(name)
+    wanted, got = filled(model, method, "planes", "scan"), filled(model, method, "heads", layers)
+    for a, b in zip(got[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=BOUND * max(1.0, np.abs(b).max()))
+    here, there = encoded(got[2]), encoded(wanted[2])
+    assert here.keys() == there.keys()
+    for mine, other in ((here[name], there[name]) for name in there):
+        if mine.dtype == np.uint32:  # another program's products may round to another code, rarely
+            assert np.sum(mine != other) <= 1e-2 * mine.size
+        else:
+            np.testing.assert_allclose(mine, other, atol=1e-4)
+    runs = plan(got[2].layout)
+    assert all(run.wiring.direct is not None for run in runs)
+
+
+@pytest.mark.parametrize("name", ["kvquant", "commvq", "aqua", "xquant-latents"])
+def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
+    """Block after block in straight code, or by a loop of as many turns as the capacity has blocks, as by a loop that
+    ends with the longest row."""
+    monkeypatch.setattr(segments, "AT_ONCE", 1)
+    model, method = model_and_method(name)
+    forward.clear_cache()  # programs of the usual parts
+    wanted, got = (filled(model, method, form, "scan", 2100) for form in ("planes", "heads"))
+    assert got[2].runs[0].body
+    assert plan(got[2].layout)[-1].slots >= 2 * plan(got[2].layout)[-1].block
+    for a, b in zip(got[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=5 * BOUND * max(1.0, np.abs(b).max()))
+
+
+def test_the_target_decides_and_what_cannot_be_keeps_its_planes():
+    model = tiny()
+    assert kvq.init_cache(model, kvq.exact(), 1, 64, target="sm90").layout.form == "heads"
+    assert kvq.init_cache(model, kvq.exact(), 1, 64, target="v6e").layout.form == "planes"
+    cache = kvq.init_cache(model, kvq.parse("kivi:rope=pre"), 1, 512, form="heads")
+    assert all(
+        field.heads == 0
+        for run in plan(cache.layout)
+        for c in run.wiring.codecs.values()
+        for field in c.fields.values()
+    )
+    with pytest.raises(kvq.UserError, match="known: planes, heads"):
+        kvq.init_cache(model, kvq.exact(), 1, 64, form="rows")
+
+
+def test_rows_that_see_nothing_of_the_body():
+    """A row without encoded tokens beside one with many: finite, and equal to the row alone."""
+    model, method = model_and_method("kivi2")
+    cache = kvq.init_cache(model, method, 2, 512, form="heads")
+    text = tokens(2, 201)
+    _, cache = prefill(model, text[:, :200], jnp.asarray([200, 5]), cache)
+    both, _ = forward(model, text[:, 200:], jnp.asarray([1, 1]), cache)
+    alone = kvq.init_cache(model, method, 1, 512, form="heads")
+    _, alone = prefill(model, text[1:, :200], jnp.asarray([5]), alone)
+    one, _ = forward(model, text[1:, 200:], jnp.asarray([1]), alone)
+    np.testing.assert_allclose(both[1], one[0], atol=BOUND)
+
+
+@pytest.mark.parametrize("spec", ["exact", "kivi:bits=2,window=32", "kivi:bits=4,window=32"])
+def test_no_second_cache(spec):
+    model = tiny()
+    cache = jax.eval_shape(functools.partial(kvq.init_cache, model, kvq.parse(spec), 2, 65536, form="heads"))
+    step = jax.jit(kvq.forward, donate_argnames="cache")
+    one = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    memory = step.lower(model, *one, cache).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
+
+
+def test_cases_that_have_the_form():
+    for name in CASES:
+        model, method = model_and_method(name)
+        runs = plan(dataclasses.replace(kvq.init_cache(model, method, 1, 64).layout, form="heads", capacity=1024))
+        assert all(run.wiring.direct is not None for run in runs) == (name in (*HEADS, "sliding-mixed")), name
+
+
+@pytest.mark.parametrize("name", ["kivi3-sinks", "mixed", "aqua"])
+def test_a_cache_moves_between_forms_and_back(name):
+    model, method = model_and_method(name)
+    *_, cache = filled(model, method, "planes", "scan")
+    there = convert(cache, layers="unroll", form="heads")
+    assert (there.layout.layers, there.layout.form, len(there.runs)) == ("unroll", "heads", model.config.num_layers)
+    back = convert(there, **CANONICAL)
+    assert jax.tree.structure(back) == jax.tree.structure(cache)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+    one, text = jnp.asarray([1, 1]), tokens(2, 1)
+    np.testing.assert_allclose(
+        forward(model, text, one, there)[0], forward(model, text, one, cache)[0], atol=BOUND * 5, rtol=1e-4
+    )
+
+
+def test_on_a_mesh():
+    """Rows, blocks of the body and heads shared out over 8 devices: the logits of planes."""
+    spec, text, found = "kivi:bits=2,value_group=16,window=32", tokens(2, 321), []
+    model = kvq.shard(tiny(), spec, data=2, seq=2, model=2)
+    for form in ("planes", "heads"):
+        cache = kvq.init_cache(model, spec, 2, 1024, form=form)
+        _, cache = kvq.forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
+        found.append(kvq.forward(model, text[:, 320:], jnp.asarray([1, 1]), cache)[0])
+    np.testing.assert_allclose(found[1], found[0], atol=BOUND)

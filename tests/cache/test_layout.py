@@ -1,0 +1,53 @@
+"""Packed storage: what is written is read back, words are cleared first, planes follow the stated layout."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvqjax.ops.layout import Field, allocate, block_tokens, logical_bits, read, split_bits, unpack, write
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("bits", "kind"), [*((bits, "codes") for bits in (1, 2, 3, 4, 6, 8, 12)), (6, "columns")])
+def test_codes_come_back_after_overwriting(bits, kind):
+    rng = np.random.default_rng(bits)
+    field = Field(kind=kind, width=8, role="payload", bits=bits)
+    slots = block_tokens([field])
+    stored, want = allocate(field, (2, 2), slots), np.zeros((2, 2, slots, 8), np.uint32)
+    for size in (1, 32, 64, 128, 1, 32, 128):
+        layer, row, token = rng.integers(2), rng.integers(2), rng.integers(slots // size) * size
+        tile = rng.integers(0, 2**bits, (size, 8)).astype(np.uint32)
+        want[layer, row, token : token + size] = tile
+        at = jnp.int32(layer), jnp.int32(row)
+        stored = write(field, stored, at, jnp.int32(token), jnp.asarray(tile))
+    for layer in range(2):
+        np.testing.assert_array_equal(read(field, stored, layer, 0, slots), want[layer])
+    assert sum(a.size for a in stored) * 32 == 2 * 2 * slots * 8 * bits, "packed words hold exactly the stated bits"
+
+
+def test_a_plane_is_32_consecutive_tokens():
+    field = Field(kind="codes", width=1, role="payload", bits=2)
+    stored = allocate(field, (1, 1), 512)
+    at = jnp.int32(0), jnp.int32(0)
+    tile = jnp.full((32, 1), 3, jnp.uint32)
+    (words,) = write(field, stored, at, jnp.int32(64), tile)
+    np.testing.assert_array_equal(words[0, 0, :32, 0], np.full(32, 3 << 4))
+    assert int(unpack(words, 2).sum()) == 96
+
+
+@pytest.mark.parametrize(("kind", "tile"), [("group", (2, 6)), ("token", (6, 64)), ("plain", (64, 6))])
+def test_unpacked_kinds_come_back(kind, tile):
+    field = Field(kind=kind, width=6, role="scales", group=32 if kind == "group" else 1, dtype="float32")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=tile), jnp.float32)
+    stored = write(field, allocate(field, (1, 3), 256), (jnp.int32(0), jnp.int32(2)), jnp.int32(128), x)
+    whole = np.asarray(read(field, stored, 0, 0, 256))
+    span = (slice(None), slice(128, 192)) if kind == "token" else slice(4, 6) if kind == "group" else slice(128, 192)
+    np.testing.assert_array_equal(whole[2][span], x)
+    assert np.count_nonzero(whole) == x.size
+
+
+def test_bits_and_refusals():
+    assert [split_bits(b) for b in (1, 3, 6, 12)] == [(1,), (2, 1), (4, 2), (8, 4)]
+    assert logical_bits(Field(kind="group", width=10, role="scales", group=32, dtype="bfloat16")) == 5
+    with pytest.raises(ValueError, match="17 bits"):
+        Field(kind="codes", width=1, role="payload", bits=17)

@@ -1,0 +1,107 @@
+"""Static lengths (kvqjax/cache/reach.py): what is read follows the longest row, results do not change by a bit, and
+programs are few."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny, tokens
+
+import kvqjax as kvq
+from kvqjax.cache import reach
+from kvqjax.generation import decoding as generation
+from kvqjax.methods.direct import slots_read
+
+CAPACITY = 8192
+forward = jax.jit(kvq.forward, static_argnames=("reach", "last"))
+SPECS = ("exact", "kivi:bits=2,group=32,window=32", "kivi:bits=4,group=32,window=32,sinks=4")
+
+
+@functools.cache
+def held(spec: str, form: str = "heads", dtype: str = "f32"):
+    """A model and a cache of two rows of 700 and 90 tokens."""
+    kind = {"f32": jnp.float32, "bf16": jnp.bfloat16}[dtype]
+    model = tiny()
+    model = model.replace(params=jax.tree.map(lambda x: x.astype(kind), model.params))
+    cache = kvq.init_cache(model, spec, 2, CAPACITY, form=form)
+    _, cache = jax.jit(kvq.prefill)(model, tokens(2, 700), jnp.asarray([700, 90]), cache)
+    return model, cache
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("spec", SPECS)
+def test_equal_to_the_last_bit(spec, length):
+    model, cache = held(spec)
+    new, counts = tokens(2, 710)[:, 700 : 700 + length], jnp.asarray([length, 1])
+    whole, after = forward(model, new, counts, cache)
+    assert np.isfinite(np.asarray(whole)[:, 0]).all()
+    for few in (1024, 3000, 5000):
+        got, own = forward(model, new, counts, cache, reach=few)
+        np.testing.assert_array_equal(got[0], whole[0])
+        np.testing.assert_array_equal(got[1, :1], whole[1, :1])
+        for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(after), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_equal_in_bfloat16():
+    model, cache = held(SPECS[1], dtype="bf16")
+    one = tokens(2, 701)[:, 700:], jnp.asarray([1, 1])
+    whole, few = (forward(model, *one, cache, reach=n)[0] for n in (None, 1024))
+    np.testing.assert_array_equal(few, whole)
+
+
+def test_a_row_that_is_longer_than_promised_gets_nan():
+    model, cache = held("exact")
+    logits, _ = forward(model, tokens(2, 1), jnp.asarray([1, 1]), cache, reach=600, last=True)
+    assert np.isnan(logits[0]).all()
+    assert np.isfinite(logits[1]).all()
+
+
+def test_on_a_mesh():
+    spec, text = SPECS[1], tokens(2, 321)
+    model = kvq.shard(tiny(), spec, data=2, seq=2, model=2)
+    cache = kvq.init_cache(model, spec, 2, 16384, form="heads")
+    _, cache = kvq.forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
+    found = [kvq.forward(model, text[:, 320:], jnp.asarray([1, 1]), cache, reach=n)[0] for n in (None, 512)]
+    np.testing.assert_allclose(*found, atol=1e-5)  # one row and head a device: XLA:CPU chooses loops by the length
+
+
+def test_lengths_are_few_and_hold_what_they_must():
+    layout = dataclasses.replace(held("exact")[1].layout, capacity=131072)
+    found = [reach.reach_for(layout, n) for n in range(1, 131073, 997)]
+    assert {n for n in found if n} == {4096, 8192, 16384, 32768, 65536}
+    for n, one in zip(range(1, 131073, 997), found, strict=True):
+        assert n <= (one or 131072) <= max(2 * n, reach.LEAST)
+    assert reach.reach_for(held("exact", "planes")[1].layout, 1) is None
+    assert reach.reach_for(dataclasses.replace(layout, capacity=100), 1) is None
+    assert slots_read(8192, 256, 131072) == (8192, True)
+    assert slots_read(60000, 256, 131072) == (61440, False)
+    assert slots_read(131072, 256, 131072) == (131072, False)
+
+
+def test_bytes_read_follow_the_length():
+    """What the compiler says of one step on rows of 2048 tokens in a cache of 65536: temporaries of a body's scores."""
+    model = tiny()
+    one = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    cache = jax.eval_shape(functools.partial(kvq.init_cache, model, "exact", 2, 65536, form="heads"))
+    step = jax.jit(kvq.forward, donate_argnames="cache", static_argnames="reach")
+    flops = [step.lower(model, *one, cache, reach=n).compile().cost_analysis()["flops"] for n in (2048, 4096, None)]
+    assert flops[0] < 0.6 * flops[1]
+    assert flops[1] < 0.1 * flops[2]
+
+
+def test_generation_chooses_and_changes_no_token(monkeypatch):
+    """A row grows past a static length while it is generated: two programs, and the tokens of one."""
+    monkeypatch.setattr(reach, "LEAST", 64)
+    original = generation.init_cache
+    monkeypatch.setattr(generation, "init_cache", functools.partial(original, form="heads"))
+    prompt, options = [tokens(1, 100)[0].tolist()], {"max_new_tokens": 60, "capacity": 256}
+    generation.decode_steps.clear_cache()
+    found = kvq.generate(tiny(), prompt, "exact", **options).tokens
+    assert generation.decode_steps._cache_size() == 2
+    monkeypatch.setattr(reach, "LEAST", 4096)
+    assert kvq.generate(tiny(), prompt, "exact", **options).tokens == found
+    assert generation.decode_steps._cache_size() == 2  # the whole capacity is one of them

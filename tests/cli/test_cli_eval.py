@@ -1,0 +1,239 @@
+"""`kvqjax eval`: one table for several caches, JSON with its stamp, files and pictures."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from commands import run
+
+import kvqjax as kvq
+from kvqjax.cli.compare import artifact_folder, halves, kept_path
+from kvqjax.eval import measure_perplexity
+from kvqjax.eval.plots import PLOTS, draw, series
+from kvqjax.hardware.planner import parameter_shapes, prompt_operations
+
+ROWS = {
+    "ppl": [{"cache": "exact", "mode": "m", "windows": "w", "bits_stored": 16.0, "kld": 0.0, "context": 32768}],
+    "drift": [{"cache": "exact", "steps": 64, "kld": [0.0, 0.1]}],
+    "retrieval": [
+        {"cache": "exact", "mode": "m", "task": "kv", "length": 64, "by_depth": [1.0, 0.0]},
+        {"cache": "exact", "mode": "m", "task": "kv", "length": 128, "by_depth": [0.5]},
+    ],
+    "tasks": [{"cache": "exact", "task": "ruler/vt", "score": 40.0}],
+    "compare": [
+        {"cache": cache, "mode": "m", "windows": "w", "bits_stored": bits, "kld": kld, "context": 32768}
+        for cache, bits, kld in (
+            ("exact", 16.0, 1e-10),
+            ("kivi:bits=2", 2.4, 0.2),
+            ("kivi", 4.4, 0.01),
+            ("higgs", 3, 1),
+        )
+    ],
+    "harness": [{"cache": "exact", "task": "own", "score": 0.4}],
+    "tune": [
+        {"kind": kind, "cache": "kivi:bits=2", "bits_stored": 2.4, "kld": 0.2, "kld_error": 0.01}
+        for kind in ("single", "front", "tuned")
+    ],
+}
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return lambda *words: run(capsys, monkeypatch, *words)
+
+
+def test_a_report_in_full(call, tmp_path):
+    words = ["eval", "ppl", "-m", "recall", "-c", "kivi:bits=2,window=0", "--window", "64", "--tokens", "128"]
+    words += ["--chunk", "32"]
+    code, out, err = call(*words, "--json", "--out", str(tmp_path / "reports"))
+    assert code == 0, err
+    (row,) = json.loads(out)
+    about = row.pop("about")
+    assert {"about": about, "rows": [row]} == json.loads((tmp_path / "reports" / "ppl.json").read_text())
+    names = {"cache", "mode", "tokens", "bits_method", "bits_stored", "bytes", "ppl", "ppl_exact", "kld", "top1"}
+    assert names <= set(row)
+    assert row["cache"] == "kivi:bits=2,window=0"
+    assert row["kld"] > 0
+    assert about["fingerprint"] == kvq.load("recall").fingerprint
+    assert about["data"]["name"] == "synthetic"
+    assert len(about["data"]["sha256"]) == 64
+    assert (about["seed"], set(about["versions"])) == (0, {"kvqjax", "jax", "jaxlib"})
+    assert sum(about["ledger"]["bytes"][row["cache"]].values()) == row["bytes"]
+
+
+def test_every_mode_with_every_chunk(call, monkeypatch):
+    def row(model, ids, method, *, mode, chunk, **options):
+        return {"cache": str(method), "mode": mode, "chunk": chunk, "windows": options["cut"], "bits_stored": 16.0}
+
+    monkeypatch.setattr(measure_perplexity, "perplexity", row)
+    words = ["--mode", "loop", "--mode", "prefill", "--chunk", "1", "--chunk", "512", "--windows", "aqua", "--json"]
+    code, out, err = call("eval", "ppl", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", *words)
+    assert code == 0, err
+    got = [(row["cache"], row["mode"], row["chunk"], row["windows"]) for row in json.loads(out)]
+    caches, modes = ("exact", "kivi:bits=2"), ("loop", "prefill")
+    assert got == [(cache, mode, chunk, "aqua") for cache in caches for mode in modes for chunk in (1, 512)]
+
+
+def test_a_table_carries_the_stamp(call, tmp_path):
+    text = tmp_path / "hay.txt"
+    text.write_text("Owls sing at night. " * 10)
+    words = ["eval", "retrieval", "-m", "demo", "-c", "exact", "--task", "passkey", "--length", "64", "--samples", "2"]
+    code, out, err = call(*words, "--depths", "2", "--data", str(text))
+    assert code == 0, err
+    assert "by depth" in out
+    for part in ("kvqjax 0", "seed 0", "hay.txt"):
+        assert part in " ".join(out.split())
+
+
+def test_tasks_from_a_folder(call, tmp_path):
+    row = {"input": "Where is Anna?", "context": "Anna is at home.", "answers": ["at home"], "all_classes": None}
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["eval", "tasks", "-c", "exact", "--task", "longbench/hotpotqa", "--folder", str(tmp_path), "--limit", "64"]
+    code, out, err = call(*words, "--json")
+    assert code == 0, err
+    (got,) = json.loads(out)
+    assert (got["task"], got["metric"], got["samples"], got["mode"]) == ("longbench/hotpotqa", "F1", 1, "prefill-exact")
+    assert 0 <= got["score"] <= 100
+    assert got["about"]["data"]["longbench/hotpotqa"]["prompts"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tasks", "-c", "exact", "--task", "mmlu"], "known: longbench"),
+        (["tasks", "-c", "exact", "--task", "longbench/qasper", "--folder", "/nowhere"], "qasper.jsonl is not there"),
+        (["tasks", "-c", "exact"], "--task"),
+        (["ppl", "-m", "recall", "-c", "exact", "--data", "wikitext2", "--folder", "/nowhere"], "wiki.test.raw"),
+        (["ppl", "-m", "recall", "-c", "exact", "--windows", "round"], "known: gptq"),
+        (["ppl", "-c", "exact", "--context", "0"], "--context"),
+        (["compare", "--sequences", "0"], "--sequences"),
+        (["compare", "-c", "nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(call, words, message):
+    code, out, err = call("eval", *words)
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_the_picture_that_compares_caches():
+    """A line a method, KL divergence on a log axis, bits at a context that is named, the exact cache as a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    PLOTS["compare"](figure, ROWS["compare"])
+    (axes,) = figure.axes
+    assert axes.get_yscale() == "log"
+    assert "32K tokens" in axes.get_xlabel()
+    lines = {line.get_label(): line.get_xydata() for line in axes.lines}
+    assert set(lines) == {"kivi", "higgs", "exact (16 bits): 0"}
+    assert lines["kivi"].tolist() == [[2.4, 0.2], [4.4, 0.01]]
+    (low, _), exact = axes.get_ylim(), lines["exact (16 bits): 0"][:, 1]
+    assert (exact == low).all()
+    assert low < 0.01
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["higgs", "kivi", "exact (16 bits): 0"]
+
+
+def test_rows_of_one_line_differ_in_bits_only():
+    assert series("kivi:bits=2,window=0") == series("kivi:window=0") == "kivi:window=0"
+    assert series("aqua:bits=3,first_bits=3") == "aqua"
+    assert series("kivi:key_bits=2,value_bits=4;0-1=exact") == "kivi;0-1=exact"
+
+
+def test_compare_calibrates_once_and_draws(call, monkeypatch, tmp_path):
+    """Table and picture in one command; the second run finds the calibration in the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "eval",
+        "compare",
+        "-m",
+        "recall",
+        "-c",
+        "exact",
+        "-c",
+        "kivi:bits=2,window=0,centre=mean",
+        "--window",
+        "96",
+    ]
+    words += ["--tokens", "96", "--sequences", "1", "--context", "4096", "--json"]
+    code, out, err = call(*words)
+    assert code == 0, err
+    exact, kivi = json.loads(out)
+    assert (exact["cache"], exact["kld"], exact["context"]) == ("exact", 0, 4096)
+    assert kivi["kld"] > 0
+    assert kivi["bits_stored"] < 4 < exact["bits_stored"]
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    (kept,) = (tmp_path / "xdg" / "kvqjax" / "artifacts").iterdir()
+    assert kvq.load_artifact(kept).method == kvq.parse(kivi["cache"])
+    monkeypatch.setattr("kvqjax.calibrate.run", lambda *args, **options: pytest.fail("calibrated twice"))
+    code, out, err = call(*words, "--plot", "again.svg")
+    assert code == 0, err
+    again = json.loads(out)[1]
+    assert again["kld"] == kivi["kld"]
+    assert "<svg" in (tmp_path / "again.svg").read_text()
+
+
+def test_a_calibration_is_kept_for_its_own_model_and_text(tmp_path):
+    model, method = kvq.load("recall"), kvq.parse("kvquant:bits=3")
+    paths = {
+        kept_path(tmp_path, model, method, "text", None),
+        kept_path(tmp_path, model.replace(fingerprint="other"), method, "text", None),
+        kept_path(tmp_path, model, kvq.parse("kvquant:bits=2"), "text", None),
+        kept_path(tmp_path, model, method, "other text", None),
+        kept_path(tmp_path, model, method, "text", 4),
+    }
+    assert len(paths) == 5
+    assert halves("one two three four") == ("one two three", " four")
+    assert halves("oneword") == ("one", "word")
+
+
+def test_where_calibrations_are_kept(monkeypatch, tmp_path):
+    """XDG_CACHE_HOME; a relative one is ignored, as its specification asks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert artifact_folder() == tmp_path / "kvqjax" / "artifacts"
+    for value in ("relative", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert artifact_folder() == Path.home() / ".cache" / "kvqjax" / "artifacts"
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+def test_every_report_has_a_picture(kind, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"{kind}.png"
+    draw(kind, ROWS[kind], "title", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(kvq.UserError, match="cannot be written"):
+        draw(kind, ROWS[kind], "title", tmp_path / "no" / "folder.png")
+
+
+@pytest.mark.parametrize("command", ["ppl", "drift"])
+def test_a_short_text_is_refused_before_anything_is_said(call, tmp_path, command):
+    (tmp_path / "short").write_text("ab12")
+    code, out, err = call("eval", command, "-m", "recall", "-c", "exact", "--data", str(tmp_path / "short"))
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "fewer than one window" in err
+
+
+def test_an_evaluation_says_what_it_will_do(call):
+    words = ["-m", "recall", "-c", "exact", "-c", "kivi", "--task", "kv", "--length", "64", "--samples", "1"]
+    code, _, err = call("eval", "retrieval", *words)
+    assert code == 0
+    about = "retrieval of recall through exact, then kivi:bits=2: 64 tokens each; "
+    assert re.fullmatch(about + r"at least about \d+ s on this device, .*\n", err)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pass_multiplies_with_every_weight_but_a_looked_up_embedding(tied):
+    config = dataclasses.replace(kvq.load("recall").config, tied_embeddings=tied)
+    shapes = parameter_shapes(config)
+    sizes = {name: shapes[name] for name in ("layers", "embed")}
+    assert ("head" in parameter_shapes(config)) != tied
+    # The head, a matrix of the embedding's size, multiplies in both; the embedding of an untied model does not.
+    attention = 4 * config.query_width * config.num_layers  # each token to itself
+    assert prompt_operations(config, 0, 1) == 2 * sum(leaf.size for leaf in jax.tree.leaves(sizes)) + attention

@@ -1,0 +1,67 @@
+"""`kvqjax generate`: prompts from files, and text as it is made."""
+
+import json
+
+import pytest
+from commands import run
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.cli.run import _overlap, _print_stream
+from kvqjax.generation.decoding import Generated
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return lambda *words: run(capsys, monkeypatch, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("prompts.txt", "ab12,cd34,?cd\r\n\r\nef56,gh78,?ef\n"),
+        ("prompts.jsonl", '"ab12,cd34,?cd"\n{"id": 7, "prompt": "ef56,gh78,?ef"}\n'),
+    ],
+)
+def test_a_file_of_prompts_is_a_batch(call, tmp_path, name, text):
+    (tmp_path / name).write_bytes(text.encode())
+    code, out, err = call("generate", "-m", "recall", "-n", "2", "--prompt-file", str(tmp_path / name), "--json")
+    assert code == 0, err
+    assert [row["prompt"] for row in json.loads(out)] == ["ab12,cd34,?cd", "ef56,gh78,?ef"]
+
+
+def test_one_json_prompt_may_have_several_lines(call, tmp_path):
+    (tmp_path / "p.jsonl").write_text(json.dumps("ab12,\nab") + "\n")
+    code, out, _ = call("generate", "-m", "recall", "-n", "1", "--prompt-file", str(tmp_path / "p.jsonl"), "--json")
+    assert (code, json.loads(out)[0]["prompt"]) == (0, "ab12,\nab")
+
+
+@pytest.mark.parametrize("line", ["{", "7", '{"text": "ab"}', "[]"])
+def test_a_json_line_without_a_prompt_is_refused(call, tmp_path, line):
+    (tmp_path / "p.jsonl").write_text(line + "\n")
+    code, out, err = call("generate", "--prompt-file", str(tmp_path / "p.jsonl"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "p.jsonl: " in err
+
+
+def test_text_is_printed_token_by_token(call, monkeypatch):
+    parts = []
+    monkeypatch.setattr("kvqjax.cli.run.typer.echo", lambda text, nl=True: parts.append(text))
+    code, _, err = call("generate", "-m", "recall", "-p", "ab12,cd34,?cd", "-n", "24", "--stream")
+    assert code == 0, err
+    assert len([part for part in parts if part]) >= 24  # this model's tokens are characters
+    assert len(parts[0]) == 1
+
+
+def test_what_a_later_token_may_change_is_held_back(monkeypatch):
+    made = ["a", "ab\ufffd", "ab\u00e9", "ab\u00e9E", "ab\u00e9EN", "ab\u00e9ENx", "ab\u00e9ENxE", "ab\u00e9ENx"]
+    parts = []
+    monkeypatch.setattr("kvqjax.cli.run.stream", lambda *_, **__: iter(Generated([t], [[]]) for t in made))
+    monkeypatch.setattr("kvqjax.cli.run.typer.echo", lambda text, nl=True: parts.append(text))
+    _print_stream(tiny(), ["p"], kvq.exact(), {"stop": ("END",)})
+    assert parts == ["a", "b", "\u00e9", "", "", "ENx", "", "", ""]
+
+
+def test_overlap_is_the_longest_beginning_of_the_stop_string():
+    found = [_overlap(text, "aab") for text in ("", "xa", "xaa", "aaa", "aab", "b")]
+    assert found == [0, 1, 2, 2, 0, 0]

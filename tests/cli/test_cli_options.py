@@ -1,0 +1,136 @@
+"""Every number that a command takes is checked before any work begins: one line, exit code 2."""
+
+import inspect
+import subprocess
+import sys
+from typing import Annotated, get_args, get_origin
+
+import pytest
+from commands import run
+
+import kvqjax as kvq
+from kvqjax.cli.app import app
+from kvqjax.cli.evaluate import app as evaluations
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return lambda *words: run(capsys, monkeypatch, *words)
+
+
+def options_of(command):
+    """(option, annotated type, typer's description) of a command."""
+    for name, parameter in inspect.signature(command.callback).parameters.items():
+        if get_origin(parameter.annotation) is Annotated:
+            kind, info = get_args(parameter.annotation)
+        else:
+            kind, info = parameter.annotation, None
+        # Typer keeps an Annotated option's first name where a default would stand.
+        given = [n for n in (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ())) if n]
+        given = [n for n in given if isinstance(n, str) and n.startswith("--")] or [f"--{name.replace('_', '-')}"]
+        yield given[0], kind, info
+
+
+COMMANDS = {(c.name or c.callback.__name__,): c for c in app.registered_commands} | {
+    ("eval", c.name): c for c in evaluations.registered_commands
+}
+NUMBERS = [
+    pytest.param(words, option, kind, info, id=" ".join((*words, option)))
+    for words, command in COMMANDS.items()
+    for option, kind, info in options_of(command)
+    if kind in (int, float, int | None, float | None, list[int], list[float])
+]
+
+
+def test_the_walk_sees_every_command():
+    assert {("generate",), ("plan",), ("bench",), ("calibrate",), ("eval", "ppl"), ("eval", "harness")} <= set(COMMANDS)
+    assert len(NUMBERS) > 40
+
+
+@pytest.mark.parametrize(("words", "option", "kind", "info"), NUMBERS)
+def test_numbers_beyond_the_bounds_are_one_line(call, words, option, kind, info):
+    assert info is not None
+    assert info.min is not None
+    assert info.max is not None
+    for value in (info.min - 1, info.max + 1, 10**30, "many"):
+        code, out, err = call(*words, option, str(value))
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert option in err
+
+
+@pytest.mark.parametrize("option", ["temperature", "top-p", "min-p", "repetition-penalty"])
+def test_what_no_bound_refuses_is_found_before_the_model_is_loaded(call, option):
+    values = ["nan", "inf", *{"top-p": ["0"], "min-p": ["1"], "repetition-penalty": ["0"]}.get(option, [])]
+    for value in values:
+        code, out, err = call("generate", "-m", "/nowhere", "-p", "a", f"--{option}", value)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert option in err.replace("_", "-")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "-p", "a", "--stop", ""], "--stop ''"),
+        (["generate", "-p", "a", "--stream", "--json"], "--stream and --json"),
+        (["plan", "-m", "recall", "-c", "kivi:window=1000000000000"], "at most 1073741824 tokens"),
+        (["plan", "-m", "recall", "-c", "exact", "--mesh", "data=99999999999999999999"], "at most 1048576 devices"),
+        (["generate", "-m", "recall", "-p", "ab12", "-n", "16777216", "-c", "kivi:sinks=16777216"], "there are"),
+        (["bench", "-m", "demo", "-c", "exact", "--context", "16777216", "--batch", "65536"], "there are"),
+    ],
+)
+def test_other_options_are_one_line_too(call, words, message):
+    code, out, err = call(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+
+
+@pytest.mark.parametrize("method", ["kvquant:bits=3", "aqua", "commvq", "kivi:centre=mean"])
+@pytest.mark.parametrize("words", [("generate", "-p", "ab12"), ("eval", "ppl"), ("eval", "drift"), ("bench",)])
+def test_a_calibrated_method_without_its_artifact(call, words, method):
+    """Nothing is evaluated before: the exact cache beside it would take its time first."""
+    cache = ["-c", method] if words[0] == "generate" else ["-c", "exact", "-c", method]
+    code, out, err = call(*words, "-m", "demo", *cache)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "needs the calibrated constant" in err
+    assert "kvqjax calibrate" in err
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_json(words):
+    assert "--json" in [option for option, _, _ in options_of(COMMANDS[words])]
+
+
+@pytest.mark.parametrize("options", [{"count": 0}, {"length": 0}, {"count": -1}])
+def test_no_sequences_are_no_calibration(options):
+    with pytest.raises(kvq.UserError, match="at least 1 is wanted"):
+        kvq.calibrate.run(kvq.load("recall"), kvq.parse("kvquant"), "ab12" * 999, **options)
+
+
+def test_memory_that_xla_cannot_have_is_one_line(call, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore lines")
+
+    monkeypatch.setattr("kvqjax.cli.run.generate_text", refuse)
+    code, _, err = call("generate", "-m", "recall", "-p", "ab12")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "not enough memory" in err
+
+
+def test_ctrl_c_prints_one_word():
+    """A signal to the process as a terminal would send it, while a calibration of many sequences runs."""
+    script = """
+import os, signal, sys, threading
+from kvqjax.cli import main
+from kvqjax.cli import calibrate as command
+def run(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(60)
+import kvqjax.calibrate
+kvqjax.calibrate.run = run
+sys.argv = "kvqjax calibrate -m recall -c kvquant:bits=3 --out never-made".split()
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "stopped"
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,243 @@
+"""HIGGS against the authors' released quantiser (golden vectors), its grids on fresh samples, and its invariants."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvqjax.codecs import bits_per_value, higgs_tpu
+from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
+from kvqjax.codecs.higgs import Higgs, group_size, higgs_codec, nearest, shipped_grid
+from kvqjax.ops import layout
+
+DATA = Path(__file__).parents[1] / "data"
+# (p, n): Gaussian MSE per dimension of the authors' grids, and Lloyd and Max's table for one dimension.
+GAUSSIAN_MSE = {
+    (1, 4): 0.11752,
+    (1, 8): 0.03455,
+    (1, 16): 0.00950,
+    (2, 16): 0.1080,
+    (2, 64): 0.0295,
+    (2, 256): 0.00778,
+    (4, 256): 0.0965,
+    (6, 4096): 0.0912,
+}
+CASES = ["d1024_p2_n16", "d1024_p4_n256", "d256_p2_n64", "d128_p2_n256", "d512_g128_p2_n16", "d96_g128_p2_n64"]
+
+
+def golden():
+    with np.load(DATA / "golden_aqua_higgs.npz") as data:
+        return dict(data)
+
+
+def signed(seed, tokens, width):
+    """Gaussian residuals with one 30-fold channel, an offset channel and a large token."""
+    x = np.random.default_rng(seed).normal(size=(tokens, width)).astype(np.float32)
+    x[:, 3 % width] *= 30
+    x[:, 7 % width] += 5
+    x[0] *= 100
+    return x
+
+
+def relative_mse(codec, x):
+    out = np.asarray(jax.jit(lambda x: codec.decode({}, codec.encode({}, x)))(jnp.asarray(x)))
+    return ((out - x) ** 2).sum() / (x**2).sum()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_the_released_quantiser(case):
+    data = golden()
+    base, dim, count = case.rsplit("_", 2)
+    x, points = data[f"{base}_x"], data[f"grid_{dim}_{count}"]
+    group = int(base.split("_g")[1]) if "_g" in base else x.shape[1]
+    bits = int(np.log2(len(points))) // points.shape[1]
+    codec = higgs_codec(Higgs(bits=bits, group=group, dtype="float32"), x.shape[1], points)
+    tile = jax.jit(codec.encode)({}, jnp.asarray(x))
+    np.testing.assert_allclose(tile["scale"].T, data[f"{base}_scales"], rtol=2e-6)
+    plain = [row for row in range(len(x)) if row not in (3, 4)]  # zeros and a constant: exact ties
+    wanted = data[f"{case}_idx"].reshape(len(x), -1)
+    np.testing.assert_array_equal(np.asarray(tile["codes"])[plain], wanted[plain])
+    out, exact = np.asarray(codec.decode({}, tile)), data[f"{case}_deq_exact"]
+    bound = 2e-5 * np.linalg.norm(x, axis=1) / np.sqrt(group)
+    assert (np.abs(out - exact) <= bound[:, None])[plain].all()
+    assert not out[3].any()
+    assert abs(((out[4] - x[4]) ** 2).sum() - ((exact[4] - x[4]) ** 2).sum()) <= 1e-4 * (x[4] ** 2).sum()
+
+
+@pytest.mark.parametrize(("dim", "count"), list(GAUSSIAN_MSE))
+def test_shipped_grids_reach_the_published_gaussian_error(dim, count):
+    samples = jax.random.normal(jax.random.key(dim * count), (2**18 if count < 4096 else 2**15, dim))
+    grid = jnp.asarray(shipped_grid(int(np.log2(count)) // dim, dim))
+    index = jax.jit(nearest)(grid, samples)
+    error = float(((samples - grid[index]) ** 2).mean())
+    # 1 % for the grid; three standard errors for the samples (vectors' errors vary by about (2 / p)^0.5 of their mean).
+    assert error <= GAUSSIAN_MSE[dim, count] * (1.01 + 3 * (2 / dim / len(samples)) ** 0.5)
+    assert error >= GAUSSIAN_MSE[dim, count] * 0.97
+
+
+def test_nearest_is_the_first_of_the_nearest_points():
+    """Sixteenths, so that every product and sum is exact and ties are ties, however XLA rounds and orders them."""
+    grid = np.round(np.random.default_rng(0).normal(size=(64, 3)) * 16).astype(np.float32) / 16
+    grid[40] = grid[7]
+    y = np.concatenate([np.round(np.random.default_rng(1).normal(size=(500, 3)) * 16).astype(np.float32) / 16, grid])
+    distance = ((y[:, None] - grid[None]) ** 2).sum(-1)
+    assert (np.sort(distance, 1)[:, 0] == np.sort(distance, 1)[:, 1]).sum() >= 2, "there are ties"
+    np.testing.assert_array_equal(nearest(jnp.asarray(grid), jnp.asarray(y)), distance.argmin(1))
+
+
+@pytest.mark.parametrize("order", [1, 12, 28, 768, 1024])
+def test_hadamard_matrices_and_their_transform(order):
+    matrix = hadamard(order).astype(np.float32)
+    np.testing.assert_array_equal(matrix @ matrix.T, order * np.eye(order, dtype=np.float32))
+    x = signed(0, 3, order)
+    bound = 1e-6 * np.abs(x).sum(1).max()
+    np.testing.assert_allclose(transform(jnp.asarray(x)), x @ matrix.T, atol=bound)
+    np.testing.assert_allclose(transform(transform(jnp.asarray(x)), inverse=True) / order, x, atol=bound)
+
+
+def test_powers_of_two_follow_sylvesters_order():
+    rows = np.arange(64)
+    parity = np.array([[bin(i & j).count("1") % 2 for j in rows] for i in rows])
+    np.testing.assert_array_equal(hadamard(64), 1 - 2 * parity)
+
+
+def test_orders_without_a_known_matrix_are_refused():
+    assert not any(has_hadamard(order) for order in (0, 3, 6, 10, 100))
+    with pytest.raises(ValueError, match="group=100"):
+        Higgs(group=100)
+    with pytest.raises(ValueError, match="no grid of 5 bits"):
+        Higgs(bits=5)
+
+
+@pytest.mark.parametrize(
+    ("width", "group", "bits"),
+    [
+        (128, 128, 2),
+        (256, 256, 3),
+        (512, 512, 4),
+        (1024, 1024, 2),
+        (2048, 1024, 2),
+        (96, 96, 3),
+        (1536, 768, 2),
+        (80, 80, 4),
+    ],
+)
+def test_bits_and_error_at_every_width(width, group, bits):
+    codec = Higgs(bits=bits).build(width)
+    assert group_size(width) == group
+    assert bits_per_value(codec) == pytest.approx(bits + 16 / group)
+    # Outliers spread over the group, so the residual is nearly Gaussian; a 30-fold channel leaves it within 30 %.
+    assert relative_mse(codec, signed(1, 256, width)) < 1.3 * GAUSSIAN_MSE[2, 4**bits]
+
+
+@pytest.mark.parametrize(("width", "padded"), [(100, 128), (33, 64), (24, 24)])
+def test_widths_without_a_hadamard_matrix_are_padded(width, padded):
+    codec = Higgs().build(width)
+    assert codec.fields["codes"].width == padded // 2
+    x = np.random.default_rng(2).normal(size=(64, width)).astype(np.float32)
+    assert relative_mse(codec, x) < 0.13
+
+
+@pytest.mark.parametrize(("bits", "dim", "width"), [(2, 1, 64), (2, 4, 128), (2, 6, 128), (3, 2, 64)])
+def test_codes_are_packed_to_their_true_bits(bits, dim, width):
+    codec = Higgs(bits=bits, dim=dim).build(width)
+    x = signed(3, 1024, width)
+    tile = jax.jit(codec.encode)({}, jnp.asarray(x))
+    field = codec.fields["codes"]
+    assert field.bits == bits * dim
+    assert field.width == -(-width // dim)
+    stored = layout.allocate(field, (1, 1), 1024)
+    write = jax.jit(layout.write, static_argnums=0)
+    for token in range(0, 1024, 32):
+        place = jnp.int32(0), jnp.int32(0)
+        stored = write(field, stored, place, jnp.int32(token), tile["codes"][token : token + 32])
+    np.testing.assert_array_equal(layout.read(field, stored, 0, 0, 1024)[0], tile["codes"])
+    assert sum(a.nbytes for a in stored) == bits * dim * field.width * 1024 // 8
+    out = np.asarray(codec.decode({}, tile))
+    assert ((out - x) ** 2).sum() < 1.3 * GAUSSIAN_MSE[dim, 2 ** (bits * dim)] * (x**2).sum()
+
+
+def test_scaling_the_input_scales_the_output():
+    codec, x = Higgs(bits=3, seed=5).build(128), jnp.asarray(signed(4, 64, 128))
+    encode = jax.jit(codec.encode)
+    one, four = encode({}, x), encode({}, 4 * x)
+    np.testing.assert_array_equal(one["codes"], four["codes"])
+    np.testing.assert_array_equal(4 * codec.decode({}, one), codec.decode({}, four))
+
+
+def test_tokens_are_coded_alone():
+    codec, x = Higgs(bits=2).build(256), signed(5, 64, 256)
+    order = np.random.default_rng(6).permutation(64)
+    encode = jax.jit(codec.encode)
+    tile, moved = encode({}, jnp.asarray(x)), encode({}, jnp.asarray(x[order]))
+    np.testing.assert_array_equal(np.asarray(tile["codes"])[order], moved["codes"])
+    scales = jnp.stack(jnp.split(tile["scale"], 2, axis=1))
+    stacked = {"codes": tile["codes"].reshape(2, 32, -1), "scale": scales}
+    np.testing.assert_array_equal(codec.decode({}, stacked).reshape(64, 256), codec.decode({}, tile))
+
+
+def test_zero_groups_decode_to_zero_and_infinities_stay_in_their_group():
+    x = signed(7, 4, 256)
+    x[1], x[2, 5] = 0, np.inf
+    codec = Higgs(group=128).build(256)
+    out = np.asarray(codec.decode({}, codec.encode({}, jnp.asarray(x))))
+    assert not out[1].any()
+    assert not np.isfinite(out[2, :128]).any()
+    assert np.isfinite(out[2, 128:]).all()
+    assert np.isfinite(out[3]).all()
+
+
+def test_random_signs_rescue_structured_inputs():
+    x = np.broadcast_to(np.linspace(1, 2, 16, dtype=np.float32)[:, None], (16, 256))
+    assert relative_mse(Higgs().build(256), x) > 0.5  # a constant vector becomes one-hot
+    assert relative_mse(Higgs(seed=0).build(256), x) < 0.13
+
+
+def test_codes_are_computed_against_the_stored_scale():
+    x = signed(8, 256, 128)
+    codec = Higgs(bits=4).build(128)
+    tile = jax.jit(codec.encode)({}, jnp.asarray(x))
+    stored, exact = np.asarray(tile["scale"], np.float32).T, np.linalg.norm(x, axis=1)[:, None]
+    grid = shipped_grid(4, 2)
+
+    def codes(scale):
+        y = (x @ hadamard(128).T / scale).reshape(256, 64, 1, 2)
+        return ((y - grid) ** 2).sum(-1).argmin(-1)
+
+    assert (codes(stored) != np.asarray(tile["codes"])).mean() < 1e-3
+    assert (codes(exact) != np.asarray(tile["codes"])).mean() > 5e-3
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "group", "groups"),
+    [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (2, 1, 512, 1), (4, 1, 1024, 1), (3, 2, 96, 2), (3, 1, 12, 1)],
+)
+def test_the_form_for_tpus_is_exact_but_for_float32_sums(bits, dim, group, groups):
+    """Parts of groups, groups side by side, single groups; matrices that are not symmetric (96 and 12 are Paley's)."""
+    points = shipped_grid(bits, dim)
+    codes = np.random.default_rng(0).integers(0, len(points), (3, groups * group // dim))
+    y = points[codes].reshape(3, groups, group).astype(np.float64)
+    wanted = y @ hadamard(group)
+    x = jax.jit(functools.partial(higgs_tpu.inverse, higgs_tpu.plan(points, group, groups)))(
+        jnp.asarray(codes, jnp.uint32)
+    )
+    bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True)
+    assert (np.abs(np.asarray(x).reshape(wanted.shape) - wanted) <= bound).all()
+
+
+def test_grids_that_the_form_for_tpus_cannot_hold_are_gathered():
+    assert higgs_tpu.plan(shipped_grid(4, 2), 1024, 1) is None, "256 points"
+    assert higgs_tpu.plan(shipped_grid(2, 2), 1, 1) is None, "a group within a vector"
+    assert higgs_tpu.plan(np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32), 128, 1) is None, "float32"
+
+
+@pytest.mark.parametrize(("dim", "gathers"), [(2, False), (6, True)])
+def test_decoding_gathers_on_tpus_only_where_it_must(dim, gathers):
+    codec = Higgs(bits=2, dim=dim).build(128)
+    tile = jax.eval_shape(codec.encode, {}, jax.ShapeDtypeStruct((32, 128), jnp.float32))
+    traced = jax.jit(lambda tile: codec.decode({}, tile)).trace(tile)
+    assert ("gather" in traced.lower(lowering_platforms=("tpu",)).as_text()) is gathers
+    assert "gather" in traced.lower(lowering_platforms=("cpu",)).as_text()

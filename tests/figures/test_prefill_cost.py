@@ -1,0 +1,57 @@
+"""Counting prompts (benchmarks/prefill_cost): products, the least a prompt needs, blocks that splash leaves out."""
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny
+
+from kvqjax.hardware.planner import prompt_operations
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def counter():
+    """Modules of benchmarks, found after everything installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(ROOT)])
+        yield lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+def test_products_of_a_loop_are_counted_by_its_trips(counter):
+    def chain(x, w, count):
+        return jax.lax.fori_loop(0, count, lambda _, x: x @ w, x)
+
+    made = jax.jit(chain).lower(jnp.zeros((8, 16)), jnp.zeros((16, 16)), jnp.int32(0)).compile()
+    program = counter("step_cost.hlo").parse(made.as_text())
+    found = counter("prefill_cost.account").costs(program, "h100", {"count": np.asarray(3, np.int32)})
+    assert sum(found.operations.values()) == 3 * 2 * 8 * 16 * 16
+    assert found.syncs == 3 + 1
+    assert found.unsure == []
+
+
+def test_the_least_that_a_prompt_needs():
+    """Weights of two layers for each token, the head for one, scores and sums over what each token sees."""
+    config, least = tiny().config, prompt_operations
+    layer = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32  # q, k and v, o, the MLP, two norms
+    assert least(config, 0, 1) == 2 * (2 * layer + 50 * 32) + 2 * 4 * 64 * 1
+    assert least(config, 0, 3) - least(config, 0, 2) == 2 * 2 * layer + 2 * 4 * 64 * 3
+    assert least(config, 10, 1) - least(config, 0, 1) == 2 * 4 * 64 * 10
+    slides = dataclasses.replace(config, sliding_window=4)
+    assert least(slides, 10, 1) - least(slides, 0, 1) == 2 * 4 * 64 * 3
+
+
+def test_blocks_of_splash_attention(counter):
+    kernels = counter("prefill_cost.kernels")
+    # Chunks of 2048 after 0, 2048, 4096, 6144 tokens: their two blocks of queries see so many of four blocks of keys.
+    assert kernels.seen(2048, 8192, 8192, None) == ((2 + 4 + 6 + 8) / 4, 8)
+    assert kernels.seen(2048, 8192, 0, None) == (8, 8)
+    assert kernels.seen(2048, 8192, 8192, 1024)[0] == (2 + 3 * 3) / 4  # a window reaches one block back at most
+    lines = [" 0x1 LB: > { }", " 0x2 : > { }", " 0x3 PF: > { }", " 0x4 : > { }", " 0x5 : > { }", " 0x6 PF: > { }"]
+    assert kernels.bundles("\n".join(lines)) == (6, 3)

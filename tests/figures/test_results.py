@@ -1,0 +1,153 @@
+"""The results page and what it is made of: limits that are right, orders that can differ, rows that are run once."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Import a module of benchmarks, found after everything installed."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+def test_rate_of_a_gaussian_source(bench):
+    """White: log2(s / D) / 2. Two variances: water-filling by hand; above a variance its channels need no bit."""
+    rate = bench("rate_distortion").rate
+    assert rate(np.full(8, 4.0), 0.25) == pytest.approx(2.0)
+    assert rate(np.asarray([4.0, 1.0]), 0.25) == pytest.approx((2.0 + 1.0) / 2)
+    # D = (2 + 1) / 2: the smaller channel costs its whole variance, the larger is coded down to 2.
+    assert rate(np.asarray([4.0, 1.0]), 1.5) == pytest.approx(np.log2(4 / 2) / 4)
+    assert rate(np.asarray([4.0, 1.0]), 2.5) == 0
+
+
+def test_lloyd_max_error_and_gap_on_gaussian_vectors(bench):
+    """Grids of one dimension are Lloyd and Max's quantisers: 0.1175 of the variance at 2 bits."""
+    from kvqjax.codecs.higgs import Higgs
+
+    distortion = bench("rate_distortion")
+    learn, test, _ = distortion.vectors("Gaussian", "")
+    assert learn.shape == test.shape
+    assert not np.array_equal(learn, test)
+    found = float(distortion.error(Higgs(bits=2, dim=1), {}, test))
+    # Each token's scale is the root mean square of its 128 values: the shape keeps 1 - 1/128 of a grid's gain.
+    assert found == pytest.approx(0.1175, rel=0.02)
+
+
+def test_orders_are_compared_pair_by_pair(bench):
+    papers = bench("results.papers")
+    rows = (("a", "", 1.0, "x"), ("b", "", 2.0, "y"), ("c", "", 3.0, "z"), ("d", "", 4.0, "not run"))
+    lower = papers.Paper("", "", "", True, rows)
+    noise = np.random.default_rng(0).normal(scale=0.1, size=16)
+    ours = lambda x, y, z: {"x": x + noise, "y": y + noise, "z": z + 0.9 * noise}  # noqa: E731
+    assert papers.disagreements(lower, ours(5.0, 6.0, 7.0)) == []
+    assert papers.disagreements(lower, ours(5.0, 9.0, 7.0)) == [("b", "c")]
+    higher = lower._replace(lower=False)
+    assert papers.disagreements(higher, ours(7.0, 6.0, 5.0)) == []
+    assert len(papers.disagreements(higher, ours(5.0, 6.0, 7.0))) == 3
+
+
+def test_orders_differ_only_beyond_two_standard_errors(bench):
+    """Of differences whose standard error is 1: a mean of 2.1 counts, one of 1.9 does not."""
+    papers = bench("results.papers")
+    rows = (("a", "", 1.0, "x"), ("b", "", 2.0, "y"))
+    apart = np.asarray([-1.0, 1.0] * 8) * 4 / np.asarray([-1.0, 1.0] * 8).std(ddof=1)  # 16 windows: its error is 1
+    base = np.random.default_rng(1).normal(scale=50, size=16)  # what both caches share says nothing
+    for mean, found in ((1.9, []), (2.1, [("a", "b")])):
+        ours = {"x": base + apart + mean, "y": base}
+        assert papers.disagreements(papers.Paper("", "", "", True, rows), ours) == found
+
+
+def test_every_row_of_the_papers_and_plans_can_be_read(bench):
+    import kvqjax as kvq
+
+    rows, papers = bench("results.rows"), bench("results.papers")
+    caches = [cache for some in rows.CACHES.values() for cache in some]
+    assert len(set(caches)) == len(caches)
+    assert all(str(kvq.parse(cache)) == cache for cache in caches)
+    assert {cache for paper in papers.PAPERS for *_, cache in paper.rows} <= set(caches)
+    assert len({rows.path_of("demo", cache) for cache in caches}) == len(caches)
+    gate = bench("gate")
+    for row in [row for row in gate.plan(gate.SHAPES) if row["cache"] not in gate.NOISES]:
+        assert str(kvq.parse(row["cache"])).partition(":")[0] in kvq.METHODS
+
+
+def test_a_finished_row_is_kept_only_under_its_own_stamp(bench, tmp_path, monkeypatch):
+    rows = bench("results.rows")
+    monkeypatch.setattr(rows, "FOLDER", tmp_path)
+    about = {"model": "demo", "seed": 0}
+    assert rows.finished("demo", "higgs", about) is None
+    row = {"cache": "higgs", "about": about}
+    rows.path_of("demo", "higgs").write_text(json.dumps(row))
+    assert rows.finished("demo", "higgs", about) is None  # not measured window by window
+    rows.path_of("demo", "higgs").write_text(json.dumps(row | {"by_window": {}}))
+    assert rows.finished("demo", "higgs", about)["cache"] == "higgs"
+    assert rows.finished("demo", "higgs", about | {"seed": 1}) is None
+
+
+def test_the_page_and_its_picture_are_shown(bench, tmp_path, monkeypatch):
+    """What README and the home page show first is the picture that the page's command writes from the records."""
+    page = bench("results.page")
+    for text in (ROOT / "README.md", ROOT / "docs" / "index.md", page.PAGE):
+        shown = text.read_text(encoding="utf-8").split("](")[1].split(")")[0]
+        assert (text.parent / shown).resolve() == page.PICTURE.resolve(), text
+    drawn = []
+    monkeypatch.setattr(page, "draw", lambda kind, rows, title, path: drawn.append((kind, rows, path)))
+    page.draw_picture()
+    ((kind, rows, path),) = drawn
+    assert (kind, path) == ("compare", page.PICTURE)
+    assert {row["cache"]: row["bits_stored"] for row in rows} == {
+        cache: row["bits_32k"] for cache, row in page.stored("demo").items()
+    }
+
+
+def _tables(path: Path) -> list[list[str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_readme_has_every_method_with_the_bits_of_the_accounting_table():
+    import kvqjax as kvq
+
+    head, *rows = [row for row in _tables(ROOT / "README.md") if len(row) == 7]
+    asked = ["method", "paper", "what is cached", "bits", "needs calibration", "when to use", "where it is slower"]
+    assert head == asked
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} == set(kvq.METHODS)
+    accounts = [row for row in _tables(ROOT / "docs" / "methods" / "index.md") if len(row) == 7]
+    known = {f"{float(cell):.2f}" for row in accounts for cell in row if re.fullmatch(r"\d+\.\d{3}", cell)}
+    stated = {number for row in rows for number in re.findall(r"\d+\.\d\d", row[3])}
+    assert len(stated) > 10
+    assert stated <= known
+
+
+def test_page_is_what_the_records_say(bench):
+    """The committed page is the records', and states every missed bound."""
+    page = bench("results.page")
+    parts = page.page_text()
+    assert page.PAGE.read_text(encoding="utf-8") == parts
+    rows, bounds = json.loads(page.GATE.read_text()), bench("gate_bounds")
+    missed = [v for v in [*bounds.verdicts(rows), *bounds.without_x(rows)] if not v.held]
+    assert parts.count("**missed**") == len(missed)
+
+
+def test_answers_are_where_the_rows_say(bench):
+    import kvqjax as kvq
+
+    model = kvq.load("recall")
+    ids, asked = bench("calibrated").pair_rows(model, 3, 128, seed=0)
+    for row, where in zip(ids, asked, strict=True):
+        text = model.tokenizer.decode(row[1:][where]).replace(" ", "")
+        whole = model.tokenizer.decode(row[1:]).replace(" ", "")
+        key = whole.split("?")[1][:2]
+        assert len(text) == 2
+        assert key + text in whole.split("?")[0]
+    spans = bench("calibrated").span_rows(model, 2, 129, seed=0)
+    np.testing.assert_array_equal(spans[:, 1:65], spans[:, 65:])

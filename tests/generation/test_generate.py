@@ -1,0 +1,110 @@
+"""Generation: greedy equals the plain forward, rows are independent, options work, programs are bounded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from greedy import reference
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.generation import decoding as generation
+from kvqjax.generation.prompt_ids import bucket
+from kvqjax.generation.sampling import make_sampling, sample
+
+PROMPTS = [[1, 2, 3, 4, 5], list(range(20))]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_greedy_equals_the_plain_forward_for_ragged_prompts(chunk):
+    model = tiny()
+    made = kvq.generate(model, PROMPTS, max_new_tokens=24, chunk=chunk).tokens
+    for prompt, tokens in zip(PROMPTS, made, strict=True):
+        want, margin = reference(model, prompt, 24)
+        assert margin > 1e-4, "a tie would make this comparison meaningless"
+        assert tokens == want
+
+
+@pytest.mark.smoke
+def test_eight_bits_give_the_same_tokens_and_a_row_alone_too():
+    method = kvq.kivi(bits=8, window=32)
+    together = kvq.generate(tiny(), PROMPTS, method, max_new_tokens=24).tokens
+    assert together == kvq.generate(tiny(), PROMPTS, max_new_tokens=24).tokens
+    assert kvq.generate(tiny(), PROMPTS[:1], method, max_new_tokens=24).tokens == together[:1]
+
+
+def test_end_tokens_end_a_row_and_are_not_kept():
+    plain = kvq.generate(tiny(), PROMPTS, max_new_tokens=24).tokens
+    end = plain[1][10]
+    made = kvq.generate(tiny(), PROMPTS, max_new_tokens=24, eos_ids=[end]).tokens
+    for row, whole in zip(made, plain, strict=True):
+        assert row == (whole[: whole.index(end)] if end in whole else whole)
+
+
+def test_seeds_repeat_and_differ():
+    options = {"max_new_tokens": 16, "temperature": 1.5}
+    first = kvq.generate(tiny(), PROMPTS, seed=1, **options).tokens
+    assert first == kvq.generate(tiny(), PROMPTS, seed=1, **options).tokens
+    assert first != kvq.generate(tiny(), PROMPTS, seed=2, **options).tokens
+
+
+def test_stride_does_not_change_the_answer():
+    whole = kvq.generate(tiny(), PROMPTS, max_new_tokens=24).tokens
+    steps = [made.tokens for made in kvq.stream(tiny(), PROMPTS, max_new_tokens=24, stride=5)]
+    assert steps[-1] == whole
+    assert all(row == full[: len(row)] for step in steps for row, full in zip(step, whole, strict=True))
+    assert len(steps[1][0]) == 6
+
+
+def test_programs_are_one_per_bucket_and_none_per_step():
+    generation._prefill.clear_cache()
+    generation.decode_steps.clear_cache()
+    for length in (3, 9, 16):
+        kvq.generate(tiny(), [list(range(length))], max_new_tokens=8, capacity=256)
+    assert generation._prefill._cache_size() == 1
+    kvq.generate(tiny(), [list(range(17))], max_new_tokens=8, capacity=256)
+    assert generation._prefill._cache_size() == 2
+    assert generation.decode_steps._cache_size() == 1
+    assert [bucket(n) for n in (1, 16, 17, 512, 513, 1025)] == [16, 16, 32, 512, 1024, 1536]
+
+
+def test_bad_input_is_named():
+    for options, message in [
+        ({"capacity": 8}, "do not fit a capacity of 8"),
+        ({"temperature": -1.0}, "temperature=-1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ]:
+        with pytest.raises(kvq.UserError, match=message):
+            kvq.generate(tiny(), PROMPTS, **options)
+    with pytest.raises(kvq.UserError, match="prompt 1 is empty"):
+        kvq.generate(tiny(), [[1], []])
+    with pytest.raises(kvq.UserError, match=r"outside 0 \.\. 49"):
+        kvq.generate(tiny(), [[50]])
+
+
+LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_p": 0.71}, {0, 1, 2}),
+        ({"min_p": 0.4}, {0, 1, 2}),
+        ({"temperature": 0.0}, {0}),
+        ({}, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_sampling_draws_only_and_all_of_what_is_allowed(options, allowed):
+    sampling = make_sampling(**({"temperature": 1.0} | options))
+    draw = jax.jit(jax.vmap(lambda key: sample(key, LOGITS, None, sampling)[0]))
+    assert set(np.asarray(draw(jax.random.split(jax.random.key(0), 400))).tolist()) == allowed
+
+
+def test_repetition_penalty_lowers_seen_tokens_only():
+    sampling = make_sampling(repetition_penalty=1.5)
+    seen = jnp.asarray([[True, False, False, False, False]])
+    assert int(sample(jax.random.key(0), LOGITS, seen, sampling)[0]) == 1
+    assert int(sample(jax.random.key(0), LOGITS, ~seen, sampling)[0]) == 0

@@ -1,0 +1,138 @@
+"""The planner: shipped configs are the published models, bytes are the cache's, limits are the limits."""
+
+import jax
+import pytest
+
+import kvqjax as kvq
+from kvqjax.cache import CacheLayout, allocate_cache
+from kvqjax.hardware.chips import GPUS, slice_of, target_name
+from kvqjax.hardware.planner import DEVICES, GIB, Device, headroom, largest, parameter_shapes, plan_memory, step_bounds
+from kvqjax.model.catalogue import KNOWN, config_of
+from kvqjax.pallas_kernels.packed import TARGETS
+from kvqjax.parallel.sharding import MeshSize
+
+# Parameters as the models' publishers count them (tied heads once).
+PUBLISHED = {
+    "llama-7b": 6_738_415_616, "llama-13b": 13_015_864_320, "llama-30b": 32_528_943_616, "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "ministral-8b": 8_019_808_256, "mistral-small-3.1-24b": 23_572_403_200, "mixtral-8x7b": 46_702_792_704,
+    "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
+}  # fmt: skip
+
+
+def test_every_known_config_has_the_published_number_of_parameters():
+    assert set(KNOWN) == set(PUBLISHED)
+    counted = {name: sum(x.size for x in jax.tree.leaves(parameter_shapes(config_of(name)))) for name in KNOWN}
+    assert counted == PUBLISHED
+
+
+def test_names_are_found_by_hub_id_and_misspelt_ones_get_a_hint():
+    assert config_of("meta-llama/Llama-3.1-8B") == config_of("llama-3.1-8b")
+    assert config_of("demo").vocab_size < 10_000
+    with pytest.raises(kvq.UserError, match=r"did you mean 'qwen3-0.6b'"):
+        config_of("qwen3-0.5b")
+
+
+def test_bytes_are_those_of_the_cache_that_would_be_made():
+    config, method = config_of("recall"), kvq.parse("kivi:bits=2,sinks=4")
+    found = plan_memory(config, method, 1024, 2, dtype="float32")
+    cache = allocate_cache(CacheLayout(shape=config.kv_shape, method=method, capacity=1024, dtype="float32"), 2)
+    assert found.book.bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert found.weights == sum(4 * x.size for x in jax.tree.leaves(parameter_shapes(config)))
+    assert found.total == found.weights + found.book.bytes + found.workspace
+    assert found.constants == 0
+
+
+@pytest.mark.parametrize(("spec", "bits"), [("kivi:bits=2,group=128", 2), ("kivi:bits=3", 4), ("exact", 16)])
+def test_bodies_of_gpus_are_counted_as_they_are_stored_there(spec, bits):
+    """Two int4 numbers take a byte; 3 bits are stored as 4."""
+    config, context = config_of("llama-3.1-8b"), 131072
+    found = plan_memory(config, spec, context, 1, form="heads")
+    codes = context * 2 * config.kv_width * config.num_layers * bits // 8
+    assert found.cache == found.book.bytes
+    assert found.book.by_role()["payload"] == pytest.approx(codes, rel=2e-3)  # but for window and sinks
+    assert 0 < found.workspace < 0.1 * GIB  # a score of every token and head, and no block of keys and values
+
+
+def test_constants_are_counted():
+    """AQUA-KV's linear predictors: bfloat16 matrices for keys from W and values from 2 W, and a float32 bias each, in
+    every layer but the first."""
+    config = config_of("llama-3.1-8b")
+    width, layers = config.kv_width, config.num_layers - 1
+    found = plan_memory(config, kvq.parse("aqua"), 4096, 1)
+    assert found.constants == layers * (2 * 3 * width * width + 4 * 2 * width)
+
+
+def test_largest_is_the_edge():
+    assert largest(lambda n: n <= 4999, step=10) == 4990
+    assert largest(lambda n: False) == 0
+    assert largest(lambda n: True, most=77) == 77
+    config, method, memory = config_of("llama-3.1-8b"), kvq.parse("kivi:bits=2"), 24 * GIB
+    fits = lambda n: plan_memory(config, method, n, 1).total <= memory  # noqa: E731
+    context = largest(fits, step=1024)
+    assert fits(context)
+    assert not fits(context + 1024)
+    assert context > 131072  # KIVI-2 at 128K beside bfloat16 weights within 24 GB (DESIGN, section 8)
+
+
+def test_step_bounds_are_reading_once_and_computing_at_the_peak():
+    config, method = config_of("llama-3.1-8b"), kvq.parse("exact")
+    found = plan_memory(config, method, 8192, 4)
+    reading, computing = step_bounds(found, config, 8192, 4, Device(80, 1000, 100))
+    weights = 2 * (8_030_261_248 - 128256 * 4096)
+    assert reading == pytest.approx((weights + found.book.bytes) / 1e12, rel=1e-12)
+    assert computing == pytest.approx(4 * (weights + 4 * 32 * 4096 * 8192) / 1e14, rel=1e-12)
+    more = step_bounds(plan_memory(config, kvq.parse("xquant:bits=2"), 8192, 4), config, 8192, 4, DEVICES["h100"])[1]
+    less = step_bounds(found, config, 8192, 4, DEVICES["h100"])[1]
+    assert (more - less) * 989e12 == pytest.approx(4 * 8192 * 32 * 4 * 1024 * 1024, rel=1e-9)
+
+
+def test_little_room_is_tight():
+    """A gibibyte of eighty is what a driver or a compiler takes."""
+    device = Device(80, 1000, 100)
+    found = {spare: headroom(int((80 - spare) * GIB), device) for spare in (8.0, 4.1, 3.9, 1.0, 0.0, -0.1)}
+    assert list(found.values()) == ["yes", "yes", "tight", "tight", "tight", "no"]
+
+
+def test_every_device_has_a_compiler_and_a_target():
+    for name, device in DEVICES.items():
+        assert target_name(name) in TARGETS
+        assert bool(device.torus[0]) != (name in GPUS), name
+        assert slice_of(name, 8).startswith(device.torus[0] or "1x1x8")
+    assert {"t4", "l4", "l40s", "a10g", "b200", "v4"} <= set(DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    # As their publishers round them: 12.9, 2.7, 3.3 and 22 billion pass one token, the embedding table among them.
+    [("mixtral-8x7b", 12.9e9), ("qwen1.5-moe-a2.7b", 2.7e9), ("qwen3-30b-a3b", 3.3e9), ("qwen3-235b-a22b", 22.2e9)],
+)
+def test_a_step_reads_the_experts_that_a_token_passes_through(name, active):
+    config = config_of(name)
+    numbers = sum(x.size for x in jax.tree.leaves(parameter_shapes(config)))
+    assert numbers - config.idle_numbers == pytest.approx(active, rel=0.02)
+    found = plan_memory(config, "kivi:bits=2", 4096, 1)
+    reading, _ = step_bounds(found, config, 4096, 1, Device(80, 1, 1))
+    table = config.vocab_size * config.width
+    wanted = 2 * (numbers - config.idle_numbers - table) + found.constants + found.cache
+    assert reading == pytest.approx(wanted / 1e9)
+    per_layer = 2 * config.width * (config.query_width + config.kv_width) + config.mlp_numbers
+    assert per_layer * config.num_layers == pytest.approx(numbers - config.idle_numbers - 2 * table, rel=1e-3)
+
+
+def test_experts_on_a_mesh():
+    """Qwen3-235B in bfloat16 is 438 GiB: each of 8 devices holds an eighth of all that is split."""
+    config = config_of("qwen3-235b-a22b")
+    alone, spread = (plan_memory(config, "kivi:bits=2", 4096, 1, MeshSize(model=n)) for n in (1, 8))
+    assert alone.weights / GIB == pytest.approx(438, abs=1)
+    assert spread.weights == pytest.approx(alone.weights / 8, rel=0.01)
+    with pytest.raises(kvq.UserError, match="mesh model=3 must divide 64 heads and 128 experts"):
+        plan_memory(config, "exact", 4096, 1, MeshSize(model=3))

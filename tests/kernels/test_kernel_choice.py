@@ -1,0 +1,333 @@
+"""The switch `kernels=`: what each word does, where it is shown, and that checks run only where they may. A chip is
+imitated: JAX's device is a CPU, its name and target are not, and TPU kernels run in the Pallas interpreter."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import run
+
+import kvqjax as kvq
+from kvqjax.cache import plan, segments
+from kvqjax.cache.state import CacheLayout
+from kvqjax.pallas_kernels import dispatch
+from kvqjax.pallas_kernels.choice import Kernels
+from kvqjax.pallas_kernels.tpu import packed as tpu
+from kvqjax.step import forward as FORWARD
+from kvqjax.step import persist
+from kvqjax.verdicts import choose, store
+from kvqjax.verdicts.choose import check
+from kvqjax.verdicts.examine import Speed
+from kvqjax.verdicts.paths import by_kernel, by_plain_path, queries
+from kvqjax.verdicts.store import Verdict
+from kvqjax.verdicts.trial import forms, make
+
+SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=1, head_dim=128)
+METHOD = "kivi:bits=4,group=128,window=0"
+ROW = "kivi 4 bits"
+
+
+def form_of(method: str = METHOD, shape=SHAPE, target: str = "v6e"):
+    layout = CacheLayout(shape=shape, method=kvq.parse(method), capacity=2048, dtype="bfloat16", target=target)
+    return forms(layout)[0]
+
+
+@pytest.fixture
+def chip(tmp_path, monkeypatch):
+    """`become(target, outcome)` makes this machine's device a chip on which every check ends so; it returns the list
+    of forms that were checked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def become(target: str, outcome: str = "faster"):
+        checked = []
+
+        def fake(form, target, stored):
+            checked.append((form.name, target, stored))
+            return Verdict(outcome=outcome, error=0.0, seconds=0.1)
+
+        for module in (FORWARD, persist, choose):
+            monkeypatch.setattr(module, "target_of", lambda x: "cpu" if isinstance(x, jax.core.Tracer) else target)
+        monkeypatch.setattr(choose, "_chip_of", lambda held: f"imitated {target}")
+        monkeypatch.setattr(choose, "check", fake)
+        monkeypatch.setattr(choose, "splash_form", lambda layout, shape: None)  # tests/kernels/test_splash.py has those
+        choose._usable.cache_clear()
+        return checked
+
+    yield become
+    choose._usable.cache_clear()
+
+
+def chosen(**options) -> Kernels:
+    return kvq.init_cache(SHAPE, METHOD, 1, 2048, **options).layout.kernels
+
+
+def path_of(cache) -> str:
+    packed = plan(cache.layout)[0].wiring.packed
+    return "none" if packed is None else dispatch.path(packed.spec, 4, 2048, 1, packed.trusted)
+
+
+def test_auto_checks_once_and_keeps_the_verdict(chip):
+    checked = chip("v6e")
+    cache = kvq.init_cache(SHAPE, METHOD, 1, 2048)
+    assert cache.layout.kernels == Kernels("auto", (ROW,), "checked")
+    assert path_of(cache) == "tpu"
+    assert f"kernels auto: Pallas for {ROW} (checked)" in repr(cache)
+    assert kvq.ledger(cache).to_json()["kernels"] == f"kernels auto: Pallas for {ROW} (checked)"
+    assert checked == [(f"{ROW}, 1 KV heads of 128, 4 queries each", "v6e", "planes")]
+    chosen()
+    choose._usable.cache_clear()  # another process
+    chosen()
+    assert len(checked) == 1
+    assert len(store.every(choose.verdict_folder())) == 1
+
+
+@pytest.mark.parametrize("outcome", ["slower", "wrong", "failed"])
+def test_what_failed_is_not_used_and_told_once(chip, outcome):
+    chip("v6e", outcome)
+    with pytest.warns(UserWarning, match=r"is not used on .*kvqjax doctor"):
+        cache = kvq.init_cache(SHAPE, METHOD, 1, 2048)
+    assert path_of(cache) == "reference"
+    assert "kernels auto: plain path" in repr(cache)
+    choose._usable.cache_clear()
+    assert chosen() == Kernels("auto", (), "checked")  # warnings are errors here: it was told once
+
+
+def test_off_and_forced_ask_nobody(chip):
+    checked = chip("v6e", "wrong")
+    for word, path in (("off", "reference"), ("pallas", "tpu")):
+        cache = kvq.init_cache(SHAPE, METHOD, 1, 2048, kernels=word)
+        assert cache.layout.kernels.asked == word
+        assert path_of(cache) == path
+    assert "kernels off: plain path" in repr(kvq.init_cache(SHAPE, METHOD, 1, 2048, kernels="off"))
+    assert not checked
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"kernels": "triton"}, "kernels='triton'; known: auto, off, splash, cudnn, pallas"),
+        ({"kernels": "splash"}, "it runs on TPUs"),
+        ({"kernels": "cudnn"}, "no cache here is read by cuDNN"),
+        ({"kernels": "pallas"}, "no Pallas kernel reads the bodies of kivi.* on cpu"),
+        ({"kernels": "pallas", "target": "sm80"}, "on sm80"),
+        ({"kernels": "pallas", "target": "sm90", "form": "heads"}, "form='heads'"),
+    ],
+)
+def test_what_cannot_be_forced_is_one_line(options, line):
+    with pytest.raises(kvq.UserError, match=line) as refused:
+        kvq.init_cache(SHAPE, METHOD, 1, 2048, **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_policy_with_a_layer_no_kernel_reads_cannot_be_forced():
+    with pytest.raises(kvq.UserError, match="no Pallas kernel"):
+        kvq.init_cache(SHAPE, f"{METHOD};0=exact", 1, 2048, kernels="pallas", target="v6e")
+
+
+def test_a_hopper_takes_planes_only_for_a_kernel_that_won(chip):
+    """Its plain path reads bodies head by head; the kernel, never used by the table's word, reads planes."""
+    checked = chip("sm90")
+    cache = kvq.init_cache(SHAPE, METHOD, 1, 2048)
+    assert (cache.layout.form, path_of(cache)) == ("planes", "gpu")
+    assert [stored for _, _, stored in checked] == ["heads"]
+    assert kvq.init_cache(SHAPE, METHOD, 1, 2048, form="heads").layout.form == "heads"
+    assert kvq.init_cache(SHAPE, METHOD, 1, 2048, kernels="off").layout.form == "heads"
+
+
+def test_a_hopper_keeps_its_form_where_the_kernel_lost(chip):
+    chip("sm90", "slower")
+    with pytest.warns(UserWarning, match="slower than the plain path"):
+        cache = kvq.init_cache(SHAPE, METHOD, 1, 2048)
+    assert (cache.layout.form, path_of(cache)) == ("heads", "none")
+
+
+def test_for_a_chip_that_is_not_here_the_table_counts(chip):
+    checked = chip("cpu")
+    cache = kvq.init_cache(SHAPE, METHOD, 1, 2048, target="v6e")
+    assert path_of(cache) == "tpu"
+    assert "the table's word, not checked on a chip" in repr(cache)
+    hopper = kvq.init_cache(SHAPE, METHOD, 1, 2048, target="sm90", form="planes")
+    assert path_of(hopper) == "reference"  # compiled, never run
+    assert not checked
+
+
+def test_nothing_is_checked_while_tracing(chip):
+    checked = chip("v6e")
+    layouts = []
+    make_one = lambda: layouts.append(kvq.init_cache(SHAPE, METHOD, 1, 2048, target="v6e").layout)  # noqa: E731
+    # A held array that is no tracer, in a program that is being traced.
+    held = jnp.zeros(())
+    layout = CacheLayout(shape=SHAPE, method=kvq.parse(METHOD), capacity=2048, dtype="float32", target="v6e")
+    jax.eval_shape(lambda: layouts.append(choose.choose(layout, "auto", held)) or jnp.zeros(()))
+    assert layouts[-1].kernels.rows == ()
+    jax.eval_shape(lambda: make_one() or jnp.zeros(()))
+    assert not checked
+    chosen()
+    jax.eval_shape(lambda: layouts.append(choose.choose(layout, "auto", held)) or jnp.zeros(()))
+    assert layouts[-1].kernels.rows == (ROW,)  # known by now
+    assert len(checked) == 1
+
+
+def test_process_0_counts_for_all(chip, monkeypatch):
+    checked = chip("v6e", "wrong")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    heard = []
+    monkeypatch.setattr(choose, "_from_first", lambda own: heard.append(own) or True)
+    assert choose._usable(choose.verdict_folder(), "chip", form_of(), "v6e", "planes", True)
+    assert (heard, checked) == ([False], [])
+
+
+def test_a_loaded_cache_is_checked_on_its_new_chip(chip, tmp_path):
+    chip("v6e")
+    cache = kvq.init_cache(SHAPE, METHOD, 1, 2048)
+    kvq.save_cache(tmp_path / "cache", cache, SHAPE)
+    chip("sm90", "failed")
+    with pytest.warns(UserWarning, match="is not used"):
+        loaded = kvq.load_cache(tmp_path / "cache", SHAPE)
+    assert (loaded.layout.target, loaded.layout.form, loaded.layout.kernels.rows) == ("sm90", "heads", ())
+    back = kvq.load_cache(tmp_path / "cache", SHAPE, kernels="pallas")
+    assert (back.layout.form, back.layout.kernels.basis) == ("planes", "forced")
+    np.testing.assert_array_equal(back.lengths, cache.lengths)
+
+
+def interpreted(q, body, layer, start, stop, spec, general, trusted):
+    """Dispatch with the Pallas interpreter in the place of a TPU."""
+    if dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted) == "reference":
+        return dispatch.packed_attention(q, body, layer, start, stop, spec, general, trusted)
+    return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    monkeypatch.setattr(segments, "packed_attention", interpreted)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def faster(*_):
+    return Speed(1.0, 2.0)
+
+
+def test_the_interpreter_passes_as_a_chip(interpreter):
+    found = check(form_of(), "v6e", "planes", timed=faster, sizes=(600,))
+    assert found.outcome == "faster", found.note
+    assert 0 < found.error < 0.005
+    assert (found.kernel_ms, found.plain_ms) == (1.0, 2.0)
+    slow = check(form_of(), "v6e", "planes", timed=lambda *_: Speed(2.0, 1.0), sizes=(300,))
+    assert slow.outcome == "slower"
+
+
+def spoilt(change):
+    """A kernel whose arguments are changed before it runs."""
+
+    def kernel(q, body, layer, start, stop, spec, general, trusted):
+        if dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted) != "reference":
+            q, body, start, stop = change(q, body, start, stop)
+        return interpreted(q, body, layer, start, stop, spec, general, trusted)
+
+    return kernel
+
+
+def swapped(words):
+    """Two lanes of the codes in each other's place."""
+    return tuple(w.at[..., 0].set(w[..., 1]).at[..., 1].set(w[..., 0]) for w in words)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, body, start, stop: (q, body, start, stop + 1),  # one token too many
+        lambda q, body, start, stop: (q, body, start, jnp.maximum(stop - 32, 0)),  # a plane left out
+        lambda q, body, start, stop: (q[:, :, ::-1], body, start, stop),  # heads in another order
+        lambda q, body, start, stop: (q, body._replace(key_codes=swapped(body.key_codes)), start, stop),
+        lambda q, body, start, stop: (q, body._replace(value_codes=swapped(body.value_codes)), start, stop),
+    ],
+)
+def test_small_mistakes_are_found(monkeypatch, change):
+    monkeypatch.setattr(segments, "packed_attention", spoilt(change))
+    jax.clear_caches()
+    found = check(form_of(), "v6e", "planes", timed=faster, sizes=(300,))
+    jax.clear_caches()
+    assert found.outcome == "wrong", found
+
+
+def test_the_words_reach_every_door(chip, capsys, monkeypatch):
+    """generate, the layers' functions through their cache, eval, bench and the command line."""
+    refused = "kernels='pallas': no Pallas kernel"
+    model = kvq.load("demo")
+    for call in (
+        lambda: kvq.generate(model, "a", "kivi:bits=2", kernels="pallas"),
+        lambda: kvq.speculate(model, "a", "kivi:bits=2", kernels="pallas"),
+        lambda: kvq.beam_search(model, "a", "kivi:bits=2", kernels="pallas"),
+    ):
+        with pytest.raises(kvq.UserError, match=refused):
+            call()
+    for command in ("generate -p a", "bench", "eval ppl", "eval drift", "eval compare", "eval retrieval --length 32"):
+        code, _, error = run(capsys, monkeypatch, *command.split(), "--cache", "kivi:bits=2", "--kernels", "pallas")
+        assert (code, refused in error) == (2, True), (command, error)
+
+
+def test_bench_says_what_ran(capsys, monkeypatch):
+    options = "bench --cache kivi:bits=2 --context 64 --steps 1 --repeats 1 --kernels off --json"
+    code, out, _ = run(capsys, monkeypatch, *options.split())
+    assert code == 0
+    rows = json.loads(out)
+    assert [row["kernels"] for row in rows] == ["kernels off: plain path"] * 2
+
+
+def test_layers_take_the_switch_with_their_cache(chip):
+    chip("cpu")
+    cache = kvq.init_cache(SHAPE, METHOD, 1, 512, kernels="off", dtype="f32")
+    x = jnp.ones((1, 2, 4, 128))
+    out, new = kvq.attend_layer(cache, 0, x, x[:, :, :1], x[:, :, :1], jnp.asarray([2]))
+    cache = kvq.append(cache, [new, new], jnp.asarray([2]))
+    assert cache.layout.kernels.asked == "off"
+    assert out.shape == x.shape
+
+
+def test_plain_and_kernel_trials_share_their_arrays():
+    trial = make(form_of(), 300, "v6e", Kernels("pallas", (ROW,), "forced"))
+    q = queries(trial)[0]
+    (plain,) = by_plain_path(trial).args
+    assert plain.cache.runs is trial.cache.runs
+    held = np.asarray(trial.cache.runs[0].flushed[0])
+    assert held[0] > held[1] >= held[2] > held[3] == 0
+    assert by_kernel(trial)(q).out.shape == q.shape
+    assert dataclasses.replace(plain.cache.layout, kernels=trial.cache.layout.kernels) == trial.cache.layout
+
+
+def test_a_compiled_plan_says_whose_word_it_took(capsys, monkeypatch):
+    from kvqjax.hardware import aot
+
+    monkeypatch.setattr(aot, "compile_decode", lambda *_: aot.Compiled(1, 2, 0, 3.0))
+    plan_of = (
+        "plan",
+        "-m",
+        "llama-3.1-8b",
+        "--cache",
+        "kivi:bits=2",
+        "--context",
+        "8192",
+        "--device",
+        "v6e",
+        "--compile",
+    )
+    for words, wanted in (
+        (plan_of, "the table's word"),
+        ((*plan_of, "--json"), "kernels auto for v6e (the table's word"),
+    ):
+        code, out, error = run(capsys, monkeypatch, *words)
+        assert code == 0, error
+        assert wanted in " ".join(out.split())
+
+
+def test_the_clock_of_a_check_runs(monkeypatch):
+    """On a CPU both sides are plain paths, here one of planes and one of bodies head by head."""
+    monkeypatch.setattr(choose, "TIMED", 512)
+    found = check(form_of(), "v6e", "heads", sizes=(300,))
+    assert found.outcome in ("faster", "slower")
+    assert min(found.kernel_ms, found.plain_ms) > 0

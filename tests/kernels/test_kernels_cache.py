@@ -1,0 +1,51 @@
+"""Caches whose bodies kernels read: what a model computes with the TPU kernel, interpreted, in the place of the general
+path, and that a program for a TPU is the general path where there is none."""
+
+import numpy as np
+import pytest
+from kernel_cache import filled, for_chip, logits
+from kernel_cases import check_outputs
+from kernel_forms import rope
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.cache import segments
+from kvqjax.pallas_kernels import dispatch
+from kvqjax.pallas_kernels.tpu import packed as tpu
+
+METHODS = ["kivi_star:protected=0,sinks=3", "kvquant:bits=2,outliers=0.01,sinks=3"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
+    model, cache = filled(method)
+    plain, calls = logits(model, cache), []
+
+    def kernel(q, body, layer, start, stop, spec, general, trusted):
+        calls.append(spec.rope == rope(10000.0, 128))
+        return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
+
+    monkeypatch.setattr(segments, "packed_attention", kernel)
+    found = logits(model, for_chip(cache, "v6e"))
+    assert calls
+    check_outputs(found, plain)
+
+
+@pytest.mark.parametrize("method", [METHODS[0], "kvquant:bits=2,outliers=0,sinks=3"])
+def test_elsewhere_the_general_path(method):
+    """Traced for a TPU, run on a CPU."""
+    model, cache = filled(method)
+    for_tpu = for_chip(cache, "v6e")
+    wiring = kvq.cache.plan(for_tpu.layout)[0].wiring
+    assert dispatch.path(wiring.packed.spec, 2, 512) == "tpu"
+    np.testing.assert_array_equal(logits(model, for_tpu), logits(model, cache))
+
+
+@pytest.mark.parametrize("method", ["kivi:bits=2", "kivi:bits=4", "kivi:bits=2,group=128"])
+def test_bodies_of_kivi_reach_the_kernel(method):
+    """As users name them, with their default groups, on every TPU."""
+    model = tiny(head_dim=128, num_layers=1)
+    cache = kvq.init_cache(model, kvq.parse(method), 1, 1024)
+    for target in ("v5e", "v5p", "v6e", "v7x"):
+        form = kvq.cache.plan(for_chip(cache, target).layout)[0].wiring.packed
+        assert dispatch.path(form.spec, 4, 1024) == "tpu", target

@@ -1,0 +1,142 @@
+"""The GPU kernels' bodies, simulated on the CPU, against decoding everything and attending exactly.
+
+Bound: as for the TPU kernel (`kernel_cases.near`).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_simulator import install
+from kernel_cases import Case, agree, make_body, near, oracle
+from kernel_forms import case_of, inputs, name, rope, within
+
+from kvqjax.pallas_kernels import dispatch, support
+from kvqjax.pallas_kernels.gpu import call as gpu_call
+from kvqjax.pallas_kernels.gpu import exact as gpu_exact
+from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
+from kvqjax.pallas_kernels.gpu import keys as gpu_keys
+from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
+from kvqjax.pallas_kernels.gpu import packed as gpu
+from kvqjax.pallas_kernels.gpu import parts as gpu_parts
+from kvqjax.pallas_kernels.gpu import rope as gpu_rope
+from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
+from kvqjax.pallas_kernels.gpu import values as gpu_values
+
+BODIES = (gpu_exact, gpu_kernel, gpu_keys, gpu_lookup, gpu_parts, gpu_rope, gpu_unpack, gpu_values)
+# Two query tokens and two splits; a tile in two quads; two tiles in a block of single bits.
+GROUPS = {"key_group": 128, "value_group": 128, "kv_heads": 1, "head_dim": 128, "group": 4}
+FOUR = Case(key_bits=4, value_bits=4, length=2, slots=512, **GROUPS)
+TWO = Case(key_bits=2, value_bits=2, slots=1024, **GROUPS)
+THREE = Case(key_bits=3, value_bits=3, slots=1024, **GROUPS)
+CASES = [
+    (FOUR, {}, 2),
+    (TWO, {}, 1),
+    (THREE, {}, 1),
+    (case_of(2, kv_heads=1, rope=rope(500_000.0, 128, 1.2)), {"first": 300_003, "apart": 1}, 2),
+    (case_of(4, kv_heads=1, slots=512), {}, 1),
+    (case_of(2, datatype="nuq", slots=512), {"first": 100_001}, 1),
+    (case_of(3, datatype="nuq", kv_heads=1), {}, 2),
+    (case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2), {"apart": 3}, 1),
+]
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    install(monkeypatch, gpu_call, *BODIES)
+
+
+@pytest.mark.parametrize(("case", "place", "splits"), CASES, ids=[name(case) for case, *_ in CASES])
+def test_kernel_equals_the_oracle(simulated, case, place, splits):
+    q, body, key, value, start, stop = inputs(case, **place)
+    want = oracle(q, key, value, start, stop)
+    with jax.disable_jit():
+        got = gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=splits)
+    near(got, want, key, value, q, within(**place))
+
+
+def test_exact_kernel_equals_the_oracle(simulated):
+    q, _, key, value, start, stop = inputs(FOUR)
+    key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
+    stop = jnp.minimum(stop, 317).at[1].set(0)  # row 1 sees nothing; the last tile is moved back into the body
+    want = oracle(q, *(x.astype(jnp.float32) for x in (key, value)), start, stop)
+    stacked = (jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value))
+    with jax.disable_jit():
+        got = gpu_exact.exact_attention(q.astype(jnp.bfloat16), *stacked, 1, start, stop, splits=3)
+    near(got, want, key.astype(jnp.float32), value, q)
+    np.testing.assert_array_equal(got.out[1], 0)
+
+
+def threads(layout, array):
+    """What every warp and lane holds of an array in a tiled layout: [warps that differ, lanes, registers]."""
+    for tile in layout.tiling.tiles:
+        lead, body = array.shape[: -len(tile)], array.shape[-len(tile) :]
+        split = array.reshape(*lead, *(n for size, t in zip(body, tile, strict=True) for n in (size // t, t)))
+        axes = range(len(lead), split.ndim)
+        array = split.transpose(*range(len(lead)), *axes[::2], *axes[1::2])
+    apart = [axis for axis in (*layout.warp_dims, *layout.lane_dims) if isinstance(axis, int)]
+    array = np.moveaxis(array, apart, range(len(apart)))
+    return array.reshape(array.shape[0], 32, -1)
+
+
+def test_two_warps_hold_what_the_other_two_hold():
+    """`twice` only renames registers: the first two warps hold rows 0 to 31 as WGMMA spreads them over all four, and
+    the last two hold the same."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    place = np.arange(32 * 16).reshape(32, 16)
+    once, both = gpu_unpack.TWICE.to_mgpu(), plgpu.Layout.WGMMA.to_mgpu()
+    assert once.warp_dims[0] == plgpu.Replicated(2)
+    assert (once.lane_dims, once.vector_dim) == (both.lane_dims, both.vector_dim)
+    held = threads(once, place)
+    np.testing.assert_array_equal(np.concatenate([held, held]), threads(both, np.concatenate([place, place])))
+
+
+def test_refuses_what_it_does_not_read():
+    q, body, _, _, start, stop = inputs(FOUR)
+    case = dataclasses.replace(FOUR, key_bits=8, value_bits=8)
+    with pytest.raises(ValueError, match="2, 3 or 4 for both"):
+        gpu.packed_attention(q, make_body(case)[0], 1, start, stop, case.spec)
+    case = dataclasses.replace(FOUR, key_group=32)
+    with pytest.raises(ValueError, match="this kernel has 128 for each"):
+        gpu.packed_attention(q, make_body(case)[0], 1, start, stop, case.spec)
+    case = case_of(4, datatype="nuq", kv_heads=1, slots=512, key_slots=2, length=2)
+    q, body, _, _, start, stop = inputs(case)
+    with pytest.raises(ValueError, match="outliers"):
+        gpu.packed_attention(q, body, 1, start, stop, case.spec)
+
+
+def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
+    """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the reference. Lowering
+    for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the shapes of products."""
+    case = dataclasses.replace(TWO, target="sm90")
+    assert support.lookup("kivi 2 bits", "sm90") == "compiled"
+    assert dispatch.path(case.spec, 8, case.slots) == "reference"
+    monkeypatch.setitem(support.ROWS["kivi 2 bits"], "sm90", "correct")
+    assert dispatch.path(case.spec, 8, case.slots) == "gpu"
+    assert dispatch.path(case.spec, 65, case.slots) == "reference"
+    q, body, key, value, start, stop = inputs(case)
+    call = jax.jit(lambda *args: dispatch.packed_attention(*args, case.spec))
+    arguments = q, body, jnp.int32(1), start, stop
+    agree(call(*arguments), oracle(q, key, value, start, stop), key, value, q)
+    assert "mosaic_gpu" in call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_table_names_every_form():
+    forms = [case_of(bits, datatype=form) for form in ("uniform", "nuq") for bits in (2, 3, 4)]
+    rows = {dispatch.row_of(case.spec) for case in (TWO, THREE, FOUR, *forms)}
+    assert len(rows) == 9
+    assert {support.lookup(row, "sm90") for row in rows} == {"compiled"}
+
+
+@pytest.mark.parametrize(
+    "case", [case_of(3, slots=1024, target="sm90"), case_of(4, datatype="nuq", target="sm90")], ids=name
+)
+def test_lowers_for_cuda(case):
+    """Layouts, swizzles and the shapes of products are checked on the way."""
+    q, body, _, _, start, stop = inputs(case)
+    call = jax.jit(lambda *args: gpu.packed_attention(*args, case.spec))
+    lowered = call.trace(q, body, jnp.int32(1), start, stop).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()

@@ -1,0 +1,83 @@
+"""The GPU kernels in JAX's own interpreter for Mosaic GPU (JAX >= 0.12; its interface is private), against the oracle.
+
+The exact kernel runs as it is, with races looked for. For the packed one some things stand in: the interpreter has
+neither products with the left operand in registers nor code on registers, so the first is computed here, and the
+functions of `gpu.words` run on numpy as in tests/gpu_simulator.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_simulator import install_words, traced_packed
+from kernel_cases import Case, near, oracle
+from kernel_forms import case_of, inputs, name
+
+from kvqjax.pallas_kernels.gpu import exact as gpu_exact
+from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
+from kvqjax.pallas_kernels.gpu import packed as gpu
+from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
+
+callbacks = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+pytestmark = [
+    pytest.mark.smoke,
+    pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX's GPU interpreter knows these kernels from 0.12 on"),
+]
+
+CASE = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=1, head_dim=128, group=4, slots=512)
+FORMS = [CASE, case_of(4, kv_heads=1, slots=512), case_of(2, datatype="nuq", kv_heads=1, slots=512)]
+
+
+def interpreted(call, **options):
+    """What `call()` returns when its GPU kernels are interpreted as on an H200."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+
+    chip = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+    with jax.sharding.use_abstract_mesh(mesh), force_gpu_interpret_mode(InterpretGPUParams(**options)):
+        return jax.tree.map(np.asarray, call())
+
+
+def test_exact_kernel_runs_without_races():
+    q, _, key, value, start, stop = inputs(CASE)
+    key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
+    stop = jnp.minimum(stop, 317)
+    stacked = [jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value)]
+    attend = lambda: gpu_exact.exact_attention(q.astype(jnp.bfloat16), *stacked, 1, start, stop, splits=2)  # noqa: E731
+    got = interpreted(attend, detect_races=True)
+    key, value = (x.astype(jnp.float32) for x in (key, value))
+    near(got, oracle(q, key, value, start, stop), key, value, q)
+
+
+def product(theirs):
+    """`theirs`, and products whose left operand is a value."""
+
+    def run(**call):
+        left = np.asarray(call["a_allocation_key_as_array"])
+        if left.dtype != jnp.bfloat16:
+            return theirs(**call)
+        memory, thread = callbacks._get_shared_memory(), call["thread"]
+        log = callbacks.memory.GPULoggingInfo(call["mesh_location"], thread, call["source_info"])
+
+        def view(name):
+            key = callbacks.HostAllocationKey.from_array(call[f"{name}_allocation_key_as_array"])
+            return key, memory.access(
+                key, jax.tree.map(int, callbacks._remove_noop_transforms(call[f"{name}_transforms"]))
+            )
+
+        right = memory.get_buffer_content(*view("b"), thread, logging_info=log)[0]
+        acc = memory.get_buffer_content(*view("acc"), thread, logging_info=log)[0]
+        total = acc + left.astype(np.float32) @ np.asarray(right).astype(np.float32)
+        memory.store_buffer_content(*view("acc"), total, thread, logging_info=log)
+        return call["token"]
+
+    return run
+
+
+@pytest.mark.parametrize("case", FORMS, ids=name)
+def test_packed_kernel_equals_the_oracle(monkeypatch, case):
+    monkeypatch.setattr(callbacks, "wgmma", product(callbacks.wgmma))
+    install_words(monkeypatch, gpu_unpack, gpu_lookup, packed=traced_packed)
+    q, body, key, value, start, stop = inputs(case)
+    got = interpreted(lambda: gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=1))
+    near(got, oracle(q, key, value, start, stop), key, value, q)

@@ -1,0 +1,135 @@
+"""JAX's splash attention for prompts and chunks, in the interpreter, against the plain path."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvqjax as kvq
+from kvqjax.cache.chunk_paths import kernels_of
+from kvqjax.ops.attention import segment_attention
+from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
+from kvqjax.step import forward as FORWARD
+from kvqjax.verdicts import choose, splash_trial
+from kvqjax.verdicts.examine import Speed
+from kvqjax.verdicts.store import Verdict
+
+SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def random(*shape: int, seed: int = 0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+# queries, keys, first query's position, sliding window, head_dim, rows
+@pytest.mark.parametrize(
+    ("length", "keys", "start", "sliding", "dim", "batch"),
+    [
+        (128, 384, 0, None, 128, 2),
+        (256, 512, 256, None, 64, 1),
+        (128, 512, 300, 100, 96, 2),
+        (128, 256, 100, 130, 256, 1),
+        (128, 256, -40, None, 128, 1),  # the first 40 queries see nothing
+        (128, 256, -40, 20, 64, 2),
+        (128, 256, -500, None, 64, 1),  # none does
+        (128, 128, 4000, None, 64, 1),  # every query sees every key
+    ],
+)
+def test_equals_the_plain_path(length, keys, start, sliding, dim, batch):
+    q, k, v = random(batch, length, 4, dim), random(batch, keys, 2, dim, seed=1), random(batch, keys, 2, dim, seed=2)
+    newest = jnp.maximum(start + jnp.arange(length), -1)
+    key = jnp.arange(keys)[None]
+    mask = key <= newest[:, None]
+    mask = mask if sliding is None else mask & (key > newest[:, None] - sliding)
+    wanted = segment_attention(q, k, v, jnp.broadcast_to(mask[None], (batch, length, keys)))
+    by_head = (x.swapaxes(1, 2).reshape(-1, keys, dim) for x in (k, v))
+    found = jax.jit(splash_attention, static_argnums=(4, 5))(q, *by_head, newest, sliding, True)
+    np.testing.assert_allclose(found.out, wanted.out, atol=1e-5)
+    np.testing.assert_allclose(found.lse, wanted.lse, atol=1e-5)
+
+
+def test_one_program_for_every_offset():
+    traced = []
+
+    @jax.jit
+    def attend(q, k, v, newest):
+        traced.append(None)
+        return splash_attention(q, k, v, newest, interpret=True)
+
+    q, k = random(1, 128, 2, 64), random(1, 256, 64)
+    for start in (0, 77, 128):
+        attend(q, k, k, start + jnp.arange(128))
+    assert len(traced) == 1
+
+
+def test_blocks_that_no_query_sees_are_left_out():
+    blocks = Blocks(128, 256, 128)
+    newest = jnp.concatenate([jnp.arange(600, 728), jnp.full(128, -1)])
+    first, last = seen_blocks(newest, 2048, blocks, None)
+    np.testing.assert_array_equal(first, [0, 0])
+    np.testing.assert_array_equal(last, [3, 0])
+    first, last = seen_blocks(newest, 2048, blocks, 64)
+    np.testing.assert_array_equal(first, [2, 0])
+    np.testing.assert_array_equal(last, [3, 0])
+
+
+def test_what_has_no_blocks_of_whole_lanes_has_no_kernel():
+    assert block_sizes(2048, 32768) == Blocks(1024, 2048, 1024)
+    assert fits(512, 640, 64)
+    assert not fits(500, 640, 64)
+    assert not fits(512, 100, 64)
+    assert not fits(512, 640, 80)
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(0.0, "faster"), (0.02, "wrong")])
+def test_it_is_checked_as_our_kernels_are(fault, outcome):
+    """In the interpreter as it is, and with every output 2 % too large."""
+
+    def kernel(body, q):
+        found = splash_trial._by_splash(body, q, interpret=True)
+        return found._replace(out=found.out * (1 + fault))
+
+    form = splash_trial.Splash(num_heads=4, num_kv_heads=2, head_dim=64)
+    found = splash_trial.check_splash(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
+    assert found.outcome == outcome
+    assert outcome == "wrong" or found.error < 0.01
+
+
+@pytest.fixture
+def tpu(tmp_path, monkeypatch):
+    """A TPU is imitated, on which splash attention is found to be what is asked for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(FORWARD, "target_of", lambda held: "v6e")
+    monkeypatch.setattr(choose, "target_of", lambda held: "v6e")
+    monkeypatch.setattr(choose, "_chip_of", lambda held: "imitated v6e")
+
+    def become(outcome: str):
+        verdict = Verdict(outcome=outcome, error=0.0, seconds=0.1)
+        monkeypatch.setattr(choose, "check_splash", lambda form: verdict)
+        choose._usable.cache_clear()
+
+    yield become
+    choose._usable.cache_clear()
+
+
+def test_a_cache_says_whether_chunks_take_it(tpu):
+    make = functools.partial(kvq.init_cache, SHAPE, "exact", 1, 2048)
+    tpu("faster")
+    assert kernels_of(make().layout) == "splash"
+    assert make().layout.kernels.text("v6e") == "kernels auto: splash for chunks (checked)"
+    assert kernels_of(make(kernels="off").layout) == "off"
+    assert make(kernels="splash").layout.kernels.basis == "forced"
+    other = dataclasses.replace(SHAPE, head_dim=80)
+    with pytest.raises(kvq.UserError, match="here are 80, for v6e"):
+        kvq.init_cache(other, "exact", 1, 2048, kernels="splash")
+
+
+def test_what_it_was_found_to_be_counts(tpu):
+    tpu("wrong")
+    with pytest.warns(UserWarning, match="kernel for splash, 2 KV heads of 64, 2 queries each is not used"):
+        layout = kvq.init_cache(SHAPE, "exact", 1, 2048).layout
+    assert kernels_of(layout) == "off"
+    assert kernels_of(dataclasses.replace(layout, target="cpu")) == "off"

@@ -1,0 +1,254 @@
+"""config.json of published models is read to the right ModelConfig; what is not computed is refused by name."""
+
+import json
+import math
+
+import pytest
+
+from kvqjax._errors import UserError
+from kvqjax.model.config import ModelConfig, RopeConfig
+from kvqjax.model.hf_config import config_to_hf, parse_config, read_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2}
+QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+
+
+def test_llama_without_optional_fields():
+    wanted = ModelConfig(
+        vocab_size=256,
+        width=64,
+        mlp_width=160,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        norm_eps=1e-5,
+        max_position=4096,
+        eos_ids=(2,),
+        bos_id=1,
+    )
+    assert parse_config(LLAMA) == wanted
+
+
+def test_harmless_fields_are_ignored():
+    harmless = {
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0",
+        "use_cache": True,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "pretraining_tp": 1,
+        "mlp_bias": False,
+        "attention_bias": False,
+        "rope_scaling": None,
+        "quantization_config": None,
+        "auto_map": {"AutoTokenizer": "tok.Tok"},
+        "unsloth_fixed": True,
+    }
+    assert parse_config({**LLAMA, **harmless}) == parse_config(LLAMA)
+
+
+def test_architecture_follows_from_model_type():
+    config = parse_config({**QWEN3, "architectures": None})
+    assert (config.architecture, config.qk_norm, config.qkv_bias) == ("Qwen3ForCausalLM", True, False)
+
+
+def test_families_differ_by_fields():
+    assert parse_config({**QWEN2, "attention_bias": True}).qkv_bias  # Qwen2 has these biases whatever the flag says
+    assert parse_config(QWEN3).head_dim == 128  # the default of its config class, not 64 / 4
+    assert parse_config({**QWEN3, "head_dim": 32}).query_width == 128
+    assert parse_config({**LLAMA, "tie_word_embeddings": True}).tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("raw", "windows"),
+    [
+        (MISTRAL, (4096,) * 4),
+        ({**MISTRAL, "sliding_window": None}, (None,) * 4),
+        ({**MISTRAL, "sliding_window": 128}, (128,) * 4),
+        ({**QWEN2, "sliding_window": 128}, (None,) * 4),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 3}, (None,) * 3 + (128,)),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
+        (
+            {**QWEN3, "use_sliding_window": True, "sliding_window": 8}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+            (8, None, 8, None),
+        ),
+    ],
+)
+def test_windows(raw, windows):
+    assert parse_config(raw).windows == windows
+
+
+@pytest.mark.parametrize("wrap", ["v4", "v5"])
+@pytest.mark.parametrize(
+    ("scaling", "wanted"),
+    [
+        ({"rope_type": "default"}, RopeConfig(theta=5e5)),
+        ({"rope_type": "linear", "factor": 2}, RopeConfig(theta=5e5, kind="linear", factor=2.0)),
+        (
+            LLAMA3,
+            RopeConfig(
+                theta=5e5,
+                kind="llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position=1024,
+            ),
+        ),
+        (
+            YARN,
+            RopeConfig(
+                theta=5e5,
+                kind="yarn",
+                factor=4.0,
+                original_max_position=1024,
+                attention_factor=0.1 * math.log(4.0) + 1,
+            ),
+        ),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512, "attention_factor": 1.25}
+            | {"beta_fast": 16, "beta_slow": 2, "truncate": False},
+            RopeConfig(
+                theta=5e5,
+                kind="yarn",
+                factor=8.0,
+                original_max_position=512,
+                attention_factor=1.25,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                truncate=False,
+            ),
+        ),
+    ],
+)
+def test_rope(wrap, scaling, wanted):
+    fields = {"rope_theta": 5e5, "rope_scaling": scaling}
+    if wrap == "v5":
+        fields = {"rope_parameters": {"rope_theta": 5e5, **scaling}}
+    assert parse_config({**LLAMA, **fields}).rope == wanted
+
+
+def test_rope_of_old_spellings():
+    assert parse_config({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}}).rope.kind == "linear"
+    beside = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
+    assert parse_config({**LLAMA, "rope_scaling": beside}).rope.original_max_position == 4096
+    outside = {"original_max_position_embeddings": 256, "rope_scaling": YARN}
+    assert parse_config({**LLAMA, **outside}).rope.original_max_position == 256
+
+
+REFUSED = [
+    ({"architectures": ["GPT2LMHeadModel"]}, 'architectures = ["GPT2LMHeadModel"].*LlamaForCausalLM, Mistral'),
+    ({"architectures": ["LlamaModel"]}, 'architectures = ["LlamaModel"]'),
+    ({"architectures": None, "model_type": "phi3"}, 'model_type = "phi3"'),
+    ({"model_type": "mistral"}, 'model_type = "mistral"'),
+    ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
+    ({"attention_bias": True}, "attention_bias = true"),
+    ({"mlp_bias": True}, "mlp_bias = true"),
+    ({"pretraining_tp": 2}, "pretraining_tp = 2"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}'),
+    ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map = "),
+    ({"sliding_window": 128}, "sliding_window = 128"),
+    ({"layer_types": ["full_attention", "chunked_attention"] * 2}, "layer_types = "),
+    ({"hidden_size": None}, "hidden_size is missing"),
+    ({"hidden_size": 66}, "hidden_size = 66"),
+    ({"num_attention_heads": "4"}, 'num_attention_heads = "4"'),
+    ({"num_key_value_heads": 3}, "num_kv_heads=3"),
+    ({"head_dim": 15}, "head_dim=15"),
+    ({"eos_token_id": "x"}, "eos_token_id = "),
+    ({"rope_theta": -1.0}, "rope_theta = -1.0"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_scaling.rope_type = "dynamic"'),
+    ({"rope_parameters": {"rope_type": "longrope"}}, 'rope_parameters.rope_type = "longrope"'),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+    ({"rope_scaling": {"type": "linear", "mrope_section": [1, 2]}}, "rope_scaling.mrope_section = [1, 2]"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention = "),
+    ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor = 1.0"),
+    ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor = 0.5"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_refused_by_name_in_one_line(change, text):
+    with pytest.raises(UserError) as caught:
+        parse_config({**LLAMA, **change})
+    message = str(caught.value)
+    assert message.startswith("config.json: ")
+    assert "\n" not in message
+    for part in text.split(".*"):
+        assert part in message
+
+
+@pytest.mark.parametrize("raw", [QWEN3, MISTRAL], ids=["qwen3", "mistral"])
+def test_output_bias_is_refused_where_it_would_exist(raw):
+    with pytest.raises(UserError, match="attention_bias = true"):
+        parse_config({**raw, "attention_bias": True})
+
+
+def test_layer_types_without_a_window_are_refused():
+    with pytest.raises(UserError, match="sliding_attention without a sliding window"):
+        parse_config({**QWEN2, "layer_types": ["sliding_attention"] * 4})
+
+
+def test_eos_ids_are_merged_from_generation_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": [2, 5]}))
+    assert read_config(tmp_path).eos_ids == (2, 5)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9], "temperature": 0.6}))
+    assert read_config(tmp_path).eos_ids == (2, 5, 9)
+    assert parse_config({**LLAMA, "eos_token_id": None}).eos_ids == ()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        LLAMA,
+        {**LLAMA, "rope_scaling": LLAMA3, "rope_theta": 5e5},
+        {**LLAMA, "rope_scaling": {**YARN, "truncate": False}},
+        {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {**MISTRAL, "sliding_window": None},
+        {**MISTRAL, "sliding_window": 64},
+        {**QWEN2, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
+        QWEN3,
+    ],
+)
+def test_round_trip(raw):
+    config = parse_config(raw)
+    assert parse_config(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("prepare", "text"),
+    [
+        (lambda folder: folder / "absent", "no such folder"),
+        (lambda folder: folder, "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{") and folder, "not readable as JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]") and folder, "wanted a JSON object, got list"),
+    ],
+)
+def test_unreadable_folders(prepare, text, tmp_path):
+    with pytest.raises(UserError, match=text) as caught:
+        read_config(prepare(tmp_path))
+    assert "\n" not in str(caught.value)

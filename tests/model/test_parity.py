@@ -1,0 +1,261 @@
+"""Logits equal those of transformers' torch models on small random checkpoints that transformers wrote itself."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="parity needs torch (pip install torch), the reference implementation")
+
+import transformers  # noqa: E402
+
+import kvqjax as kvq  # noqa: E402
+from kvqjax._errors import UserError  # noqa: E402
+from kvqjax.model.config import RopeConfig  # noqa: E402
+from kvqjax.model.decoder import logits  # noqa: E402
+from kvqjax.model.loading import load  # noqa: E402
+from kvqjax.model.weights import save_params  # noqa: E402
+
+LENGTH = 72  # longer than every original_max_position_embeddings and sliding window below
+TOLERANCE = 2e-4
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+MHA, GQA = {"num_key_value_heads": 4}, {"num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+RATIOS = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5}
+SLIDING = {"use_sliding_window": True, "sliding_window": 20}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+MINISTRAL3 = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+# name: (model type, fields, what must change the logits when it is taken from our config: proof that it is exercised)
+MODELS = {
+    "llama-mha": ("llama", MHA, None),
+    "llama-gqa-tied": ("llama", {**GQA, "tie_word_embeddings": True}, None),
+    "llama-mqa-head-dim-given": ("llama", {"num_key_value_heads": 1, "head_dim": 12}, None),
+    "llama3": ("llama", {**GQA, "rope_parameters": LLAMA3}, "rope"),
+    "llama-linear": ("llama", {**GQA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope"),
+    "llama-yarn-given-factor": ("llama", {**GQA, "rope_parameters": {**YARN, "attention_factor": 1.5}}, "rope"),
+    "mistral-full": ("mistral", {**GQA, "sliding_window": None}, None),
+    "mistral-sliding": ("mistral", {**GQA, "sliding_window": 20}, "sliding_window"),
+    "mistral-head-dim-given": ("mistral", {**GQA, "head_dim": 16, "sliding_window": None}, None),
+    "qwen2": ("qwen2", GQA, None),
+    "qwen2-tied-yarn": ("qwen2", {**GQA, "rope_parameters": YARN, "tie_word_embeddings": True}, "rope"),
+    "qwen2-yarn-mscale": ("qwen2", {**GQA, "rope_parameters": {**YARN, **RATIOS, "truncate": False}}, "rope"),
+    "qwen2-upper-layers-slide": ("qwen2", {**GQA, **SLIDING, "max_window_layers": 1}, "sliding_window"),
+    "qwen3": ("qwen3", {**GQA, "head_dim": 16}, None),
+    "qwen3-tied-layer-types": (
+        "qwen3",
+        {
+            **MHA,
+            **SLIDING,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "sliding_window",
+    ),
+    "qwen3-linear": (
+        "qwen3",
+        {**GQA, "head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        "rope",
+    ),
+    "qwen3-llama3": ("qwen3", {**GQA, "head_dim": 16, "rope_parameters": LLAMA3}, "rope"),
+    "qwen3-yarn": ("qwen3", {**GQA, "head_dim": 16, "rope_parameters": YARN}, "rope"),
+    "mixtral": ("mixtral", {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2}, None),
+    "mixtral-sliding": ("mixtral", {**GQA, "num_local_experts": 4, "sliding_window": 20}, "sliding_window"),
+    "qwen2-moe": ("qwen2_moe", {**GQA, **SHARED}, None),
+    "qwen2-moe-dense-among-sparse": (
+        "qwen2_moe",
+        {**GQA, **SHARED, "mlp_only_layers": [1], "norm_topk_prob": True},
+        None,
+    ),
+    "qwen2-moe-every-other-slides": (
+        "qwen2_moe",
+        {**GQA, **SHARED, **SLIDING, "max_window_layers": 3},
+        "sliding_window",
+    ),
+    "qwen3-moe": ("qwen3_moe", {**GQA, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}, None),
+    "qwen3-moe-step-2-tied": (
+        "qwen3_moe",
+        {**GQA, **EXPERTS, "head_dim": 16, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+        None,
+    ),
+    "ministral-mixed": (
+        "ministral",
+        {**GQA, "head_dim": 8, "sliding_window": 20, "layer_types": ["full_attention", *2 * ["sliding_attention"]]},
+        "sliding_window",
+    ),
+    "ministral3": (
+        "ministral3",
+        {**GQA, "head_dim": 16, "rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}},
+        "query_growth",
+    ),
+}
+
+
+def randomise(model: torch.nn.Module):
+    """Weights of unit gain, norms far from one, biases larger than what they are added to: no name can hide."""
+    generator = torch.Generator().manual_seed(7)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if name.endswith("bias"):
+            weight.data = 3 * noise
+        elif "norm" in name:
+            weight.data = 1 + 0.4 * noise
+        elif "embed" in name:
+            weight.data = noise
+        else:
+            weight.data = noise * weight.shape[-1] ** -0.5
+
+
+def write(folder, kind: str, fields: dict, dtype=torch.float32, **saving):
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    randomise(model)
+    model.to(dtype).save_pretrained(folder, **saving)
+    # Read back: a cast of the live model would round its rotary frequencies too.
+    return read_back(folder) if saving or dtype != torch.float32 else model
+
+
+def read_back(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, LENGTH)).astype(np.int32)
+
+
+def reference(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens(), dtype=torch.long)).logits.numpy()
+
+
+def ours(model, **changes) -> np.ndarray:
+    config = dataclasses.replace(model.config, **changes)
+    return np.asarray(jax.jit(logits, static_argnames="config")(model.params, tokens(), config=config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_torch(name, tmp_path):
+    kind, fields, exercised = MODELS[name]
+    wanted = reference(write(tmp_path, kind, fields))
+    model = load(tmp_path, dtype="f32")
+    assert np.std(wanted) > 0.3
+    np.testing.assert_allclose(ours(model), wanted, rtol=0, atol=TOLERANCE)
+    neutral = {"rope": RopeConfig(theta=model.config.rope.theta), "sliding_window": None, "query_growth": 0.0}
+    if exercised:
+        broken = ours(model, **{exercised: neutral[exercised]})
+        assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE
+
+
+def test_sharded_checkpoint(tmp_path):
+    wanted = reference(write(tmp_path, "llama", GQA, max_shard_size="20KB"))
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    np.testing.assert_allclose(ours(load(tmp_path, dtype="f32")), wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_bfloat16_checkpoint(tmp_path):
+    wanted = reference(write(tmp_path, "qwen2", GQA, dtype=torch.bfloat16))
+    model = load(tmp_path, dtype="f32")
+    np.testing.assert_allclose(ours(model), wanted, rtol=0, atol=TOLERANCE)
+    kept = load(tmp_path, dtype="bf16")
+    same = jax.tree.map(lambda a, b: bool((a.astype(b.dtype) == b).all()), kept.params, model.params)
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama-linear", "qwen2-tied-yarn", "qwen2-yarn-mscale", "llama-mha"])
+def test_both_spellings_of_rope_are_one_config(name, tmp_path):
+    """transformers 5 writes rope_parameters; the same checkpoint in version 4's spelling is the same model."""
+    kind, fields, _ = MODELS[name]
+    write(tmp_path, kind, fields)
+    config, file = load(tmp_path).config, tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope | {"type": rope.pop("rope_type")}
+    file.write_text(json.dumps(raw))
+    assert load(tmp_path).config == config
+    assert transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == config.rope.theta
+
+
+def test_saved_params_are_read_by_transformers(tmp_path):
+    kind, fields, _ = MODELS["qwen3-tied-layer-types"]
+    wanted = reference(write(tmp_path / "theirs", kind, fields))
+    model = load(tmp_path / "theirs", dtype="f32")
+    save_params(tmp_path / "ours", model.params, model.config)
+    np.testing.assert_array_equal(reference(read_back(tmp_path / "ours")), wanted)
+
+
+def mistral3(folder, kind: str, rope: dict):
+    """A checkpoint of pictures and text, as Mistral Small and Ministral 3 are published."""
+    text = (
+        SIZES | GQA | {"head_dim": 16, "model_type": kind, "sliding_window": None, "tie_word_embeddings": False} | rope
+    )
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 1, "image_size": 28, "patch_size": 14, "head_dim": 16}
+    config = transformers.AutoConfig.for_model(
+        "mistral3", text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_index=95
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "architecture"),
+    [
+        ("mistral", {}, "MistralForCausalLM"),
+        ("ministral3", {"rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}}, "Ministral3ForCausalLM"),
+    ],
+)
+def test_language_part_of_a_checkpoint_with_a_vision_part(kind, rope, architecture, tmp_path):
+    theirs = mistral3(tmp_path, kind, rope)
+    with pytest.raises(UserError, match=r"tensor '\S*multi_modal_projector\S*' is of the vision part .*--text-only"):
+        load(tmp_path)
+    model = load(tmp_path, dtype="f32", text_only=True)
+    assert model.config.architecture == architecture
+    ids = tokens() % 95  # the last token stands for a picture
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(ids, dtype=torch.long)).logits.numpy()
+    got = jax.jit(logits, static_argnames="config")(model.params, ids, config=model.config)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-dense-among-sparse", "qwen3-moe", "ministral3"])
+def test_greedy_text_equals_torch(name, tmp_path):
+    kind, fields, _ = MODELS[name]
+    theirs = write(tmp_path, kind, fields)
+    prompt = tokens()[0, :20].tolist()
+    with torch.no_grad():
+        made = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    for layers in ("scan", "unroll"):
+        model = load(tmp_path, dtype="f32", layers=layers)
+        model = model.replace(config=dataclasses.replace(model.config, eos_ids=()), folder="")
+        assert kvq.generate(model, [prompt], max_new_tokens=24).tokens == [made[0, 20:].tolist()]
+
+
+def test_saved_experts_are_read_by_transformers(tmp_path):
+    kind, fields, _ = MODELS["qwen2-moe-dense-among-sparse"]
+    wanted = reference(write(tmp_path / "theirs", kind, fields))
+    model = load(tmp_path / "theirs", dtype="f32")
+    save_params(tmp_path / "ours", model.params, model.config)
+    np.testing.assert_allclose(reference(read_back(tmp_path / "ours")), wanted, rtol=0, atol=1e-5)
+    assert load(tmp_path / "ours").config == model.config

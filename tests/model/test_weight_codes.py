@@ -1,0 +1,121 @@
+"""Weight-only quantisation: bounds, packing, loading, every kind of cache, and no second copy of the weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, model_and_method
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny import tiny, tokens
+
+import kvqjax as kvq
+from kvqjax.calibrate.xquant import prepared
+from kvqjax.generation.decoding import LoopState, decode_steps
+from kvqjax.generation.sampling import make_sampling
+from kvqjax.model import decoder
+from kvqjax.model.weight_codes import code_weight, pack_nibbles, unpack_nibbles
+from kvqjax.model.weights import load_params, save_params
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def coded_layers(layers, bits):
+    codes = {name: code_weight(layers[name], bits) for name in MATRICES}
+    return layers | codes, layers | {name: x.decoded() for name, x in codes.items()}
+
+
+def coded(model, bits):
+    """The model with its layers' matrices as codes, and the model of what those codes mean."""
+    new = coded_layers(model.params["layers"], bits)
+    return tuple(model.replace(params=model.params | {"layers": layers}) for layers in new)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_error_is_half_a_step_of_its_own_group(bits):
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(2, 256, 24)) + 0.5
+    weight[0, 3, 5], weight[1, 128:, 7] = -50, 0
+    found = code_weight(jnp.asarray(weight, jnp.float32), bits)
+    scale = np.abs(weight).reshape(2, 2, 128, 24).max(2) / (127 if bits == 8 else 7)
+    np.testing.assert_allclose(found.scale, scale, rtol=1e-6)
+    step = np.repeat(scale, 128, axis=1)
+    assert (np.abs(found.decoded() - weight) <= 0.5 * step + 1e-5).all()
+    assert (np.abs(found.decoded() - weight) > 0.4 * step).any()  # nearest, and no finer than stated
+    assert found.codes.nbytes == weight.size * bits // 8
+
+
+def test_nibbles_come_back_in_order():
+    codes = jnp.asarray(np.random.default_rng(0).integers(0, 16, (3, 16, 5)), jnp.uint32)
+    np.testing.assert_array_equal(unpack_nibbles(pack_nibbles(codes)), codes)
+    assert pack_nibbles(jnp.arange(8, dtype=jnp.uint32)[:, None]).item() == 0x76543210
+
+
+def test_scales_keep_the_compute_dtype():
+    weight = jax.random.normal(jax.random.key(0), (1, 64, 8)).astype(jnp.bfloat16)
+    found = code_weight(weight, 4)
+    assert (found.scale.dtype, found.decoded().dtype) == (jnp.bfloat16, jnp.bfloat16)
+    # Codes are made for the scale as stored; half a step, the clipped largest entry, and the product's own rounding.
+    bound = (0.5 + 7 * 2**-8) * np.asarray(found.scale, np.float32)
+    assert (np.abs(np.asarray(found.decoded() - weight, np.float32)) <= bound).all()
+    with pytest.raises(ValueError, match="12 inputs"):
+        code_weight(jnp.ones((1, 12, 8)), 4)
+
+
+def test_codes_mean_the_decoded_matrices():
+    """Logits of a model of 4-bit codes are those of its decoded matrices, and not those it was made of."""
+    logits = jax.jit(decoder.logits, static_argnums=2)
+    codes, meant, plain = (np.asarray(logits(m.params, tokens(1, 24), m.config)) for m in (*coded(tiny(), 4), tiny()))
+    # The same products in another fusion: float32 sums of 64 terms, 2 layers.
+    assert np.abs(codes - meant).max() < 1e-4
+    assert np.abs(codes - plain).max() > 2e-2
+
+
+@pytest.mark.parametrize("name", [*CASES, "xquant:bits=4,group=32", "xquant_cl:bits=2,group=32,base=0,protected=0"])
+def test_every_kind_of_cache_takes_them(name):
+    """Traced only: methods see a layer's weights through `decoder.layer`, which the test above is about."""
+    model, method = model_and_method(name) if name in CASES else (tiny(), kvq.parse(name))
+    own = coded(model, 4)[0]
+    own = own if name in CASES else prepared(own, method)
+    numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
+    cache = jax.eval_shape(lambda: kvq.init_cache(own, method, 2, 128))
+    out, after = jax.eval_shape(kvq.forward, own, jax.ShapeDtypeStruct((2, 3), jnp.int32), numbers, cache)
+    assert out.shape == (2, 3, 50)
+    assert jax.tree.structure(after) == jax.tree.structure(cache)
+
+
+def test_loading_codes_one_parameter_after_the_other(tmp_path):
+    model = tiny()
+    save_params(tmp_path, model.params, model.config)
+    found = kvq.load(tmp_path, weights="int4", dtype="f32")
+    assert (found.weights, kvq.load(tmp_path, dtype="f32").weights) == ("int4", "float32")
+    jax.tree.map(np.testing.assert_array_equal, found.params, coded(model, 4)[0].params)
+    mesh = jax.make_mesh((2,), ("model",))
+    spread = NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    rule = lambda name: spread if name.removeprefix("layers/") in MATRICES else NamedSharding(mesh, PartitionSpec())  # noqa: E731
+    sharded = load_params(tmp_path, model.config, sharding=rule, bits=8)
+    down = sharded["layers"]["down"]
+    assert down.codes.addressable_data(0).shape == (2, 64, 16)
+    np.testing.assert_array_equal(down.decoded(), code_weight(model.params["layers"]["down"], 8).decoded())
+    with pytest.raises(kvq.UserError, match="weights 'int3'"):
+        kvq.load(tmp_path, weights="int3")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_one_layer_at_a_time_is_decoded(bits):
+    """Compiled decode loop: its arguments are the codes, its temporaries hold less than two layers in float32."""
+    plain = tiny(num_layers=16, width=64, mlp_width=256)
+    layer = sum(plain.params["layers"][name][0].nbytes for name in MATRICES)
+    model = jax.eval_shape(lambda: coded(plain, bits)[0])
+    cache = jax.eval_shape(lambda: kvq.init_cache(model, kvq.exact(), 1, 32))
+    numbers = jax.ShapeDtypeStruct((1,), jnp.int32)
+    key, done = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((1,), bool)
+    text = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    state = LoopState(cache=cache, tokens=text, made=numbers, done=done, seen=None, key=key)
+    eos, limit = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    memory = decode_steps.lower(model, state, make_sampling(), eos, limit).compile().memory_analysis()
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((model, state)) if leaf.dtype != key.dtype)
+    assert memory.argument_size_in_bytes < 1.02 * held
+    assert memory.temp_size_in_bytes < 2 * layer, (memory.temp_size_in_bytes, layer)

@@ -1,0 +1,354 @@
+"""docs/errors.md: every row of its tables is provoked here, and the message is the one that the page promises."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny import spoiling, tiny
+
+import kvqjax as kvq
+from kvqjax._lock import held
+from kvqjax.cache.artifacts import Artifact
+from kvqjax.calibrate import resume, sequences
+from kvqjax.cli.common import require_room
+from kvqjax.eval.corpora import read_text
+from kvqjax.eval.plots import check_picture
+from kvqjax.eval.tune import Settings
+from kvqjax.eval.windows import windows
+from kvqjax.model.config import ExpertConfig
+from kvqjax.model.hf_config import parse_config, read_config
+from kvqjax.model.loading import locate
+from kvqjax.parallel.sharding import MeshSize
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
+ROWS = dict(re.findall(r"^\| ([^|]+?) \| `(.+)` \|$", PAGE, re.MULTILINE))
+SIX = ExpertConfig(count=6, per_token=2, width=24)
+CONFIG = json.loads((locate("recall") / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def recall() -> kvq.Model:
+    return kvq.load("recall")
+
+
+def copied(tmp_path: Path, *names: str) -> Path:
+    """A folder with these files of the bundled model `recall`."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in names:
+        shutil.copy(locate("recall") / name, folder / name)
+    return folder
+
+
+def whole(tmp_path: Path) -> Path:
+    return copied(tmp_path, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def offline(tmp_path, monkeypatch, recall):
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    kvq.load("owner/name")
+
+
+def weights(content: bytes | None):
+    """Load a model whose weights are `content`, or lack their last kilobyte."""
+
+    def provoke(tmp_path, monkeypatch, recall):
+        file = whole(tmp_path) / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000] if content is None else content)
+        kvq.load(file.parent)
+
+    return provoke
+
+
+def header(entry: dict) -> bytes:
+    text = json.dumps({"x": entry}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(64)
+
+
+def no_json(tmp_path, monkeypatch, recall):
+    (tmp_path / "config.json").write_text("{")
+    read_config(tmp_path)
+
+
+def index_outside(tmp_path, monkeypatch, recall):
+    folder = copied(tmp_path, "config.json")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
+    kvq.load(folder)
+
+
+def missing_shard(tmp_path, monkeypatch, recall):
+    folder = copied(tmp_path, "config.json")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00001.safetensors"}}))
+    kvq.load(folder)
+
+
+def pickles(tmp_path, monkeypatch, recall):
+    folder = copied(tmp_path, "config.json")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    kvq.load(folder)
+
+
+def with_vision(tmp_path, monkeypatch, recall):
+    file = whole(tmp_path) / "model.safetensors"
+    save_file(load_file(file) | {"vision_tower.x": np.zeros(4, np.float32)}, file)
+    kvq.load(file.parent)
+
+
+def no_tokenizer(tmp_path, monkeypatch, recall):
+    _ = kvq.load(copied(tmp_path, "config.json", "model.safetensors")).tokenizer
+
+
+def foreign_tokenizer(tmp_path, monkeypatch, recall):
+    folder = whole(tmp_path)
+    shutil.copy(locate("demo") / "tokenizer.json", folder)
+    kvq.generate(kvq.load(folder), "It was late in the evening")
+
+
+def broken(model: kvq.Model) -> kvq.Model:
+    return model.replace(params=model.params | {"norm": model.params["norm"] * jnp.nan})
+
+
+def text_file(name: str, content: bytes | None):
+    def provoke(tmp_path, monkeypatch, recall):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        read_text(str(tmp_path / name), 10, 0)
+
+    return provoke
+
+
+def beyond_capacity(tmp_path, monkeypatch, recall):
+    cache = kvq.init_cache(tiny(), kvq.exact(), 1, 8)
+    pending = tuple({name: jnp.zeros((2, 1, 16, 32)) for name in "kv"} for _ in cache.runs)
+    kvq.commit(tiny(), cache, pending, jnp.asarray([9]))
+
+
+def forwarding(tokens, counts, **other):
+    """Feed tokens to a cache of 2 rows, made for a model with other changes."""
+    return lambda *_: kvq.forward(tiny(), tokens, counts, kvq.init_cache(tiny(**other), "exact", 2, 8))
+
+
+def infinite_activations(tmp_path, monkeypatch, recall):
+    params = recall.params | {"embed": recall.params["embed"] * jnp.inf}
+    kvq.calibrate.run(recall.replace(params=params), kvq.parse("kvquant:bits=2"), "ab12" * 99, count=1, length=64)
+
+
+def artifact(**changes) -> Artifact:
+    given = {"method": kvq.kivi(), "constants": ({"k": {"low": jnp.ones(2)}},), "fingerprint": "config=1,headers=2"}
+    return Artifact(**(given | changes))
+
+
+def described(**changes):
+    """Load an artifact whose description says something else; None leaves a part out."""
+
+    def provoke(tmp_path, monkeypatch, recall):
+        artifact().save(tmp_path / "a")
+        file = tmp_path / "a" / "description.json"
+        text = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({name: value for name, value in text.items() if value is not None}))
+        kvq.load_artifact(tmp_path / "a")
+
+    return provoke
+
+
+def foreign_name(tmp_path, monkeypatch, recall):
+    artifact().save(tmp_path / "a")
+    monkeypatch.setattr("kvqjax.cache.artifacts.read_arrays", lambda path: {"../../x": np.ones(2)})
+    kvq.load_artifact(tmp_path / "a")
+
+
+def existing(tmp_path, monkeypatch, recall):
+    artifact().save(tmp_path)
+
+
+def failing(target: str, code: int):
+    """Write while the system refuses `target` with this error (tests may run as root, whom no permission stops)."""
+
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    def provoke(tmp_path, monkeypatch, recall):
+        monkeypatch.setattr(target, refuse)
+        if "resume" in target:
+            resume.save_state(tmp_path / "state.npz", "owner", [np.ones(2)])
+        artifact().save(tmp_path / "new")
+
+    return provoke
+
+
+def other_state(tmp_path, monkeypatch, recall):
+    resume.save_state(tmp_path / "s.npz", "one", [np.ones(2)])
+    resume.load_state(tmp_path / "s.npz", "two", [np.ones(2)])
+
+
+def torn_state(tmp_path, monkeypatch, recall):
+    (tmp_path / "s.npz").write_bytes(b"PK\x03\x04 torn")
+    resume.load_state(tmp_path / "s.npz", "one", [np.ones(2)])
+
+
+def held_twice(tmp_path, monkeypatch, recall):
+    with held(tmp_path / "run"), held(tmp_path / "run"):
+        pass
+
+
+def with_kernels(word: str):
+    return lambda *_: kvq.init_cache(tiny(), "kivi:bits=2", 1, 256, kernels=word)
+
+
+def generating(prompts, **options):
+    return lambda tmp_path, monkeypatch, recall: kvq.generate(recall, prompts, **options)
+
+
+def step(model, cache):
+    return kvq.forward(model, jnp.zeros((1, 2), jnp.int32), jnp.asarray([2], jnp.int32), cache)
+
+
+def donated(tmp_path, monkeypatch, recall):
+    cache = kvq.init_cache(recall, kvq.exact(), 1, 64)
+    jax.jit(step, donate_argnums=1)(recall, cache)
+    step(recall, cache)
+
+
+def gradient(tmp_path, monkeypatch, recall):
+    cache = kvq.init_cache(recall, kvq.exact(), 1, 64)
+    jax.grad(lambda model: step(model, cache)[0].sum())(recall)
+
+
+def cache_of(spec: str):
+    return lambda tmp_path, monkeypatch, recall: kvq.init_cache(recall, kvq.parse(spec), 1, 64)
+
+
+def config_with(**changes):
+    return lambda tmp_path, monkeypatch, recall: parse_config(CONFIG | changes)
+
+
+def tuning(budget: str | float | int = 2.5, methods: str = "higgs", text: str = "ab12 " * 20000, **options):
+    return lambda _, __, recall: kvq.tune(recall, text, budget=budget, methods=methods, **options)
+
+
+def other_measurements(content: str):
+    def provoke(tmp_path, monkeypatch, recall):
+        (tmp_path / "searched.jsonl").write_text(content)
+        tuning(out=tmp_path)(tmp_path, monkeypatch, recall)
+
+    return provoke
+
+
+CASES = {
+    "no such model": lambda tmp_path, *_: kvq.load(tmp_path / "absent"),
+    "hub not reachable": offline,
+    "unknown dtype": lambda *_: kvq.load("recall", dtype="int8"),
+    "unsupported architecture": config_with(architectures=["GPT2LMHeadModel"]),
+    "unsupported field": config_with(hidden_act="gelu"),
+    "code in the checkpoint": config_with(auto_map={"AutoModelForCausalLM": "x.Y"}),
+    "unknown quantisation": config_with(quantization_config={"quant_method": "bitsandbytes"}),
+    "vision model": config_with(architectures=["PixtralVisionModel"], vision_config={}),
+    "model with a vision part": with_vision,
+    "weights as pickles": pickles,
+    "shards that are missing": missing_shard,
+    "experts that a mesh cannot share out": lambda *_: kvq.shard(tiny(experts=SIX), "exact", model=4),
+    "config that is no JSON": no_json,
+    "truncated weights": weights(None),
+    "weights that are no safetensors": weights(b"\x93" * 999),
+    "header that contradicts itself": weights(header({"dtype": "F32", "shape": [4], "data_offsets": [0, 8]})),
+    "shard index that leaves the folder": index_outside,
+    "no tokenizer": no_tokenizer,
+    "tokenizer of another model": foreign_tokenizer,
+    "weights that are not finite": lambda *_: kvq.generate(broken(tiny()), [[1, 2, 3]], max_new_tokens=2),
+    "misspelt method": cache_of("kivy"),
+    "misspelt option": cache_of("kivi:bit=2"),
+    "option of another type": cache_of("kivi:window=wide"),
+    "impossible width": cache_of("kivi:bits=7"),
+    "keys without values": cache_of("k=kivi"),
+    "parts that are not cached apart": cache_of("k=xquant;v=kivi"),
+    "negative window": cache_of("kivi:window=-1"),
+    "window beyond any context": cache_of("kivi:window=1000000000000"),
+    "method that does not fit the model": cache_of("uniform:group=48"),
+    "rotation that does not commute with RoPE": cache_of("kvquant:rotate=hadamard"),
+    "head_dim without a Hadamard matrix": lambda *_: kvq.init_cache(tiny(head_dim=100), "turboquant", 1, 256),
+    "exact layers that leave none to compress": lambda *_: kvq.init_cache(tiny(), "turboquant:form=vllm", 1, 256),
+    "more layers than models have": cache_of("kivi_star:protected=1000000000"),
+    "layer that does not exist": cache_of("exact;9=exact"),
+    "misspelt kernels": with_kernels("triton"),
+    "kernels that a chip has not": with_kernels("pallas"),
+    "kernels of another library": with_kernels("cudnn"),
+    "splash attention off TPUs": with_kernels("splash"),
+    "misspelt option of a function": generating([[1]], max_tokens=3),
+    "another library's option": generating([[1]], do_sample=True),
+    "count that is none": generating([[1]], chunk=0),
+    "no prompt": generating([]),
+    "empty prompt": generating([""]),
+    "token outside the vocabulary": generating([[64]]),
+    "prompt beyond the capacity": generating([[1, 2, 3]], capacity=32),
+    "tokens for another batch": forwarding(jnp.ones((1, 3), int), jnp.asarray([3])),
+    "more tokens counted than given": forwarding(jnp.ones((2, 3), int), jnp.asarray([4, 0])),
+    "cache of another model": forwarding(jnp.ones((2, 3), int), jnp.asarray([3, 0]), num_layers=1),
+    "tokens beyond the capacity": beyond_capacity,
+    "empty batch": generating([]),
+    "donated cache": donated,
+    "gradient through a cache": gradient,
+    "keys and values that are not finite": lambda *_: kvq.generate(spoiling(), [[1, 2]], max_new_tokens=4),
+    "no such file": text_file("absent.txt", None),
+    "text that is not UTF-8": text_file("latin.txt", "caf\xe9".encode("latin-1")),
+    "empty text": text_file("empty.txt", b" \n"),
+    "text too short to evaluate": lambda *_: windows(np.arange(10), 512, 8192),
+    "text too short to calibrate": lambda _, __, recall: sequences(recall, ["ab12ab12ab"], 1, 64),
+    "method without its constants": generating([[1, 2, 3]], method=kvq.parse("kvquant")),
+    "no sequences to calibrate on": lambda _, __, recall: kvq.calibrate.run(recall, kvq.parse("kvquant"), "a", count=0),
+    "method that needs none": lambda _, __, recall: kvq.calibrate.run(recall, kvq.kivi(), "ab12"),
+    "activations that are not finite": infinite_activations,
+    "artifact of another model": lambda _, __, recall: recall.with_artifact(artifact()),
+    "folder that is no artifact": lambda tmp_path, *_: kvq.load_artifact(tmp_path / "absent"),
+    "description of something else": described(kind="picture"),
+    "description with a part missing": described(about=None),
+    "array with a foreign name": foreign_name,
+    "output that another run writes": held_twice,
+    "folder of another format": described(format=99),
+    "output folder that exists": existing,
+    "read-only output folder": failing("pathlib.Path.mkdir", errno.EACCES),
+    "full disk, artifact": failing("kvqjax.cache.artifacts.ocp.save", errno.ENOSPC),
+    "full disk, progress": failing("kvqjax.calibrate.resume.np.savez", errno.ENOSPC),
+    "progress of another run": other_state,
+    "damaged progress": torn_state,
+    "budget that is none": tuning(budget="two bits"),
+    "budget that no method reaches": tuning(budget=0.5),
+    "budget that the exact cache meets": tuning(budget=40),
+    "text too short to choose by": tuning(text="ab12ab12 " * 50),
+    "windows too short to tell": tuning(settings=Settings(window=64)),
+    "methods that the model refuses": tuning(methods="higgs,uniform:bits=4,group=48"),
+    "methods for all layers only": tuning(methods="aqua:bits=2"),
+    "methods that are too slow": tuning(methods="kivi:bits=4", device="v5e", slowdown=0.01),
+    "measurements of another run": other_measurements('{"owner": "another"}\n'),
+    "damaged measurements": other_measurements("{\n"),
+    "cache beyond the memory": lambda _, __, recall: require_room(recall, kvq.exact(), 1, 2**30),
+    "mesh beyond any machine": lambda *_: MeshSize.parse("data=99999999"),
+    "picture of no kind": lambda tmp_path, *_: check_picture(tmp_path / "picture.docx"),
+    "picture in no folder": lambda tmp_path, *_: check_picture(tmp_path / "absent" / "picture.png"),
+}
+
+
+def test_the_page_and_the_cases_name_the_same_inputs():
+    assert list(ROWS) == list(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message_is_the_documented_one(name, tmp_path, monkeypatch, recall):
+    with pytest.raises(kvq.UserError) as caught:
+        CASES[name](tmp_path, monkeypatch, recall)
+    message = str(caught.value)
+    wanted = ".+".join(re.escape(part) for part in ROWS[name].split("…"))
+    assert re.fullmatch(wanted, message), message
+    assert "\n" not in message

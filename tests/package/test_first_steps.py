@@ -1,0 +1,118 @@
+"""What a newcomer meets first: the version, dtypes by every name, a model in print, a checkpoint's own sampling."""
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import run
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.generation.sampling import make_sampling
+from kvqjax.model.hf_sampling import read_sampling
+from kvqjax.model.loading import locate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return lambda *words: run(capsys, monkeypatch, *words)
+
+
+def test_the_version_is_printed(call):
+    assert call("--version") == (0, f"kvqjax {kvq.__version__}\n", "")
+
+
+@pytest.mark.smoke
+def test_the_version_has_one_home():
+    """The package's metadata and the citation say what the code says."""
+    assert metadata.version("kvqjax") == kvq.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {kvq.__version__}\n" in citation
+    assert kvq.__version__ not in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("eval", "ppl"), ("plan",)])
+def test_short_help(call, command):
+    code, out, err = call(*command, "-h")
+    assert (code, err) == (0, "")
+    assert (code, out, err) == call(*command, "--help")
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bf16", jnp.bfloat16, np.dtype("bfloat16")])
+def test_dtypes_by_every_name(name):
+    assert kvq.load("recall", dtype=name).params["embed"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("short", "name"), [("f16", "float16"), ("f32", "float32")])
+def test_short_dtypes_mean_the_same(short, name):
+    assert {kvq.load("recall", dtype=n).params["embed"].dtype.name for n in (short, name, jnp.dtype(name))} == {name}
+
+
+def test_a_model_prints_as_one_line():
+    model = kvq.load("demo")
+    assert repr(model) == (
+        "Model(demo: 3 layers of width 128, 4 query and 2 KV heads of 64, 2048 tokens, 1,000,320 numbers in float32)"
+    )
+    strange = jax.eval_shape(lambda: model), jax.tree.map(lambda x: None, model), kvq.load("recall", weights="int4")
+    for other in strange:
+        assert re.fullmatch(r"Model\(.*\)", repr(other)), other
+    ready = model.with_artifact(kvq.calibrate.run(model, "xquant:latent=true"))
+    assert repr(ready).endswith("in float32, with calibrated constants)")
+
+
+def generation(folder: Path, **fields) -> Path:
+    """The folder, with these fields in its generation_config.json."""
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_a_checkpoint_s_sampling_is_used_on_request_only(tmp_path, monkeypatch):
+    """The checkpoint says do_sample, yet `generate` is greedy until it is given `sampling_defaults()`."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(locate("recall") / name)
+    model = kvq.load(generation(tmp_path, do_sample=True, temperature=0.6, top_k=40, top_p=0.95))
+    assert model.sampling_defaults() == {"temperature": 0.6, "top_k": 40, "top_p": 0.95}
+    drawn = []
+
+    def draw(**given):
+        drawn.append(given)
+        raise kvq.UserError("drawn")  # nothing needs to be generated: which sampling is made is all that is asked
+
+    monkeypatch.setattr("kvqjax.generation.decoding.make_sampling", draw)
+    for asked in ({}, model.sampling_defaults()):
+        with pytest.raises(kvq.UserError, match="drawn"):
+            kvq.generate(model, "ab12", **asked)
+    plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert drawn == [plain, plain | model.sampling_defaults()]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_p": 0.9}, {}),
+        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": None, "top_k": 20}, {"temperature": 1.0, "top_k": 20}),
+    ],
+)
+def test_what_a_checkpoint_s_sampling_becomes(tmp_path, fields, options):
+    assert read_sampling(generation(tmp_path, **fields)) == options
+    make_sampling(**options)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": "hot"}, {"top_k": 1.5}, {"top_p": True}, {"min_p": [1]}])
+def test_sampling_that_is_no_number(tmp_path, fields):
+    with pytest.raises(kvq.UserError, match=rf"generation_config.json: {next(iter(fields))}=.* is not of type"):
+        read_sampling(generation(tmp_path, do_sample=True, **fields))
+
+
+def test_models_without_a_folder_state_no_sampling():
+    assert tiny().sampling_defaults() == {}

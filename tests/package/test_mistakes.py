@@ -1,0 +1,120 @@
+"""Wrong calls of public functions: each gives one line that names the mistake, and what to write instead."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+from tiny import tiny, tokens
+
+import kvqjax as kvq
+from kvqjax._options import HABITS
+
+LOOPS = (kvq.generate, kvq.stream, kvq.speculate, kvq.beam_search)
+
+# A call, and what its line says.
+MISTAKES = {
+    "generate(model, [[1]], max_tokens=3)": "unknown option of generate 'max_tokens'; did you mean 'max_new_tokens'?",
+    "generate(model, [[1]], temprature=1.0)": "did you mean 'temperature'?",
+    "generate(model, [[1]], do_sample=True)": "generate has no option 'do_sample': sampling is on where temperature",
+    "generate(model, [[1]], generation_config=1)": "write **model.sampling_defaults()",
+    "generate(model, [[1]], max_length=9)": "max_new_tokens counts the new tokens of a row, capacity all of them",
+    "generate(model, [[1]], num_return_sequences=2)": "give the prompt N times",
+    "generate(model, [[1]], pad_token_id=0)": "nothing is padded",
+    "generate(model, [[1]], eos_token_id=2)": "write eos_ids=[...]",
+    "stream(model, [[1]], num_beams=2)": "write beam_search(model, prompts, beams=N)",
+    "speculate(model, [[1]], temperature=1.0)": "this function is greedy",
+    "beam_search(model, [[1]], num_beams=2)": "write beam_search(model, prompts, beams=N)",
+    "generate(model, [[1]], chunk=0)": "chunk=0; it must be a whole number of at least 1",
+    "generate(model, [[1]], max_new_tokens=2.5)": "max_new_tokens=2.5; it must be a whole number of at least 1",
+    "generate(model, [[1]], kvq.kivi)": "the function kivi is no method; wanted its value, such as kivi(bits=2)",
+    "generate(model, [[1]], 7)": "7 is no method",
+    "generate(model, [[1]], 'kivy')": "unknown method 'kivy'; did you mean 'kivi'?",
+    "generate('demo', [[1]])": "model is 'demo'; wanted a Model, such as kvqjax.load('demo')",
+    "generate(model, [])": "no prompts; wanted a string, or a list",
+    "generate(model, 5)": "no prompts; wanted a string, or a list",
+    "generate(model, [1, 2])": "prompt 0 is of type int; wanted a string or a list of token ids",
+    "generate(model, [[1.5]])": "prompt 0 is of type list; wanted",
+    "generate(model, [{'role': 'user', 'content': 'a'}], chat=True)": "messages of one conversation are one prompt",
+    "forward(model, [[1, 2], [3, 4]], counts, cache)": "tokens is a list; wanted an array of integers [2, T]",
+    "forward(model, tokens, 3, cache)": "counts is 3; wanted an array of integers [2]",
+    "forward(model, tokens, jnp.int32(3), cache)": "counts has shape []; wanted [2]",
+    "forward(model, tokens[:1], counts, cache)": "tokens has shape [1, 3]; wanted [2, T]: T new tokens for each of",
+    "forward(model, tokens[0], counts, cache)": "tokens has shape [3]; wanted [2, T]",
+    "forward(model, tokens * 1.0, counts, cache)": "tokens is of type float32; wanted integers [2, T]",
+    "forward(model, tokens, counts + 9, cache)": "counts=[11, 11]; each must lie from 0 to the 3 new tokens given",
+    "forward(model, tokens, counts, (0, cache))": "cache is a tuple; wanted a Cache, such as init_cache gives; forward",
+    "forward(cache, tokens, counts, model)": "model is a Cache; wanted a Model",
+    "forward(other, tokens, counts, cache)": "the cache was made for a model of another config",
+    "forward(half, tokens, counts, cache)": "the cache is kept in float32, the model is bfloat16",
+    "jax.jit(kvq.forward)(model, tokens[:1], counts, cache)": "tokens has shape [1, 3]; wanted [2, T]",
+    "prefill(model, tokens, [1, 1], cache)": "counts is a list; wanted an array of integers [2]",
+    "attend(model, tokens, counts[:1], cache)": "counts has shape [1]; wanted [2]",
+    "commit(model, cache, [], counts)": "pending is a list; wanted a tuple of 1, a dict of sources for every run",
+    "commit(model, cache, ({'k': tokens},), counts)": "pending[0]['k']: shape [2, 3] given, wanted [2, 2, T, 32]",
+    "init_cache(model, 'kivi', 0, 8)": "batch=0; it must be a whole number of at least 1",
+    "init_cache(model, 'kivi', 2, 8.5)": "capacity=8.5; it must be a whole number of at least 1",
+    "init_cache(model, 'kivi', True, 8)": "batch=True; it must be a whole number of at least 1",
+    "init_cache(model, 'kivi', 2, max_cache_len=8)": "init_cache has no option 'max_cache_len': write capacity=N",
+    "init_cache('demo', 'kivi', 2, 8)": "model is 'demo'; wanted a Model",
+    "calibrate.run(model, 'kivi', 'text')": "kivi:bits=2 needs no calibration",
+    "eval.perplexity(model, [1] * 64, 'kivi:bit=2')": "did you mean 'bits'?",
+    "eval.drift(model, [1] * 64, 'kivi:bit=2')": "did you mean 'bits'?",
+    "eval.retrieval(model, 'kivi:bit=2')": "did you mean 'bits'?",
+    "load('demo', torch_dtype='bfloat16')": "load has no option 'torch_dtype': write dtype=...",
+    "load('demo', dtyp='bfloat16')": "unknown option of load 'dtyp'; did you mean 'dtype'?",
+    "load('demo', dtype='float64')": "dtype 'float64' is unknown; known: bf16 or bfloat16, f16 or float16, f32 or",
+    "load('demo', dtype=int)": "dtype <class 'int'> is unknown",
+}
+
+SCRIPT = """
+import json, sys
+sys.path.append(".")
+import jax, jax.numpy as jnp
+import kvqjax as kvq
+from tiny import tiny
+model, other, half = tiny(), tiny(num_layers=1), tiny()
+half = half.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), half.params))
+cache, tokens, counts = kvq.init_cache(model, "kivi", 2, 64), jnp.ones((2, 3), int), jnp.full((2,), 2)
+said = {}
+for call in json.load(sys.stdin):
+    try:
+        made = eval(call if call.startswith("jax.") else "kvq." + call)
+        said[call] = ["nothing", str(list(made))]
+    except Exception as error:
+        said[call] = [type(error).__name__, str(error)]
+json.dump(said, sys.stdout)
+"""
+
+
+def test_a_mistake_gives_one_line_that_names_it():
+    """In a process without jaxtyping's check of types, as a user's is."""
+    given = {"input": json.dumps(list(MISTAKES)), "capture_output": True, "text": True}
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], **given, cwd=Path(__file__).parents[1])
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout)
+    wrong = {
+        call: said[call]
+        for call, message in MISTAKES.items()
+        if said[call][0] != "UserError" or message not in said[call][1] or "\n" in said[call][1]
+    }
+    assert not wrong
+
+
+def test_a_right_call_passes():
+    """Rows may be empty; numpy arrays of any integers are fine."""
+    cache = kvq.init_cache(tiny(), "exact", 2, 64)
+    logits, cache = kvq.forward(tiny(), tokens(2, 3), jnp.asarray([3, 0]), cache)
+    assert (logits.shape, cache.lengths.tolist()) == ((2, 3, 50), [3, 0])
+
+
+def test_habits_offer_what_exists():
+    """What is offered instead is an option of one of the functions, and nothing is refused that every loop has."""
+    others = kvq.load, kvq.init_cache, kvq.shard, kvq.kivi
+    parameters = {f: set(inspect.signature(f).parameters) for f in (*LOOPS, *others)}
+    offered = {name for text in HABITS.values() for name in re.findall(r"\b(\w+)=", text)}
+    assert offered <= set().union(*parameters.values())
+    assert not set(HABITS) & set.intersection(*(parameters[f] for f in LOOPS))

@@ -1,0 +1,31 @@
+"""Modules under their old names: importable for one version, with a warning."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from kvqjax import _moved
+
+
+def test_an_old_name_gives_the_same_module():
+    """In a fresh process, because an import keeps both names."""
+    script = """if True:
+        import importlib, sys, warnings, kvqjax
+        warnings.simplefilter("ignore")
+        forward = kvqjax.forward
+        for pair in sys.argv[1:]:
+            names = [f"kvqjax.{name}" for name in pair.split("=")]
+            old, new = map(importlib.import_module, names)
+            assert old is new and new.__spec__.name == new.__name__ == names[1], pair
+        assert kvqjax.forward is forward
+    """
+    pairs = [f"{old}={new}" for old, new in {**_moved.MOVED, "forward": "step.forward"}.items()]
+    subprocess.run([sys.executable, "-c", script, *pairs], check=True)
+
+
+def test_it_is_said_what_the_new_name_is():
+    sys.modules.pop("kvqjax.attention", None)
+    with pytest.warns(DeprecationWarning, match=r"kvqjax\.attention is now kvqjax\.ops\.attention"):
+        importlib.import_module("kvqjax.attention")

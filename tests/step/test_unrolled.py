@@ -1,0 +1,98 @@
+"""Layers as a list instead of a stack: the same codes and logits, for weights and caches in either form."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import model_and_method
+from tiny import tiny, tokens
+
+import kvqjax as kvq
+from kvqjax.cache import plan
+from kvqjax.model.decoder import is_unrolled, layer, logits, stacked, unrolled
+
+forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
+COUNTS = (96, 61)
+
+
+def filled(model, method, form: str):
+    """Logits of a prefilled prompt and of a chunk after it, and the cache."""
+    cache = kvq.init_cache(model, method, 2, 192, layers=form)
+    text = tokens(2, 128)
+    first, cache = prefill(model, text[:, :96], jnp.asarray(COUNTS), cache)
+    second, cache = forward(model, text[:, 96:], jnp.asarray([32, 30]), cache)
+    return np.asarray(first), np.asarray(second)[:, :30], cache
+
+
+def layer_by_layer(cache):
+    """The arrays of every layer of a cache, in order."""
+    for run, state in zip(plan(cache.layout), cache.runs, strict=True):
+        for index in range(run.count):
+            yield [a[index] for a in jax.tree.leaves((state.body, state.sinks, state.window))]
+
+
+@pytest.mark.parametrize("name", ["exact", "kivi-published", "mixed", "commvq", "aqua", "xquant-cl"])
+def test_a_list_of_layers_caches_what_a_stack_does(name):
+    model, method = model_and_method(name)
+    apart = model.replace(params=unrolled(model.params))
+    wanted = filled(model, method, "scan")
+    more = [(model, "unroll"), (apart, "scan")] if name == "mixed" else []
+    for other, form in ((apart, "unroll"), *more):
+        got = filled(other, method, form)
+        for a, b in zip(got[:2], wanted[:2], strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, np.abs(b).max()))
+        for mine, theirs in zip(layer_by_layer(got[2]), layer_by_layer(wanted[2]), strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                if a.dtype == jnp.uint32:  # words of codes: products of another program may round to another code
+                    assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-2
+
+
+def test_the_model_decides_how_its_cache_is_stored():
+    model = tiny()
+    apart = model.replace(params=unrolled(model.params))
+    assert not is_unrolled(model.params)
+    assert is_unrolled(apart.params)
+    assert kvq.init_cache(model, kvq.exact(), 1, 64).layout.layers == "scan"
+    assert kvq.init_cache(apart, kvq.exact(), 1, 64).layout.layers == "unroll"
+    assert len(kvq.init_cache(apart, kvq.exact(), 1, 64).runs) == model.config.num_layers
+    np.testing.assert_allclose(
+        logits(apart.params, tokens(1, 9), model.config), logits(model.params, tokens(1, 9), model.config), atol=1e-5
+    )
+    with pytest.raises(kvq.UserError, match="known: scan, unroll"):
+        kvq.init_cache(model, kvq.exact(), 1, 64, layers="list")
+
+
+@pytest.mark.parametrize("spec", ["exact", "kivi:bits=2,window=32"])
+def test_no_second_cache_and_no_second_weights(spec):
+    model = tiny(num_layers=4)
+    apart = model.replace(params=unrolled(model.params))
+    cache = jax.eval_shape(functools.partial(kvq.init_cache, apart, kvq.parse(spec), 1, 65536))
+    step = jax.jit(kvq.forward, donate_argnames="cache")
+    one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    memory = step.lower(apart, *one, cache).compile({"xla_backend_optimization_level": 2}).memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
+    assert memory.temp_size_in_bytes < 4 * (2 * 1024 * model.config.kv_width * 4)  # a block's K and V, and its scores
+
+
+def test_a_loaded_model_has_the_form_that_is_asked_for(tmp_path):
+    scan, apart = kvq.load("demo"), kvq.load("demo", layers="unroll")
+    assert (is_unrolled(scan.params), is_unrolled(apart.params)) == (False, True)
+    back = stacked(apart.params)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(scan.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(kvq.UserError, match="known: scan, unroll"):
+        kvq.load("demo", layers="list")
+    method = kvq.parse("kivi:bits=4,window=32")
+    wanted = kvq.generate(scan, ["The old house"], method, max_new_tokens=12).tokens
+    assert kvq.generate(apart, ["The old house"], method, max_new_tokens=12).tokens == wanted
+
+
+def test_artifacts_hold_stacks_whatever_the_model():
+    """Constants of a run of layers serve every layer by itself."""
+    model, method = model_and_method("aqua")
+    apart = model.replace(params=unrolled(model.params))
+    assert len(kvq.init_cache(apart, method, 1, 64).runs) > len(model.constants) - 1
+    with pytest.raises(kvq.UserError, match="layers='scan'"):
+        jax.jit(lambda params, index: layer(params, index))(apart.params, 0)
