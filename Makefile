@@ -2,8 +2,8 @@
 # make test   set up .venv with the test tools and run every check
 # make aot    what needs a chip's compiler (no chip): memory and kernels compiled ahead of time, for TPUs and, in an
 #             environment of its own, for Hopper; skipped without libtpu, without the CUDA plugin or ptxas
-# make results  docs/results.md and its picture: what is missing of their records is measured first (DATA=text.txt for
-#             the demo model)
+# make results  the pages of figures: what is missing of their records is measured first (DATA=text.txt for the demo
+#             model, CALIBRATION=other.txt for its ablations)
 # make gate   measure a sample of the gate's recorded rows again and judge its bounds (ROWS=6)
 # make speed  docs/speed.md: what is missing of its records is compiled first, for GPUs and TPUs that are not here (hours)
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
@@ -67,6 +67,8 @@ BENCHMARK := PYTHONSAFEPATH=1 $(BIN)/python -c "import sys, runpy; sys.path.appe
 
 results: $(VENV)/.package $(VENV)/.with-plots
 	$(BENCHMARK) benchmarks.results --data '$(DATA)'
+	$(BENCHMARK) benchmarks.ablations $(if $(CALIBRATION),--data '$(DATA)' --calibration '$(CALIBRATION)')
+	$(BENCHMARK) benchmarks.figures
 
 gate: $(VENV)/.package
 	$(BENCHMARK) benchmarks.gate --check $(ROWS)

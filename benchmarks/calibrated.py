@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.calibrate import CALIBRATIONS, centre, commvq, rotation, xquant
+from kvqjax.calibrate import CALIBRATIONS, centre, commvq, learns, rotation, xquant
 from kvqjax.calibrate.commvq_values import ValueSettings
 from kvqjax.eval.synthetic import key_value_recall, repeated_spans
 from kvqjax.methods import Method
@@ -17,17 +17,18 @@ __all__ = ["COMMVQ", "calibrated", "pair_rows", "span_rows"]
 COMMVQ = commvq.Recipe(key_tokens=2048, values=ValueSettings(steps=200))  # a quarter and a third of the defaults
 
 
-def calibrated(model: Model, method: Method, tokens: np.ndarray) -> tuple[Model, float]:
-    """The model with what `method` needs, learnt from `tokens` [N, T], and the seconds that took."""
+def calibrated(model: Model, method: Method, tokens: np.ndarray, recipe=None) -> tuple[Model, float]:
+    """The model with what `method` needs, learnt from `tokens` [N, T] by its own `recipe` if one is given, and the
+    seconds that took."""
     begun, name = time.perf_counter(), method.name.partition(":")[0]
     if centre.needs_only_means(method, model.config):
         artifact = centre.calibrate(model, method, tokens)
     elif rotation.needs_rotations(method, model.config):
         artifact = rotation.calibrate(model, method, tokens)
-    elif name == "commvq":
-        artifact = commvq.calibrate(model, method, tokens, recipe=COMMVQ)
-    elif name in CALIBRATIONS:
-        artifact = importlib.import_module(CALIBRATIONS[name]).calibrate(model, method, tokens)
+    elif name in CALIBRATIONS and learns(method, model.config):
+        recipe = recipe or (COMMVQ if name == "commvq" else None)
+        module, options = importlib.import_module(CALIBRATIONS[name]), {"recipe": recipe} if recipe else {}
+        artifact = module.calibrate(model, method, tokens, **options)
     else:
         ready = xquant.prepared(model, method)
         return ready, time.perf_counter() - begun if ready.constants else 0.0

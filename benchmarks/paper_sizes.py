@@ -1,6 +1,4 @@
-"""KV-cache sizes of KVQuant's Tables 7 and 8 and AQUA-KV's Table 2 beside the planner's, as a Markdown table.
-
-    python benchmarks/paper_sizes.py
+"""KV-cache sizes of KVQuant's Tables 7 and 8 and AQUA-KV's Table 2 beside the planner's (benchmarks/scale.md).
 
 Arithmetic only. KVQuant is arXiv 2401.18079, taken without sinks; AQUA-KV is arXiv 2501.19392, whose sizes are of a 70B
 model at 128K tokens.
@@ -40,15 +38,11 @@ ROWS += [
 ]
 
 
-def main() -> None:
-    print("| table | model | cache | tokens | paper, GiB | cache here | with constants | bits stored |")
-    print("|---|---|---|---|---|---|---|---|")
+def sizes() -> list[list[str]]:
+    """The table's rows."""
+    rows = []
     for table, model, spec, context, batch, figure, unit in ROWS:
         found = plan_memory(config_of(model), parse(spec), context, batch)
         cells = [table, model, f"`{spec}`", f"{batch} x {context}", f"{figure:g}", f"{found.cache / unit:.1f}"]
-        cells += [f"{(found.cache + found.constants) / unit:.1f}", f"{found.book.bits_stored:.3f}"]
-        print("| " + " | ".join(cells) + " |")
-
-
-if __name__ == "__main__":
-    main()
+        rows.append([*cells, f"{(found.cache + found.constants) / unit:.1f}", f"{found.book.bits_stored:.3f}"])
+    return rows

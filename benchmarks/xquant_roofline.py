@@ -1,6 +1,5 @@
-"""Where rematerialisation stops hiding behind memory traffic (arXiv 2508.10395, section 3.4), and what a token costs.
-
-    python -m benchmarks.xquant_roofline
+"""Where rematerialisation stops hiding behind memory traffic (arXiv 2508.10395, section 3.4), and what a token costs
+(benchmarks/scale.md).
 
 One sequence, 16-bit weights read once per step, 2-bit codes and their scales, the accumulator of XQuant-CL at 4 bits
 and loaded once per layer. Arithmetic only: nothing is timed here.
@@ -10,7 +9,7 @@ import dataclasses
 
 from kvqjax.hardware.planner import DEVICES
 from kvqjax.methods import parse
-from kvqjax.methods.roofline import flops_per_token, layer_cost, layer_flops, longest_memory_bound
+from kvqjax.methods.roofline import flops_per_token, layer_cost, longest_memory_bound
 from kvqjax.model.config import ModelConfig
 
 CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
@@ -30,19 +29,15 @@ def longest(config: ModelConfig, spec: str, ridge: float) -> float:
     return longest_memory_bound(layer_cost(parse(spec).layer, config), ridge)
 
 
-def main() -> None:
-    print("| device | operations per byte | " + " | ".join(CASES) + " |")
-    print("|---|---|" + "---|" * len(CASES))
+def borders() -> list[list[str]]:
+    """By chip: operations a byte, and the longest context of every case."""
     ridges = {"h100 PCIe (the paper's)": 378.0} | {n: 1000 * DEVICES[n].tflops / DEVICES[n].bandwidth for n in CHIPS}
-    for name, ridge in ridges.items():
-        cells = [f"{longest(*case, ridge):.0f}" for case in CASES.values()]
-        print(f"| {name} | {ridge:.0f} | " + " | ".join(cells) + " |")
-    print(f"\nOperations per generated token at {CONTEXT} tokens, rematerialisation only:")
-    for name, (config, spec) in CASES.items():
-        total = flops_per_token(parse(spec), config) * CONTEXT / 1e12
-        every = layer_flops(parse(spec).layer, config) * config.num_layers * CONTEXT / 1e12
-        print(f"- {name}: {total:.1f} TFLOP ({every:.1f} if every layer were like the last)")
+    return [
+        [name, f"{ridge:.0f}", *(f"{longest(*case, ridge):.0f}" for case in CASES.values())]
+        for name, ridge in ridges.items()
+    ]
 
 
-if __name__ == "__main__":
-    main()
+def operations() -> dict[str, float]:
+    """10^12 operations of rematerialisation for one generated token at CONTEXT tokens, by case."""
+    return {name: flops_per_token(parse(spec), config) * CONTEXT / 1e12 for name, (config, spec) in CASES.items()}

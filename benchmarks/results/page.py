@@ -12,6 +12,7 @@ from benchmarks.rate_distortion import RECORD as DISTORTION
 from benchmarks.rate_distortion import markdown as distortion_table
 from benchmarks.results.papers import PAPERS, Paper, disagreements
 from benchmarks.results.rows import CACHES, CHUNK, LENGTH, MODELS, WINDOWS, path_of
+from benchmarks.tables import table
 from kvqjax.eval.plots import draw
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
@@ -44,8 +45,7 @@ standard error of their difference, windows being paired.
 DIFFERS = "Pairs whose order differs from the paper's by more than two standard errors:"
 METHODS_PAGES = """
 ## More
-Ablations of single methods: [KVQuant](../benchmarks/kvquant.md), [CommVQ](../benchmarks/commvq.md),
-[HIGGS and AQUA-KV](../benchmarks/aqua.md), [XQuant](../benchmarks/xquant.md).
+Each method with a part left out or exchanged: [ablations](../benchmarks/ablations.md).
 """
 
 
@@ -57,12 +57,6 @@ def draw_picture() -> None:
         for cache, row in stored("demo").items()
     ]
     draw("compare", rows, "the bundled model demo (keys and values twice as large as X)", PICTURE)
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def stored(name: str) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """CommVQ (arXiv 2506.18879): keys before RoPE in a RoPE-commutative codebook, values in learned additive codes.
 
 Attention reads keys block by block: gather C_A + j C_B once per KV head, rotate, one product for all query heads. The
-commuted form of section 4.3 would gather once per *query* head (benchmarks/commvq.md). Values v_n = gain_n (bits_n @ E)
+commuted form of section 4.3 would gather once per *query* head. Values v_n = gain_n (bits_n @ E)
 are summed as bits, which all heads share, and multiplied by E once per query: N W multiplications per cached token
 become H N. With T new tokens at once decoding costs N W + T H D and summing bits T H N, so long chunks decode.
 """

@@ -118,7 +118,7 @@ def save_record(path: Path, record: dict) -> None:
     """Write the record; a kill leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=None, separators=(",", ":")).replace('],"', '],\n"') + "\n")
+    part.write_text(json.dumps(record, indent=None, separators=(",", ":")).replace(']]},"', ']]},\n"') + "\n")
     part.replace(path)
 
 

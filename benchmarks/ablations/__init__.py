@@ -1,0 +1,1 @@
+"""Ablations of single methods, from one table of cases."""

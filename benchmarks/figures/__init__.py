@@ -1,0 +1,1 @@
+"""Pages of figures under benchmarks/, written from the records alone."""

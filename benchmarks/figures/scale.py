@@ -1,0 +1,109 @@
+"""benchmarks/scale.md: large models and long contexts, as planned and as compilers confirm."""
+
+from benchmarks.paper_sizes import sizes
+from benchmarks.tables import read, table
+from benchmarks.xquant_roofline import CASES, CONTEXT, borders, operations
+
+__all__ = ["text"]
+
+GIB = 2**30
+HEAD = """# Scale: what the planner says and what compilers confirm
+
+Written by `python -m benchmarks.figures` from `benchmarks/records` and from the planner's arithmetic.
+
+## Sizes in the papers
+
+GiB. The planner's figures stand beside those of KVQuant's Tables 7 and 8 and AQUA-KV's Table 2, which counts the
+predictors, as *with constants* does. KVQuant's Table 7 says 610 for two bits without scales at ten million tokens, its
+Table 8 gives 611.5. HIGGS at 4 bits is printed as 10.6, but its own 4.02 bits of 40 GiB make 10.05. KIVI
+keeps a window.
+
+"""
+PLANS = """
+## Memory that the compiler confirms (`python benchmarks/compiled_plans.py --write`)
+
+GiB of one device for `generate`'s decode loop, compiled ahead of time for a slice that is not there: bfloat16
+weights, the donated cache updated in its own buffers. *Bits* are all that is stored, at the full context.
+
+"""
+TIMES = """
+## Compile time (`python benchmarks/compile_times.py --chip cpu|h100|v5p --write`)
+
+Seconds for 32-layer programs of Llama-3.1-8B's geometry at 131 072 tokens of capacity in bfloat16: `generate`'s decode
+loop scanned over layers, and the exact prefill of 4096 tokens; on two cores with nothing beside.
+
+"""
+ENCODING = """
+## Encoding beside reading (`python benchmarks/flush_cycles.py --write`)
+
+What a token's encoding costs once, as it leaves the window, and what reading 512 encoded tokens costs in every step, by
+the plain path: XLA's estimates in cycles for one layer of Llama-3.1-8B's geometry. XLA has no estimate for gathers, so
+their rows are counted beside it. The share is small but for KVQuant as published, which keeps no window and encodes a
+single token in every step; `buffer=32` lets 32 tokens wait and encodes them together.
+
+"""
+MATERIAL = """
+## Where rematerialisation stops hiding behind memory traffic (XQuant, section 3.4)
+
+The longest context, in tokens, at which making keys and values anew takes no longer than reading the weights and the
+codes: one sequence, 16-bit weights, 2-bit codes with their scales. The paper prints 2.3K and 40.6K.
+
+"""
+
+
+def _plans() -> str:
+    heads = ["model", "cache", "rows x tokens", "slice", "may hold", "bits", "cache", "planned", "compiled", "fits"]
+    rows = []
+    for row in read("compiled_plans").values():
+        planned, compiled = row["planned"], row["compiled"]
+        sizes = (f"{planned[name] / GIB:.2f}" for name in ("cache", "total"))
+        total = f"{compiled['total'] / GIB:.2f}" if "total" in compiled else "refused by the compiler"
+        cells = [
+            row["model"],
+            f"`{row['cache']}`",
+            f"{row['batch']} x {row['context']}",
+            f"{row['slice']} {row['mesh']}",
+        ]
+        cells += [f"{row['limit'] / GIB:.2f}", f"{planned['bits_stored']:.3f}", *sizes, total]
+        rows.append([*cells, "yes" if compiled["fits"] else "no"])
+    return PLANS + table(heads, rows)
+
+
+def _times() -> str:
+    found = read("compile_times")
+    heads = [f"{chip}, {program}" for chip in found for program in ("decode", "prefill")]
+    caches = dict.fromkeys(cache for rows in found.values() for cache in rows)
+    rows = [
+        [f"`{cache}`", *(f"{found[c][cache][p]['wall']:.1f}" for c in found for p in ("decode", "prefill"))]
+        for cache in caches
+    ]
+    return TIMES + table(["method", *heads], rows)
+
+
+def _million() -> str:
+    row = read("long_context")
+    size, where = f"{row['cache_bytes'] / GIB:.2f} GiB", f"{row['about']['device']}, {row['about']['processor']}"
+    return (
+        "\n## A long context in real arrays (`python benchmarks/long_context.py`)\n\n"
+        f"{row['model']}: `{row['cache']}` holds {row['tokens']} tokens in {size},\n"
+        f"and a decode step takes {row['ms_per_step']:.0f} ms ({where}).\n"
+    )
+
+
+def _encoding() -> str:
+    (chip, rows), *_ = read("flush_cycles").items()
+    heads = ["method", f"encode a token ({chip})", "read 512 tokens", "rows gathered", "% of reading 8192 tokens"]
+    names = ("encode_per_token", "read_per_512", "rows_per_512", "share")
+    return ENCODING + table(heads, [[f"`{name}`", *(str(row[n]) for n in names)] for name, row in rows.items()])
+
+
+def _rematerialised() -> str:
+    about = f"\nOperations for a generated token at {CONTEXT} tokens: "
+    said = "; ".join(f"{name}: {count:.1f} TFLOP" for name, count in operations().items())
+    return MATERIAL + table(["device", "operations a byte", *CASES], borders()) + about + said + ".\n"
+
+
+def text() -> str:
+    """The page."""
+    heads = ["table", "model", "cache", "tokens", "paper", "cache here", "with constants", "bits stored"]
+    return HEAD + table(heads, sizes()) + _plans() + _times() + _million() + _encoding() + _rematerialised()

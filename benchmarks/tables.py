@@ -1,0 +1,19 @@
+"""What the pages are made of: records and Markdown tables."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read", "table"]
+
+
+def read(name: str) -> Any:
+    """A record by its name."""
+    return json.loads((Path(__file__).parent / "records" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table that ends with a newline."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
