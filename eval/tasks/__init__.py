@@ -1,4 +1,4 @@
-"""Benchmarks through a cache: LongBench, InfiniteBench, RULER, GSM8K."""
+"""Benchmarks through a cache that lm-evaluation-harness has not, or cuts elsewhere: LongBench, InfiniteBench, RULER."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.eval.tasks import gsm8k, infinitebench, longbench, ruler
+from kvqjax.eval.tasks import infinitebench, longbench, ruler
 from kvqjax.eval.tasks.base import Options, Sample, Task, fingerprint, run_task
 
 __all__ = ["FAMILIES", "Options", "Sample", "Task", "averages", "chosen", "fingerprint", "load_task", "run_task"]
 
-FAMILIES = {"longbench": longbench, "infinitebench": infinitebench, "ruler": ruler, "gsm8k": gsm8k}
+FAMILIES = {"longbench": longbench, "infinitebench": infinitebench, "ruler": ruler}
 
 
 def chosen(names: Sequence[str]) -> list[str]:

@@ -17,7 +17,6 @@ __all__ = [
     "contains",
     "edit_similarity",
     "first_line",
-    "last_number",
     "number_share",
     "rouge_l",
     "token_f1",
@@ -26,7 +25,6 @@ __all__ = [
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def _normal(text: str) -> list[str]:
@@ -83,10 +81,3 @@ def first_line(text: str) -> str:
 def words_of(text: str) -> list[str]:
     """Words between white space, quotes, brackets and the marks that end a clause."""
     return re.sub(r"[\n:\"'.,?!{}]", " ", text).split()
-
-
-def last_number(text: str) -> str:
-    """The number after "####" (GSM8K's mark of the answer), or the last one; without thousands separators."""
-    marked = text.split("####")[1:]
-    found = _NUMBER.findall(marked[0])[:1] if marked else _NUMBER.findall(text)[-1:]
-    return found[0].replace(",", "").removesuffix(".00") if found else ""

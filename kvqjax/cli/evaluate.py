@@ -140,7 +140,7 @@ def tasks(
     loaded: Model,
     seed: int,
     task: Annotated[
-        list[str], typer.Option(help="family/task, family or family/average of longbench, infinitebench, ruler, gsm8k")
+        list[str], typer.Option(help="family/task, family or family/average of longbench, infinitebench, ruler")
     ],
     folder: Folder = None,
     limit: Annotated[
@@ -150,7 +150,7 @@ def tasks(
     chunk: PromptChunk = None,
     batch: Batch = 4,
 ) -> Job:
-    """LongBench, InfiniteBench, RULER and GSM8K, answered greedily."""
+    """LongBench, InfiniteBench and RULER, answered greedily; `harness` has other tasks."""
     from kvqjax.eval.tasks import Options, chosen, fingerprint, load_task
 
     def count(text: str) -> int:

@@ -110,7 +110,7 @@ def test_chat_templates_are_used_where_the_benchmark_says_so(tmp_path, monkeypat
         assert model.tokenizer.decode(ids, skip_special_tokens=True).strip().startswith("USER") == used
 
 
-def test_infinitebench_and_gsm8k_files(tmp_path):
+def test_infinitebench_files(tmp_path):
     options = WORDS._replace(folder=tmp_path)
     choice = {
         "id": 0,
@@ -125,14 +125,6 @@ def test_infinitebench_and_gsm8k_files(tmp_path):
     assert "B. Leo\n" in sample.prompt
     write(tmp_path / "code_run.jsonl", [{"context": "def f(x)", "input": "f(1)", "answer": -17}])
     assert tasks.load_task("infinitebench/code_run", options).samples[0].answers == ("-17",)
-    rows = [{"question": f"How many are {n} and 1?", "answer": f"They are {n + 1}.\n#### {n + 1}"} for n in range(8)]
-    write(tmp_path / "gsm8k" / "test.jsonl", rows[6:])
-    write(tmp_path / "gsm8k" / "train.jsonl", rows[:6])
-    shots = tasks.load_task("gsm8k/5-shot", options)
-    assert [sample.answers for sample in shots.samples] == [("7",), ("8",)]
-    assert shots.samples[0].prompt.count("Question:") == 6
-    assert shots.score("They are 7.\n#### 7", shots.samples[0]) == 1
-    assert tasks.load_task("gsm8k/0-shot", options).samples[0].prompt == "Question: How many are 6 and 1?\nAnswer:"
 
 
 @pytest.mark.parametrize("name", ruler.NAMES)
