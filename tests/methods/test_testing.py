@@ -12,14 +12,11 @@ from kvqjax.methods import KeysAndValues, Method
 from kvqjax.testing import CHECKS, check_codec, check_method
 
 
-def test_a_method_of_ours_passes():
-    assert check_method("kivi:bits=2,window=32") == [*CHECKS]
-
-
-def test_a_calibrated_method_needs_its_constants():
+def test_a_method_of_ours_passes_with_its_constants():
     with pytest.raises(kvq.UserError, match="calibrated"):
         check_method("kvquant:bits=3")
-    assert "rows" in check_method(model_and_method("kvquant")[1], model_and_method("kvquant")[0])
+    model, method = model_and_method("kvquant")
+    assert check_method(method, model) == [*CHECKS]
 
 
 @dataclasses.dataclass(frozen=True)
