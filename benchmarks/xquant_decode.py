@@ -21,7 +21,7 @@ from kvqjax.cache.accounting import ledger
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.cli.bench import step_milliseconds
 from kvqjax.methods.roofline import flops_per_token, layer_flops
-from kvqjax.model import decoder
+from kvqjax.model import weight_trees
 from kvqjax.model.config import ModelConfig
 
 MHA = ModelConfig(
@@ -39,7 +39,7 @@ CASES = {
 
 def measure(config: ModelConfig, caches: list[str], context: int, steps: int, repeats: int) -> list[dict]:
     """One row per cache; speeds against the exact cache, and against the last KIVI cache before it in the list."""
-    model = kvqjax.Model(params=decoder.init_params(jax.random.key(0), config), constants=(), config=config)
+    model = kvqjax.Model(params=weight_trees.init_params(jax.random.key(0), config), constants=(), config=config)
     rows, reference = [], None
     for text in caches:
         method = kvqjax.parse(text)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, large_block
 from kvqjax.cache.eviction import Received, received
-from kvqjax.cache.state import AT_ONCE, body_tokens
+from kvqjax.cache.runs import AT_ONCE
+from kvqjax.cache.state import body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, expanded, payload_of, reached, rebuilt, seen, side_by_side
 from kvqjax.cache.whole_body import attend_decoded, attend_packed, attend_stored
 from kvqjax.methods.direct import MOST_QUERIES

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.append import pick, ring_tokens
-from kvqjax.cache.state import Run, RunPlan, body_tokens
+from kvqjax.cache.runs import RunPlan
+from kvqjax.cache.state import Run, body_tokens
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import read
 

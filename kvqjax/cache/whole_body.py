@@ -8,7 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.state import AT_ONCE, body_tokens
+from kvqjax.cache.runs import AT_ONCE
+from kvqjax.cache.state import body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, expanded, first_seen, payload_of, reached
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, slots_read, summed
 from kvqjax.methods.wiring import Packed, SharedValues
