@@ -9,7 +9,8 @@ import jax
 
 from benchmarks.xquant_roofline import CONTEXT, LLAMA2_7B, LLAMA31_8B
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.state import CacheLayout, allocate_cache
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import parse
 
 GEOMETRIES = {"Llama-3.1-8B": LLAMA31_8B, "Llama-2-7B": LLAMA2_7B}

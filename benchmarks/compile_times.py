@@ -17,14 +17,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from kvqjax.generation.decoding import decode_steps
+from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments
 from kvqjax.hardware.chips import chip_devices
 from kvqjax.hardware.planner import ALONE
 from kvqjax.methods import parse
 from kvqjax.model.catalogue import config_of
 from kvqjax.parallel.sharding import rules_for
-from kvqjax.step.forward import prefill
+from kvqjax.step.prefill import prefill
 
 RECORD = Path(__file__).parent / "records" / "compile_times.json"
 METHODS = (

@@ -13,13 +13,13 @@ import json
 from importlib import metadata
 from pathlib import Path
 
-from kvqjax.cache.state import stored_form
+from kvqjax.cache.cache_layout import stored_form
 from kvqjax.hardware.aot import compile_decode
 from kvqjax.hardware.chips import slice_of, target_name
 from kvqjax.hardware.planner import DEVICES, GIB, plan_memory
 from kvqjax.methods import parse
 from kvqjax.model.catalogue import config_of
-from kvqjax.parallel.sharding import MeshSize
+from kvqjax.parallel.mesh_size import MeshSize
 
 RECORD = Path(__file__).parent / "records" / "compiled_plans.json"
 NUQ2 = "kvquant:bits=2,outliers=0,sinks=0"

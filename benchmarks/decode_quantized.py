@@ -26,8 +26,8 @@ import kvqjax as kvq
 from kvqjax._timing import alternating_seconds, machine
 from kvqjax.cli.bench import decoding
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import init_params
 from kvqjax.model.loading import locate
+from kvqjax.model.weight_trees import init_params
 
 # KIVI's groups of 32, and of 64 as transformers' caches have by default.
 OURS = ("exact", "kivi:bits=4", "kivi:bits=2", "kivi:bits=4,group=64", "kivi:bits=2,group=64")

@@ -10,7 +10,8 @@ from schedule import estimate
 from step_cost.hlo import Computation, dimensions, numbers, parse
 
 from kvqjax.cache import pick
-from kvqjax.cache.segments import LayerView, NewTokens, attend_body
+from kvqjax.cache.segments import attend_body
+from kvqjax.cache.view import LayerView, NewTokens
 
 
 class Part(NamedTuple):

@@ -22,7 +22,9 @@ from benchmarks.gate import RECORD as GATE
 from benchmarks.results.page import table
 from benchmarks.xquant_roofline import LLAMA31_8B
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.state import CacheLayout, allocate_cache, due, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
+from kvqjax.cache.state import allocate_cache, due
 
 ROOT = Path(__file__).parent
 RECORD, PAGE = ROOT / "records" / "rotations.json", ROOT / "rotations.md"

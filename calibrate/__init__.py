@@ -14,8 +14,8 @@ from kvqjax.calibrate import centre, rotation, xquant
 from kvqjax.methods import MethodLike, parse
 from kvqjax.methods.spec import Method
 from kvqjax.model.config import KVShape
-from kvqjax.model.decoder import stacked
 from kvqjax.model.loading import Model, compute_dtype
+from kvqjax.model.weight_trees import stacked
 from kvqjax.step.doors import check_model
 
 __all__ = ["CALIBRATIONS", "calibration", "from_tensors", "learns", "run", "sequences"]

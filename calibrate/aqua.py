@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.planner import prompt_operations

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, RunPlan, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunPlan, plan
 from kvqjax.calibrate import aqua, centre, commvq, kvquant
 from kvqjax.calibrate.fisher import Activations, Sequences, as_it_is, with_fisher
 from kvqjax.methods import Method

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
 from kvqjax.calibrate import commvq_values as values
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
-from kvqjax.model import decoder
+from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
@@ -49,7 +49,7 @@ class Sequences(NamedTuple):
     parts: tuple[Any, ...]
 
 
-def _perturbed_loss(zeros, params: decoder.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str):
+def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str):
     """Mean next-token cross entropy, float32, with `zeros` = (for k, for v), [L,B,T,K,D] each, added; and k, v as
     cached."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -80,7 +80,7 @@ def _zeros(tokens, config: ModelConfig):
     return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
 
-def loss(params: decoder.Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, ""]:
+def loss(params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, ""]:
     """Mean next-token cross entropy of the model itself."""
     return _perturbed_loss(_zeros(tokens, config), params, tokens, config, "pre")[0]
 
@@ -97,7 +97,7 @@ def with_fisher(cached, slopes, turn: Callable) -> Activations:
 
 
 def activations(
-    params: decoder.Params,
+    params: weight_trees.Params,
     tokens: Int[Array, "B T"],
     config: ModelConfig,
     *,

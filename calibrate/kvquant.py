@@ -20,7 +20,8 @@ from jaxtyping import Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, RunPlan, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunPlan, plan
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.fisher import Sequences, of_model

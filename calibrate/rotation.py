@@ -24,14 +24,15 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, RunPlan, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunPlan, plan
 from kvqjax.calibrate.centre import in_frame
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
 from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.rotation import CONSTANTS
-from kvqjax.model import decoder
+from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
@@ -131,7 +132,7 @@ def covariances(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "values", "sinks"))
-def _moments(params: decoder.Params, tokens: Int[Array, "1 T"], *, config: ModelConfig, values: str, sinks: int):
+def _moments(params: weight_trees.Params, tokens: Int[Array, "1 T"], *, config: ModelConfig, values: str, sinks: int):
     """Covariances [L, K, D, D] of keys and values and sums of rotated keys [L, K*D] of one sequence."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     windows = decoder.window_table(config)

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
 from kvqjax.methods import Method
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.methods.xquant_cl_wiring import CrossLayer
 from kvqjax.methods.xquant_wiring import LayerInput
 from kvqjax.model import decoder
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import Params
 from kvqjax.model.loading import Model
+from kvqjax.model.weight_trees import Params
 
 __all__ = ["constants", "latent_maps", "outlier_channels", "prepared", "shared_map", "signed_svd"]
 

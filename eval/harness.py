@@ -22,7 +22,7 @@ from kvqjax.generation.decoding import generate
 from kvqjax.generation.prompt_ids import bucket
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
-from kvqjax.step.forward import empty_cache, planned_layout
+from kvqjax.step.new_cache import empty_cache, planned_layout
 
 try:
     from lm_eval.api.model import TemplateLM

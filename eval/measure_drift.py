@@ -15,7 +15,7 @@ from kvqjax.eval.windows import windows
 from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_model
-from kvqjax.step.forward import init_cache
+from kvqjax.step.new_cache import init_cache
 
 __all__ = ["drift", "encoded_from", "growth"]
 

@@ -26,7 +26,8 @@ from kvqjax.eval.windows import style, windows
 from kvqjax.methods import Method, MethodLike, exact, parse
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_model
-from kvqjax.step.forward import empty_cache, planned_layout, prefill
+from kvqjax.step.new_cache import empty_cache, planned_layout
+from kvqjax.step.prefill import prefill
 
 __all__ = ["Sums", "cache_layouts", "check_mode", "perplexity", "score_chunk", "score_windows"]
 

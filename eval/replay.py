@@ -17,7 +17,7 @@ from kvqjax.eval.through import through
 from kvqjax.methods import Method
 from kvqjax.model import decoder
 from kvqjax.model.loading import Model
-from kvqjax.step.forward import init_cache
+from kvqjax.step.new_cache import init_cache
 
 __all__ = ["exact_logits", "replay", "score"]
 

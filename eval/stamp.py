@@ -11,7 +11,7 @@ from kvqjax._version import __version__
 from kvqjax.cache.accounting import Ledger, ledger
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
-from kvqjax.step.forward import init_cache
+from kvqjax.step.new_cache import init_cache
 
 __all__ = ["CONTEXT", "bytes_of", "digest", "ledger_of", "stamp"]
 

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import Params, stacked
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import inverse_frequencies
+from kvqjax.model.weight_trees import Params, stacked
 
 __all__ = ["add_key_bias", "bias_spread", "outlier_factors", "scale_key_pairs", "scale_values", "stressed"]
 

@@ -24,7 +24,8 @@ import kvqjax as kvq
 from kvqjax.model import locate
 from kvqjax.model.hf_config import read_config
 from kvqjax.parallel.hosts import speaks
-from kvqjax.parallel.sharding import MeshSize, rules_for
+from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.parallel.sharding import rules_for
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:

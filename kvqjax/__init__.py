@@ -48,9 +48,11 @@ from kvqjax.model.config import RopeConfig as Rope
 from kvqjax.model.loading import Model, load
 from kvqjax.parallel.hosts import join_hosts
 from kvqjax.parallel.sharding import shard
-from kvqjax.step.forward import attend, commit, forward, init_cache, prefill
+from kvqjax.step.forward import attend, commit, forward
 from kvqjax.step.layers import append, attend_layer, below_first
+from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
+from kvqjax.step.prefill import prefill
 
 __all__ = [
     "METHODS",

@@ -25,10 +25,11 @@ from kvqjax.cache.accounting import ledger
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.codecs import Codec, CodecSpec
 from kvqjax.methods import MethodLike, parse
-from kvqjax.model import decoder
+from kvqjax.model import weight_trees
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
-from kvqjax.step.forward import forward, init_cache
+from kvqjax.step.forward import forward
+from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 
 __all__ = ["check_codec", "check_method", "small_model"]
@@ -49,7 +50,7 @@ def small_model(**changes) -> Model:
         "num_kv_heads": 2,
     }
     config = ModelConfig(**(sizes | {"head_dim": 32} | changes))
-    return Model(params=decoder.init_params(jax.random.key(0), config), config=config)
+    return Model(params=weight_trees.init_params(jax.random.key(0), config), config=config)
 
 
 def _vectors(tokens: int, width: int) -> Float[Array, "u W"]:

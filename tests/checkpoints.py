@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import init_params
+from kvqjax.model.weight_trees import init_params
 
 CONFIG = ModelConfig(
     vocab_size=32,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import kvqjax as kvq
-from kvqjax.model import decoder
+from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
 
 
@@ -15,7 +15,7 @@ def tiny(**changes) -> kvq.Model:
     """2 layers, width 32, 4 query and 2 KV heads of 16, 50 tokens; random weights, no tokenizer."""
     base = {"vocab_size": 50, "width": 32, "mlp_width": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     config = ModelConfig(**(base | {"head_dim": 16} | changes))
-    return kvq.Model(params=decoder.init_params(jax.random.key(0), config), constants=(), config=config)
+    return kvq.Model(params=weight_trees.init_params(jax.random.key(0), config), constants=(), config=config)
 
 
 def spoiling() -> kvq.Model:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import kvqjax as kvq
 from kvqjax._timing import copy_rate, median_seconds, product_rate
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.state import CacheLayout, stored_form
+from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cli.bench import decoding as decode_steps
 from kvqjax.hardware.planner import DEVICES
-from kvqjax.model import decoder
+from kvqjax.model import weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.ops.layout import array_bytes
 from kvqjax.pallas_kernels.packed import family, target_of
@@ -182,9 +182,9 @@ def _model(sizes: Sizes) -> kvq.Model:
     if isinstance(sizes.model, str):
         model = random_model(sizes.model, sizes.layers, sizes.dtype)
     else:
-        model = kvq.Model(decoder.init_params(jax.random.key(0), sizes.model), (), config=sizes.model)
+        model = kvq.Model(weight_trees.init_params(jax.random.key(0), sizes.model), (), config=sizes.model)
     on_gpu = family(target_of(jnp.zeros(()))) == "gpu"
-    return model.replace(params=decoder.unrolled(model.params)) if on_gpu else model
+    return model.replace(params=weight_trees.unrolled(model.params)) if on_gpu else model
 
 
 def _step(text: str, context: int, batch: int, sizes: Sizes) -> list[Row]:

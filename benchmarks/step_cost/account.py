@@ -12,7 +12,7 @@ from benchmarks.step_cost.gpu import Bytes, kernels
 from benchmarks.step_cost.hlo import Program
 from benchmarks.step_cost.walk import walk
 from kvqjax.cache import CacheLayout, plan
-from kvqjax.generation.decoding import STRIDE
+from kvqjax.generation.loop import STRIDE
 from kvqjax.model.config import ModelConfig
 
 LAUNCH, SYNC = 3e-6, 8e-6  # seconds

@@ -21,7 +21,7 @@ from benchmarks.train.evaluate import figures
 from benchmarks.train.export import export
 from benchmarks.train.loop import train
 from benchmarks.train.recipes import RECIPES
-from kvqjax.model.decoder import init_params
+from kvqjax.model.weight_trees import init_params
 
 app = typer.Typer(add_completion=False)
 ROOT = Path(__file__).parents[2]

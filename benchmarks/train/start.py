@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import init_params
 from kvqjax.model.rope import inverse_frequencies
+from kvqjax.model.weight_trees import init_params
 
 __all__ = ["starting_params"]
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
 from kvqjax.eval.stamp import ledger_of
 from kvqjax.hardware.planner import DEVICES, plan_memory, step_bounds
 from kvqjax.methods import METHODS, Method, parse, policy, to_dict

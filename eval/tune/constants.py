@@ -11,7 +11,8 @@ import numpy as np
 
 from kvqjax import calibrate
 from kvqjax.cache.artifacts import Artifact, load_artifact
-from kvqjax.cache.state import CacheLayout, RunPlan, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunPlan, plan
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model

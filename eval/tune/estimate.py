@@ -16,7 +16,7 @@ from kvqjax.eval.tune.search import PATIENCE, ROUND
 from kvqjax.eval.tune.trial import choice_of
 from kvqjax.hardware.planner import DEVICES, plan_memory, step_bounds
 from kvqjax.model.config import ModelConfig
-from kvqjax.parallel.sharding import MeshSize
+from kvqjax.parallel.mesh_size import MeshSize
 
 __all__ = ["estimated"]
 

@@ -16,7 +16,8 @@ from kvqjax.eval.replay import replay
 from kvqjax.eval.scores import token_scores
 from kvqjax.methods import Method, exact
 from kvqjax.model.loading import Model
-from kvqjax.step.forward import forward, init_cache
+from kvqjax.step.forward import forward
+from kvqjax.step.new_cache import init_cache
 
 __all__ = ["Meter", "Subject", "divergence"]
 

@@ -5,14 +5,15 @@ import functools
 import jax
 import numpy as np
 
-from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.eval.tune.choices import Choice, chosen_constants
 from kvqjax.eval.tune.constants import Learnt
 from kvqjax.eval.tune.measure import Subject
 from kvqjax.methods import Method
-from kvqjax.model.decoder import stacked
 from kvqjax.model.loading import Model
+from kvqjax.model.weight_trees import stacked
 
 __all__ = ["Trial", "choice_of"]
 

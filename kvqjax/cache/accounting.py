@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvqjax.cache.state import Cache, RunPlan, plan
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import Cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
 from kvqjax.ops.layout import array_bytes

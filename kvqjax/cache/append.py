@@ -14,7 +14,8 @@ from jaxtyping import Array, Int
 
 from kvqjax.cache.admission import admitted, finite_tokens
 from kvqjax.cache.eviction import Moves, enter
-from kvqjax.cache.state import Cache, Run, RunPlan, chains, due, plan
+from kvqjax.cache.runs import RunPlan, chains, plan
+from kvqjax.cache.state import Cache, Run, due
 from kvqjax.ops.finite import found_finite, leading, saturated, zeroed
 from kvqjax.ops.layout import PLANE, row_major, write
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.cache.state import CacheLayout
+from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.ops.attention import Partial, blockwise_attention, merge, segment_attention, total_lse
 from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.choice import SPLASH

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax._errors import UserError
-from kvqjax.cache.state import Cache, Run, RunPlan, plan
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import Cache, Run
 from kvqjax.ops.head_major import HALF
 from kvqjax.ops.layout import Field, Stored, allocate, read, write
 

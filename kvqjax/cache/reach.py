@@ -4,7 +4,8 @@ No loop of a step has a bound that is data there, since the host decides on each
 would follow the capacity.
 The host chooses a length between strides of steps: the capacity, or it divided by a power of two."""
 
-from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
 
 __all__ = ["reach_for"]
 

@@ -10,7 +10,9 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import Cache, Run
 
 __all__ = ["dealt_anew"]
 

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import crop_kept, forget
-from kvqjax.cache.state import Cache, Run, check_alive, plan
+from kvqjax.cache.runs import plan
+from kvqjax.cache.state import Cache, Run, check_alive
 
 __all__ = ["crop", "evict", "fork", "gather", "insert"]
 

@@ -30,7 +30,8 @@ from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.methods import Method, exact
 from kvqjax.model.loading import Model
-from kvqjax.step.forward import commit, forward, init_cache, planned_layout
+from kvqjax.step.forward import commit, forward
+from kvqjax.step.new_cache import init_cache, planned_layout
 
 __all__ = ["bench", "decoding", "step_milliseconds"]
 

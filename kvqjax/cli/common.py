@@ -17,8 +17,9 @@ from kvqjax.methods import Method, parse
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.loading import Model, load, locate
-from kvqjax.parallel.sharding import MeshSize, rules_for
-from kvqjax.step.forward import check_constants, init_cache
+from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.parallel.sharding import rules_for
+from kvqjax.step.new_cache import check_constants, init_cache
 
 __all__ = [
     "MOST_HOSTS",

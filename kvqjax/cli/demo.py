@@ -15,7 +15,7 @@ from kvqjax.cli.tables import show
 from kvqjax.generation.decoding import Generated, generate
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
-from kvqjax.step.forward import init_cache
+from kvqjax.step.new_cache import init_cache
 
 __all__ = ["demo"]
 

@@ -14,7 +14,7 @@ from kvqjax.cli.tables import show
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import METHODS
 from kvqjax.model.catalogue import config_of
-from kvqjax.parallel.sharding import MeshSize
+from kvqjax.parallel.mesh_size import MeshSize
 
 __all__ = ["inspect", "methods"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kvqjax._errors import UserError
-from kvqjax.cache.state import stored_form
+from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cli.common import Batch, Caches, Json, Mesh, ModelName, methods_of, number
 from kvqjax.cli.tables import cell, fits, show, size, table, terminal_width
 from kvqjax.hardware.chips import target_name
@@ -25,7 +25,7 @@ from kvqjax.methods import Method
 from kvqjax.methods.roofline import longest_memory_bound, step_cost
 from kvqjax.model.catalogue import config_of
 from kvqjax.model.config import ModelConfig
-from kvqjax.parallel.sharding import MeshSize
+from kvqjax.parallel.mesh_size import MeshSize
 
 __all__ = ["plan"]
 

@@ -14,12 +14,14 @@ from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.surgery import gather
-from kvqjax.generation.decoding import require_finite
+from kvqjax.generation.loop import require_finite
 from kvqjax.generation.prompt_ids import Prompts, bucket, encode_prompts
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_counts
-from kvqjax.step.forward import forward, init_cache, prefill
+from kvqjax.step.forward import forward
+from kvqjax.step.new_cache import init_cache
+from kvqjax.step.prefill import prefill
 
 __all__ = ["Beams", "beam_search"]
 

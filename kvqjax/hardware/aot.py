@@ -15,19 +15,22 @@ from jax.stages import Lowered
 
 from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout, allocate_cache, plan
+from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.reach import reach_for
-from kvqjax.cache.state import stored_form
-from kvqjax.generation.decoding import LoopState, decode_steps
+from kvqjax.generation.loop import LoopState, decode_steps
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.hardware.chips import chip_devices, target_name
 from kvqjax.hardware.planner import ALONE, parameter_shapes
 from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import unrolled
 from kvqjax.model.loading import Model
+from kvqjax.model.weight_trees import unrolled
 from kvqjax.pallas_kernels.packed import family
-from kvqjax.parallel.sharding import MeshSize, Rules, rules_for
-from kvqjax.step.forward import forward, prefill
+from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.parallel.rules import Rules
+from kvqjax.parallel.sharding import rules_for
+from kvqjax.step.forward import forward
+from kvqjax.step.prefill import prefill
 
 __all__ = [
     "Compiled",

@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.cache.accounting import Ledger, ledger
-from kvqjax.cache.state import CacheLayout, RunPlan, allocate_cache, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import init_params
+from kvqjax.model.weight_trees import init_params
 from kvqjax.ops.layout import array_bytes
-from kvqjax.parallel.sharding import MeshSize, rules_for
+from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.parallel.sharding import rules_for
 
 __all__ = [
     "DEVICES",

@@ -27,8 +27,9 @@ from kvqjax.methods.packing import latent_form
 from kvqjax.methods.spec import Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring, shared_until, through_heads
 from kvqjax.model.config import KVShape
-from kvqjax.model.decoder import Layer, heads, norm
+from kvqjax.model.decoder import heads, norm
 from kvqjax.model.rope import rotate
+from kvqjax.model.weight_trees import Layer
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import PLANE, row_major
 

@@ -25,17 +25,19 @@ from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.experts import BY_EXPERT, mix, mlp
 from kvqjax.model.rope import rotate
 from kvqjax.model.rows import Row, Rows, whole
+from kvqjax.model.weight_trees import (
+    Layer,
+    Params,
+    is_unrolled,
+)
 from kvqjax.ops.attention import segment_attention
 from kvqjax.ops.layout import row_major
 
 __all__ = [
-    "Params",
     "Projected",
     "embed",
     "finish",
     "hidden_states",
-    "init_params",
-    "is_unrolled",
     "key_bias",
     "layer",
     "logits",
@@ -43,15 +45,9 @@ __all__ = [
     "over_layers",
     "own_heads",
     "project",
-    "stacked",
     "unembed",
-    "unrolled",
     "whole_heads",
 ]
-
-Params = dict
-Layer = dict
-SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")
 
 
 class Projected(NamedTuple):
@@ -64,40 +60,6 @@ class Projected(NamedTuple):
     x: Float[Array, "B T E"] | None
     h: Float[Array, "B T E"] | None
     bare: Float[Array, "B T K D"] | None = None
-
-
-def is_unrolled(params: Params) -> bool:
-    """Whether the layers' weights are a list of one dict a layer."""
-    return isinstance(params["layers"], list | tuple)
-
-
-def unrolled(params: Params) -> Params:
-    """The same weights with every layer's arrays by themselves. One stacked matrix after the other is taken apart, so
-    that no second copy of all weights exists if the caller keeps none."""
-    if is_unrolled(params):
-        return params
-    rest = dict(params["layers"])
-    layers = [{} for _ in rest["attn_norm"]]
-    for name in list(rest):
-        stack = rest.pop(name)
-        numbers = stack.layers if isinstance(stack, Rows) else range(len(layers))
-        stack = stack.stack if isinstance(stack, Rows) else stack
-        for row, index in enumerate(numbers):
-            layers[index][name] = jax.tree.map(lambda a, row=row: a[row], stack)
-    return params | {"layers": layers}
-
-
-def stacked(params: Params) -> Params:
-    """The same weights as one stack a name, which is a second copy of a list's."""
-    if not is_unrolled(params):
-        return params
-    layers, join = params["layers"], lambda *parts: jnp.stack(parts)
-    found = {}
-    for name in dict.fromkeys(name for own in layers for name in own):
-        numbers = tuple(index for index, own in enumerate(layers) if name in own)
-        stack = jax.tree.map(join, *(layers[index][name] for index in numbers))
-        found[name] = Rows(stack, numbers) if name in SPARSE or len(numbers) < len(layers) else stack
-    return params | {"layers": found}
 
 
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
@@ -262,55 +224,3 @@ def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig
 def logits(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T V"]:
     """Next-token logits of a plain causal forward without a cache, float32."""
     return unembed(params, hidden_states(params, tokens, config), config)
-
-
-def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
-    """Random weights: normal with variance 1/fan_in, residual outputs scaled down by sqrt(2 L); norms one, biases
-    zero."""
-    c, count = config, config.num_layers
-    shapes = {
-        "q": (c.width, c.query_width),
-        "k": (c.width, c.kv_width),
-        "v": (c.width, c.kv_width),
-        "o": (c.query_width, c.width),
-    }
-    own = shapes | _mlp_shapes("", c.width, c.mlp_width) | _expert_shapes(config)
-    keys = dict(zip([*own, "embed", "head"], jax.random.split(key, len(own) + 2), strict=True))
-
-    def stack(name: str, shape: tuple[int, ...], rows: int):
-        drawn = jax.random.normal(keys[name], (rows, *shape), dtype) * shape[-2] ** -0.5
-        return drawn * (2 * count) ** -0.5 if name.endswith(("o", "down")) else drawn
-
-    layers = {}
-    for name, shape in own.items():
-        numbers = c.sparse_layers if name in SPARSE else range(count) if name in shapes else c.dense_layers
-        if numbers:
-            drawn = stack(name, shape, len(numbers))
-            layers[name] = drawn if len(numbers) == count and name not in SPARSE else Rows(drawn, tuple(numbers))
-    ones = {"attn_norm": c.width, "mlp_norm": c.width}
-    if c.qk_norm:
-        ones |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
-    layers |= {name: jnp.ones((count, size), dtype) for name, size in ones.items()}
-    if c.qkv_bias:
-        sizes = {"q_bias": c.query_width, "k_bias": c.kv_width, "v_bias": c.kv_width}
-        layers |= {name: jnp.zeros((count, size), dtype) for name, size in sizes.items()}
-    params = {"embed": jax.random.normal(keys["embed"], (c.vocab_size, c.width), dtype) * 0.02}
-    params |= {"norm": jnp.ones((c.width,), dtype), "layers": layers}
-    if not c.tied_embeddings:
-        params["head"] = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype) * c.width**-0.5
-    return params
-
-
-def _mlp_shapes(prefix: str, width: int, inner: int, *lead: int) -> dict[str, tuple[int, ...]]:
-    into, back = (*lead, width, inner), (*lead, inner, width)
-    return {f"{prefix}gate": into, f"{prefix}up": into, f"{prefix}down": back}
-
-
-def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What a sparse layer has in place of an MLP."""
-    c, x = config, config.experts
-    if x is None:
-        return {}
-    shapes = {"router": (c.width, x.count)} | _mlp_shapes("experts_", c.width, x.width, x.count)
-    shared = _mlp_shapes("shared_", c.width, x.shared_width) | {"shared_router": (c.width, 1)}
-    return shapes | (shared if x.shared_width else {})

@@ -16,10 +16,10 @@ from jax.typing import DTypeLike
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import Params, is_unrolled
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.hf_sampling import read_sampling
 from kvqjax.model.weight_codes import CodedWeight
+from kvqjax.model.weight_trees import Params, is_unrolled
 from kvqjax.model.weights import ShardingRule, fingerprint, load_params
 
 __all__ = ["BUNDLED", "CODED_WEIGHTS", "Model", "Placement", "compute_dtype", "load", "locate"]

@@ -8,8 +8,8 @@ import jax
 from kvqjax._errors import UserError
 from kvqjax.model.checkpoint import Checkpoint
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import init_params
 from kvqjax.model.rows import Rows
+from kvqjax.model.weight_trees import init_params
 
 __all__ = ["Parameter", "language_part", "parameters"]
 

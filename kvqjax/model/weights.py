@@ -26,12 +26,12 @@ from safetensors.numpy import save_file
 from kvqjax._errors import UserError
 from kvqjax.model.checkpoint import Checkpoint, header_digest, open_checkpoint, read, sample, sample_digest
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import Params
 from kvqjax.model.hf_config import config_to_hf, read_json
 from kvqjax.model.rows import Rows
 from kvqjax.model.stored import Scheme, Stored, decoded, find, read_scheme
 from kvqjax.model.weight_codes import code_weight
 from kvqjax.model.weight_names import Parameter, language_part, parameters
+from kvqjax.model.weight_trees import Params
 
 __all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.cache.state import Cache, check_alive, plan
+from kvqjax.cache.runs import plan
+from kvqjax.cache.state import Cache, check_alive
 from kvqjax.model.loading import Model
 from kvqjax.step.layer_step import is_known
 

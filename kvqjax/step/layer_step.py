@@ -11,10 +11,14 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.chunk_paths import kernels_of
 from kvqjax.cache.eviction import Received, no_mass
-from kvqjax.cache.segments import LayerView, NewTokens, attend_body, attend_exact, recoded_units, weigh
-from kvqjax.cache.state import Cache, CacheLayout, RunPlan, chains, check_alive, due, plan
+from kvqjax.cache.exact_tokens import attend_exact, recoded_units
+from kvqjax.cache.runs import RunPlan, chains, plan
+from kvqjax.cache.segments import attend_body, weigh
+from kvqjax.cache.state import Cache, check_alive, due
+from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.model.decoder import Projected
 from kvqjax.ops.attention import merge, merge_over, total_lse
 from kvqjax.ops.finite import found_finite, spoiled, zeroed

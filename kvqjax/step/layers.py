@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
-from kvqjax.cache.state import Cache, RunPlan, plan
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import Cache
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected
 from kvqjax.model.rope import rotate

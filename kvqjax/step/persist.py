@@ -22,13 +22,14 @@ from kvqjax.cache.artifacts import (
     read_shapes,
     write_folder,
 )
+from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.cache.redeal import dealt_anew
-from kvqjax.cache.state import check_alive, stored_form
+from kvqjax.cache.state import check_alive
 from kvqjax.methods import spelled_out
 from kvqjax.model.config import KVShape
-from kvqjax.model.decoder import is_unrolled
 from kvqjax.model.loading import Model
+from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.verdicts.choose import choose, over_devices

@@ -9,10 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.cache import pick
 from kvqjax.cache.append import window_tokens
+from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.chunk_paths import SCORES, by_splash, kernels_of
 from kvqjax.cache.eviction import Chosen, choose, received
-from kvqjax.cache.segments import visible
-from kvqjax.cache.state import Cache, CacheLayout, RunPlan, due, plan
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import Cache, due
+from kvqjax.cache.view import visible
 from kvqjax.model import decoder
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate

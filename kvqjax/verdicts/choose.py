@@ -17,13 +17,13 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
 from kvqjax._version import __version__
-from kvqjax.cache.state import CacheLayout
+from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, SPLASH, Kernels, check_name
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.pallas_kernels.support import lookup
-from kvqjax.parallel.sharding import Rules
+from kvqjax.parallel.rules import Rules
 from kvqjax.verdicts.examine import Attention, Speed, examine
 from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
 from kvqjax.verdicts.splash_trial import Splash, check_splash, splash_form

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvqjax._timing import alternating_seconds
 from kvqjax.cache.append import pick
-from kvqjax.cache.segments import LayerView, NewTokens, attend_body
+from kvqjax.cache.segments import attend_body
+from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.dispatch import at_once

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvqjax._timing import alternating_seconds
-from kvqjax.cache.state import CacheLayout
+from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, segment_attention
 from kvqjax.pallas_kernels.choice import SPLASH

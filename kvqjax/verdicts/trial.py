@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.cache.append import commit
-from kvqjax.cache.state import Cache, CacheLayout, RunPlan, allocate_cache, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels

@@ -8,7 +8,7 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
-from kvqjax.generation.decoding import decode_steps
+from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments
 from kvqjax.hardware.chips import chip_devices
 from kvqjax.hardware.planner import ALONE, GIB

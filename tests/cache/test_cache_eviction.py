@@ -14,7 +14,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, plan
 from kvqjax.methods import Keep
-from kvqjax.parallel.sharding import Rules
+from kvqjax.parallel.rules import Rules
 
 attend = jax.jit(kvq.attend, static_argnames=("within", "last"))
 commit = jax.jit(kvq.commit)

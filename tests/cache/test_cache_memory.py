@@ -10,7 +10,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
-from kvqjax.generation.decoding import LoopState, decode_steps
+from kvqjax.generation.loop import LoopState, decode_steps
 from kvqjax.generation.sampling import make_sampling
 
 

@@ -11,7 +11,8 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import plan
-from kvqjax.cache.segments import LayerView, NewTokens, attend_body
+from kvqjax.cache.segments import attend_body
+from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.codecs import Exact
 
 ROWS = [list(range(330)), list(range(100, 331)), list(range(40, 57))]

@@ -11,7 +11,7 @@ from cases import CASES, model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import plan, segments
+from kvqjax.cache import plan, segments, whole_body
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.ops.layout import Field, allocate, logical_bits, read, write
 
@@ -93,7 +93,8 @@ def test_equal_codes_and_logits(name, layers):
 def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
     """Block after block in straight code, or by a loop of as many turns as the capacity has blocks, as by a loop that
     ends with the longest row."""
-    monkeypatch.setattr(segments, "AT_ONCE", 1)
+    for module in (segments, whole_body):
+        monkeypatch.setattr(module, "AT_ONCE", 1)
     model, method = model_and_method(name)
     forward.clear_cache()  # programs of the usual parts
     wanted, got = (filled(model, method, form, "scan", 2100) for form in ("planes", "heads"))

@@ -13,7 +13,7 @@ from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.fisher import _perturbed_loss, activations, loss
 from kvqjax.calibrate.kvquant import Recipe, calibrate
 from kvqjax.methods import kivi, kvquant, parse
-from kvqjax.model import decoder
+from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
 
 
 def biased_model(seed=0):
-    params = decoder.init_params(jax.random.key(seed), CONFIG)
+    params = weight_trees.init_params(jax.random.key(seed), CONFIG)
     bias = 3 * jax.random.normal(jax.random.key(seed + 1), params["layers"]["k_bias"].shape)
     return Model({**params, "layers": params["layers"] | {"k_bias": bias}}, config=CONFIG)
 

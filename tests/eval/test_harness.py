@@ -69,7 +69,7 @@ def test_answers_are_the_same(ours, theirs, instance):
 
 def test_scores_come_through_the_cache():
     from kvqjax.eval.harness import score_rows
-    from kvqjax.step.forward import planned_layout
+    from kvqjax.step.new_cache import planned_layout
 
     model, ids, counts = tiny(), tokens(2, 96), jnp.asarray([96, 70])
     want = decoder.logits(model.params, ids, model.config)

@@ -28,7 +28,7 @@ from kvqjax.eval.tune.search import Table, climb, guess
 from kvqjax.eval.tune.trial import Trial
 from kvqjax.methods import exact
 from kvqjax.model.catalogue import config_of
-from kvqjax.step.forward import check_constants
+from kvqjax.step.new_cache import check_constants
 
 ROOT = Path(__file__).parents[2]
 LENGTH, CHUNK = 128, 32

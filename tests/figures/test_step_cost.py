@@ -15,7 +15,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import plan
-from kvqjax.generation.decoding import decode_steps
+from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments
 from kvqjax.hardware.planner import ALONE
 from kvqjax.parallel.sharding import rules_for

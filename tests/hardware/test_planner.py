@@ -9,7 +9,7 @@ from kvqjax.hardware.chips import GPUS, slice_of, target_name
 from kvqjax.hardware.planner import DEVICES, GIB, Device, headroom, largest, parameter_shapes, plan_memory, step_bounds
 from kvqjax.model.catalogue import KNOWN, config_of
 from kvqjax.pallas_kernels.packed import TARGETS
-from kvqjax.parallel.sharding import MeshSize
+from kvqjax.parallel.mesh_size import MeshSize
 
 # Parameters as the models' publishers count them (tied heads once).
 PUBLISHED = {

@@ -11,13 +11,12 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.cache import plan, segments
-from kvqjax.cache.state import CacheLayout
+from kvqjax.cache import plan, whole_body
+from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.tpu import packed as tpu
-from kvqjax.step import forward as FORWARD
-from kvqjax.step import persist
+from kvqjax.step import new_cache, persist
 from kvqjax.verdicts import choose, store
 from kvqjax.verdicts.choose import check
 from kvqjax.verdicts.examine import Speed
@@ -48,7 +47,7 @@ def chip(tmp_path, monkeypatch):
             checked.append((form.name, target, stored))
             return Verdict(outcome=outcome, error=0.0, seconds=0.1)
 
-        for module in (FORWARD, persist, choose):
+        for module in (new_cache, persist, choose):
             monkeypatch.setattr(module, "target_of", lambda x: "cpu" if isinstance(x, jax.core.Tracer) else target)
         monkeypatch.setattr(choose, "_chip_of", lambda held: f"imitated {target}")
         monkeypatch.setattr(choose, "check", fake)
@@ -202,7 +201,7 @@ def interpreted(q, body, layer, start, stop, spec, general, trusted):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    monkeypatch.setattr(segments, "packed_attention", interpreted)
+    monkeypatch.setattr(whole_body, "packed_attention", interpreted)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -248,7 +247,7 @@ def swapped(words):
     ],
 )
 def test_small_mistakes_are_found(monkeypatch, change):
-    monkeypatch.setattr(segments, "packed_attention", spoilt(change))
+    monkeypatch.setattr(whole_body, "packed_attention", spoilt(change))
     jax.clear_caches()
     found = check(form_of(), "v6e", "planes", timed=faster, sizes=(300,))
     jax.clear_caches()

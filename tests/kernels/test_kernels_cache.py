@@ -9,7 +9,7 @@ from kernel_forms import rope
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import segments
+from kvqjax.cache import whole_body
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.tpu import packed as tpu
 
@@ -25,7 +25,7 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
         calls.append(spec.rope == rope(10000.0, 128))
         return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
-    monkeypatch.setattr(segments, "packed_attention", kernel)
+    monkeypatch.setattr(whole_body, "packed_attention", kernel)
     found = logits(model, for_chip(cache, "v6e"))
     assert calls
     check_outputs(found, plain)

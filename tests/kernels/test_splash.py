@@ -12,7 +12,7 @@ import kvqjax as kvq
 from kvqjax.cache.chunk_paths import kernels_of
 from kvqjax.ops.attention import segment_attention
 from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
-from kvqjax.step import forward as FORWARD
+from kvqjax.step import new_cache
 from kvqjax.verdicts import choose, splash_trial
 from kvqjax.verdicts.examine import Speed
 from kvqjax.verdicts.store import Verdict
@@ -102,7 +102,7 @@ def test_it_is_checked_as_our_kernels_are(fault, outcome):
 def tpu(tmp_path, monkeypatch):
     """A TPU is imitated, on which splash attention is found to be what is asked for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(FORWARD, "target_of", lambda held: "v6e")
+    monkeypatch.setattr(new_cache, "target_of", lambda held: "v6e")
     monkeypatch.setattr(choose, "target_of", lambda held: "v6e")
     monkeypatch.setattr(choose, "_chip_of", lambda held: "imitated v6e")
 

@@ -11,11 +11,12 @@ import pytest
 from kvqjax import Model, UserError, forward, init_cache, load_artifact
 from kvqjax.cache import CacheLayout, allocate_cache, commit, pick, plan
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.state import chains, due
+from kvqjax.cache.runs import chains
+from kvqjax.cache.state import due
 from kvqjax.calibrate.aqua import calibrate, released
 from kvqjax.methods import Clock, aqua, exact
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import init_params
+from kvqjax.model.weight_trees import init_params
 from kvqjax.ops.layout import read
 
 CONFIG = ModelConfig(

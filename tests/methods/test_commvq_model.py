@@ -10,14 +10,16 @@ from quick_commvq import METHOD, QUICK
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.state import plan
+from kvqjax.cache.runs import plan
 from kvqjax.cache.surgery import evict
 from kvqjax.calibrate.commvq import PARTS, calibrate, truncate
 from kvqjax.methods import commvq, kivi, parse
-from kvqjax.model import decoder
+from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
-from kvqjax.step.forward import attend, forward, init_cache, prefill
+from kvqjax.step.forward import attend, forward
+from kvqjax.step.new_cache import init_cache
+from kvqjax.step.prefill import prefill
 
 CONFIG = ModelConfig(
     vocab_size=40, width=32, mlp_width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True
@@ -28,7 +30,7 @@ PROMPT = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 144)))
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(decoder.init_params(jax.random.key(0), CONFIG), config=CONFIG, fingerprint="weights=0")
+    return Model(weight_trees.init_params(jax.random.key(0), CONFIG), config=CONFIG, fingerprint="weights=0")
 
 
 @pytest.fixture(scope="module")

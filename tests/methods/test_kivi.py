@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from kvqjax.cache import CacheLayout, allocate_cache, commit, pick, plan
-from kvqjax.cache.segments import LayerView, NewTokens, attend_body, attend_exact
+from kvqjax.cache.exact_tokens import attend_exact
+from kvqjax.cache.segments import attend_body
+from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.methods import METHODS, exact, kivi, parse, policy
 from kvqjax.model.config import ModelConfig
 from kvqjax.ops.attention import merge

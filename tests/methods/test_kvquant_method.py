@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from kvqjax._errors import UserError
-from kvqjax.cache.state import plan
+from kvqjax.cache.runs import plan
 from kvqjax.methods import kvquant, parse
-from kvqjax.model import decoder
+from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention
 from kvqjax.ops.layout import read
-from kvqjax.step.forward import forward, init_cache, prefill
+from kvqjax.step.forward import forward
+from kvqjax.step.new_cache import init_cache
+from kvqjax.step.prefill import prefill
 
 ROPE = RopeConfig(kind="llama3", factor=4.0, original_max_position=32, low_freq_factor=1.0, high_freq_factor=4.0)
 CONFIG = ModelConfig(
@@ -40,7 +42,7 @@ LATE = kvquant(bits=3, outliers=0.1, sinks=SINKS, buffer=32)
 def calibrated():
     """Random weights with large biases, and thresholds around the keys' biases that leave some keys outside."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: decoder.init_params(jax.random.key(0), CONFIG))
+    shapes = jax.eval_shape(lambda: weight_trees.init_params(jax.random.key(0), CONFIG))
     params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) * a.shape[-2:][0] ** -0.5, a.dtype), shapes)
     width, points = CONFIG.kv_width, np.sort(rng.uniform(-1, 1, (2, 1, 8)))
     biases = {name: 2 * rng.normal(size=(1, width)) for name in ("k_bias", "v_bias")}

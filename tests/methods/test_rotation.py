@@ -13,7 +13,7 @@ from kernel_cases import check_outputs
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import plan, segments
+from kvqjax.cache import plan, whole_body
 from kvqjax.calibrate import rotation as fitting
 from kvqjax.calibrate.fisher import activations
 from kvqjax.codecs import Exact
@@ -275,7 +275,7 @@ def test_kivis_tpu_kernel_reads_a_rotated_body(monkeypatch):
         calls.append(spec)
         return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
-    monkeypatch.setattr(segments, "packed_attention", kernel)
+    monkeypatch.setattr(whole_body, "packed_attention", kernel)
     found = logits(model, for_chip(cache, "v6e"))
     assert calls
     check_outputs(found, plain)

@@ -7,7 +7,9 @@ import jax
 import pytest
 
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.state import CacheLayout, allocate_cache, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
+from kvqjax.cache.state import allocate_cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods import parse
 from kvqjax.methods.roofline import (

@@ -11,7 +11,8 @@ from kvqjax.cache import CacheLayout, plan
 from kvqjax.hardware.aot import abstract_model
 from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
-from kvqjax.step.forward import forward, init_cache
+from kvqjax.step.forward import forward
+from kvqjax.step.new_cache import init_cache
 
 MHA = ModelConfig(vocab_size=32, width=128, mlp_width=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)
 GQA = dataclasses.replace(MHA, num_kv_heads=2)

@@ -10,14 +10,17 @@ import pytest
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import plan
 from kvqjax.calibrate.xquant import constants, prepared
 from kvqjax.cli import main
 from kvqjax.methods import parse
-from kvqjax.model import decoder
+from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.loading import Model, load
-from kvqjax.step.forward import forward, init_cache, prefill
+from kvqjax.step.forward import forward
+from kvqjax.step.new_cache import init_cache
+from kvqjax.step.prefill import prefill
 
 ROPE = RopeConfig(kind="llama3", factor=4.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0)
 MHA = ModelConfig(
@@ -36,7 +39,7 @@ CAPACITY = 160
 
 def make(config, method):
     """A random model whose biases and norm gains are not trivial, with the method's constants."""
-    params = decoder.init_params(jax.random.key(1), config)
+    params = weight_trees.init_params(jax.random.key(1), config)
     for number, (name, a) in enumerate(sorted(params["layers"].items())):
         if name.endswith(("_bias", "_norm")):
             params["layers"][name] = a + 0.3 * jax.random.normal(jax.random.key(number), a.shape)
@@ -163,7 +166,7 @@ def test_constants_from_the_weights_are_those_of_the_artifact(tmp_path, monkeypa
 def test_maps_are_held_as_the_model_holds_its_weights():
     """Float32 ones would take twice the bytes, and XLA would round them all ahead of a decode loop."""
     method, layers = parse("xquant:bits=2,group=32"), GQA.num_layers
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), decoder.init_params(jax.random.key(0), GQA))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weight_trees.init_params(jax.random.key(0), GQA))
     (found,) = constants(params, GQA, method)
     for name in ("k", "v"):
         assert found[name]["down"].shape[0] == layers

@@ -18,7 +18,7 @@ import kvqjax as kvq
 from kvqjax.calibrate import calibration
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.eval.measure_perplexity import perplexity
-from kvqjax.model import decoder, experts
+from kvqjax.model import decoder, experts, weight_trees
 from kvqjax.model.config import ExpertConfig
 from kvqjax.model.rows import Row, Rows
 from kvqjax.model.weight_codes import code_weight
@@ -40,7 +40,7 @@ run = jax.jit(decoder.logits, static_argnums=2)
 
 def by_hand(model: kvq.Model, layer: int, x: np.ndarray) -> np.ndarray:
     """One layer's experts in NumPy, float64, token after token."""
-    held = jax.tree.map(lambda a: np.asarray(a, np.float64), decoder.unrolled(model.params)["layers"][layer])
+    held = jax.tree.map(lambda a: np.asarray(a, np.float64), weight_trees.unrolled(model.params)["layers"][layer])
     about, out = model.config.experts, np.zeros(x.shape)
     silu = lambda a: a / (1 + np.exp(-a))  # noqa: E731
     one = lambda t, g, u, d: (silu(t @ g) * (t @ u)) @ d  # noqa: E731
@@ -63,7 +63,7 @@ def test_experts_are_what_the_formula_says(count, normalised):
     x = np.random.default_rng(0).normal(size=(count, 32)).astype(np.float32)
     wanted = by_hand(model.replace(config=config), 2, x)
     assert np.abs(wanted).mean() > 0.3
-    for params in (model.params, decoder.unrolled(model.params)):
+    for params in (model.params, weight_trees.unrolled(model.params)):
         got = mix(decoder.layer(params, 2), jnp.asarray(x), config)
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
@@ -111,15 +111,15 @@ def test_stacks_name_their_layers():
     assert "router" not in decoder.layer(params, 1)
     traced = jax.eval_shape(lambda i: decoder.layer(params, i), 0)
     assert isinstance(traced["gate"], Row)
-    apart = decoder.unrolled(params)
+    apart = weight_trees.unrolled(params)
     assert ["router" in own for own in apart["layers"]] == [True, False, True]
-    jax.tree.map(np.testing.assert_array_equal, decoder.stacked(apart), params)
+    jax.tree.map(np.testing.assert_array_equal, weight_trees.stacked(apart), params)
 
 
 def test_dense_layers_among_sparse_ones_in_both_forms():
     model = mixed()
     wanted = run(model.params, tokens(2, 20), model.config)
-    apart = run(decoder.unrolled(model.params), tokens(2, 20), model.config)
+    apart = run(weight_trees.unrolled(model.params), tokens(2, 20), model.config)
     np.testing.assert_allclose(apart, wanted, rtol=0, atol=1e-4)
     other = model.params | {
         "layers": model.params["layers"] | {"gate": jax.tree.map(jnp.zeros_like, model.params["layers"]["gate"])}
@@ -151,7 +151,7 @@ def test_every_kind_of_cache(spec):
     model, method = ready(mixed(), spec)
     layers = "unroll" if SPECS.index(spec) % 2 else "scan"
     if layers == "unroll":
-        model = model.replace(params=decoder.unrolled(model.params))
+        model = model.replace(params=weight_trees.unrolled(model.params))
     text = tokens(1, 150)
     wanted = run(model.params, text, model.config)
     cache, out = kvq.init_cache(model, method, 1, 256), []
@@ -182,7 +182,7 @@ def test_coded_experts(bits, form):
             for n, x in held.items()
         }
         params = model.params | {"layers": layers}
-        return params if form == "scan" else decoder.unrolled(params)
+        return params if form == "scan" else weight_trees.unrolled(params)
 
     got, meant = (run(each(change), tokens(1, 24), model.config) for change in (code, mean))
     np.testing.assert_allclose(got, meant, rtol=0, atol=2e-4)
@@ -239,7 +239,7 @@ def test_gradients_pass_the_experts():
         held = jax.tree.map(lambda x: x * scale, params["layers"])
         return jax.nn.logsumexp(decoder.logits(params | {"layers": held}, text, model.config), axis=-1).mean()
 
-    for params in (model.params, decoder.unrolled(model.params)):
+    for params in (model.params, weight_trees.unrolled(model.params)):
         value = jax.jit(functools.partial(loss, params=params))
         slope = (value(1.002) - value(0.998)) / 0.004
         assert abs(slope) > 0.05

@@ -12,7 +12,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.calibrate.xquant import prepared
-from kvqjax.generation.decoding import LoopState, decode_steps
+from kvqjax.generation.loop import LoopState, decode_steps
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.model import decoder
 from kvqjax.model.weight_codes import code_weight, pack_nibbles, unpack_nibbles

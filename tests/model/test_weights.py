@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from kvqjax._errors import UserError
-from kvqjax.model import decoder, stored, weights
 from kvqjax.model import loading as model_module
+from kvqjax.model import stored, weight_trees, weights
 from kvqjax.model.checkpoint import open_checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.model.loading import Model, load
@@ -109,7 +109,7 @@ def test_a_load_reads_every_byte_once_and_holds_one_layer_besides(layers, tmp_pa
     total = sum(x.nbytes for x in jax.tree.leaves(params))
     one_layer = 4 * 64 * 64 * 4
     assert max(held) - before <= total + 2 * one_layer
-    assert_same(decoder.unrolled(params), decoder.unrolled(random_params(config)))
+    assert_same(weight_trees.unrolled(params), weight_trees.unrolled(random_params(config)))
 
 
 def test_tied_checkpoint_may_repeat_the_embedding_but_not_contradict_it(folder):

@@ -26,7 +26,7 @@ from kvqjax.eval.windows import windows
 from kvqjax.model.config import ExpertConfig
 from kvqjax.model.hf_config import parse_config, read_config
 from kvqjax.model.loading import locate
-from kvqjax.parallel.sharding import MeshSize
+from kvqjax.parallel.mesh_size import MeshSize
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| `(.+)` \|$", PAGE, re.MULTILINE))

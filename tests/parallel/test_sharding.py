@@ -14,7 +14,9 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.deal import Deal
-from kvqjax.parallel.sharding import MeshSize, rules_for, shares_heads
+from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.parallel.rules import shares_heads
+from kvqjax.parallel.sharding import rules_for
 
 ALL = {"data": 2, "seq": 2, "model": 2}
 # method -> (changes to the tiny model, whether keys and values are split over KV heads). 16 channels are one head.

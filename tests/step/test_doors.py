@@ -11,7 +11,8 @@ import kvqjax as kvq
 from kvqjax.eval import drift, perplexity
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.hardware.planner import plan_memory
-from kvqjax.parallel.sharding import MeshSize, rules_for
+from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.parallel.sharding import rules_for
 
 POLICY = "kivi:bits=2,window=32"
 METHOD = kvq.kivi(bits=2, window=32)

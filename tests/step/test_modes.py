@@ -13,7 +13,7 @@ from cases import CASES, model_and_method
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.state import chains, plan
+from kvqjax.cache.runs import chains, plan
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
 PROMPTS = [[1, 2, 3] * 14, [4, 5]]  # the first one's oldest group is encoded

@@ -11,15 +11,15 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import chunk_paths
-from kvqjax.step import forward, layer_step
+from kvqjax.step import forward, layer_step, prefill
 from kvqjax.step.prompt import Path, path_of
 
 
 def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
     model = tiny(head_dim=64, **changes)
     cache = kvq.init_cache(model, "kivi:bits=4,window=32,sinks=2", len(counts), length)
-    patch.setattr(forward, "path_of", lambda layout, length: path)
-    run = jax.jit(lambda *arguments: forward._prefill(*arguments))
+    patch.setattr(prefill, "path_of", lambda layout, length: path)
+    run = jax.jit(lambda *arguments: prefill._prefill(*arguments))
     logits, cache = run(model, cache, tokens(len(counts), length), jnp.asarray(counts))
     return logits, cache
 
@@ -45,10 +45,10 @@ def test_not_finite_tokens_stay_in_their_rows(monkeypatch):
     model = tiny(head_dim=64)
     spoilt = model.replace(params=model.params | {"embed": model.params["embed"].at[7].set(jnp.nan)})
     for path in (Path("tiles", 128), Path("interpret", 128)):
-        monkeypatch.setattr(forward, "path_of", lambda layout, length, path=path: path)
+        monkeypatch.setattr(prefill, "path_of", lambda layout, length, path=path: path)
         prompt = jnp.full((2, 128), 3, jnp.int32).at[0, 5].set(7)
         cache = kvq.init_cache(spoilt, "exact", 2, 128)
-        logits, cache = jax.jit(lambda *a: forward._prefill(*a))(spoilt, cache, prompt, jnp.full((2,), 128))
+        logits, cache = jax.jit(lambda *a: prefill._prefill(*a))(spoilt, cache, prompt, jnp.full((2,), 128))
         assert np.isnan(logits[0]).all()
         assert np.isfinite(logits[1]).all()
         np.testing.assert_array_equal(cache.finite, [5, 128])

@@ -11,7 +11,8 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import plan
-from kvqjax.model.decoder import is_unrolled, layer, logits, stacked, unrolled
+from kvqjax.model.decoder import layer, logits
+from kvqjax.model.weight_trees import is_unrolled, stacked, unrolled
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 COUNTS = (96, 61)

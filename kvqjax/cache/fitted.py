@@ -1,0 +1,77 @@
+"""A wiring made to fit a layout: compute dtype, stored form, kernels, and clocks that it can have."""
+
+import dataclasses
+
+from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.methods.keep import Keep
+from kvqjax.methods.wiring import Packed, Wiring
+from kvqjax.model.config import KVShape
+from kvqjax.ops.layout import PLANE
+from kvqjax.pallas_kernels.dispatch import row_of
+
+__all__ = ["by_groups", "check_clocks", "in_form", "resolved", "with_kernels"]
+
+MOST_TOKENS = 2**30  # sums of two such counts are still int32
+
+
+def resolved(wiring: Wiring, dtype: str) -> Wiring:
+    """Give fields of dtype "compute" the cache's compute dtype."""
+
+    def fix(codec):
+        fields = codec.fields.items()
+        return codec._replace(
+            fields={n: dataclasses.replace(f, dtype=dtype) if f.dtype == "compute" else f for n, f in fields}
+        )
+
+    return wiring._replace(codecs={name: fix(codec) for name, codec in wiring.codecs.items()})
+
+
+def in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
+    """The wiring with its fields in the form that they are stored in."""
+    if form == "planes" or wiring.direct is None:
+        return wiring._replace(direct=None)
+
+    def by_head(codec):
+        wide = {n: f for n, f in codec.fields.items() if f.kind in ("codes", "plain")}
+        heads = {n: dataclasses.replace(f, heads=shape.num_kv_heads) for n, f in wide.items()}
+        return codec._replace(fields=codec.fields | heads)
+
+    codecs = {name: by_head(codec) for name, codec in wiring.codecs.items()}
+    return wiring._replace(codecs=codecs, packed=None)
+
+
+def with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
+    """The form with the layout's word on its kernel: a body for "cpu" has none."""
+    rows = layout.kernels.rows
+    allowed = rows is None or row_of(packed.spec) in rows
+    spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
+    return packed._replace(spec=spec, trusted=rows is not None)
+
+
+def check_clocks(wiring: Wiring, name: str) -> None:
+    for clock in wiring.clocks:
+        if clock.window < 0:
+            raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
+        if clock.window > MOST_TOKENS:
+            raise UserError(f"{name}: window={clock.window}; at most {MOST_TOKENS} tokens are possible")
+        if clock.unit != 1 and (clock.unit < 1 or clock.unit % 32):
+            raise UserError(
+                f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"
+            )
+        for source in clock.sources:
+            if clock.unit % wiring.codecs[source].unit:
+                raise UserError(
+                    f"{name}: {source} is encoded {wiring.codecs[source].unit} tokens at a time, "
+                    f"but leaves the window {clock.unit} at a time"
+                )
+
+
+def by_groups(wiring: Wiring, layout: CacheLayout, keep: Keep) -> Wiring:
+    """The wiring with a clock that eviction can work with: one for all sources, of whole planes at least."""
+    if len(wiring.clocks) > 1:
+        raise UserError(f"{layout.method}: keys and values leave the window apart, so their tokens cannot be evicted")
+    clock = wiring.clocks[0]._replace(unit=max(PLANE, wiring.clocks[0].unit))
+    if keep.budget < clock.unit:
+        raise UserError(f"{layout.method}: tokens leave the body {clock.unit} at a time; keep that many at least")
+    return wiring._replace(clocks=(clock,))

@@ -1,0 +1,147 @@
+"""The static plan of a layout: which layers are one run, how large their arrays are, and which are encoded together."""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.deal import Deal
+from kvqjax.cache.fitted import by_groups, check_clocks, in_form, resolved, with_kernels
+from kvqjax.methods.wiring import Wiring
+from kvqjax.model.config import KVShape
+from kvqjax.ops.layout import block_tokens
+
+__all__ = ["AT_ONCE", "RunPlan", "chains", "plan"]
+
+AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
+
+
+class RunPlan(NamedTuple):
+    """A run of equal layers: `first` .. `first + count - 1`, `shape` being one layer's. The body has `slots` tokens in
+    blocks of `block`, a ring of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window
+    is a ring of `ring` tokens. `slots` counts all devices' when the blocks are dealt (`deal`), `slots_here` one's.
+    With eviction the body never holds more than `kept` tokens (0: no eviction). `static`: what a few new tokens read of
+    the body is bounded by its slots and not by data, because a GPU's host decides on every turn of such a loop."""
+
+    first: int
+    count: int
+    shape: KVShape
+    wiring: Wiring
+    block: int
+    slots: int
+    ring: int
+    wraps: bool
+    deal: Deal = Deal()
+    kept: int = 0
+    static: bool = False
+
+    @property
+    def sliding(self) -> int | None:
+        """How many tokens a query sees, itself included; None: all before it."""
+        return self.shape.window
+
+    @property
+    def slots_here(self) -> int:
+        return self.slots // self.deal.parts
+
+    @property
+    def reading(self) -> int:
+        """Tokens read at a time: as many blocks as divide the body, up to what the wiring or a GPU asks for; one where
+        it is a ring."""
+        wanted = max(self.wiring.reading, AT_ONCE if self.static else 1)
+        most = 1 if self.wraps else max(1, wanted // self.block)
+        return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
+
+    @property
+    def carried(self) -> int:
+        """Body tokens of which a reader holds what flows between layers, per row (see `Wiring.copy`)."""
+        return {"layer": self.slots, "none": self.block, "all": 0}[self.wiring.copy]
+
+
+def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunPlan:
+    try:
+        wiring = in_form(resolved(spec.build(shape), layout.dtype), layout.form, shape)
+        if wiring.packed is not None:
+            wiring = wiring._replace(packed=with_kernels(wiring.packed, layout))
+    except ValueError as error:
+        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
+    check_clocks(wiring, str(layout.method))
+    keep = layout.method.keep
+    if keep is not None:
+        wiring = by_groups(wiring, layout, keep)
+    fields = [field for codec in wiring.codecs.values() for field in codec.fields.values()]
+    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.clocks)))
+    room = layout.capacity - layout.method.sinks
+    ring = max(clock.window + clock.unit for clock in wiring.clocks)
+    # Nothing is ever encoded when the window alone can hold the capacity.
+    most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.clocks)
+    ring = max(1, min(ring, room))
+    if keep is not None:
+        unit = wiring.clocks[0].unit
+        kept = max(0, min(keep.budget // unit * unit, most))
+        return RunPlan(first, count, shape, wiring, block, -(-kept // block) * block, ring, False, kept=kept)
+    whole = blocks = max(0, -(-most // block))
+    if shape.window is not None:
+        # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
+        blocks = min(whole, -(-(shape.window + ring) // block) + 1)
+    static = layout.form == "heads"
+    return RunPlan(first, count, shape, wiring, block, blocks * block, ring, blocks < whole, static=static)
+
+
+def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
+    """The runs in layer order, their blocks multiples of `block`."""
+    numbers = range(layout.shape.num_layers)
+    shapes = [layout.shape.layer(index) for index in numbers]
+    apart = numbers if layout.layers == "unroll" else [0] * len(numbers)
+    runs, first = [], 0
+    for (spec, shape, _), group in itertools.groupby(
+        zip(layout.method.layers(layout.shape), shapes, apart, strict=True)
+    ):
+        count = len(list(group))
+        runs.append(_plan_run(layout, first, count, spec, shape, block))
+        first += count
+    return runs
+
+
+@functools.lru_cache(maxsize=64)
+def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
+    """The runs of a layout, in layer order. Cached, so that wirings are built once."""
+    runs = _plan_runs(layout, 1)
+    if any(run.wiring.copy == "none" for run in runs):  # a block is then read from all layers below at once
+        runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))
+    clocks = {run.wiring.clocks[0][1:] for run in runs}
+    if layout.method.keep is not None and len(clocks) > 1:
+        raise UserError(f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}")
+    return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
+
+
+def _dealt(layout: CacheLayout, runs: list[RunPlan]) -> tuple[RunPlan, ...]:
+    """The runs with as many whole blocks on every device. A token lies on one device in all layers, because layers may
+    feed each other: the blocks dealt are common to all runs."""
+    deal = Deal(layout.dealt, math.lcm(*(run.block for run in runs)), layout.dealt_over)
+    turn = deal.block * deal.parts
+    return tuple(run._replace(slots=-(-run.slots // turn) * turn, deal=deal) for run in runs)
+
+
+@functools.lru_cache(maxsize=64)
+def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
+    """Run numbers that are encoded together: all of them when something flows from layer to layer; else those that
+    fall due at the same time, so that one question decides for all."""
+    runs = plan(layout)
+    if not any(run.wiring.carry for run in runs):
+        due_together: dict[tuple, list[int]] = {}
+        for number, run in enumerate(runs):
+            due_together.setdefault((run.wiring.clocks, run.slots > 0), []).append(number)
+        return tuple(map(tuple, due_together.values()))
+    clocks = {run.wiring.clocks[0][1:] for run in runs}
+    if len(clocks) > 1 or any(len(run.wiring.clocks) > 1 for run in runs):
+        raise UserError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
+    # A layer that slides neither reads old tokens nor keeps them where its neighbours do, so nothing can flow past it.
+    rings = {run.slots for run in runs} if any(run.wraps for run in runs) else set()
+    if len({run.sliding for run in runs}) > 1 or len(rings) > 1:
+        raise UserError(
+            f"{layout.method}: layers that feed each other must see the same tokens; sliding windows differ"
+        )
+    return (tuple(range(len(runs))),)

@@ -1,0 +1,92 @@
+"""One layer's attention to an encoded body without a loop over its blocks: from its packed words by a kernel, as it is
+stored head by head, or decoded in straight code."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax.cache.runs import AT_ONCE
+from kvqjax.cache.state import body_tokens
+from kvqjax.cache.view import LayerView, NewTokens, expanded, first_seen, payload_of, reached
+from kvqjax.methods.direct import PIECE, Direct, attend_whole, slots_read, summed
+from kvqjax.methods.wiring import Packed, SharedValues
+from kvqjax.ops.attention import Partial
+from kvqjax.ops.finite import saturated
+from kvqjax.ops.layout import leading_slots
+from kvqjax.pallas_kernels.dispatch import packed_attention
+
+__all__ = ["attend_decoded", "attend_packed", "attend_stored"]
+
+
+def attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, general: Callable[[], Partial]) -> Partial:
+    """Attention to the body straight from its packed words, where there is a kernel or a plain form for them."""
+    run = view.run
+    first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
+    body = packed.body(view.weights, view.constants, view.state.body, first)
+    stop = jnp.broadcast_to(body_tokens(run, view.state)[:, None], tokens.positions.shape)
+    if run.sliding is None:
+        start = jnp.zeros_like(stop)
+    else:
+        start = run.deal.share(jnp.maximum(tokens.positions - run.sliding + 1 - view.sinks, 0))
+    stop = run.deal.share(stop)
+    return packed_attention(q, body, view.layer, start, stop, packed.spec, general, packed.trusted)
+
+
+def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None) -> Partial:
+    """Attention to the body in straight code, AT_ONCE tokens of every row decoded at a time (of a single row twice as
+    many): first all scores, then all sums of values. Each part waits for the one before it, or XLA would decode all at
+    once."""
+    run, body = view.run, view.state.body
+    count = min(-(-reached(view) // run.block) * run.block, run.slots_here)
+    positions, mask = first_seen(view, tokens, count)
+    constants = run.wiring.prepare(view.constants)
+    size = max(1, max(AT_ONCE, 2 * AT_ONCE // q.shape[0]) // run.block) * run.block
+    parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def decoded(part: slice, after):
+        stored = view.state.replace(body=jax.lax.optimization_barrier((body, after))[0])
+        payload = payload_of(run, stored, view.layer, part.start, part.stop - part.start)
+        found, _ = run.wiring.decode(constants, payload, {})
+        found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
+        return payload, found, expanded(view, found, positions[:, part])
+
+    def scores(rows, _):
+        made = []
+        for part in parts:
+            k = decoded(part, made[-1] if made else rows)[2][0]
+            made.append(jnp.einsum("bkxd,bskd->bkxs", rows, k, preferred_element_type=jnp.float32))
+        return [jnp.concatenate(made, -1)]
+
+    def values(weights, _, dtype, piece):
+        weights, total = weights[0].astype(dtype), weights[0][:, :, :, :1]
+        for number, part in enumerate(parts):
+            payload, found, (_, v) = decoded(part, total)
+            if shared is not None:
+                v = saturated(shared.read(view.weights, view.constants, payload, found)[:, :, None], dtype)
+            v = jnp.where(mask[:, :, part].any(1)[:, :, None, None], v, 0)
+            rows = weights[..., part].reshape(v.shape[0], v.shape[2], -1, v.shape[1])  # shared values are one head's
+            own = summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights.shape[:3], -1)
+            total = total + own if number else own
+        return total
+
+    piece = math.gcd(PIECE, run.slots_here // 2)
+    return attend_whole(q, {"k": {}, "v": {}}, mask, Direct(scores, values), kv_heads, piece)
+
+
+def attend_stored(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: Direct) -> Partial:
+    """Attention to the body without a loop over its blocks; of a body whose rows are short, to a first part of it."""
+    run, slots = view.run, view.run.slots_here
+    count, cut = slots_read(reached(view), run.block, slots)
+    body = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, view.layer, keepdims=True), view.state.body)
+
+    def first(source, stored):
+        fields = run.wiring.codecs[source].fields
+        return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
+
+    body = body | {"k": first("k", body["k"])}
+    mask = first_seen(view, tokens, count)[1]
+    piece = math.gcd(PIECE, slots // 2)
+    return attend_whole(q, body, mask, direct, kv_heads, piece, functools.partial(first, "v") if cut else None)

@@ -1,0 +1,170 @@
+"""Which axis of which array is split over which axis of a mesh (kvqjax/parallel/sharding.py), said once."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import Cache, Run
+from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
+from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.experts import BY_EXPERT
+from kvqjax.model.weight_trees import is_unrolled
+
+__all__ = ["Rules", "shares_heads"]
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Logical axes to mesh axes. `kv_heads` is a leading part of `width`; the rest of `width` ends `sequence`.
+    `projections` splits the columns of the key and value projections: as `kv_heads`, or as `width`."""
+
+    mesh: Mesh | AbstractMesh
+    batch: Axes = ("data",)
+    sequence: Axes = ("seq", "group")
+    kv_heads: Axes = ("kv",)
+    projections: Axes = ("kv",)
+    width: Axes = ("kv", "group")
+    vocabulary: Axes = ("kv", "group")
+
+    def size(self, axes: Axes) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def parameter(self, name: str) -> PartitionSpec:
+        """Of a parameter by its name in the tree ("embed", "layers/q"); axes as in kvqjax/model/decoder.py."""
+        layer = name.removeprefix("layers/")
+        if name in ("embed", "head"):
+            return PartitionSpec(*((self.vocabulary, None) if name == "embed" else (None, self.vocabulary)))
+        if layer in ("q", "gate", "up", "shared_gate", "shared_up"):
+            return PartitionSpec(None, None, self.width)
+        if layer in ("o", "down", "shared_down") or layer in BY_EXPERT:
+            return PartitionSpec(None, self.width)
+        if layer in ("k", "v"):
+            return PartitionSpec(None, None, self.projections)
+        if layer in ("q_bias", "k_bias", "v_bias"):
+            # A key bias lies as the keys that are cached, so that a read of some block needs no exchange for it.
+            axes = {"q_bias": self.width, "k_bias": self.kv_heads, "v_bias": self.projections}
+            return PartitionSpec(None, axes[layer])
+        return PartitionSpec()
+
+    def placement(self, name: str) -> NamedSharding:
+        """Where a parameter lies: the `sharding` that `kvqjax.load` takes."""
+        return NamedSharding(self.mesh, self.parameter(name))
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """A copy on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def shares(self, tree, specs):
+        """Shapes of what one device holds of `tree`."""
+
+        def share(spec, x):
+            return jax.ShapeDtypeStruct(NamedSharding(self.mesh, spec).shard_shape(x.shape), x.dtype)
+
+        return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(share, spec), part), specs, tree)
+
+    def parameters(self, params: dict) -> dict:
+        """Specs of a params pytree."""
+        specs = {name: self.parameter(name) for name in params if name != "layers"}
+        if is_unrolled(params):  # the same without the layers' axis
+            own = lambda name: PartitionSpec(*self.parameter(f"layers/{name}")[1:])  # noqa: E731
+            return specs | {"layers": [{name: own(name) for name in layer} for layer in params["layers"]]}
+        return specs | {"layers": {name: self.parameter(f"layers/{name}") for name in params["layers"]}}
+
+    def run(self, state: Run, plan: RunPlan) -> Run:
+        """Specs of one run's arrays."""
+        exact = PartitionSpec(None, self.batch, None, self.kv_heads)
+        lanes = PartitionSpec(None, self.batch, self.sequence, self.kv_heads)
+        tokens = PartitionSpec(None, self.batch, self.kv_heads, self.sequence)
+
+        by_head = PartitionSpec(None, self.batch, self.kv_heads, self.sequence, None)
+
+        def field(source: str, name: str, stored):
+            about = plan.wiring.codecs[source].fields[name]
+            spec = by_head if about.heads else tokens if about.along_lanes else lanes
+            return tuple(spec for _ in stored)
+
+        return Run(
+            body={s: {n: field(s, n, stored) for n, stored in fields.items()} for s, fields in state.body.items()},
+            sinks=dict.fromkeys(state.sinks, exact),
+            window=dict.fromkeys(state.window, exact),
+            flushed=tuple(PartitionSpec(self.batch) for _ in state.flushed),
+        )
+
+    def cache(self, cache: Cache) -> Cache:
+        """Specs of a cache."""
+        rows = PartitionSpec(self.batch)
+        runs = tuple(self.run(s, p) for s, p in zip(cache.runs, plan(cache.layout), strict=True))
+        kept = dict.fromkeys(cache.kept, rows)
+        return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept)
+
+    def places(self, cache: Cache) -> Cache:
+        """Where each array of a cache lies."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.cache(cache))
+
+    def local_config(self, config: ModelConfig) -> ModelConfig:
+        """What one device computes: the KV heads it caches and the query heads that attend to them."""
+        rest = self.width[len(self.kv_heads) :]
+        return dataclasses.replace(
+            config,
+            num_heads=config.num_heads // self.size(self.kv_heads),
+            num_kv_heads=config.num_kv_heads // self.size(self.kv_heads),
+            split=self.width if self.size(self.width) > 1 else (),
+            gathered=rest if self.size(rest) > 1 else (),
+        )
+
+    def local_layout(self, layout: CacheLayout) -> CacheLayout:
+        axes = self.sequence if layout.dealt > 1 else ()
+        shape = _share(layout.shape, self.size(self.kv_heads))
+        heads = self.width if self.size(self.width) > 1 else ()
+        return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads)
+
+    def cache_layout(self, layout: CacheLayout, batch: int) -> CacheLayout:
+        """The layout of a cache of `batch` rows that is dealt as these rules say. Raises UserError when the method
+        mixes what they split, or they cannot share out the rows."""
+        if layout.method.keep is not None and self.mesh.size > 1:
+            raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
+        if batch % self.size(self.batch):
+            raise UserError(f"{batch} rows cannot be split over {self.size(self.batch)} devices")
+        if not shares_heads(layout, self.size(self.kv_heads)):
+            raise UserError(f"{layout.method} mixes KV heads, and this model is split for a method that does not")
+        return dataclasses.replace(layout, dealt=self.size(self.sequence))
+
+
+def _share(shape: KVShape, parts: int) -> KVShape:
+    """The shape of one of `parts` devices that share out the heads."""
+    return dataclasses.replace(shape, num_heads=shape.num_heads // parts, num_kv_heads=shape.num_kv_heads // parts)
+
+
+def shares_heads(layout: CacheLayout, parts: int) -> bool:
+    """Whether `parts` devices can each cache their own KV heads: every stored field is as wide on a part of the heads
+    as its share of the whole, and nothing is calibrated on, or carried for, all heads together. Fitted rotations are a
+    head's own."""
+    if parts == 1:
+        return True
+    try:
+        local = plan(dataclasses.replace(layout, shape=_share(layout.shape, parts)))
+    except UserError:
+        return False
+    return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(plan(layout), local, strict=True))
+
+
+def _is_share(whole, part, parts: int) -> bool:
+    def widened(wiring, times: int):
+        fields = {
+            (source, name): dataclasses.replace(field, width=field.width * times, heads=field.heads * times)
+            for source, codec in wiring.codecs.items()
+            for name, field in codec.fields.items()
+        }
+        return {source: width * times for source, width in wiring.sources.items()}, fields
+
+    alone = not (whole.carry or whole.wanted().keys() - {ROTATIONS})
+    return alone and widened(whole, 1) == widened(part, parts)

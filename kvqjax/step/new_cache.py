@@ -1,0 +1,122 @@
+"""Empty caches for a model, or for the shape of one."""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvqjax._errors import UserError
+from kvqjax._options import named_options
+from kvqjax.cache.cache_layout import CacheLayout, stored_form
+from kvqjax.cache.state import Cache, allocate_cache
+from kvqjax.methods import Method, MethodLike, parse
+from kvqjax.methods.advice import bias_advice
+from kvqjax.model import weight_trees
+from kvqjax.model.config import KVShape
+from kvqjax.model.loading import Model, compute_dtype
+from kvqjax.pallas_kernels.choice import Kernels
+from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.parallel.rules import Rules
+from kvqjax.step.doors import check_counts, check_model
+from kvqjax.step.layer_step import (
+    run_constants,
+)
+from kvqjax.verdicts.choose import choose, over_devices
+
+__all__ = ["check_constants", "empty_cache", "init_cache", "planned_layout"]
+
+
+@named_options
+def init_cache(
+    model: Model | KVShape,
+    method: MethodLike,
+    batch: int,
+    capacity: int,
+    *,
+    dtype: DTypeLike | None = None,
+    layers: str | None = None,
+    form: str | None = None,
+    target: str | None = None,
+    kernels: str | Kernels = "auto",
+) -> Cache:
+    """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape.
+
+    `dtype` is that of keys and values as they come ("bf16", "f16", "f32"); by default the model's compute dtype, for a
+    shape that of `load`. `layers="scan"` stores layers that cache alike as one stack, "unroll" each by itself (see
+    kvqjax/model/decoder.py); by default as the model's weights are stored, for a shape as stacks. `form` is how bodies
+    are stored: as "planes" of words or head by head ("heads", kvqjax/ops/head_major.py), by default as the target reads
+    them best. `target` names the chip that programs on this cache are for; by default the one that holds the model's
+    weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights). `kernels` is
+    "auto" (those that this chip checked and found faster; for a chip that is not here the table's word), "off", or the
+    name of those to force: "pallas", "splash", "cudnn". Warns where the model's key bias makes this method useless."""
+    check_counts(batch=batch, capacity=capacity)
+    options = {"dtype": dtype, "layers": layers, "form": form, "target": target, "kernels": kernels}
+    return empty_cache(model, planned_layout(model, parse(method), batch, capacity, **options), batch)
+
+
+def planned_layout(
+    model: Model | KVShape, method: Method, batch: int, capacity: int, *, kernels: str | Kernels = "auto", **options
+) -> CacheLayout:
+    """The layout of the cache that `init_cache` makes of these options. Outside jit this may check kernels; inside,
+    `empty_cache` makes the cache."""
+    layout, held, rules = _plain_layout(model, method, batch, capacity, **options)
+    shared = {} if rules is None else over_devices(rules, layout)
+    return choose(layout, kernels, held, form=options.get("form"), **shared)
+
+
+def empty_cache(model: Model | KVShape, layout: CacheLayout, batch: int) -> Cache:
+    """An empty cache of this layout, on the model's devices."""
+    rules = None if isinstance(model, KVShape) else model.rules
+    return allocate_cache(layout, batch) if rules is None else _allocator(layout, batch, rules)()
+
+
+def _plain_layout(
+    model: Model | KVShape,
+    method: Method,
+    batch: int,
+    capacity: int,
+    *,
+    dtype=None,
+    layers=None,
+    form=None,
+    target=None,
+) -> tuple[CacheLayout, Any, Rules | None]:
+    """The layout before kernels are chosen, an array that lies where the model does, and the mesh's rules."""
+    if isinstance(model, KVShape):
+        held = jnp.zeros((), compute_dtype(dtype))
+        shape, rules, stored = model.alone, None, "scan"
+    else:
+        check_model(model)
+        if advice := bias_advice(method, model.config):
+            warnings.warn(advice, stacklevel=5)
+        held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
+        stored = "unroll" if weight_trees.is_unrolled(model.params) else "scan"
+        if dtype is not None and compute_dtype(dtype) != held.dtype:
+            raise UserError(f"dtype {dtype!r} is not the model's, {held.dtype}; load the model with it")
+    target = target or target_of(held)
+    layout = CacheLayout(
+        shape=shape,
+        method=method,
+        capacity=capacity,
+        dtype=str(held.dtype),
+        layers=layers or stored,
+        form=form or stored_form(target),
+        target=target,
+    )
+    return layout if rules is None else rules.cache_layout(layout, batch), held, rules
+
+
+@functools.lru_cache(maxsize=64)
+def _allocator(layout: CacheLayout, batch: int, rules: Rules):
+    """A program that makes an empty cache in place on a mesh; kept, because every new one would be compiled."""
+    allocate = functools.partial(allocate_cache, layout, batch)
+    return jax.jit(allocate, out_shardings=rules.places(jax.eval_shape(allocate)))
+
+
+def check_constants(model: Model, method: Method) -> None:
+    """Raise UserError where the model lacks a calibrated constant of `method`, or has one of another shape."""
+    dtype = str(model.params["embed"].dtype)
+    run_constants(model.constants, CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype))
