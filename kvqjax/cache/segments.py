@@ -87,7 +87,7 @@ def _side_by_side(view: LayerView, tokens: NewTokens):
 
 def _expanded(view: LayerView, sources: dict, positions):
     """Keys and values of exact or decoded sources, [B, N, K, D]; what overflows on the way saturates."""
-    k, v = view.run.wiring.expand(view.weights, view.constants, sources, positions)
+    k, v = view.run.wiring.maps.expand(view.weights, view.constants, sources, positions)
     return saturated(k, k.dtype), saturated(v, v.dtype)
 
 
@@ -112,7 +112,7 @@ def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
         held = tokens.held[row]
         tile = {s: gather_tile(window[s], view.new[s], (), row, token, clock.unit, held) for s in clock.sources}
         part = {n: c[row, unit] for n, c in carry.items()}
-        _, recon, part = run.wiring.encode(view.constants, tile, part)
+        _, recon, part = run.wiring.maps.encode(view.constants, tile, part)
         index = token + jnp.arange(clock.unit)
         place = jnp.where(index < held, view.sinks + index % run.ring, view.sinks + run.ring + index - held)
         for s, x in recon.items():
@@ -142,7 +142,7 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     if not recode:
         return [part(sources, mask)], carry
     parts, index = [], (positions - view.sinks)[:, None, :]
-    for clock, flushed in zip(run.wiring.clocks, view.state.flushed, strict=True):
+    for clock, flushed in zip(run.wiring.storage.clocks, view.state.flushed, strict=True):
         encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
         left = (index >= 0) & (index < encoded[:, :, None])
         parts.append(part(sources, mask & ~left))
@@ -155,20 +155,20 @@ def _payload(run: RunPlan, state: Run, layer, at, size: int) -> dict:
     """`size` tokens of every row of one layer, whole blocks, unpacked."""
     return {
         source: {name: read(f, state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
-        for source, codec in run.wiring.codecs.items()
+        for source, codec in run.wiring.storage.codecs.items()
     }
 
 
 def _passed(run: RunPlan, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
     """The carry of one block after one more layer."""
-    return run.wiring.decode(pick(constants, layer), _payload(run, state, layer, at, size), carry)[1]
+    return run.wiring.maps.decode(pick(constants, layer), _payload(run, state, layer, at, size), carry)[1]
 
 
 def _rebuilt(view: LayerView, at, size: int) -> dict:
     """The carry of one block where none is held: zeros, and with `copy="none"` what the layers below make of them."""
     batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
-    carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.carry.items()}
-    for run, state, constants, count in view.below if view.run.wiring.copy == "none" else ():
+    carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.chain.carry.items()}
+    for run, state, constants, count in view.below if view.run.wiring.chain.copy == "none" else ():
         carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at, size), carry)
     return carry
 
@@ -177,7 +177,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
     """(read, first, last) as `blockwise_attention` wants them, for the encoded tokens of every row, `size` of them at a
     time; with `shared`, values as stored, to be decoded after the sum."""
     run, sinks = view.run, view.sinks
-    ends, constants = body_tokens(run, view.state), run.wiring.prepare(view.constants)
+    ends, constants = body_tokens(run, view.state), run.wiring.maps.prepare(view.constants)
     stored = tokens.stored
     if stored is not None:
         stored = jnp.pad(stored, ((0, 0), (0, run.slots - stored.shape[1])), constant_values=-1)
@@ -187,7 +187,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
         payload = _payload(run, view.state, view.layer, at, size)
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
         part = part or _rebuilt(view, at, size)
-        decoded, part = run.wiring.decode(constants, payload, part)
+        decoded, part = run.wiring.maps.decode(constants, payload, part)
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
         carry = {
             n: jax.lax.dynamic_update_slice_in_dim(c, saturated(part[n], c.dtype), at, 1) for n, c in carry.items()
@@ -253,14 +253,14 @@ def _attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared
     run, body = view.run, view.state.body
     count = min(-(-_reached(view) // run.block) * run.block, run.slots_here)
     positions, mask = _first_seen(view, tokens, count)
-    constants = run.wiring.prepare(view.constants)
+    constants = run.wiring.maps.prepare(view.constants)
     size = max(1, max(AT_ONCE, 2 * AT_ONCE // q.shape[0]) // run.block) * run.block
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     def decoded(part: slice, after):
         stored = view.state.replace(body=jax.lax.optimization_barrier((body, after))[0])
         payload = _payload(run, stored, view.layer, part.start, part.stop - part.start)
-        found, _ = run.wiring.decode(constants, payload, {})
+        found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
         return payload, found, _expanded(view, found, positions[:, part])
 
@@ -294,7 +294,7 @@ def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
     body = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, view.layer, keepdims=True), view.state.body)
 
     def first(source, stored):
-        fields = run.wiring.codecs[source].fields
+        fields = run.wiring.storage.codecs[source].fields
         return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
 
     body = body | {"k": first("k", body["k"])}
@@ -306,7 +306,7 @@ def _attend_whole(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
     per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
-    frame = view.run.wiring.frame
+    frame = view.run.wiring.maps.frame
     if frame is not None:  # once for all of the body, here and at the end
         q = frame.queries(view.constants, q)
     found, carry = _attend_in_frame(q, kv_heads, view, tokens, carry)
@@ -317,8 +317,8 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
 
 def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """`attend_body` with queries and outputs in the body's frame."""
-    run, wiring = view.run, view.run.wiring
-    shared = wiring.shared if wiring.shared is not None and q.shape[1] <= wiring.shared.most else None
+    run, wiring, fast = view.run, view.run.wiring, view.run.wiring.fast
+    shared = fast.shared if fast.shared is not None and q.shape[1] <= fast.shared.most else None
     # Where tokens lie in a ring, are evicted or dealt, those that a query sees are not next to each other.
     in_order = not run.wraps and tokens.stored is None and run.deal.parts == 1
     kernels = view.chunks if in_order else "off"
@@ -326,18 +326,18 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     few = q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None
 
     def by_blocks():
-        if run.static and few and not wiring.carry and _reached(view) <= MOST_PARTS * AT_ONCE:
+        if run.static and few and not wiring.chain.carry and _reached(view) <= MOST_PARTS * AT_ONCE:
             return _attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
-        size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.carry))
+        size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.chain.carry))
         return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, kernels)
 
-    if wiring.direct is not None and few:
-        return _attend_whole(q, kv_heads, view, tokens, wiring.direct), carry
+    if fast.direct is not None and few:
+        return _attend_whole(q, kv_heads, view, tokens, fast.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
     short = kernels == "off" or q.shape[1] < MANY_QUERIES
-    if wiring.packed is not None and short and shared is wiring.shared and not run.wraps and tokens.stored is None:
-        found = _attend_packed(q, view, tokens, wiring.packed, lambda: by_blocks()[0])
+    if fast.packed is not None and short and shared is fast.shared and not run.wraps and tokens.stored is None:
+        found = _attend_packed(q, view, tokens, fast.packed, lambda: by_blocks()[0])
     else:
         found, carry = by_blocks()
     if shared is not None:
@@ -353,7 +353,7 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
     k, _ = _expanded(view, sources, positions)
     exact = received(q, k, _seen(view, tokens, positions, real) & valid, lse)
     read_block, first, last = _body_blocks(view, tokens, view.run.reading)
-    frame = view.run.wiring.frame
+    frame = view.run.wiring.maps.frame
     turned = q if frame is None else frame.queries(view.constants, q)
 
     def step(j, loop):

@@ -107,14 +107,14 @@ class RunPlan(NamedTuple):
     def reading(self) -> int:
         """Tokens read at a time: as many blocks as divide the body, up to what the wiring or a GPU asks for; one where
         it is a ring."""
-        wanted = max(self.wiring.reading, AT_ONCE if self.static else 1)
+        wanted = max(self.wiring.fast.reading, AT_ONCE if self.static else 1)
         most = 1 if self.wraps else max(1, wanted // self.block)
         return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
 
     @property
     def carried(self) -> int:
-        """Body tokens of which a reader holds what flows between layers, per row (see `Wiring.copy`)."""
-        return {"layer": self.slots, "none": self.block, "all": 0}[self.wiring.copy]
+        """Body tokens of which a reader holds what flows between layers, per row (see `Chain.copy`)."""
+        return {"layer": self.slots, "none": self.block, "all": 0}[self.wiring.chain.copy]
 
 
 class Run(struct.PyTreeNode):
@@ -173,21 +173,21 @@ def _resolve(wiring: Wiring, dtype: str) -> Wiring:
             fields={n: dataclasses.replace(f, dtype=dtype) if f.dtype == "compute" else f for n, f in fields}
         )
 
-    return wiring._replace(codecs={name: fix(codec) for name, codec in wiring.codecs.items()})
+    return wiring.having(storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}})
 
 
 def _in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
     """The wiring with its fields in the form that they are stored in."""
-    if form == "planes" or wiring.direct is None:
-        return wiring._replace(direct=None)
+    if form == "planes" or wiring.fast.direct is None:
+        return wiring.having(fast={"direct": None})
 
     def by_head(codec):
         wide = {n: f for n, f in codec.fields.items() if f.kind in ("codes", "plain")}
         heads = {n: dataclasses.replace(f, heads=shape.num_kv_heads) for n, f in wide.items()}
         return codec._replace(fields=codec.fields | heads)
 
-    codecs = {name: by_head(codec) for name, codec in wiring.codecs.items()}
-    return wiring._replace(codecs=codecs, packed=None)
+    codecs = {name: by_head(codec) for name, codec in wiring.storage.codecs.items()}
+    return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
 
 def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
@@ -199,7 +199,7 @@ def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
 
 
 def _check_clocks(wiring: Wiring, name: str) -> None:
-    for clock in wiring.clocks:
+    for clock in wiring.storage.clocks:
         if clock.window < 0:
             raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
         if clock.window > MOST_TOKENS:
@@ -209,43 +209,43 @@ def _check_clocks(wiring: Wiring, name: str) -> None:
                 f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"
             )
         for source in clock.sources:
-            if clock.unit % wiring.codecs[source].unit:
+            if clock.unit % wiring.storage.codecs[source].unit:
                 raise UserError(
-                    f"{name}: {source} is encoded {wiring.codecs[source].unit} tokens at a time, "
+                    f"{name}: {source} is encoded {wiring.storage.codecs[source].unit} tokens at a time, "
                     f"but leaves the window {clock.unit} at a time"
                 )
 
 
 def _by_groups(wiring: Wiring, layout: CacheLayout, keep: Keep) -> Wiring:
     """The wiring with a clock that eviction can work with: one for all sources, of whole planes at least."""
-    if len(wiring.clocks) > 1:
+    if len(wiring.storage.clocks) > 1:
         raise UserError(f"{layout.method}: keys and values leave the window apart, so their tokens cannot be evicted")
-    clock = wiring.clocks[0]._replace(unit=max(PLANE, wiring.clocks[0].unit))
+    clock = wiring.storage.clocks[0]._replace(unit=max(PLANE, wiring.storage.clocks[0].unit))
     if keep.budget < clock.unit:
         raise UserError(f"{layout.method}: tokens leave the body {clock.unit} at a time; keep that many at least")
-    return wiring._replace(clocks=(clock,))
+    return wiring.having(storage={"clocks": (clock,)})
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunPlan:
     try:
         wiring = _in_form(_resolve(spec.build(shape), layout.dtype), layout.form, shape)
-        if wiring.packed is not None:
-            wiring = wiring._replace(packed=_with_kernels(wiring.packed, layout))
+        if wiring.fast.packed is not None:
+            wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     _check_clocks(wiring, str(layout.method))
     keep = layout.method.keep
     if keep is not None:
         wiring = _by_groups(wiring, layout, keep)
-    fields = [field for codec in wiring.codecs.values() for field in codec.fields.values()]
-    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.clocks)))
+    fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
+    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.storage.clocks)))
     room = layout.capacity - layout.method.sinks
-    ring = max(clock.window + clock.unit for clock in wiring.clocks)
+    ring = max(clock.window + clock.unit for clock in wiring.storage.clocks)
     # Nothing is ever encoded when the window alone can hold the capacity.
-    most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.clocks)
+    most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.storage.clocks)
     ring = max(1, min(ring, room))
     if keep is not None:
-        unit = wiring.clocks[0].unit
+        unit = wiring.storage.clocks[0].unit
         kept = max(0, min(keep.budget // unit * unit, most))
         return RunPlan(first, count, shape, wiring, block, -(-kept // block) * block, ring, False, kept=kept)
     whole = blocks = max(0, -(-most // block))
@@ -275,9 +275,9 @@ def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
 def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
     """The runs of a layout, in layer order. Cached, so that wirings are built once."""
     runs = _plan_runs(layout, 1)
-    if any(run.wiring.copy == "none" for run in runs):  # a block is then read from all layers below at once
+    if any(run.wiring.chain.copy == "none" for run in runs):  # a block is then read from all layers below at once
         runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))
-    clocks = {run.wiring.clocks[0][1:] for run in runs}
+    clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
     if layout.method.keep is not None and len(clocks) > 1:
         raise UserError(f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}")
     return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
@@ -296,13 +296,13 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
     """Run numbers that are encoded together: all of them when something flows from layer to layer; else those that
     fall due at the same time, so that one question decides for all."""
     runs = plan(layout)
-    if not any(run.wiring.carry for run in runs):
+    if not any(run.wiring.chain.carry for run in runs):
         due_together: dict[tuple, list[int]] = {}
         for number, run in enumerate(runs):
-            due_together.setdefault((run.wiring.clocks, run.slots > 0), []).append(number)
+            due_together.setdefault((run.wiring.storage.clocks, run.slots > 0), []).append(number)
         return tuple(map(tuple, due_together.values()))
-    clocks = {run.wiring.clocks[0][1:] for run in runs}
-    if len(clocks) > 1 or any(len(run.wiring.clocks) > 1 for run in runs):
+    clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
+    if len(clocks) > 1 or any(len(run.wiring.storage.clocks) > 1 for run in runs):
         raise UserError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
     # A layer that slides neither reads old tokens nor keeps them where its neighbours do, so nothing can flow past it.
     rings = {run.slots for run in runs} if any(run.wraps for run in runs) else set()
@@ -314,16 +314,16 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
 
 
 def _allocate_run(run: RunPlan, batch: int, layout: CacheLayout) -> Run:
-    lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.sources
+    lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     body = {
         name: {f: allocate(field, lead, run.slots) for f, field in codec.fields.items()}
-        for name, codec in run.wiring.codecs.items()
+        for name, codec in run.wiring.storage.codecs.items()
     }
     return Run(
         body=body if run.slots else {},
         sinks={name: jnp.zeros((*lead, layout.method.sinks, width), dtype) for name, width in sources.items()},
         window={name: jnp.zeros((*lead, run.ring, width), dtype) for name, width in sources.items()},
-        flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.clocks),
+        flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.storage.clocks),
     )
 
 
@@ -337,7 +337,7 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     first, keep = plan(layout)[0], layout.method.keep
     kept = {}
     if keep is not None and first.kept:
-        kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.clocks[0].unit, first.ring)
+        kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.storage.clocks[0].unit, first.ring)
     lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
     return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept)
 
@@ -354,7 +354,7 @@ def check_alive(*values: Any) -> None:
 
 def body_tokens(run: RunPlan, state: Run) -> Int[Array, " B"]:
     """Tokens of each row that are encoded in every source, and so attended to in the body."""
-    units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.clocks, strict=True)]
+    units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)]
     return functools.reduce(jnp.minimum, units)
 
 

@@ -141,7 +141,7 @@ class Rules:
         by_head = PartitionSpec(None, self.batch, self.kv_heads, self.sequence, None)
 
         def field(source: str, name: str, stored):
-            about = plan.wiring.codecs[source].fields[name]
+            about = plan.wiring.storage.codecs[source].fields[name]
             spec = by_head if about.heads else tokens if about.along_lanes else lanes
             return tuple(spec for _ in stored)
 
@@ -214,10 +214,10 @@ def _is_share(whole, part, parts: int) -> bool:
     def widened(wiring, times: int):
         fields = {
             (source, name): dataclasses.replace(field, width=field.width * times, heads=field.heads * times)
-            for source, codec in wiring.codecs.items()
+            for source, codec in wiring.storage.codecs.items()
             for name, field in codec.fields.items()
         }
-        return {source: width * times for source, width in wiring.sources.items()}, fields
+        return {source: width * times for source, width in wiring.storage.sources.items()}, fields
 
     alone = not (whole.carry or whole.wanted().keys() - {ROTATIONS})
     return alone and widened(whole, 1) == widened(part, parts)
@@ -262,7 +262,7 @@ def rules_for(config: ModelConfig, method: MethodLike, size: MeshSize, devices=N
         rules = dataclasses.replace(rules, vocabulary=())
     layout = CacheLayout(shape=config.kv_shape, method=parse(method), capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
-        stored = all({"k", "v"} <= run.wiring.sources.keys() for run in plan(layout))
+        stored = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in plan(layout))
         columns = rules.width if stored and config.kv_width % model == 0 else ()
         rules = dataclasses.replace(rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group"))
     return rules
@@ -284,7 +284,7 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
         "logits": PartitionSpec(rules.batch, rules.vocabulary),
         "chunk": PartitionSpec(rules.batch, None, rules.vocabulary),
         "cache": rules.cache(cache),
-        "pending": tuple(dict.fromkeys(run.wiring.sources, source) for run in plan(layout)),
+        "pending": tuple(dict.fromkeys(run.wiring.storage.sources, source) for run in plan(layout)),
     }
 
     def local(model, cache, *arguments):
