@@ -52,11 +52,13 @@ def measure(text: str, chip: str) -> dict[str, float]:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
     def vectors(*shape):
-        return placed({n: jax.ShapeDtypeStruct((*shape, w), jnp.bfloat16) for n, w in run.wiring.sources.items()})
+        return placed(
+            {n: jax.ShapeDtypeStruct((*shape, w), jnp.bfloat16) for n, w in run.wiring.storage.sources.items()}
+        )
 
     model = placed(abstract_model(config, layout))
     state = placed(jax.eval_shape(lambda: allocate_cache(layout, 1))).runs[-1]
-    constants, clock = model.constants[-1], run.wiring.clocks[0]
+    constants, clock = model.constants[-1], run.wiring.storage.clocks[0]
     index, count = (placed(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((), (1, 1)))
 
     def encode(body, constants, tile, layer, slot):
@@ -70,7 +72,7 @@ def measure(text: str, chip: str) -> dict[str, float]:
     q = placed(jax.ShapeDtypeStruct((1, 1, config.num_heads, config.head_dim), jnp.bfloat16))
     encoding = jax.jit(encode, donate_argnums=0).lower(state.body, constants, vectors(clock.unit), index, index)
     reading = jax.jit(read).lower(q, state, model.params, constants, vectors(1, 1), index, count)
-    packed = run.wiring.packed.spec if run.wiring.packed is not None else None
+    packed = run.wiring.fast.packed.spec if run.wiring.fast.packed is not None else None
     block = packed.block if isinstance(packed, PackedSpec) and packed.plain else run.reading
     (cycles, rows), per_token = largest_body(reading.compile()), total(encoding.compile()) / clock.unit
     read = {"read_per_512": round(sum(cycles) * 512 / block), "rows_per_512": rows * 512 // block}

@@ -66,7 +66,7 @@ def _arguments(case, chip: str):
     weights = {name: shaped(jnp.bfloat16, width, config.kv_width) for name in "kv"}
     weights |= {"k_norm": shaped(jnp.bfloat16, dim)} if normed else {}
     constants = jax.tree.map(lambda x: shaped(x.dtype, *x.shape), run.wiring.constants(LAYERS, "bfloat16"))
-    new = {name: shaped(jnp.bfloat16, BATCH, length, n) for name, n in run.wiring.sources.items()}
+    new = {name: shaped(jnp.bfloat16, BATCH, length, n) for name, n in run.wiring.storage.sources.items()}
 
     q = shaped(jnp.bfloat16, BATCH, length, heads, dim)
     return run, (q, cache, weights, constants, new, shaped(jnp.int32), shaped(jnp.int32, BATCH, length))
@@ -76,7 +76,7 @@ def _module(run, part: str = "{}"):
     """The kernel for the body of a run of layers, or the part of it whose module is called so."""
     from kvqjax.pallas_kernels.dispatch import FORMS
 
-    form = FORMS[type(run.wiring.packed.spec)].module
+    form = FORMS[type(run.wiring.fast.packed.spec)].module
     return importlib.import_module(f"kvqjax.pallas_kernels.tpu.{part.format(form)}")
 
 
@@ -88,8 +88,8 @@ def _through_kernel(run, chip: str):
 
     def attend(q, cache, weights, constants, new, layer, positions):
         first = jnp.arange(0, run.slots, run.block)
-        body = run.wiring.packed.body(weights, pick(constants, layer), cache.runs[0].body, first)
-        spec = dataclasses.replace(run.wiring.packed.spec, target=chip)
+        body = run.wiring.fast.packed.body(weights, pick(constants, layer), cache.runs[0].body, first)
+        spec = dataclasses.replace(run.wiring.fast.packed.spec, target=chip)
         return _module(run).packed_attention(q, body, layer, jnp.zeros_like(positions), positions, spec)
 
     return attend
@@ -115,7 +115,7 @@ def xla(case, chip: str) -> dict:
     from estimated_cycles import by_blocks, largest_body, largest_product
 
     run, (q, cache, *more) = _arguments(case, chip)
-    attend = by_blocks(run, run.wiring.packed.spec.kv_heads)
+    attend = by_blocks(run, run.wiring.fast.packed.spec.kv_heads)
     compiled = _compiled(attend, (q, cache.runs[0], *more))
     found = {"xla": sum(largest_body(compiled)[0]), "product": largest_product(compiled)}
     return {name: round(cycles * 512 / run.reading) for name, cycles in found.items()}

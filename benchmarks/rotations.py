@@ -75,7 +75,7 @@ def encoded_share(cache: str) -> float:
     """Which part of a window's tokens its cache has encoded at its end."""
     method = kvqjax.parse(cache)
     layout = kvqjax.init_cache(kvqjax.load("recall"), method, 1, LENGTH).layout
-    clock = plan(layout)[len(plan(layout)) // 2].wiring.clocks[0]
+    clock = plan(layout)[len(plan(layout)) // 2].wiring.storage.clocks[0]
     return int(due(clock, LENGTH - method.sinks, 0)) * clock.unit / LENGTH
 
 

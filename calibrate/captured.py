@@ -85,7 +85,7 @@ def _cached(run: RunPlan, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n 
     """Keys and values of a run's layers, [n, T, K, D] each, as a cache stores them."""
     nothing: Any = None  # of what the capture of keys and values does not look at
     projected = Projected(nothing, jnp.asarray(k), jnp.asarray(v), nothing, nothing)
-    new = run.wiring.capture({}, {}, projected, _positions(*projected.k.shape[:2]))
+    new = run.wiring.maps.capture({}, {}, projected, _positions(*projected.k.shape[:2]))
     return new["k"].astype(jnp.float32), new["v"].astype(jnp.float32)
 
 

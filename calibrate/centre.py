@@ -54,7 +54,7 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 
 def in_frame(run: RunPlan, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:
     """Key means of a run's layers in the frame that its codecs see."""
-    return mean if run.wiring.frame is None else run.wiring.frame.turn(constants, "k", mean)
+    return mean if run.wiring.maps.frame is None else run.wiring.maps.frame.turn(constants, "k", mean)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:

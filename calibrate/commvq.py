@@ -29,7 +29,7 @@ from kvqjax.codecs.commvq_keys import truncate_rounds
 from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.commvq_wiring import CommVQLayer
-from kvqjax.methods.wiring import cached_keys
+from kvqjax.methods.keys_values import cached_keys
 from kvqjax.model import decoder
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
@@ -130,7 +130,7 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell):
 def _empty(data: Layers, layers) -> dict:
     constants, reports = [], []
     for layer in layers:
-        own = layer.build(data.shape).codecs.items() if isinstance(layer, CommVQLayer) else ()
+        own = layer.build(data.shape).storage.codecs.items() if isinstance(layer, CommVQLayer) else ()
         constants.append({s: {n: np.zeros(shape, np.float32) for n, shape in c.needs.items()} for s, c in own})
         rounds = layer.key(data.shape).rounds if own else 0
         reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS if own else 0, 2))})
@@ -220,7 +220,7 @@ def truncate(artifact: Artifact, method: Method, config: ModelConfig) -> Artifac
     cut = []
     for run, constants in zip(runs, artifact.constants, strict=True):
         if constants:
-            rounds = run.wiring.codecs["k"].needs["codebook"][0]
+            rounds = run.wiring.storage.codecs["k"].needs["codebook"][0]
             constants = constants | {
                 "k": {"codebook": truncate_rounds(jnp.asarray(constants["k"]["codebook"]), rounds)}
             }

@@ -117,7 +117,7 @@ def _bounds(task: _Task, run: RunPlan, pair: tuple[Nuq, Nuq], extremes) -> dict:
 
 def _turn(task: _Task, source: str, x):
     """Keys or values of all layers [L, B, T, W] in the frame of each run's codecs."""
-    frames = [(slice(run.first, run.first + run.count), run.wiring.frame) for run in task.runs]
+    frames = [(slice(run.first, run.first + run.count), run.wiring.maps.frame) for run in task.runs]
     return jnp.concatenate([x[own] if frame is None else frame.turn({}, source, x[own]) for own, frame in frames])
 
 

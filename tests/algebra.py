@@ -31,7 +31,7 @@ def pool(name: str, size: int = CAPACITY) -> tuple[dict[str, np.ndarray], ...]:
     out = []
     for number, run in enumerate(plan(empty(name, 1).layout)):
         random, made = np.random.default_rng(number), {}
-        for source, width in run.wiring.sources.items():
+        for source, width in run.wiring.storage.sources.items():
             x = random.normal(size=(run.count, size, width)) * np.exp(random.normal(size=width))
             x += 4 * random.normal(size=width) + 20 * (random.random((run.count, size, width)) < 0.003)
             made[source] = x.astype(np.float32)
@@ -75,7 +75,7 @@ def _stored(body, layout, number: int):
     run = plan(layout)[number]
 
     def one(source, name):
-        field = run.wiring.codecs[source].fields[name]
+        field = run.wiring.storage.codecs[source].fields[name]
         layers = [read(field, body[source][name], jnp.int32(i), jnp.int32(0), run.slots) for i in range(run.count)]
         x = jnp.stack(layers)
         return x.swapaxes(2, 3) if field.kind == "token" else x
@@ -95,7 +95,7 @@ def all_finite(cache) -> bool:
     numbers = []
     for run, fields in zip(plan(cache.layout), body(cache), strict=True):
         for source, stored in fields.items():
-            codec = run.wiring.codecs[source]
+            codec = run.wiring.storage.codecs[source]
             numbers += [x for name, x in stored.items() if codec.fields[name].dtype in ("bfloat16", "float32")]
     return all(np.isfinite(np.asarray(x, np.float32)).all() for x in [*exact, *numbers, *cache.kept.values()])
 
@@ -105,7 +105,7 @@ def encoded(cache) -> list[dict[str, np.ndarray]]:
     return [
         {
             s: np.asarray(f) * clock.unit
-            for clock, f in zip(run.wiring.clocks, state.flushed, strict=True)
+            for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True)
             for s in clock.sources
         }
         for run, state in zip(plan(cache.layout), cache.runs, strict=True)
@@ -145,6 +145,6 @@ def check_row(name: str, cache, row: int, tokens: list[int]) -> None:
                 got = np.asarray(state.window[key])[:, row, exact % run.ring]
                 np.testing.assert_array_equal(got, vectors[:, np.asarray(tokens)[exact + sinks]])
     # Tokens appended after the row's own make the fresh encode get at least as far.
-    ahead = max(clock.window + clock.unit for run in plan(cache.layout) for clock in run.wiring.clocks)
+    ahead = max(clock.window + clock.unit for run in plan(cache.layout) for clock in run.wiring.storage.clocks)
     if held > 0 and len(tokens) + ahead <= CAPACITY:
         same_words(cache, row, fresh(name, [tokens + [0] * ahead]), 0)

@@ -27,7 +27,7 @@ LLAMA31_8B = ModelConfig(
 
 def path(spec: str, config=LLAMA31_8B, group=4, target="v6e", slots=4096) -> str | None:
     """What reads a body of the method that `spec` names; None: no kernel knows its form."""
-    packed = parse(spec).layer.build(config).packed
+    packed = parse(spec).layer.build(config).fast.packed
     return packed and dispatch.path(dataclasses.replace(packed.spec, target=target), group, slots)
 
 

@@ -58,7 +58,7 @@ def facts(layout: CacheLayout, held: int, new: int, batch: int) -> dict[str, np.
     known = {"cache.lengths": rows, "cache.finite": rows, "counts": np.full(batch, new, np.int32)}
     known["cache.overflow"] = np.zeros(batch, bool)
     for number, run in enumerate(plan(layout)):
-        for index, clock in enumerate(run.wiring.clocks):
+        for index, clock in enumerate(run.wiring.storage.clocks):
             units = max(0, (held - layout.method.sinks - clock.window) // clock.unit) if run.slots else 0
             known[f"cache.runs[{number}].flushed[{index}]"] = np.full(batch, units, np.int32)
     return known

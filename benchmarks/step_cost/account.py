@@ -91,7 +91,7 @@ def _encoded(layout: CacheLayout, known: dict[str, np.ndarray]) -> list[int]:
     each = [
         known[f"state.cache.runs[{number}].flushed[{index}]"] * clock.unit
         for number, run in enumerate(plan(layout))
-        for index, clock in enumerate(run.wiring.clocks)
+        for index, clock in enumerate(run.wiring.storage.clocks)
     ]
     return np.max(each, axis=0).tolist()
 

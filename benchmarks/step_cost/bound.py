@@ -71,7 +71,9 @@ def row_lengths(context: int, batch: int, ragged: bool) -> list[int]:
 
 def _clocks(layout: CacheLayout) -> list:
     """Clocks that fall due now and then, each once."""
-    return list({clock[1:]: clock for run in plan(layout) for clock in run.wiring.clocks if clock.unit > 1}.values())
+    return list(
+        {clock[1:]: clock for run in plan(layout) for clock in run.wiring.storage.clocks if clock.unit > 1}.values()
+    )
 
 
 def _units(layout: CacheLayout, clock, length: int) -> int:
@@ -109,7 +111,7 @@ def facts(layout: CacheLayout, held: list[int]) -> dict[str, np.ndarray]:
         "limit": np.int32(16),
     }
     for number, run in enumerate(plan(layout)):
-        for index, clock in enumerate(run.wiring.clocks):
+        for index, clock in enumerate(run.wiring.storage.clocks):
             units = [_units(layout, clock, n) if run.slots else 0 for n in held]
             known[f"state.cache.runs[{number}].flushed[{index}]"] = np.asarray(units, np.int32)
     return {name: np.asarray(value) for name, value in known.items()}

@@ -129,7 +129,7 @@ def sorted_out(methods: list[Method], config: ModelConfig) -> Candidates:
     given = [parse("exact"), *(m for m in methods if m.name.partition(":")[0] != "exact")]
     given = [parse(to_dict(method) | {"sinks": sinks}) for method in given]
     runs = [plan(CacheLayout(shape=config.kv_shape, method=m, capacity=1, dtype="float32")) for m in given]
-    alone = [not (m.overrides or m.keep or r[0].wiring.carry) for m, r in zip(given, runs, strict=True)]
+    alone = [not (m.overrides or m.keep or r[0].wiring.chain.carry) for m, r in zip(given, runs, strict=True)]
     parts = [method for method, ok in zip(given, alone, strict=True) if ok]
     whole = [not apart(r[0].wiring) for r, ok in zip(runs, alone, strict=True) if ok]
     others = [method for method, ok in zip(given, alone, strict=True) if not ok]

@@ -16,7 +16,7 @@ import numpy as np
 from kvqjax.codecs import Exact
 from kvqjax.methods.pairs import PARTS, apart
 from kvqjax.methods.spec import LayerSpec
-from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.methods.wiring import Calibration, Clock, Maps, Storage, Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = ["Choice", "chosen_constants"]
@@ -47,7 +47,7 @@ def _kinds(specs: tuple[LayerSpec, ...], shape: KVShape) -> list[Kind]:
     kinds: dict[Any, Kind] = {}
     for number, spec in enumerate(specs):
         wiring = spec.build(shape)
-        if wiring.carry:
+        if wiring.chain.carry:
             raise ValueError(f"candidate {number}: layers that feed each other cannot be chosen one by one")
         kind = kinds.setdefault(_likeness(number, spec, wiring), Kind({}, not apart(wiring)))
         kind.members[number] = wiring
@@ -75,17 +75,17 @@ class Choice:
     def build(self, config: KVShape) -> Wiring:
         kinds, count = _kinds(self.specs, config), len(self.specs)
         name = lambda number, source: f"{source}{number}"  # noqa: E731
-        widths = {name(n, s): width for n, kind in enumerate(kinds) for s, width in kind.wiring.sources.items()}
+        widths = {name(n, s): width for n, kind in enumerate(kinds) for s, width in kind.wiring.storage.sources.items()}
         clocks: dict[tuple[int, int], list[str]] = {}
         for number, kind in enumerate(kinds):
-            for clock in kind.wiring.clocks:
+            for clock in kind.wiring.storage.clocks:
                 clocks.setdefault(clock[1:], []).extend(name(number, source) for source in clock.sources)
 
         def capture(weights, constants, projected, positions):
             return {
                 name(n, source): x
                 for n, kind in enumerate(kinds)
-                for source, x in kind.wiring.capture(
+                for source, x in kind.wiring.maps.capture(
                     weights, _given(constants, next(iter(kind.members))), projected, positions
                 ).items()
             }
@@ -95,7 +95,7 @@ class Choice:
 
             def by(number):
                 wiring = kind.members[number]
-                return lambda x: {s: wiring.encode(_given(constants, number), x, {})[1][s] for s in sources}
+                return lambda x: {s: wiring.maps.encode(_given(constants, number), x, {})[1][s] for s in sources}
 
             index = constants[OWN]["v" if sources == ("v",) else "k"]
             table = _table(kind.members, count, len(kind.members))
@@ -106,7 +106,7 @@ class Choice:
         def encode(constants, tile, carry):
             recon = {}
             for n, kind in enumerate(kinds):
-                here = tuple(s for s in kind.wiring.sources if name(n, s) in tile)
+                here = tuple(s for s in kind.wiring.storage.sources if name(n, s) in tile)
                 for sources in [here] if kind.whole and here else [(s,) for s in here]:
                     made = recoded(constants, kind, sources, {s: tile[name(n, s)] for s in sources})
                     recon |= {name(n, s): x for s, x in made.items()}
@@ -118,8 +118,8 @@ class Choice:
         def expand(weights, constants, sources, positions):
             def one(part: int):
                 def by(n, kind):
-                    own, first = {s: sources[name(n, s)] for s in kind.wiring.sources}, next(iter(kind.members))
-                    return lambda: kind.wiring.expand(weights, _given(constants, first), own, positions)[part]
+                    own, first = {s: sources[name(n, s)] for s in kind.wiring.storage.sources}, next(iter(kind.members))
+                    return lambda: kind.wiring.maps.expand(weights, _given(constants, first), own, positions)[part]
 
                 place = {number: n for n, kind in enumerate(kinds) for number in kind.members}
                 table = np.asarray([place[number] for number in range(count)], np.int32)
@@ -130,17 +130,15 @@ class Choice:
 
         members = {number: wiring for kind in kinds for number, wiring in kind.members.items()}
         wanted = {f"{n}.{group}": names for n, w in members.items() for group, names in w.wanted().items()}
-        kinds_of = {key: kind for wiring in members.values() for key, kind in wiring.kinds.items()}
+        kinds_of = {key: kind for wiring in members.values() for key, kind in wiring.calibration.kinds.items()}
         return Wiring(
-            sources=widths,
-            codecs={source: Exact().build(width) for source, width in widths.items()},
-            clocks=tuple(Clock(tuple(sources), *times) for times, sources in clocks.items()),
-            capture=capture,
-            encode=encode,
-            decode=decode,
-            expand=expand,
-            needs=wanted | {OWN: {"k": (), "v": ()}},
-            kinds=kinds_of,
+            Storage(
+                sources=widths,
+                codecs={source: Exact().build(width) for source, width in widths.items()},
+                clocks=tuple(Clock(tuple(sources), *times) for times, sources in clocks.items()),
+            ),
+            Maps(capture, encode, decode, expand),
+            calibration=Calibration(wanted | {OWN: {"k": (), "v": ()}}, kinds_of),
         )
 
 

@@ -103,12 +103,12 @@ def _entry(run: RunPlan, source: str, field: str, role: str, arrays, used: float
 
 
 def _run_entries(run: RunPlan, state, capacity: int, sinks: int):
-    clocks = {source: clock for clock in run.wiring.clocks for source in clock.sources}
+    clocks = {source: clock for clock in run.wiring.storage.clocks for source in clock.sources}
     for source, fields in state.body.items():
         clock = clocks[source]
         most = run.kept or min((capacity - sinks - clock.window) // clock.unit * clock.unit, run.slots)
         for name, stored in fields.items():
-            field = run.wiring.codecs[source].fields[name]
+            field = run.wiring.storage.codecs[source].fields[name]
             yield _entry(run, source, name, field.role, stored, most / run.slots)
     for part in ("sinks", "window"):
         for source, array in getattr(state, part).items():
@@ -119,13 +119,15 @@ def _run_entries(run: RunPlan, state, capacity: int, sinks: int):
 
 def _method_bits(runs: tuple[RunPlan, ...], values: int) -> float:
     """Stored bits per key or value channel by the codecs alone."""
-    total = sum(run.count * bits_per_value(codec) * codec.width for run in runs for codec in run.wiring.codecs.values())
+    total = sum(
+        run.count * bits_per_value(codec) * codec.width for run in runs for codec in run.wiring.storage.codecs.values()
+    )
     return total / values
 
 
 def _carry_bytes(runs: tuple[RunPlan, ...], batch: int, dtype: str) -> int:
     """What a decode step holds of what flows between layers."""
-    widths = {name: width for run in runs for name, width in run.wiring.carry.items()}
+    widths = {name: width for run in runs for name, width in run.wiring.chain.carry.items()}
     return batch * max(run.carried for run in runs) * sum(widths.values()) * np.dtype(dtype).itemsize
 
 

@@ -64,10 +64,10 @@ def gather_tile(window, new, at, row, token, size: int, held):
 
 def encode_tile(run: RunPlan, body, at, clock, slot, tile: Sources, constants, carry):
     """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body slot `slot`."""
-    payload, recon, carry = run.wiring.encode(constants, tile, carry)
+    payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
     here, slot = run.deal.place(slot)
     for source in clock.sources:
-        fields = run.wiring.codecs[source].fields
+        fields = run.wiring.storage.codecs[source].fields
         stored = {
             name: write(field, body[source][name], at, slot, payload[source][name], here)
             for name, field in fields.items()
@@ -151,14 +151,14 @@ def for_tiles(clock, start, stop, most: int, body_fn, state):
 
 def empty_carry(runs, size: int, dtype) -> dict:
     """What enters the first layer: zeros, [size, W] for every name any layer carries."""
-    return {name: jnp.zeros((size, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
+    return {name: jnp.zeros((size, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
 
 
 def flush_layer(run: RunPlan, body, layer, new, held, targets, constants, carry):
     """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry`
     holds every prompt token's, [B, T, W]. Returns (body, new, carry); `new` changes only where a source is encoded
     before its partner and stays in the window as reconstructed."""
-    clocks, length = run.wiring.clocks, next(iter(new.values())).shape[1]
+    clocks, length = run.wiring.storage.clocks, next(iter(new.values())).shape[1]
 
     def tile_step(clock, row, token, size, state):
         if size > length:
@@ -191,11 +191,11 @@ def _flush_chain(runs, states, news, held, targets, constants, dtype, moves: Mov
     """Encode what is due in a chain of runs: row by row, tile by tile, all layers in order. `states` are (body, window)
     pairs; a source encoded before its partner leaves the window is replaced there by its reconstruction. Where
     tokens are evicted, `moves` says which units go where."""
-    replace, length = len(runs[0].wiring.clocks) > 1, next(iter(news[0].values())).shape[2]
+    replace, length = len(runs[0].wiring.storage.clocks) > 1, next(iter(news[0].values())).shape[2]
 
     def layer_step(number, index, row, token, slot, size, layer, state):
         run, (body, window, new), carry = runs[number], state[0][number], state[1]
-        clock = run.wiring.clocks[index]  # layers of a chain may name their sources differently
+        clock = run.wiring.storage.clocks[index]  # layers of a chain may name their sources differently
         tile = {s: gather_tile(window[s], new[s], (layer,), row, token, size, held[row]) for s in clock.sources}
         body, recon, carry = encode_tile(
             run, body, (layer, row), clock, slot % run.slots, tile, pick(constants[number], layer), carry
@@ -215,13 +215,13 @@ def _flush_chain(runs, states, news, held, targets, constants, dtype, moves: Mov
         return state[0]
 
     def moved(moves: Moves, row, i, entries):
-        unit = runs[0].wiring.clocks[0].unit
+        unit = runs[0].wiring.storage.clocks[0].unit
         return tile_step(0, row, moves.unit[row, i] * unit, unit, entries, moves.slot[row, i])
 
     def row_step(row, entries):
         if moves is not None:
             return jax.lax.fori_loop(0, moves.count[row], functools.partial(moved, moves, row), entries)
-        for index, clock in enumerate(runs[0].wiring.clocks):
+        for index, clock in enumerate(runs[0].wiring.storage.clocks):
             start, stop = states[0].flushed[index][row], targets[index][row]
             # What was due before was encoded then: a unit of one token falls due with each new token, no more.
             entries = for_tiles(clock, start, stop, length, functools.partial(tile_step, index, row), entries)
@@ -262,7 +262,7 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     moves, kept = _moves(cache, pending, held, counts)
     for chain in chains(layout):
         members = [runs[i] for i in chain]
-        clocks = members[0].wiring.clocks
+        clocks = members[0].wiring.storage.clocks
         flushed = states[chain[0]].flushed
         targets = tuple(due(c, held + counts, f) for c, f in zip(clocks, flushed, strict=True))
         if any(run.slots for run in members):
@@ -291,7 +291,7 @@ def _moves(cache: Cache, pending: tuple, held, counts) -> tuple[Moves | None, di
     keep, run = cache.layout.method.keep, plan(cache.layout)[0]
     if keep is None or not cache.kept:
         return None, cache.kept
-    clock, flushed = run.wiring.clocks[0], cache.runs[0].flushed[0]
+    clock, flushed = run.wiring.storage.clocks[0], cache.runs[0].flushed[0]
     most = (next(iter(pending[0].values())).shape[2] + clock.unit - 1) // clock.unit
     call = pending[-1] if len(pending) > len(cache.runs) else None
     end, sinks = held + counts, cache.layout.method.sinks

@@ -48,11 +48,11 @@ def _run(run: RunPlan, members: list[tuple[RunPlan, Run, int]]) -> Run:
         parts = []
         for plan_, state, index in members:
             own = _cut(state.body[source][name], index, plan_.count)
-            has = plan_.wiring.codecs[source].fields[name]
+            has = plan_.wiring.storage.codecs[source].fields[name]
             parts.append(own if has == wanted else _rewritten(has, wanted, own, run.slots))
         return tuple(map(_joined, map(list, zip(*parts, strict=True))))
 
-    body = {s: {n: field(s, n, f) for n, f in codec.fields.items()} for s, codec in run.wiring.codecs.items()}
+    body = {s: {n: field(s, n, f) for n, f in codec.fields.items()} for s, codec in run.wiring.storage.codecs.items()}
     exact = [_cut((state.sinks, state.window), index, plan_.count) for plan_, state, index in members]
     sinks, window = jax.tree.map(lambda *parts: _joined(list(parts)), *exact)
     return Run(body=body if run.slots else {}, sinks=sinks, window=window, flushed=members[0][1].flushed)

@@ -34,7 +34,7 @@ def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
         held = tokens.held[row]
         tile = {s: gather_tile(window[s], view.new[s], (), row, token, clock.unit, held) for s in clock.sources}
         part = {n: c[row, unit] for n, c in carry.items()}
-        _, recon, part = run.wiring.encode(view.constants, tile, part)
+        _, recon, part = run.wiring.maps.encode(view.constants, tile, part)
         index = token + jnp.arange(clock.unit)
         place = jnp.where(index < held, view.sinks + index % run.ring, view.sinks + run.ring + index - held)
         for s, x in recon.items():
@@ -64,7 +64,7 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
     if not recode:
         return [part(sources, mask)], carry
     parts, index = [], (positions - view.sinks)[:, None, :]
-    for clock, flushed in zip(run.wiring.clocks, view.state.flushed, strict=True):
+    for clock, flushed in zip(run.wiring.storage.clocks, view.state.flushed, strict=True):
         encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
         left = (index >= 0) & (index < encoded[:, :, None])
         parts.append(part(sources, mask & ~left))

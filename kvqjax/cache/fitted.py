@@ -24,21 +24,21 @@ def resolved(wiring: Wiring, dtype: str) -> Wiring:
             fields={n: dataclasses.replace(f, dtype=dtype) if f.dtype == "compute" else f for n, f in fields}
         )
 
-    return wiring._replace(codecs={name: fix(codec) for name, codec in wiring.codecs.items()})
+    return wiring.having(storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}})
 
 
 def in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
     """The wiring with its fields in the form that they are stored in."""
-    if form == "planes" or wiring.direct is None:
-        return wiring._replace(direct=None)
+    if form == "planes" or wiring.fast.direct is None:
+        return wiring.having(fast={"direct": None})
 
     def by_head(codec):
         wide = {n: f for n, f in codec.fields.items() if f.kind in ("codes", "plain")}
         heads = {n: dataclasses.replace(f, heads=shape.num_kv_heads) for n, f in wide.items()}
         return codec._replace(fields=codec.fields | heads)
 
-    codecs = {name: by_head(codec) for name, codec in wiring.codecs.items()}
-    return wiring._replace(codecs=codecs, packed=None)
+    codecs = {name: by_head(codec) for name, codec in wiring.storage.codecs.items()}
+    return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
 
 def with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
@@ -50,7 +50,7 @@ def with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
 
 
 def check_clocks(wiring: Wiring, name: str) -> None:
-    for clock in wiring.clocks:
+    for clock in wiring.storage.clocks:
         if clock.window < 0:
             raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
         if clock.window > MOST_TOKENS:
@@ -60,18 +60,18 @@ def check_clocks(wiring: Wiring, name: str) -> None:
                 f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"
             )
         for source in clock.sources:
-            if clock.unit % wiring.codecs[source].unit:
+            if clock.unit % wiring.storage.codecs[source].unit:
                 raise UserError(
-                    f"{name}: {source} is encoded {wiring.codecs[source].unit} tokens at a time, "
+                    f"{name}: {source} is encoded {wiring.storage.codecs[source].unit} tokens at a time, "
                     f"but leaves the window {clock.unit} at a time"
                 )
 
 
 def by_groups(wiring: Wiring, layout: CacheLayout, keep: Keep) -> Wiring:
     """The wiring with a clock that eviction can work with: one for all sources, of whole planes at least."""
-    if len(wiring.clocks) > 1:
+    if len(wiring.storage.clocks) > 1:
         raise UserError(f"{layout.method}: keys and values leave the window apart, so their tokens cannot be evicted")
-    clock = wiring.clocks[0]._replace(unit=max(PLANE, wiring.clocks[0].unit))
+    clock = wiring.storage.clocks[0]._replace(unit=max(PLANE, wiring.storage.clocks[0].unit))
     if keep.budget < clock.unit:
         raise UserError(f"{layout.method}: tokens leave the body {clock.unit} at a time; keep that many at least")
-    return wiring._replace(clocks=(clock,))
+    return wiring.having(storage={"clocks": (clock,)})

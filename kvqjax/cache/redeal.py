@@ -44,9 +44,9 @@ def _moved(
 
 def _run(old: RunPlan, new: RunPlan, state: Run) -> Run:
     body = {}
-    for clock, flushed in zip(old.wiring.clocks, state.flushed, strict=True):
+    for clock, flushed in zip(old.wiring.storage.clocks, state.flushed, strict=True):
         for source in clock.sources if state.body else ():
-            fields = old.wiring.codecs[source].fields
+            fields = old.wiring.storage.codecs[source].fields
             body[source] = {
                 name: tuple(
                     _moved(old, new, flushed * clock.unit, x, 3 if fields[name].along_lanes else 2) for x in part

@@ -50,36 +50,36 @@ class RunPlan(NamedTuple):
     def reading(self) -> int:
         """Tokens read at a time: as many blocks as divide the body, up to what the wiring or a GPU asks for; one where
         it is a ring."""
-        wanted = max(self.wiring.reading, AT_ONCE if self.static else 1)
+        wanted = max(self.wiring.fast.reading, AT_ONCE if self.static else 1)
         most = 1 if self.wraps else max(1, wanted // self.block)
         return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
 
     @property
     def carried(self) -> int:
-        """Body tokens of which a reader holds what flows between layers, per row (see `Wiring.copy`)."""
-        return {"layer": self.slots, "none": self.block, "all": 0}[self.wiring.copy]
+        """Body tokens of which a reader holds what flows between layers, per row (see `Wiring.chain.copy`)."""
+        return {"layer": self.slots, "none": self.block, "all": 0}[self.wiring.chain.copy]
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunPlan:
     try:
         wiring = in_form(resolved(spec.build(shape), layout.dtype), layout.form, shape)
-        if wiring.packed is not None:
-            wiring = wiring._replace(packed=with_kernels(wiring.packed, layout))
+        if wiring.fast.packed is not None:
+            wiring = wiring.having(fast={"packed": with_kernels(wiring.fast.packed, layout)})
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     check_clocks(wiring, str(layout.method))
     keep = layout.method.keep
     if keep is not None:
         wiring = by_groups(wiring, layout, keep)
-    fields = [field for codec in wiring.codecs.values() for field in codec.fields.values()]
-    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.clocks)))
+    fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
+    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.storage.clocks)))
     room = layout.capacity - layout.method.sinks
-    ring = max(clock.window + clock.unit for clock in wiring.clocks)
+    ring = max(clock.window + clock.unit for clock in wiring.storage.clocks)
     # Nothing is ever encoded when the window alone can hold the capacity.
-    most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.clocks)
+    most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.storage.clocks)
     ring = max(1, min(ring, room))
     if keep is not None:
-        unit = wiring.clocks[0].unit
+        unit = wiring.storage.clocks[0].unit
         kept = max(0, min(keep.budget // unit * unit, most))
         return RunPlan(first, count, shape, wiring, block, -(-kept // block) * block, ring, False, kept=kept)
     whole = blocks = max(0, -(-most // block))
@@ -109,9 +109,9 @@ def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
 def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
     """The runs of a layout, in layer order. Cached, so that wirings are built once."""
     runs = _plan_runs(layout, 1)
-    if any(run.wiring.copy == "none" for run in runs):  # a block is then read from all layers below at once
+    if any(run.wiring.chain.copy == "none" for run in runs):  # a block is then read from all layers below at once
         runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))
-    clocks = {run.wiring.clocks[0][1:] for run in runs}
+    clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
     if layout.method.keep is not None and len(clocks) > 1:
         raise UserError(f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}")
     return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
@@ -130,13 +130,13 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
     """Run numbers that are encoded together: all of them when something flows from layer to layer; else those that
     fall due at the same time, so that one question decides for all."""
     runs = plan(layout)
-    if not any(run.wiring.carry for run in runs):
+    if not any(run.wiring.chain.carry for run in runs):
         due_together: dict[tuple, list[int]] = {}
         for number, run in enumerate(runs):
-            due_together.setdefault((run.wiring.clocks, run.slots > 0), []).append(number)
+            due_together.setdefault((run.wiring.storage.clocks, run.slots > 0), []).append(number)
         return tuple(map(tuple, due_together.values()))
-    clocks = {run.wiring.clocks[0][1:] for run in runs}
-    if len(clocks) > 1 or any(len(run.wiring.clocks) > 1 for run in runs):
+    clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
+    if len(clocks) > 1 or any(len(run.wiring.storage.clocks) > 1 for run in runs):
         raise UserError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
     # A layer that slides neither reads old tokens nor keeps them where its neighbours do, so nothing can flow past it.
     rings = {run.slots for run in runs} if any(run.wraps for run in runs) else set()

@@ -23,7 +23,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
     """(read, first, last) as `blockwise_attention` wants them, for the encoded tokens of every row, `size` of them at a
     time; with `shared`, values as stored, to be decoded after the sum."""
     run, sinks = view.run, view.sinks
-    ends, constants = body_tokens(run, view.state), run.wiring.prepare(view.constants)
+    ends, constants = body_tokens(run, view.state), run.wiring.maps.prepare(view.constants)
     stored = tokens.stored
     if stored is not None:
         stored = jnp.pad(stored, ((0, 0), (0, run.slots - stored.shape[1])), constant_values=-1)
@@ -33,7 +33,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
         payload = payload_of(run, view.state, view.layer, at, size)
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
         part = part or rebuilt(view, at, size)
-        decoded, part = run.wiring.decode(constants, payload, part)
+        decoded, part = run.wiring.maps.decode(constants, payload, part)
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
         carry = {
             n: jax.lax.dynamic_update_slice_in_dim(c, saturated(part[n], c.dtype), at, 1) for n, c in carry.items()
@@ -67,7 +67,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
     per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
-    frame = view.run.wiring.frame
+    frame = view.run.wiring.maps.frame
     if frame is not None:  # once for all of the body, here and at the end
         q = frame.queries(view.constants, q)
     found, carry = _attend_in_frame(q, kv_heads, view, tokens, carry)
@@ -79,7 +79,7 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
 def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """`attend_body` with queries and outputs in the body's frame."""
     run, wiring = view.run, view.run.wiring
-    shared = wiring.shared if wiring.shared is not None and q.shape[1] <= wiring.shared.most else None
+    shared = wiring.fast.shared if wiring.fast.shared is not None and q.shape[1] <= wiring.fast.shared.most else None
     # Where tokens lie in a ring, are evicted or dealt, those that a query sees are not next to each other.
     in_order = not run.wraps and tokens.stored is None and run.deal.parts == 1
     kernels = view.chunks if in_order else "off"
@@ -87,18 +87,24 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     few = q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None
 
     def by_blocks():
-        if run.static and few and not wiring.carry and reached(view) <= MOST_PARTS * AT_ONCE:
+        if run.static and few and not wiring.chain.carry and reached(view) <= MOST_PARTS * AT_ONCE:
             return attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
-        size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.carry))
+        size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.chain.carry))
         return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, kernels)
 
-    if wiring.direct is not None and few:
-        return attend_stored(q, kv_heads, view, tokens, wiring.direct), carry
+    if wiring.fast.direct is not None and few:
+        return attend_stored(q, kv_heads, view, tokens, wiring.fast.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
     short = kernels == "off" or q.shape[1] < MANY_QUERIES
-    if wiring.packed is not None and short and shared is wiring.shared and not run.wraps and tokens.stored is None:
-        found = attend_packed(q, view, tokens, wiring.packed, lambda: by_blocks()[0])
+    if (
+        wiring.fast.packed is not None
+        and short
+        and shared is wiring.fast.shared
+        and not run.wraps
+        and tokens.stored is None
+    ):
+        found = attend_packed(q, view, tokens, wiring.fast.packed, lambda: by_blocks()[0])
     else:
         found, carry = by_blocks()
     if shared is not None:
@@ -114,7 +120,7 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
     k, _ = expanded(view, sources, positions)
     exact = received(q, k, seen(view, tokens, positions, real) & valid, lse)
     read_block, first, last = _body_blocks(view, tokens, view.run.reading)
-    frame = view.run.wiring.frame
+    frame = view.run.wiring.maps.frame
     turned = q if frame is None else frame.queries(view.constants, q)
 
     def step(j, loop):

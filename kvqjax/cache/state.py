@@ -69,16 +69,16 @@ class Cache(struct.PyTreeNode):
 
 
 def _allocate_run(run: RunPlan, batch: int, layout: CacheLayout) -> Run:
-    lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.sources
+    lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     body = {
         name: {f: allocate(field, lead, run.slots) for f, field in codec.fields.items()}
-        for name, codec in run.wiring.codecs.items()
+        for name, codec in run.wiring.storage.codecs.items()
     }
     return Run(
         body=body if run.slots else {},
         sinks={name: jnp.zeros((*lead, layout.method.sinks, width), dtype) for name, width in sources.items()},
         window={name: jnp.zeros((*lead, run.ring, width), dtype) for name, width in sources.items()},
-        flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.clocks),
+        flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.storage.clocks),
     )
 
 
@@ -92,7 +92,7 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     first, keep = plan(layout)[0], layout.method.keep
     kept = {}
     if keep is not None and first.kept:
-        kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.clocks[0].unit, first.ring)
+        kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.storage.clocks[0].unit, first.ring)
     lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
     return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept)
 
@@ -109,7 +109,7 @@ def check_alive(*values: Any) -> None:
 
 def body_tokens(run: RunPlan, state: Run) -> Int[Array, " B"]:
     """Tokens of each row that are encoded in every source, and so attended to in the body."""
-    units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.clocks, strict=True)]
+    units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)]
     return functools.reduce(jnp.minimum, units)
 
 

@@ -126,7 +126,7 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     """
     sinks, runs = cache.layout.method.sinks, plan(cache.layout)
     check_alive(cache)
-    clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.clocks)
+    clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.storage.clocks)
     counts = [count for state in cache.runs for count in state.flushed]
     encoded = tuple(count * unit for count, (unit, _) in zip(counts, clocks, strict=True))
     wanted = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, cache.lengths) - sinks
@@ -136,7 +136,7 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
         state.replace(
             flushed=tuple(
                 jnp.minimum(count, whole // clock.unit)
-                for clock, count in zip(run.wiring.clocks, state.flushed, strict=True)
+                for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True)
             )
         )
         for run, state in zip(runs, cache.runs, strict=True)

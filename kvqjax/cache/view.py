@@ -88,7 +88,7 @@ def side_by_side(view: LayerView, tokens: NewTokens):
 
 def expanded(view: LayerView, sources: dict, positions):
     """Keys and values of exact or decoded sources, [B, N, K, D]; what overflows on the way saturates."""
-    k, v = view.run.wiring.expand(view.weights, view.constants, sources, positions)
+    k, v = view.run.wiring.maps.expand(view.weights, view.constants, sources, positions)
     return saturated(k, k.dtype), saturated(v, v.dtype)
 
 
@@ -96,20 +96,20 @@ def payload_of(run: RunPlan, state: Run, layer, at, size: int) -> dict:
     """`size` tokens of every row of one layer, whole blocks, unpacked."""
     return {
         source: {name: read(f, state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
-        for source, codec in run.wiring.codecs.items()
+        for source, codec in run.wiring.storage.codecs.items()
     }
 
 
 def _passed(run: RunPlan, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
     """The carry of one block after one more layer."""
-    return run.wiring.decode(pick(constants, layer), payload_of(run, state, layer, at, size), carry)[1]
+    return run.wiring.maps.decode(pick(constants, layer), payload_of(run, state, layer, at, size), carry)[1]
 
 
 def rebuilt(view: LayerView, at, size: int) -> dict:
     """The carry of one block where none is held: zeros, and with `copy="none"` what the layers below make of them."""
     batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
-    carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.carry.items()}
-    for run, state, constants, count in view.below if view.run.wiring.copy == "none" else ():
+    carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.chain.carry.items()}
+    for run, state, constants, count in view.below if view.run.wiring.chain.copy == "none" else ():
         carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at, size), carry)
     return carry
 

@@ -42,14 +42,14 @@ def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared:
     run, body = view.run, view.state.body
     count = min(-(-reached(view) // run.block) * run.block, run.slots_here)
     positions, mask = first_seen(view, tokens, count)
-    constants = run.wiring.prepare(view.constants)
+    constants = run.wiring.maps.prepare(view.constants)
     size = max(1, max(AT_ONCE, 2 * AT_ONCE // q.shape[0]) // run.block) * run.block
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     def decoded(part: slice, after):
         stored = view.state.replace(body=jax.lax.optimization_barrier((body, after))[0])
         payload = payload_of(run, stored, view.layer, part.start, part.stop - part.start)
-        found, _ = run.wiring.decode(constants, payload, {})
+        found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
         return payload, found, expanded(view, found, positions[:, part])
 
@@ -83,7 +83,7 @@ def attend_stored(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
     body = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, view.layer, keepdims=True), view.state.body)
 
     def first(source, stored):
-        fields = run.wiring.codecs[source].fields
+        fields = run.wiring.storage.codecs[source].fields
         return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
 
     body = body | {"k": first("k", body["k"])}

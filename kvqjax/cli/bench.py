@@ -45,7 +45,7 @@ def _fill(model: Model, cache: Cache, key) -> Cache:
     pending = []
     for run in plan(cache.layout):
         sources = {}
-        for name, width in run.wiring.sources.items():
+        for name, width in run.wiring.storage.sources.items():
             key, noise, offset = jax.random.split(key, 3)
             x = jax.random.normal(noise, (run.count, *shape, width)) + jax.random.normal(offset, (1, 1, 1, width))
             sources[name] = x.astype(cache.layout.dtype)

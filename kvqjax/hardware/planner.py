@@ -101,7 +101,9 @@ def _bytes(tree) -> int:
 def _whole(run: RunPlan, batch: int, item: int) -> int:
     """Bytes beside a body that is read as a whole: a score of every token and query head, its weight, and its weight
     times the scale of every group of the value's channels."""
-    scales = [f.width for f in run.wiring.codecs["v"].fields.values() if f.kind == "token" and f.role == "scales"]
+    scales = [
+        f.width for f in run.wiring.storage.codecs["v"].fields.values() if f.kind == "token" and f.role == "scales"
+    ]
     groups = sum(-(-width // run.shape.num_kv_heads) for width in scales)
     return batch * run.slots_here * run.shape.num_heads * (4 + item * (1 + groups))
 
@@ -114,12 +116,12 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
     logits = 2 * 4 * batch * vocabulary
     most = 0
     for run in plan(layout):
-        width = sum(run.wiring.sources.values()) + 2 * config.kv_width
+        width = sum(run.wiring.storage.sources.values()) + 2 * config.kv_width
         exact = batch * (layout.method.sinks + run.ring + 1) * width * item
         block = batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
-        if run.wiring.direct is not None:
+        if run.wiring.fast.direct is not None:
             block = _whole(run, batch, item)
-        carried = batch * min(run.carried, run.slots_here) * sum(run.wiring.carry.values()) * item
+        carried = batch * min(run.carried, run.slots_here) * sum(run.wiring.chain.carry.values()) * item
         most = max(most, exact + block + carried)
     return logits + most
 

@@ -19,9 +19,10 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
+from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
 from kvqjax.methods.predictors import DTYPES, predict, shapes
-from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, method_factory
-from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+from kvqjax.methods.spec import LayerSpec, Method, method_factory
+from kvqjax.methods.wiring import Calibration, Chain, Clock, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
@@ -176,8 +177,12 @@ def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) ->
 
     needs = {source: shape for source in ("k", "v") if (shape := layer.needs(source, width))}
     kinds = {name: DTYPES.get(name, "compute") for names in needs.values() for name in names}
-    carry = {"k": width, "v": width}
-    return base._replace(encode=encode, decode=decode, carry=carry, needs=needs, kinds=kinds, copy=layer.copy)
+    return Wiring(
+        base.storage,
+        base.maps._replace(encode=encode, decode=decode),
+        chain=Chain({"k": width, "v": width}, layer.copy),
+        calibration=Calibration(needs, kinds),
+    )
 
 
 def _backbone(name: str, bits: int, dim: int, group: int | None, seed: int | None) -> CodecSpec:

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
+from kvqjax.methods.keys_values import keys_and_values
 from kvqjax.methods.packing import commvq_form
 from kvqjax.methods.spec import Method, method_factory
-from kvqjax.methods.wiring import Clock, SharedValues, Wiring, keys_and_values, shared_until, through_heads
+from kvqjax.methods.summing import shared_until, through_heads
+from kvqjax.methods.wiring import Clock, SharedValues, Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = ["CommVQLayer", "commvq"]
@@ -55,7 +57,7 @@ class CommVQLayer:
         shared = _summed_bits(self.bits * config.kv_width, config)
         plain = not (self.unbiased and config.known_key_bias)
         packed = commvq_form(self.key(config), self.value(), config) if plain else None
-        return wiring._replace(shared=shared, prepare=_prepare, packed=packed)
+        return wiring.having(maps={"prepare": _prepare}, fast={"packed": packed, "shared": shared})
 
 
 def _prepare(constants):

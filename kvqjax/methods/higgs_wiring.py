@@ -5,8 +5,9 @@ import dataclasses
 
 from kvqjax.codecs import CENTRES, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
+from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import KeysAndValues, Method, method_factory
+from kvqjax.methods.spec import Method, method_factory
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 
@@ -49,7 +50,7 @@ class HiggsLayer:
             key_rotation=self.key_rotation,
             value_rotation=self.value_rotation,
         )
-        return layer.build(config)._replace(reading=READING)
+        return layer.build(config).having(fast={"reading": READING})
 
 
 @method_factory

@@ -3,8 +3,9 @@
 from typing import Any
 
 from kvqjax.codecs import Exact, Uniform, centred
+from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import KeysAndValues, Method, first_layers, method_factory
+from kvqjax.methods.spec import Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock
 
 __all__ = ["exact", "kivi", "kivi_star", "uniform"]

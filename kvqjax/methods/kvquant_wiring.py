@@ -4,8 +4,9 @@ outliers."""
 from typing import Any
 
 from kvqjax.codecs.nuq import Nuq
+from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import KeysAndValues, Method, method_factory
+from kvqjax.methods.spec import Method, method_factory
 
 __all__ = ["kvquant"]
 

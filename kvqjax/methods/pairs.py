@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from kvqjax.methods.spec import LayerSpec
-from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.methods.wiring import Clock, Fast, Maps, Storage, Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = ["Pair", "apart", "joined"]
@@ -21,12 +21,12 @@ NAMES = {"k": "keys", "v": "values"}
 def apart(wiring: Wiring) -> bool:
     """Whether keys and values themselves are cached, each with a codec of its own, whose constants are all there are.
     Latents are not: theirs stand for weights, of which a layer's other part would have none."""
-    return set(wiring.sources) == set(PARTS) and not (wiring.carry or wiring.needs or wiring.kinds)
+    return set(wiring.storage.sources) == set(PARTS) and not (wiring.chain.carry or any(wiring.calibration))
 
 
 def _clock(wiring: Wiring, part: str) -> Clock:
     """When one part alone leaves the window."""
-    (found,) = (clock for clock in wiring.clocks if part in clock.sources)
+    (found,) = (clock for clock in wiring.storage.clocks if part in clock.sources)
     return found._replace(sources=(part,))
 
 
@@ -47,27 +47,28 @@ class Pair:
             clocks = (clocks[0]._replace(sources=PARTS),)
 
         def capture(*arguments):
-            return {part: wiring.capture(*arguments)[part] for part, wiring in own.items()}
+            return {part: wiring.maps.capture(*arguments)[part] for part, wiring in own.items()}
 
         def encode(constants, tile, carry):
-            made = {part: own[part].encode(constants, {part: x}, {}) for part, x in tile.items()}
+            made = {part: own[part].maps.encode(constants, {part: x}, {}) for part, x in tile.items()}
             return {p: found[0][p] for p, found in made.items()}, {p: found[1][p] for p, found in made.items()}, carry
 
         def decode(constants, payload, carry):
-            return {part: own[part].decode(constants, {part: x}, {})[0][part] for part, x in payload.items()}, carry
+            return {
+                part: own[part].maps.decode(constants, {part: x}, {})[0][part] for part, x in payload.items()
+            }, carry
 
         def expand(*arguments):
-            return own["k"].expand(*arguments)[0], own["v"].expand(*arguments)[1]
+            return own["k"].maps.expand(*arguments)[0], own["v"].maps.expand(*arguments)[1]
 
         return Wiring(
-            sources={part: wiring.sources[part] for part, wiring in own.items()},
-            codecs={part: wiring.codecs[part] for part, wiring in own.items()},
-            clocks=clocks,
-            capture=capture,
-            encode=encode,
-            decode=decode,
-            expand=expand,
-            reading=max(wiring.reading for wiring in own.values()),
+            Storage(
+                sources={part: wiring.storage.sources[part] for part, wiring in own.items()},
+                codecs={part: wiring.storage.codecs[part] for part, wiring in own.items()},
+                clocks=clocks,
+            ),
+            Maps(capture, encode, decode, expand),
+            fast=Fast(reading=max(wiring.fast.reading for wiring in own.values())),
         )
 
 

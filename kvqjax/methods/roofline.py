@@ -71,7 +71,7 @@ def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
 def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
     """One layer of one decode step, calibrated constants as 16-bit weights."""
     wiring = spec.build(config.layer(0))
-    bits = sum(bits_per_value(codec) * codec.width for codec in wiring.codecs.values())
+    bits = sum(bits_per_value(codec) * codec.width for codec in wiring.storage.codecs.values())
     if isinstance(spec, CrossLayer) and not spec.start:
         stored = {"float32": 32, "bfloat16": 16}.get(spec.accumulator) or int(spec.accumulator)
         bits += stored * config.width

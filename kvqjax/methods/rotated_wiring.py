@@ -7,8 +7,9 @@ from kvqjax.codecs import CENTRES, CodecSpec, Uniform, centred
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.scaled import Scaled
+from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import KeysAndValues, Method, method_factory
+from kvqjax.methods.spec import Method, method_factory
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 

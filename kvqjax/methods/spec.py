@@ -11,15 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvqjax._errors import UserError
 from kvqjax._options import check_names
-from kvqjax.codecs import CodecSpec
-from kvqjax.methods.direct import direct_form
 from kvqjax.methods.keep import Keep, read_keep
-from kvqjax.methods.packing import packed_form
-from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
+from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = [
-    "KeysAndValues",
     "LayerSpec",
     "Method",
     "calibrated_part",
@@ -37,35 +33,6 @@ class LayerSpec(Protocol):
     """Anything frozen and hashable that can build a layer's wiring for a model."""
 
     def build(self, config: KVShape) -> Wiring: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeysAndValues:
-    """Keys and values over all KV heads, each with its own codec; `rope` says whether keys are cached before ("pre")
-    or after ("post") rotation. The default clock moves both together: once the window holds `window + unit` tokens its
-    oldest `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it. `unbiased` keys
-    before rotation are kept without the model's key bias, if it has one; no kernel reads such bodies yet. The body of
-    keys and of values is rotated as `key_rotation` and `value_rotation` say (kvqjax.methods.rotation)."""
-
-    key: CodecSpec
-    value: CodecSpec
-    rope: str = "post"
-    window: int = 0
-    unit: int = 32
-    clocks: tuple[Clock, ...] = ()
-    unbiased: bool = False
-    key_rotation: str = "none"
-    value_rotation: str = "none"
-
-    def build(self, config: KVShape) -> Wiring:
-        codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
-        clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
-        rotations = {"k": self.key_rotation, "v": self.value_rotation}
-        wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased, rotations)
-        if self.unbiased and config.known_key_bias:
-            return wiring
-        direct = direct_form(self.key, self.value, self.rope, config)
-        return wiring._replace(packed=packed_form(self.key, self.value, self.rope, config), direct=direct)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.uniform import Uniform
 from kvqjax.methods.higgs_wiring import HiggsLayer
-from kvqjax.methods.spec import KeysAndValues, Method, first_layers, method_factory
+from kvqjax.methods.keys_values import KeysAndValues
+from kvqjax.methods.spec import Method, first_layers, method_factory
 
 __all__ = ["turboquant"]
 

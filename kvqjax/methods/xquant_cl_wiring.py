@@ -20,8 +20,9 @@ import jax.numpy as jnp
 
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.codecs.uniform import check_group
-from kvqjax.methods.spec import KeysAndValues, LayerSpec, Method, first_layers, method_factory
-from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.methods.keys_values import KeysAndValues
+from kvqjax.methods.spec import LayerSpec, Method, first_layers, method_factory
+from kvqjax.methods.wiring import Chain, Clock, Fast, Maps, Storage, Wiring
 from kvqjax.methods.xquant_wiring import (
     LayerInput,
     attended,
@@ -144,8 +145,12 @@ def cross_layer(
 
     clock = clock._replace(sources=tuple(sources))
     capture, expand = _capture(config, space), _expand(config, space)
-    shared, carry = _shared(config, space), {"x": width}
-    return Wiring(sources, codecs, (clock,), capture, encode, decode, expand, carry, shared=shared)
+    return Wiring(
+        Storage(sources, codecs, (clock,)),
+        Maps(capture, encode, decode, expand),
+        chain=Chain({"x": width}),
+        fast=Fast(shared=_shared(config, space)),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

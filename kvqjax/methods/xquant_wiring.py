@@ -25,7 +25,8 @@ from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.codecs.uniform import check_group
 from kvqjax.methods.packing import latent_form
 from kvqjax.methods.spec import Method, first_layers, method_factory
-from kvqjax.methods.wiring import Clock, SharedValues, Wiring, shared_until, through_heads
+from kvqjax.methods.summing import shared_until, through_heads
+from kvqjax.methods.wiring import Clock, Fast, Maps, SharedValues, Storage, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import heads, norm
 from kvqjax.model.rope import rotate
@@ -108,7 +109,7 @@ def _independent(sources: dict[str, int], codecs: dict[str, Codec], clock: Clock
     def decode(constants, payload, carry):
         return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
 
-    return Wiring(sources, codecs, (clock,), capture, encode, decode, expand, shared=shared)
+    return Wiring(Storage(sources, codecs, (clock,)), Maps(capture, encode, decode, expand), fast=Fast(shared=shared))
 
 
 def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
@@ -148,7 +149,7 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
 
     shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
     wiring = _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, shared)
-    return wiring._replace(kinds=dict.fromkeys(needs, "compute"))  # they stand for weights
+    return wiring.having(calibration={"kinds": dict.fromkeys(needs, "compute")})  # they stand for weights
 
 
 def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exact | Uniform:
@@ -192,7 +193,7 @@ class LayerInput:
         value = quantiser(self.value_bits or self.bits, **per_token)
         codecs = {name: codec.build(width) for name, codec in (("k", key), ("v", value))}
         wiring = latents(config, codecs, clock._replace(sources=("k", "v")))
-        return wiring._replace(packed=latent_form(key, value, width, config))
+        return wiring.having(fast={"packed": latent_form(key, value, width, config)})
 
 
 @method_factory

@@ -88,7 +88,7 @@ class Rules:
         by_head = PartitionSpec(None, self.batch, self.kv_heads, self.sequence, None)
 
         def field(source: str, name: str, stored):
-            about = plan.wiring.codecs[source].fields[name]
+            about = plan.wiring.storage.codecs[source].fields[name]
             spec = by_head if about.heads else tokens if about.along_lanes else lanes
             return tuple(spec for _ in stored)
 
@@ -161,10 +161,10 @@ def _is_share(whole, part, parts: int) -> bool:
     def widened(wiring, times: int):
         fields = {
             (source, name): dataclasses.replace(field, width=field.width * times, heads=field.heads * times)
-            for source, codec in wiring.codecs.items()
+            for source, codec in wiring.storage.codecs.items()
             for name, field in codec.fields.items()
         }
-        return {source: width * times for source, width in wiring.sources.items()}, fields
+        return {source: width * times for source, width in wiring.storage.sources.items()}, fields
 
     alone = not (whole.carry or whole.wanted().keys() - {ROTATIONS})
     return alone and widened(whole, 1) == widened(part, parts)

@@ -79,7 +79,7 @@ def rules_for(config: ModelConfig, method: MethodLike, size: MeshSize, devices=N
         rules = dataclasses.replace(rules, vocabulary=())
     layout = CacheLayout(shape=config.kv_shape, method=parse(method), capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
-        stored = all({"k", "v"} <= run.wiring.sources.keys() for run in plan(layout))
+        stored = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in plan(layout))
         columns = rules.width if stored and config.kv_width % model == 0 else ()
         rules = dataclasses.replace(rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group"))
     return rules
@@ -101,7 +101,7 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
         "logits": PartitionSpec(rules.batch, rules.vocabulary),
         "chunk": PartitionSpec(rules.batch, None, rules.vocabulary),
         "cache": rules.cache(cache),
-        "pending": tuple(dict.fromkeys(run.wiring.sources, source) for run in plan(layout)),
+        "pending": tuple(dict.fromkeys(run.wiring.storage.sources, source) for run in plan(layout)),
     }
 
     def local(model, cache, *arguments):

@@ -85,7 +85,7 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
         raise UserError(f"pending is {_named(pending)}; wanted a tuple of {len(runs)}, a dict of sources for every run")
     length = None
     for number, (run, sources) in enumerate(zip(runs, pending, strict=False)):
-        for name, width in run.wiring.sources.items():
+        for name, width in run.wiring.storage.sources.items():
             got = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
             length = got[2] if length is None and got is not None and len(got) == 4 else length
             wanted = (run.count, cache.batch, length, width)

@@ -104,7 +104,7 @@ def check_capacity(cache: Cache, counts) -> None:
 
 def slab(runs, rows: tuple[int, ...], dtype) -> dict:
     """Zeros [*rows, W] for whatever flows from layer to layer."""
-    return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.carry.items()}
+    return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
 
 
 def begin(
@@ -117,7 +117,7 @@ def begin(
     runs, sinks = plan(cache.layout), cache.layout.method.sinks
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **_eviction(cache, positions, within))
-    recode = within == "step" and recoded_units(runs[0].wiring.clocks[0].unit, length) > 0
+    recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
     return Call(_in_step(cache), runs, run_constants(constants, cache.layout), tokens, recode, reach)
 
 
@@ -143,7 +143,7 @@ def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
             "with keep=streaming it can"
         )
     run, sinks = plan(cache.layout)[0], cache.layout.method.sinks
-    clock = run.wiring.clocks[0]
+    clock = run.wiring.storage.clocks[0]
     units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
     return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}
 
@@ -151,8 +151,8 @@ def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
 def first_flow(call: Call) -> Flow:
     """What enters the first layer: zeros."""
     cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
-    dtype, unit = cache.layout.dtype, runs[0].wiring.clocks[0].unit
-    holding = [run for run in runs if run.wiring.copy == "layer"]
+    dtype, unit = cache.layout.dtype, runs[0].wiring.storage.clocks[0].unit
+    holding = [run for run in runs if run.wiring.chain.copy == "layer"]
     body = slab(holding, (cache.batch, max(run.slots_here for run in runs)), dtype)
     tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
     return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))
@@ -167,7 +167,7 @@ def attend_one(
     output of its row is NaN."""
     run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
     fixed = caches.pick(call.constants[number], index)
-    new = run.wiring.capture(weights, fixed, projected, positions)
+    new = run.wiring.maps.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
     if call.reach is not None:

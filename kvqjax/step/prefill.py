@@ -75,7 +75,9 @@ def _prefill_run(
     carry, and how many tokens come before the first that is not finite."""
     empty = jnp.zeros_like(counts)
     held = empty - sinks
-    targets = tuple(due(clock, held + counts, f) for clock, f in zip(run.wiring.clocks, state.flushed, strict=True))
+    targets = tuple(
+        due(clock, held + counts, f) for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True)
+    )
 
     def step(index, loop):
         (h, carry, whole), body, exact = loop

@@ -64,7 +64,7 @@ def chosen_tokens(model: Model, cache: Cache, constants, h, counts) -> tuple[Cho
         for run, fixed in zip(runs, constants, strict=True):
             one = functools.partial(step, run, fixed)
             h, mass = decoder.over_layers(model.params, 0, run.count, one, (h, mass))
-    clock = runs[0].wiring.clocks[0]
+    clock = runs[0].wiring.storage.clocks[0]
     leaving = due(clock, counts - sinks, jnp.zeros_like(counts)) * clock.unit
     window = window_tokens(runs[0].ring, counts - sinks)
     return choose(keep.rule, cache.kept, mass, leaving, window, clock.unit, sinks)
@@ -175,7 +175,7 @@ def exact_layer(
 
     def keys(start):
         positions, projected = project(h, start)
-        sources = run.wiring.capture(weights, constants, projected, positions)
+        sources = run.wiring.maps.capture(weights, constants, projected, positions)
         k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
         made = sources, {"k": rotate(k, positions, config), "v": v}
         each = found_finite(h.dtype, *jax.tree.map(lambda x: x.reshape(batch, chunk, -1), made))

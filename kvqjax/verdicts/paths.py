@@ -31,7 +31,7 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
     run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
-    new = {name: jnp.zeros((batch, length, width), q.dtype) for name, width in run.wiring.sources.items()}
+    new = {name: jnp.zeros((batch, length, width), q.dtype) for name, width in run.wiring.storage.sources.items()}
     constants = pick(trial.constants, 0)
     view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS)
     return attend_body(q, run.shape.num_kv_heads, view, tokens, {})[0]
@@ -65,7 +65,7 @@ def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> 
     shape, plain = run.shape, by_plain_path(trial)
     most, found = np.log(run.slots) + SPREAD, []
     for length in lengths:
-        packed = run.wiring.packed
+        packed = run.wiring.fast.packed
         if packed is None or not at_once(packed.spec, shape.num_heads // shape.num_kv_heads, length):
             continue
         size = (trial.cache.batch, length, shape.num_heads, shape.head_dim)

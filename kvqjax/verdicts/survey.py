@@ -123,15 +123,15 @@ def kernel_rows(
 def in_float64(trial: Trial, q: jax.Array) -> Partial:
     """Attention in float64 to the keys and values that the body decodes to, in numpy."""
     run, cache = trial.run, trial.cache
-    constants = run.wiring.prepare(pick(trial.constants, 0))
+    constants = run.wiring.maps.prepare(pick(trial.constants, 0))
     body = cache.runs[0].body
     payload = {
         source: {name: read(field, body[source][name], 0, 0, run.slots) for name, field in codec.fields.items()}
-        for source, codec in run.wiring.codecs.items()
+        for source, codec in run.wiring.storage.codecs.items()
     }
     positions = jnp.broadcast_to(SINKS + jnp.arange(run.slots)[None], (cache.batch, run.slots))
-    decoded = {name: x.astype(jnp.float32) for name, x in run.wiring.decode(constants, payload, {})[0].items()}
-    k, v = (np.asarray(x, np.float64) for x in run.wiring.expand(trial.weights, constants, decoded, positions))
+    decoded = {name: x.astype(jnp.float32) for name, x in run.wiring.maps.decode(constants, payload, {})[0].items()}
+    k, v = (np.asarray(x, np.float64) for x in run.wiring.maps.expand(trial.weights, constants, decoded, positions))
     group = run.shape.num_heads // run.shape.num_kv_heads
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
     scores = np.einsum("bthd,bshd->bths", np.asarray(q, np.float64), k) * run.shape.head_dim**-0.5

@@ -63,7 +63,7 @@ def single_layer(form: Form, capacity: int, target: str, kernels: Kernels, store
         target=target,
         kernels=kernels,
     )
-    return _Single(layout, plan(layout)[0].wiring.packed)
+    return _Single(layout, plan(layout)[0].wiring.fast.packed)
 
 
 def forms(layout: CacheLayout) -> list[Form | None]:
@@ -71,7 +71,7 @@ def forms(layout: CacheLayout) -> list[Form | None]:
     planes = dataclasses.replace(layout, form="planes", kernels=BY_TABLE)
     specs, found = layout.method.layers(layout.shape), []
     for run in plan(planes):
-        packed = run.wiring.packed
+        packed = run.wiring.fast.packed
         row = "" if packed is None else row_of(packed.spec)
         known = row in ROWS and not run.wraps and layout.method.keep is None and packed is not None
         group = run.shape.num_heads // run.shape.num_kv_heads
@@ -133,7 +133,7 @@ def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
 
 def _sources(run: RunPlan, rows: int, tokens: int, dtype: str, random: np.random.Generator) -> dict:
     found = {}
-    for name, width in run.wiring.sources.items():
+    for name, width in run.wiring.storage.sources.items():
         x = random.normal(size=(1, rows, tokens, width))
         x[..., ::17] *= 10
         x += random.normal(size=width) * (1.5 if name == "v" else 3.0)
@@ -155,7 +155,7 @@ def make(
     random = np.random.default_rng(seed)
     layout = dataclasses.replace(single_layer(form, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
     run = plan(layout)[0]
-    clock = run.wiring.clocks[0]
+    clock = run.wiring.storage.clocks[0]
     held = SINKS + tokens
     counts = jnp.asarray([held, held * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32)
     constants = _constants(run, layout.dtype, random)
@@ -169,7 +169,7 @@ def full(trial: Trial, tokens: int, rows: int) -> Trial:
     layout = dataclasses.replace(trial.cache.layout, capacity=SINKS + tokens)
     cache = allocate_cache(layout, rows)
     run = plan(layout)[0]
-    flushed = tuple(jnp.full((cache.batch,), run.slots // clock.unit, jnp.int32) for clock in run.wiring.clocks)
+    flushed = tuple(jnp.full((cache.batch,), run.slots // clock.unit, jnp.int32) for clock in run.wiring.storage.clocks)
     held = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
     runs = (cache.runs[0].replace(flushed=flushed),)
     return trial._replace(cache=cache.replace(runs=runs, lengths=held))

@@ -109,7 +109,7 @@ ONE_CLOCK += tuple(name for name in ("higgs", "aqua", "xquant", "xquant_cl") if 
 def test_every_method_stores_a_kept_token_as_it_would_without_eviction(name):
     """Filled from sources without attention: the newest groups are kept, and their words are those of the whole row."""
     model, method = model_and_method(name)
-    unit = max(32, plan(fresh(name, [[0]]).layout)[0].wiring.clocks[0].unit)
+    unit = max(32, plan(fresh(name, [[0]]).layout)[0].wiring.storage.clocks[0].unit)
     kept = dataclasses.replace(method, keep=Keep("streaming", 2 * unit))
     row, sinks = list(range(CAPACITY - 30)), method.sinks
     whole, small = fresh(name, [row]), kvq.init_cache(model, kept, 1, CAPACITY)
@@ -135,7 +135,7 @@ def test_bytes_are_those_of_the_budget(spec):
     model = tiny()
     options = spec + ("," if ":" in spec else ":") + "keep=h2o:512"
     method, most = kvq.parse(options), 51200
-    clock = plan(jax.eval_shape(lambda: kvq.init_cache(model, method, 1, 512)).layout)[0].wiring.clocks[0]
+    clock = plan(jax.eval_shape(lambda: kvq.init_cache(model, method, 1, 512)).layout)[0].wiring.storage.clocks[0]
     fits = 512 + method.sinks + clock.window
     kept, whole = (
         kvq.ledger(jax.eval_shape(lambda m=m, c=c: kvq.init_cache(model, m, 2, c)))

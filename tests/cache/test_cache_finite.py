@@ -66,7 +66,7 @@ def with_bad_dead_slots(cache):
             for part, dead in marks.items()
         }
         body = {
-            s: {n: with_bad_field(run.wiring.codecs[s].fields[n], x, end, run.slots) for n, x in fields.items()}
+            s: {n: with_bad_field(run.wiring.storage.codecs[s].fields[n], x, end, run.slots) for n, x in fields.items()}
             for s, fields in state.body.items()
         }
         states.append(state.replace(body=body, **exact))
@@ -194,7 +194,7 @@ def test_reconstructions_saturate_in_float16(name):
     cache = kvq.init_cache(model, method, 3, 512)
     random, sources = np.random.default_rng(0), []
     for run in plan(cache.layout):
-        shapes = {name: (run.count, 3, 200, width) for name, width in run.wiring.sources.items()}
+        shapes = {name: (run.count, 3, 200, width) for name, width in run.wiring.storage.sources.items()}
         made = {
             name: random.choice([-1, 1], shape) * random.uniform(0.9, 1.09, shape) for name, shape in shapes.items()
         }
@@ -212,9 +212,9 @@ def test_codecs_of_huge_numbers_stay_finite(name, dtype):
     """Up to the largest number of the type: ranges and sums of squares would overflow."""
     model, _ = model_and_method(name)
     for run, constants in zip(plan(empty(name, 1).layout), model.constants, strict=True):
-        for source, codec in run.wiring.codecs.items():
+        for source, codec in run.wiring.storage.codecs.items():
             own = jax.tree.map(lambda x: x[0], constants.get(source, {}))
-            signs = np.random.default_rng(0).choice([-1, 1], (run.wiring.clocks[0].unit, codec.width))
+            signs = np.random.default_rng(0).choice([-1, 1], (run.wiring.storage.clocks[0].unit, codec.width))
             tile = codec.encode(own, jnp.asarray(signs, dtype) * jnp.finfo(dtype).max)
             assert np.isfinite(np.asarray(codec.decode(own, tile), np.float32)).all()
 

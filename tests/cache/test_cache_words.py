@@ -107,7 +107,7 @@ def test_no_full_precision_body(name):
     exact = [isinstance(getattr(spec, "key", None), Exact) for spec in layout.method.layers(layout.shape)]
     for run, state in zip(plan(layout), empty(name, 1).runs, strict=True):
         for source, fields in state.body.items():
-            whole = run.count * run.slots * run.wiring.sources[source]
+            whole = run.count * run.slots * run.wiring.storage.sources[source]
             sizes = {n: sum(a.size for a in arrays if a.dtype != jnp.uint32) for n, arrays in fields.items()}
             sizes |= {"outliers": sizes["outliers"] // 2} if "outliers" in sizes else {}
             assert exact[run.first] or all(size * 16 <= whole for size in sizes.values())
@@ -140,7 +140,7 @@ def test_several_blocks_read_at_once_are_the_same_tokens(capacity, blocks):
     state = state.replace(body=fill, flushed=(jnp.asarray([run.slots // 32, 7], jnp.int32),))
     config = model.config
     q = jnp.asarray(random.normal(size=(2, 1, config.num_heads, config.head_dim)), jnp.float32)
-    new = {name: jnp.zeros((2, 1, width), jnp.float32) for name, width in run.wiring.sources.items()}
+    new = {name: jnp.zeros((2, 1, width), jnp.float32) for name, width in run.wiring.storage.sources.items()}
     tokens = NewTokens(jnp.full((2, 1), run.slots + 32), jnp.ones(2, jnp.int32), jnp.full(2, run.slots + 32))
 
     def attend(run):
@@ -148,7 +148,7 @@ def test_several_blocks_read_at_once_are_the_same_tokens(capacity, blocks):
         return attend_body(q, config.num_kv_heads, view, tokens, {})[0]
 
     together, alone = (
-        jax.jit(lambda run=r: attend(run))() for r in (run, run._replace(wiring=run.wiring._replace(reading=1)))
+        jax.jit(lambda run=r: attend(run))() for r in (run, run._replace(wiring=run.wiring.having(fast={"reading": 1})))
     )
     for part in ("out", "lse"):
         np.testing.assert_allclose(getattr(together, part), getattr(alone, part), rtol=1e-5, atol=1e-5)

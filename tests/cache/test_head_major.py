@@ -61,8 +61,10 @@ def encoded(cache):
     """What every row's body holds of codes and vectors, by layer, source, field and row, in token order."""
     out = {}
     for run, state in zip(plan(cache.layout), cache.runs, strict=True):
-        for clock, flushed in zip(run.wiring.clocks, state.flushed, strict=True):
-            fields = [(source, *item) for source in clock.sources for item in run.wiring.codecs[source].fields.items()]
+        for clock, flushed in zip(run.wiring.storage.clocks, state.flushed, strict=True):
+            fields = [
+                (source, *item) for source in clock.sources for item in run.wiring.storage.codecs[source].fields.items()
+            ]
             for source, name, field in fields if run.slots and not run.wraps else ():
                 if field.kind in ("codes", "plain"):
                     for index in range(run.count):
@@ -86,7 +88,7 @@ def test_equal_codes_and_logits(name, layers):
         else:
             np.testing.assert_allclose(mine, other, atol=1e-4)
     runs = plan(got[2].layout)
-    assert all(run.wiring.direct is not None for run in runs)
+    assert all(run.wiring.fast.direct is not None for run in runs)
 
 
 @pytest.mark.parametrize("name", ["kvquant", "commvq", "aqua", "xquant-latents"])
@@ -112,7 +114,7 @@ def test_the_target_decides_and_what_cannot_be_keeps_its_planes():
     assert all(
         field.heads == 0
         for run in plan(cache.layout)
-        for c in run.wiring.codecs.values()
+        for c in run.wiring.storage.codecs.values()
         for field in c.fields.values()
     )
     with pytest.raises(kvq.UserError, match="known: planes, heads"):
@@ -146,7 +148,7 @@ def test_cases_that_have_the_form():
     for name in CASES:
         model, method = model_and_method(name)
         runs = plan(dataclasses.replace(kvq.init_cache(model, method, 1, 64).layout, form="heads", capacity=1024))
-        assert all(run.wiring.direct is not None for run in runs) == (name in (*HEADS, "sliding-mixed")), name
+        assert all(run.wiring.fast.direct is not None for run in runs) == (name in (*HEADS, "sliding-mixed")), name
 
 
 @pytest.mark.parametrize("name", ["kivi3-sinks", "mixed", "aqua"])

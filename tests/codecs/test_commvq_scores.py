@@ -46,10 +46,12 @@ def test_the_reordered_value_product_equals_the_published_output(bits):
     constants = {"v": {"codebook": jnp.asarray(golden["codebook"] * (golden["scale"] + 1e-6))}}
     config = model(4, 2, golden["v"].shape[-1] // 2, RopeConfig())
     wiring = commvq(bits=bits, rounds=1, levels=8).layer.build(config)
-    assert wiring.shared.width == golden["bits"].shape[-1]
-    mass = jnp.einsum("bhn,bni->bhi", attn, wiring.shared.read({}, constants, payload, {}), precision="highest")
-    late = wiring.shared.finish({}, constants, mass[:, None])[:, 0]
-    decoded = jnp.repeat(wiring.codecs["v"].decode(constants["v"], payload["v"]).reshape(1, 40, 2, -1), 2, axis=2)
+    assert wiring.fast.shared.width == golden["bits"].shape[-1]
+    mass = jnp.einsum("bhn,bni->bhi", attn, wiring.fast.shared.read({}, constants, payload, {}), precision="highest")
+    late = wiring.fast.shared.finish({}, constants, mass[:, None])[:, 0]
+    decoded = jnp.repeat(
+        wiring.storage.codecs["v"].decode(constants["v"], payload["v"]).reshape(1, 40, 2, -1), 2, axis=2
+    )
     early = jnp.einsum("bhn,bnhd->bhd", attn, decoded, precision="highest")
     for out in (late, early):
         assert np.abs(out - golden["attn_out_fp64"]).max() <= 1e-5 * np.abs(golden["attn_out_fp64"]).max()

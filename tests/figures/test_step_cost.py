@@ -119,7 +119,7 @@ def test_decode_loop_of_a_tiny_model(compiled, counter):
 
     short, long = (bounds.resting(layout, length) for length in (1100, 4096))
     (low, few), (high, most), mixed = visits(short, short), visits(long, long), visits(short, long)
-    block = plan(layout)[0].wiring.packed.spec.block
+    block = plan(layout)[0].wiring.fast.packed.spec.block
     blocks = [-(-((held - 32) // 32 * 32) // block) for held in (short, long)]  # a window of 32, encoded 32 at a time
     assert high.syncs - low.syncs == 2 * (blocks[1] - blocks[0]) > 0
     assert few < most == mixed[1]

@@ -64,7 +64,7 @@ def chosen(**options) -> Kernels:
 
 
 def path_of(cache) -> str:
-    packed = plan(cache.layout)[0].wiring.packed
+    packed = plan(cache.layout)[0].wiring.fast.packed
     return "none" if packed is None else dispatch.path(packed.spec, 4, 2048, 1, packed.trusted)
 
 

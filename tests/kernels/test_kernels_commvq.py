@@ -67,7 +67,7 @@ def drawn(case: Case):
     of sizes of a key's codebook rows). Keys are signed, with outlying channels; tokens differ in size; row 0 ends
     inside a block and row 1 starts late."""
     rng, width, wiring = np.random.default_rng(0), case.config.kv_width, case.wiring
-    spec = dataclasses.replace(wiring.packed.spec, target=case.target)
+    spec = dataclasses.replace(wiring.fast.packed.spec, target=case.target)
     book = rng.normal(size=(case.rounds, case.kv_heads, case.levels, case.head_dim))
     book *= 0.5 ** np.arange(case.rounds)[:, None, None, None]
     book[..., ::17] *= 5
@@ -85,9 +85,13 @@ def drawn(case: Case):
     }
     values = {"bits": tuple(map(stored, packed_codes(bits, 1))), "gain": (stored(to_bits(sizes[1])),)}
     first = jnp.asarray([7, 300000][: case.stretches])
-    body = wiring.packed.body({}, constants, {"k": words, "v": values}, first)
+    body = wiring.fast.packed.body({}, constants, {"k": words, "v": values}, first)
     payload = {"codes": jnp.asarray(codes, jnp.uint32), "prescale": sizes[0]}
-    keys = wiring.codecs["k"].decode(constants["k"], payload).reshape(BATCH, case.slots, case.kv_heads, case.head_dim)
+    keys = (
+        wiring.storage.codecs["k"]
+        .decode(constants["k"], payload)
+        .reshape(BATCH, case.slots, case.kv_heads, case.head_dim)
+    )
     gain = jnp.swapaxes(sizes[1], 1, 2).astype(jnp.float32)
     levels = codes.reshape(BATCH, case.slots, case.rounds, 2, case.kv_heads)
     rounds, heads = np.arange(case.rounds)[None, None, :, None, None], np.arange(case.kv_heads)[None, None, None, None]

@@ -70,7 +70,7 @@ def drawn(case: Case):
     """(spec, body, queries, start, stop, keys as attended and values [B,S,K,D]); signed, with offsets and outlying
     channels, rows of which one ends inside a chunk and one starts late."""
     rng, config = np.random.default_rng(0), case.config
-    packed = parse(f"higgs:bits={case.bits},group={case.scaled}").layer.build(config).packed
+    packed = parse(f"higgs:bits={case.bits},group={case.scaled}").layer.build(config).fast.packed
     wide = SimpleNamespace(slots=case.slots, kv_heads=case.kv_heads, head_dim=case.head_dim)
     codec = Higgs(bits=case.bits, group=packed.spec.group).build(config.kv_width)
     stored, decoded = {}, {}

@@ -64,7 +64,7 @@ def drawn(case: Case):
         codec = Uniform(bits=case.bits, along=along, group=128).build(case.rank)
         parts.append(_stored(codec, vectors(rng, wide, offset)))
     (k, x), (v, y) = parts
-    packed = parse(f"xquant:bits={case.bits},latent=true").layer.build(case.config).packed
+    packed = parse(f"xquant:bits={case.bits},latent=true").layer.build(case.config).fast.packed
     up = rng.normal(size=(case.rank, case.config.kv_width)) * case.rank**-0.5 / 4
     weights = {"k": jnp.asarray(up, jnp.bfloat16), "k_bias": jnp.asarray(rng.normal(size=case.config.kv_width))}
     if case.qk_norm:

@@ -76,9 +76,11 @@ def decoded(cache, runs, constants):
             source: {
                 name: read(f, body[source][name], index, jnp.int32(0), run.slots) for name, f in codec.fields.items()
             }
-            for source, codec in run.wiring.codecs.items()
+            for source, codec in run.wiring.storage.codecs.items()
         }
-        recon, part = run.wiring.decode(pick(fixed, index), payload, {n: c[:, : run.slots] for n, c in carry.items()})
+        recon, part = run.wiring.maps.decode(
+            pick(fixed, index), payload, {n: c[:, : run.slots] for n, c in carry.items()}
+        )
         return recon, {n: c.at[:, : run.slots].set(part[n]) for n, c in carry.items()}
 
     for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
@@ -91,7 +93,7 @@ def decoded(cache, runs, constants):
 
 def encoded(runs, given, constants, dtype):
     """Every layer's reconstruction as the encoder makes it, tile by tile: {(row, unit): [per layer]}."""
-    out, steps = {}, [jax.jit(run.wiring.encode) for run in runs]
+    out, steps = {}, [jax.jit(run.wiring.maps.encode) for run in runs]
     for row, unit in ((0, 0), (0, 1), (1, 0)):
         carry = {name: jnp.zeros((128, CONFIG.kv_width), dtype) for name in ("k", "v")}
         out[row, unit] = []

@@ -95,7 +95,7 @@ def test_values_summed_as_bits_equal_decoded_values(model, artifact):
     """One new token sums bits, a chunk decodes: the chunk's first token sees the same cache."""
     ready = model.with_artifact(artifact)
     _, cache = through_cache(ready, METHOD, 72)
-    assert 1 <= plan(cache.layout)[0].wiring.shared.most < 8
+    assert 1 <= plan(cache.layout)[0].wiring.fast.shared.most < 8
     step = jax.jit(attend)
     chunk, _ = step(ready, PROMPT[:, :8], jnp.full(2, 8), cache)
     single, _ = step(ready, PROMPT[:, :1], jnp.full(2, 1), cache)

@@ -95,7 +95,7 @@ def test_sinks_and_window_for_any_method(name):
     model = tiny(num_layers=4)
     for run in plan(CacheLayout(shape=model.config.kv_shape, method=method, capacity=512, dtype="float32")):
         assert method.sinks == 3
-        assert run.wiring.clocks[0].window == 32
+        assert run.wiring.storage.clocks[0].window == 32
 
 
 WRONG = (
@@ -148,4 +148,4 @@ def test_other_layers_take_their_place_in_a_chain():
     loop = plan(
         CacheLayout(shape=config.kv_shape, method=kvq.parse("xquant_cl:base=1;2=exact"), capacity=512, dtype="float32")
     )
-    assert {run.wiring.clocks[0][1:] for run in loop} == {(0, 128)}
+    assert {run.wiring.storage.clocks[0][1:] for run in loop} == {(0, 128)}

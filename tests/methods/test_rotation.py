@@ -74,7 +74,7 @@ def test_what_is_stored_is_the_code_of_rotated_vectors(name):
     run = plan(kvq.init_cache(model, method, 1, 256).layout)[0]
     fixed = {group: {n: a[0] for n, a in names.items()} for group, names in model.constants[0].items()}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(32, model.config.kv_width)), jnp.float32)
-    payload, recon, _ = run.wiring.encode(fixed, {"k": x, "v": x}, {})
+    payload, recon, _ = run.wiring.maps.encode(fixed, {"k": x, "v": x}, {})
     for source in "kv":
         matrix = (
             fixed["rotation"][rotations.NAMES[source]]
@@ -82,7 +82,7 @@ def test_what_is_stored_is_the_code_of_rotated_vectors(name):
             else matrix_of(method.layer.key_rotation, model.config.head_dim)
         )
         rows = turned(x.reshape(32, model.config.num_kv_heads, 1, -1), matrix)
-        codec = run.wiring.codecs[source]
+        codec = run.wiring.storage.codecs[source]
         wanted = codec.encode({}, rows.reshape(x.shape))
         jax.tree.map(np.testing.assert_array_equal, payload[source], wanted)
         decoded = codec.decode({}, wanted).reshape(rows.shape)
@@ -164,7 +164,7 @@ def test_calibration_of_tables_sees_rotated_vectors():
     k = turned(k.reshape(*k.shape[:3], 2, 1, 16), matrix_of("hadamard", 16)).reshape(2, -1, 32)
     high = np.quantile(np.asarray(k), 0.99, axis=1)
     np.testing.assert_allclose(bounds["upper"], high, rtol=1e-4, atol=1e-5)
-    turn = plan(kvq.init_cache(model, method, 1, 1).layout)[0].wiring.frame.turn
+    turn = plan(kvq.init_cache(model, method, 1, 1).layout)[0].wiring.maps.frame.turn
     both = [
         activations(model.params, jnp.asarray(rows), model.config, rope="post", turn=t)
         for t in (lambda s, x: x, lambda s, x: turn({}, s, x))
@@ -222,7 +222,7 @@ def test_a_boundary_of_all_layers_is_refused():
     with pytest.raises(kvq.UserError, match=r"boundary=2 exact layers at each end are all 4 of this model"):
         kvq.init_cache(tiny(num_layers=4), "turboquant:bits=4,form=vllm", 1, 256)
     cache = kvq.init_cache(tiny(num_layers=5), "turboquant:bits=4,form=vllm", 1, 256)
-    assert [(run.count, list(run.wiring.codecs["k"].fields)) for run in plan(cache.layout)] == [
+    assert [(run.count, list(run.wiring.storage.codecs["k"].fields)) for run in plan(cache.layout)] == [
         (2, ["x"]),
         (1, ["codes", "scale"]),
         (2, ["x"]),
@@ -260,8 +260,9 @@ def test_rotated_bodies_take_kivis_kernels_unchanged(b):
             method = f"{KIVI.format(b=b)},rotate={rotate}"
             layout = kvq.init_cache(model, method, 2, 1024, form=form).layout
             wiring = plan(dataclasses.replace(layout, target=target))[0].wiring
-            assert getattr(wiring, name) is not None
-            found.append((wiring.codecs["k"].fields, wiring.codecs["v"].fields, wiring.packed and wiring.packed.spec))
+            assert getattr(wiring.fast, name) is not None
+            packed = wiring.fast.packed
+            found.append((*(wiring.storage.codecs[s].fields for s in ("k", "v")), packed and packed.spec))
         assert found[0] == found[1] == found[2]
         if form == "planes":
             assert dispatch.path(found[0][2], 2, 1024) == "tpu"
@@ -339,7 +340,7 @@ def test_factors_are_divided_out_as_stored(text):
 
     def recon(x):
         tile = {name: jnp.asarray(x) for name in "kv"}
-        return {name: np.asarray(a) for name, a in wiring.encode(fixed, tile, {})[1].items()}
+        return {name: np.asarray(a) for name, a in wiring.maps.encode(fixed, tile, {})[1].items()}
 
     one, eight, zero, huge = recon(x), recon(8 * x), recon(padded), recon(1e30 * x)
     for name in "kv":

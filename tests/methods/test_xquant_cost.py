@@ -36,7 +36,7 @@ def normalised(spec, config):
     bits = sum(
         run.count * logical_bits(field)
         for run in plan(layout)
-        for codec in run.wiring.codecs.values()
+        for codec in run.wiring.storage.codecs.values()
         for field in codec.fields.values()
     )
     return bits / (config.num_layers * 2 * config.kv_width * 16)
@@ -104,8 +104,8 @@ def test_headline_factors_are_inverses_of_rounded_cells(spec, config, headline, 
 
 
 def test_bits_per_value():
-    assert bits_per_value(parse("xquant:bits=4").layer.build(LLAMA2_7B).codecs["x"]) == 4.25
-    key = parse("xquant:bits=2,outliers=1").layer.build(LLAMA31_8B).codecs["k"]
+    assert bits_per_value(parse("xquant:bits=4").layer.build(LLAMA2_7B).storage.codecs["x"]) == 4.25
+    key = parse("xquant:bits=2,outliers=1").layer.build(LLAMA31_8B).storage.codecs["k"]
     assert bits_per_value(key) == 2.25 + 16 / 1024
 
 
@@ -182,6 +182,6 @@ def test_operations_are_those_of_the_compiled_read():
     ):
         layer = parse(spec).layer
         shapes = {name: jax.ShapeDtypeStruct((1, 512, width), "float32") for name, width in sources.items()}
-        compiled = jax.jit(layer.build(config).expand).lower(weights, fixed, shapes, tokens).compile()
+        compiled = jax.jit(layer.build(config).maps.expand).lower(weights, fixed, shapes, tokens).compile()
         counted = compiled.cost_analysis()["flops"]
         assert layer_flops(layer, config) * 512 == pytest.approx(counted, rel=0.1)

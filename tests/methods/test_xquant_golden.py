@@ -58,18 +58,18 @@ def test_mha(bits):
     length, width, head, _, _ = golden["settings"]
     shape = config(int(width), int(width), int(head))
     wiring = LayerInput(bits=bits, scales="float32").build(shape)
-    sources = wiring.capture(weights(golden), {}, projected(golden["x"]), positions(length))
-    payload, recon, _ = wiring.encode({}, {"x": sources["x"][0]}, {})
+    sources = wiring.maps.capture(weights(golden), {}, projected(golden["x"]), positions(length))
+    payload, recon, _ = wiring.maps.encode({}, {"x": sources["x"][0]}, {})
     np.testing.assert_array_equal(payload["x"]["codes"], golden[f"codes{bits}"])
     np.testing.assert_allclose(payload["x"]["scale"][0], golden[f"scale{bits}"][:, 0], rtol=1e-6)
     np.testing.assert_allclose(payload["x"]["low"][0], golden[f"min{bits}"][:, 0], rtol=1e-6)
-    k, v = wiring.expand(weights(golden), {}, {"x": recon["x"][None]}, positions(length))
+    k, v = wiring.maps.expand(weights(golden), {}, {"x": recon["x"][None]}, positions(length))
     if bits in (2, 4):
         close(k[0], golden[f"k{bits}_rope"])
         close(v[0], golden[f"v{bits}"])
     error = golden["errors"][[2, 3, 4, 8].index(bits)]
     assert relative(recon["x"], golden["x"]) == pytest.approx(error[0], rel=1e-4)
-    k, _ = wiring.expand(weights(golden), {}, sources, positions(length))
+    k, _ = wiring.maps.expand(weights(golden), {}, sources, positions(length))
     close(k[0], golden["k_exact_rope"])
 
 
@@ -85,9 +85,9 @@ def test_gqa(bits):
     wiring = LayerInput(bits=bits, scales="float32").build(shape)
     constants = jax.tree.map(jnp.asarray, {name: latent_maps(golden[f"w_{name}"]) for name in ("k", "v")})
     own = weights(golden, k_bias=golden["b_k"], v_bias=golden["b_v"])
-    sources = wiring.capture(own, constants, projected(golden["x"]), positions(length))
+    sources = wiring.maps.capture(own, constants, projected(golden["x"]), positions(length))
     close(sources["k"][0], golden["lat_k"])
-    payload, recon, _ = wiring.encode(constants, {name: x[0, :full] for name, x in sources.items()}, {})
+    payload, recon, _ = wiring.maps.encode(constants, {name: x[0, :full] for name, x in sources.items()}, {})
     # A float32 latent may cross a boundary that lies within 1e-4 code units: one code in the float32 reference run.
     flips = sum(mismatches(payload[name]["codes"], golden[f"codes_{name}{bits}"]) for name in ("k", "v"))
     assert flips <= 1
@@ -96,7 +96,7 @@ def test_gqa(bits):
             close(turn(payload[name]["scale"]), golden[f"scale_{name}2"])
             close(turn(payload[name]["low"]), golden[f"min_{name}2"])
     together = {name: jnp.concatenate([recon[name], x[0, full:]])[None] for name, x in sources.items()}
-    k, v = wiring.expand(own, constants, together, positions(length))
+    k, v = wiring.maps.expand(own, constants, together, positions(length))
     if bits in (2, 4) and not flips:
         close(k[0].reshape(length, -1)[golden["rows"]], golden[f"k{bits}_rope_rows"])
         close(v[0].reshape(length, -1)[golden["rows"]], golden[f"v{bits}_rows"])
@@ -115,7 +115,7 @@ class Chain:
         spec = {"latent": latent, "accumulator": accumulator, "scales": "float32"}
         self.base = CrossLayer(start=True, bits=4 if bits < 16 else 16, **spec).build(shape)
         self.delta = CrossLayer(start=False, bits=bits, **spec).build(shape)
-        self.encode = jax.jit(self.base.encode), jax.jit(self.delta.encode)
+        self.encode = jax.jit(self.base.maps.encode), jax.jit(self.delta.maps.encode)
         split = [{"k": w[:, :kv_width], "v": w[:, kv_width:]} for w in golden["w_kv"]]
         maps = [{"x": shared_map(w, "norm")} if latent else {} for w in split]
         self.constants = jax.tree.map(jnp.asarray, maps)
@@ -128,7 +128,7 @@ class Chain:
             before = carry if closed or i == 0 else {"x": jnp.asarray(self.x[i - 1])}
             payload, recon, after = self.encode[i > 0](self.constants[i], {"x": jnp.asarray(x)}, before)
             if not closed and i:
-                step = self.delta.codecs["x"].decode({}, payload["x"])
+                step = self.delta.storage.codecs["x"].decode({}, payload["x"])
                 step = step @ self.constants[i]["x"]["down"].T if self.constants[i] else step
                 recon, after = {"x": carry["x"] + step}, {"x": carry["x"] + step}
             codes.append(payload["x"].get("codes"))

@@ -127,14 +127,14 @@ def test_reading_rebuilds_the_encoders_accumulator_bit_for_bit(name):
     def encode(tile):
         carry, out = {"x": jnp.zeros((32, 64))}, []
         for wiring, own, rows in zip(wirings, fixed, tile, strict=True):
-            payload, recon, carry = wiring.encode(own, {"x": rows}, carry)
+            payload, recon, carry = wiring.maps.encode(own, {"x": rows}, carry)
             out.append((payload["x"], recon["x"], carry["x"]))
         return out
 
     def decode(payloads):
         carry, out = {"x": jnp.zeros((2, 64, 64))}, []
         for wiring, own, payload in zip(wirings, fixed, payloads, strict=True):
-            recon, carry = wiring.decode(own, {"x": payload}, carry)
+            recon, carry = wiring.maps.decode(own, {"x": payload}, carry)
             out.append((recon["x"], carry["x"]))
         return out
 

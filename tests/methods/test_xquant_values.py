@@ -37,7 +37,7 @@ def layer_of(spec):
     constants = {
         group: {n: drawn(rng, s, s[0] ** -0.5) for n, s in names.items()} for group, names in wiring.wanted().items()
     }
-    sources = {name: drawn(rng, (2, TOKENS, n), 1.0).at[..., 3].add(8.0) for name, n in wiring.sources.items()}
+    sources = {name: drawn(rng, (2, TOKENS, n), 1.0).at[..., 3].add(8.0) for name, n in wiring.storage.sources.items()}
     return wiring, weights, constants, sources, jnp.tile(jnp.arange(TOKENS), (2, 1))
 
 
@@ -48,9 +48,9 @@ def test_both_orders_agree(spec):
     wiring, weights, constants, sources, positions = layer_of(spec)
     q = drawn(np.random.default_rng(1), (2, 3, CONFIG.num_heads, CONFIG.head_dim), 1.0)
     mask = jnp.broadcast_to(jnp.arange(TOKENS)[None, None] < jnp.array([TOKENS, 7])[:, None, None], (2, 3, TOKENS))
-    k, v = wiring.expand(weights, constants, sources, positions)
+    k, v = wiring.maps.expand(weights, constants, sources, positions)
     wanted = segment_attention(q, k, v, mask)
-    shared = wiring.shared
+    shared = wiring.fast.shared
     stored = shared.read(weights, constants, {}, sources)
     read = lambda j, carry: (k, stored[:, :, None], mask, carry)  # noqa: E731
     found, _ = blockwise_attention(q, CONFIG.num_kv_heads, read, jnp.int32(0), jnp.int32(1), None, shared.width)
@@ -65,7 +65,7 @@ def test_both_orders_agree(spec):
 def test_a_bias_adds_nothing_for_rows_that_saw_nothing():
     wiring, weights, constants, _, _ = layer_of(SPECS[0])
     shape = (1, 1, CONFIG.num_heads)
-    empty = wiring.shared.finish(weights, constants, jnp.zeros((*shape, wiring.shared.width)))
+    empty = wiring.fast.shared.finish(weights, constants, jnp.zeros((*shape, wiring.fast.shared.width)))
     assert float(jnp.abs(empty).max()) > 1
     body = Partial(empty, jnp.full(shape, -jnp.inf))
     exact = Partial(jnp.ones((*shape, CONFIG.head_dim)), jnp.zeros(shape))
@@ -79,7 +79,7 @@ def test_a_bias_adds_nothing_for_rows_that_saw_nothing():
 def test_the_order_changes_where_it_costs_as_much(spec, kv_heads, most):
     """Llama-3.1-8B and Llama-2-7B: T H N < N KD + T H D."""
     config = dataclasses.replace(CONFIG, width=4096, num_heads=32, num_kv_heads=kv_heads, head_dim=128)
-    shared = parse(spec).layer.build(config).shared
+    shared = parse(spec).layer.build(config).fast.shared
     cost = lambda t: t * 32 * shared.width, lambda t: shared.width * config.kv_width + t * 32 * 128
     assert shared.most == most
     assert cost[0](most) < cost[1](most)

@@ -107,7 +107,7 @@ def test_a_plan_made_inside_a_trace_serves_outside(name):
         cached.cache_clear()
     jax.eval_shape(lambda: (plan(layout), jnp.zeros(()))[1])
     for run, constants in zip(plan(layout), model.constants, strict=True):
-        for source, codec in run.wiring.codecs.items():
+        for source, codec in run.wiring.storage.codecs.items():
             own = {name: x[0] for name, x in constants.get(source, {}).items()}
             stored = codec.encode(own, jnp.ones((max(codec.unit, 32), codec.width)))
             assert stored.keys() == codec.fields.keys()
