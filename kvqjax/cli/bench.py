@@ -18,6 +18,7 @@ from kvqjax.cli.common import (
     Json,
     Kernels,
     ModelName,
+    RopeLength,
     TextOnly,
     Weights,
     calibrated,
@@ -118,10 +119,11 @@ def bench(
     dtype: Dtype = None,
     weights: Weights = None,
     text_only: TextOnly = False,
+    rope_length: RopeLength = None,
     as_json: Json = False,
 ) -> None:
     """Time decode steps on caches filled with random vectors, against the exact cache in the same run."""
-    loaded = open_model(model, dtype, weights, text_only=text_only)
+    loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
     for ready, method in pairs:

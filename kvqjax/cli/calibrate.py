@@ -8,7 +8,18 @@ import typer
 
 from kvqjax._errors import UserError
 from kvqjax._lock import held
-from kvqjax.cli.common import Dtype, Json, ModelName, Seed, TextOnly, Weights, methods_of, number, open_model
+from kvqjax.cli.common import (
+    Dtype,
+    Json,
+    ModelName,
+    RopeLength,
+    Seed,
+    TextOnly,
+    Weights,
+    methods_of,
+    number,
+    open_model,
+)
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.eval.corpora import read_text
@@ -28,6 +39,7 @@ def calibrate(
     dtype: Dtype = None,
     weights: Weights = None,
     text_only: TextOnly = False,
+    rope_length: RopeLength = None,
     as_json: Json = False,
 ) -> None:
     """Calibrate a method for a model. A run that is killed continues where it was when started again."""
@@ -37,7 +49,7 @@ def calibrate(
     if out.exists():
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
-        loaded = open_model(model, dtype, weights, text_only=text_only)
+        loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
         text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:

@@ -32,6 +32,7 @@ __all__ = [
     "Kernels",
     "Mesh",
     "ModelName",
+    "RopeLength",
     "Seed",
     "TextOnly",
     "Weights",
@@ -57,6 +58,9 @@ Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration o
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bfloat16, float16 or float32")]
 Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="leave out the vision part of a checkpoint that has one")]
+RopeLength = Annotated[
+    int | None, number("--rope-length", help="how long texts may become, for RoPE of the kinds dynamic and longrope")
+]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
 Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="of everything that is drawn")]
@@ -76,12 +80,14 @@ def open_model(
     method: Method | None = None,
     mesh: str = "",
     text_only: bool = False,
+    rope_length: int | None = None,
 ) -> Model:
     """Load a model, for caches of `method` on a mesh if one is named."""
+    about = {"dtype": dtype, "weights": weights, "text_only": text_only, "rope_length": rope_length}
     if not mesh or method is None:
-        return load(name, dtype=dtype, weights=weights, text_only=text_only)
+        return load(name, **about)
     rules = rules_for(read_config(locate(name)), method, MeshSize.parse(mesh))
-    return load(name, dtype=dtype, weights=weights, sharding=rules, text_only=text_only)
+    return load(name, sharding=rules, **about)
 
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:

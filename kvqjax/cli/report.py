@@ -17,6 +17,7 @@ from kvqjax.cli.common import (
     Json,
     Kernels,
     ModelName,
+    RopeLength,
     Seed,
     TextOnly,
     Weights,
@@ -64,6 +65,7 @@ def _options(
     dtype: Dtype = None,
     weights: Weights = None,
     text_only: TextOnly = False,
+    rope_length: RopeLength = None,
     out: Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="also draw the report into this PNG")] = None,
     as_json: Json = False,
@@ -103,6 +105,7 @@ def _evaluate(
     dtype,
     weights,
     text_only,
+    rope_length,
     out,
     plot,
     as_json,
@@ -112,7 +115,8 @@ def _evaluate(
         check_picture(plot)
     file = None if out is None else out / f"{name}.json"
     with held(file):
-        methods, loaded, rows, roles = methods_of(cache), open_model(model, dtype, weights, text_only=text_only), [], {}
+        methods, rows, roles = methods_of(cache), [], {}
+        loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
         job = prepare(loaded, seed, **own)
         with progress_bar() as bar:
             pairs = job.ready(loaded, methods, artifact, bar)

@@ -17,6 +17,7 @@ from kvqjax.cli.common import (
     Kernels,
     Mesh,
     ModelName,
+    RopeLength,
     Seed,
     TextOnly,
     Weights,
@@ -114,6 +115,7 @@ def generate(
     dtype: Dtype = None,
     weights: Weights = None,
     text_only: TextOnly = False,
+    rope_length: RopeLength = None,
     mesh: Mesh = "",
     coordinator: Annotated[str, typer.Option(help="host:port of process 0, for several hosts")] = "",
     processes: Annotated[int, number(most=MOST_HOSTS, help="how many hosts run this command")] = 1,
@@ -138,7 +140,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }  # fmt: skip
     make_sampling(**draw)  # says what cannot be, before any work
-    found = open_model(model, dtype, weights, method, mesh, text_only)
+    found = open_model(model, dtype, weights, method, mesh, text_only, rope_length)
     loaded = calibrated(found, [method], artifact)[0][0]
     options: dict[str, Any] = draw | {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "seed": seed, "stop": tuple(stop),

@@ -9,9 +9,14 @@ __all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RopeConfig"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `kind` is "default", "linear", "llama3" or "yarn"; fields a kind does not use stay at 0.
+    """Rotary embedding: `kind` is "default", "linear", "llama3", "yarn", "dynamic" or "longrope"; fields that a kind
+    does not use stay at 0.
 
-    Frequencies follow the Hugging Face formulas; `attention_factor` multiplies cos and sin (yarn only).
+    Frequencies follow the Hugging Face formulas; `attention_factor` multiplies cos and sin (yarn and longrope). The
+    frequencies of the last two kinds depend on how long a text becomes. A cached key is turned once, so that one
+    `length` holds for all of a text, and is said beforehand: the least length that has these frequencies, 0 for those
+    of texts up to `original_max_position`. The factors divide the frequency of every pair, for texts up to that length
+    and for longer ones.
     """
 
     theta: float = 10000.0
@@ -24,6 +29,24 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    length: int = 0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def limit(self) -> int | None:
+        """The longest text that these frequencies are for; None: any."""
+        if self.kind == "dynamic":
+            return max(self.length, self.original_max_position)
+        return self.original_max_position if self.kind == "longrope" and not self.length else None
+
+    def for_length(self, length: int) -> "RopeConfig":
+        """This rope for texts of up to `length` tokens."""
+        if self.kind not in ("dynamic", "longrope"):
+            return self
+        longer = length > self.original_max_position
+        least = length if self.kind == "dynamic" else self.original_max_position + 1
+        return dataclasses.replace(self, length=least if longer else 0)
 
 
 def _alike(values):

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.experts import BY_EXPERT, mix, mlp
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import check_length, rotate
 from kvqjax.model.rows import Row, Rows, whole
 from kvqjax.model.weight_trees import (
     Layer,
@@ -207,6 +207,7 @@ def window_table(config: ModelConfig) -> Int[Array, " L"]:
 
 def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
     """Plain causal forward without a cache, before the final norm: training, calibration and reference."""
+    check_length(config, tokens.shape[1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     windows = window_table(config)
 

@@ -179,8 +179,9 @@ def _bos_id(raw: dict) -> int | None:
     return value
 
 
-def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
-    """ModelConfig from the contents of config.json and, where present, generation_config.json. Raises UserError."""
+def parse_config(raw: dict, generation: dict | None = None, rope_length: int | None = None) -> ModelConfig:
+    """ModelConfig from the contents of config.json and, where present, generation_config.json, its rope for texts of
+    up to `rope_length` tokens (RopeConfig says which kinds ask for it). Raises UserError."""
     raw = _language_part(raw)
     architecture = _architecture(raw)
     raw = {**_DEFAULTS[architecture], **raw}
@@ -190,6 +191,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
     layers = integer(raw, "num_hidden_layers", most=MOST_LAYERS)
     if raw.get("head_dim") is None and width % heads:
         refuse("hidden_size", width, f"without head_dim wanted a multiple of num_attention_heads={heads}")
+    head_dim = width // heads if raw.get("head_dim") is None else integer(raw, "head_dim")
     fields = {
         "vocab_size": integer(raw, "vocab_size"),
         "width": width,
@@ -197,8 +199,8 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": heads if raw.get("num_key_value_heads") is None else integer(raw, "num_key_value_heads"),
-        "head_dim": width // heads if raw.get("head_dim") is None else integer(raw, "head_dim"),
-        "rope": rope_from_hf(raw),
+        "head_dim": head_dim,
+        "rope": rope_from_hf(raw, head_dim, rope_length),
         "experts": experts_from_hf(raw, architecture, layers),
         "query_growth": growth_from_hf(raw),
         "norm_eps": number(raw, "rms_norm_eps", 1e-6),
@@ -228,8 +230,9 @@ def read_json(path: Path) -> dict:
     return contents
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """ModelConfig of a Hugging Face folder, or of a config.json named directly. Raises UserError in one line."""
+def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig:
+    """ModelConfig of a Hugging Face folder, or of a config.json named directly; `rope_length` as `parse_config` has it.
+    Raises UserError in one line."""
     path = Path(path).expanduser()
     if not path.exists():
         raise UserError(f"{path}: no such folder")
@@ -237,7 +240,7 @@ def read_config(path: str | Path) -> ModelConfig:
     if not file.exists():
         raise UserError(f"{path}: no config.json in this folder")
     generation = file.with_name("generation_config.json")
-    return parse_config(read_json(file), read_json(generation) if generation.exists() else None)
+    return parse_config(read_json(file), read_json(generation) if generation.exists() else None, rope_length)
 
 
 def config_to_hf(config: ModelConfig) -> dict:

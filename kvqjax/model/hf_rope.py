@@ -14,6 +14,7 @@ _FIELDS = {
     *("rope_type", "type", "rope_theta", "factor", _LENGTH, "partial_rotary_factor", "finetuned"),
     *("low_freq_factor", "high_freq_factor"),
     *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+    *("short_factor", "long_factor"),
 }
 _GROWTH, _FULL = "llama_4_scaling_beta", "max_position_embeddings"
 _MINISTRAL3 = {  # what its config class has where nothing is said
@@ -32,6 +33,8 @@ _WRITTEN = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "dynamic": ("factor",),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
 }
 
 
@@ -60,6 +63,19 @@ def _yarn(rope: dict, ratio: float, prefix: str) -> dict:
         "beta_slow": number(rope, "beta_slow", 1.0, prefix),
         "truncate": bool(rope.get("truncate", True)),
     }
+
+
+def _longrope(rope: dict, original: int, ratio: float, pairs: int, prefix: str) -> dict:
+    """Factors of every pair of a head, and the one on cos and sin: given, or sqrt(1 + ln(factor) / ln(original))
+    (arXiv 2402.13753). `ratio` of full to original length is the factor when none is given."""
+    factor, found = number(rope, "factor", ratio, prefix), {}
+    for name in ("short_factor", "long_factor"):
+        given = rope.get(name)
+        if not isinstance(given, list) or len(given) != pairs:
+            refuse(prefix + name, given, f"wanted a list of {pairs} positive numbers, one for each pair of channels")
+        found[name] = tuple(number({name: x}, name, prefix=prefix) for x in given)
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
+    return {"factor": factor, "attention_factor": number(rope, "attention_factor", scale, prefix), **found}
 
 
 def _llama3(rope: dict, prefix: str) -> dict:
@@ -98,8 +114,8 @@ def growth_from_hf(raw: dict) -> float:
     return number(rope, _GROWTH, prefix=prefix) if raw["model_type"] == "ministral3" else 0.0
 
 
-def rope_from_hf(raw: dict) -> RopeConfig:
-    """RopeConfig of a config.json."""
+def rope_from_hf(raw: dict, head_dim: int, length: int | None = None) -> RopeConfig:
+    """RopeConfig of a config.json, for texts of up to `length` tokens; None: up to the length before scaling."""
     rope, prefix = _fields(raw)
     if rope.get("partial_rotary_factor") not in (None, 1):
         refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
@@ -111,17 +127,26 @@ def rope_from_hf(raw: dict) -> RopeConfig:
         return RopeConfig(theta=theta, kind=kind, factor=number(rope, "factor", prefix=prefix))
     if kind not in list(_WRITTEN):
         refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
-    original = _original_length(raw, rope, prefix)
+    full = integer(raw, "max_position_embeddings")
+    original = full if kind == "dynamic" else _original_length(raw, rope, prefix)
     if kind == "llama3":
-        return RopeConfig(theta=theta, kind=kind, original_max_position=original, **_llama3(rope, prefix))
-    ratio = integer(raw, "max_position_embeddings") / original
-    return RopeConfig(theta=theta, kind=kind, original_max_position=original, **_yarn(rope, ratio, prefix))
+        fields = _llama3(rope, prefix)
+    elif kind == "yarn":
+        fields = _yarn(rope, full / original, prefix)
+    elif kind == "longrope":
+        fields = _longrope(rope, original, full / original, head_dim // 2, prefix)
+    else:
+        fields = {"factor": number(rope, "factor", prefix=prefix)}
+        if head_dim == 2 or fields["factor"] < 1:
+            refuse(f"{prefix}factor", fields["factor"], "dynamic wants at least 1, and heads of more than 2 channels")
+    found = RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
+    return found if length is None else found.for_length(length)
 
 
 def rope_to_hf(rope: RopeConfig, growth: float = 0.0) -> dict:
     """The fields of config.json for a RopeConfig, in transformers 4's spelling, which version 5 reads too."""
     scaling = {"rope_type": rope.kind} | {name: getattr(rope, name) for name in _WRITTEN[rope.kind]}
-    if rope.original_max_position:
+    if rope.original_max_position and rope.kind != "dynamic":  # whose is the full length
         scaling[_LENGTH] = rope.original_max_position
     scaling |= {_GROWTH: growth} if growth else {}
     return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}

@@ -178,6 +178,7 @@ def load(
     weights: str | None = None,
     layers: str | None = None,
     text_only: bool = False,
+    rope_length: int | None = None,
 ) -> Model:
     """Model by bundled name, folder or hub id (looked for in this order; "./demo" is always a folder).
 
@@ -189,6 +190,8 @@ def load(
     stays. `layers="scan"` keeps layers as stacks, which compile fast, "unroll" each by itself, which XLA for GPUs reads
     at half the cost (kvqjax/model/decoder.py); None means unroll on GPUs, scan elsewhere. Its caches are stored
     likewise. `text_only=True` loads the language part of a checkpoint of pictures and text, which is refused otherwise.
+    `rope_length` is how long texts may become: RoPE of the kinds dynamic and longrope is another one for texts longer
+    than the length the model was trained on first, which is what None stands for. Other kinds pass it over.
     Code from a checkpoint is never run. Raises UserError with one line naming the cause.
     """
     compute = compute_dtype(dtype)
@@ -198,11 +201,11 @@ def load(
     if weights is not None and weights not in CODED_WEIGHTS:
         raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
     folder = locate(name)
-    config = read_config(folder)
+    if rope_length is not None and rope_length < 1:
+        raise UserError(f"rope_length={rope_length}; at least 1 token is wanted")
+    config = read_config(folder, rope_length)
     rules = sharding if isinstance(sharding, Placement) else None
     place = sharding.placement if isinstance(sharding, Placement) else sharding
-    if rules and weights:
-        raise UserError(f"weights {weights!r} cannot be split over a mesh")
     bits = CODED_WEIGHTS[weights] if weights else None
     params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)
     about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}

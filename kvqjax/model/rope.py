@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, RopeConfig
 
-__all__ = ["inverse_frequencies", "rotate", "turn"]
+__all__ = ["check_length", "inverse_frequencies", "rotate", "turn"]
 
 
 def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -36,20 +37,46 @@ def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return (1 - blend) * freq / rope.factor + blend * freq
 
 
+def _dynamic(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """NTK by length: the base grows so that the slowest pair turns as far as before over the longer text."""
+    ratio = max(rope.length, rope.original_max_position) / rope.original_max_position
+    theta = rope.theta * (rope.factor * ratio - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
+    return _plain(theta, head_dim)
+
+
+def _plain(theta: float, head_dim: int) -> np.ndarray:
+    return 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+
+def check_length(config: KVShape, length: int):
+    """Refuse texts of more tokens than a shape's frequencies are for. Raises UserError."""
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
+    for rope in ropes:
+        if rope is not None and rope.limit is not None and length > rope.limit:
+            raise UserError(
+                f"{length} tokens are more than the {rope.limit} that the frequencies of this model's {rope.kind} RoPE "
+                f"are for; load it with rope_length={length} (--rope-length {length})"
+            )
+
+
 def inverse_frequencies(config: KVShape) -> np.ndarray:
     """Angle per position of each pair, float32 [D/2], a trace-time constant."""
     rope = config.turning
     if rope is None:
         raise ValueError("a shape without a rope has no frequencies")
-    freq = 1.0 / rope.theta ** (np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    freq = _plain(rope.theta, config.head_dim)
     if rope.kind == "linear":
         freq = freq / rope.factor
     elif rope.kind == "llama3":
         freq = _llama3(freq, rope)
     elif rope.kind == "yarn":
         freq = _yarn(freq, rope, config.head_dim)
+    elif rope.kind == "dynamic":
+        freq = _dynamic(rope, config.head_dim)
+    elif rope.kind == "longrope":
+        freq = freq / np.asarray(rope.long_factor if rope.length else rope.short_factor)
     elif rope.kind != "default":
-        raise ValueError(f"unknown rope kind {rope.kind!r}; known: default, linear, llama3, yarn")
+        raise ValueError(f"unknown rope kind {rope.kind!r}; known: default, linear, llama3, yarn, dynamic, longrope")
     return freq.astype(np.float32)
 
 

@@ -13,9 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, UInt
 
-__all__ = ["WEIGHT_GROUP", "CodedWeight", "code_weight", "pack_nibbles", "unpack_nibbles"]
+from kvqjax._errors import UserError
+
+__all__ = ["WEIGHT_GROUP", "CodedWeight", "code_weight", "pack_nibbles", "place_codes", "unpack_nibbles"]
 
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 WEIGHT_GROUP = 128  # inputs per scale; fewer where 128 does not divide the inputs
@@ -71,3 +74,15 @@ def code_weight(weight: Float[Array, "*L I O"], bits: int) -> CodedWeight:
     if bits == 8:
         return CodedWeight(codes=codes.astype(jnp.int8), scale=scale)
     return CodedWeight(codes=pack_nibbles((codes + 8).astype(jnp.uint32)), scale=scale)
+
+
+def place_codes(weight: CodedWeight, sharding: NamedSharding) -> CodedWeight:
+    """`weight` placed as its decoded matrix would be. Where devices share out a group's inputs, each has its scale: the
+    decoded matrix stays the same. Raises UserError where a device's share would cut a word of eight codes."""
+    codes, scale = weight.codes, weight.scale
+    axes = (*sharding.spec, *[None] * codes.ndim)[codes.ndim - 2]
+    parts = math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+    if codes.shape[-2] % parts:
+        raise UserError(f"{parts} devices cannot share out {codes.shape[-2]} rows of codes of {weight.kind} weights")
+    scale = jnp.repeat(scale, parts // math.gcd(parts, scale.shape[-2]), axis=-2)
+    return jax.device_put(CodedWeight(codes=codes, scale=scale), sharding)

@@ -1,17 +1,20 @@
 """Our parameters by the names that Hugging Face gives their tensors, and the language part of a larger checkpoint."""
 
+import dataclasses
+import itertools
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from kvqjax._errors import UserError
-from kvqjax.model.checkpoint import Checkpoint
+from kvqjax.model.checkpoint import Checkpoint, Tensor
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.rows import Rows
 from kvqjax.model.weight_trees import init_params
 
-__all__ = ["Parameter", "language_part", "parameters"]
+__all__ = ["Parameter", "experts_apart", "language_part", "parameters"]
 
 # Our name -> (Hugging Face name, whether it is a matrix, of which the last two axes are swapped). Names under "layers/"
 # exist once per layer, those with {} once per expert too.
@@ -48,6 +51,13 @@ _LANGUAGE = {
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
+# One tensor for all experts of a layer, as newer releases of transformers save them: the matrices that lie in it one
+# after the other, expert by expert.
+_FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
+_FUSED_NAME = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)(_scale_inv)?")
+_ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
+
+
 class Parameter(NamedTuple):
     """One entry of the params pytree. `layers` are the numbers of the layers that have it, None outside of layers;
     `shape` is that of one layer; `tensors` names, for each layer, the tensors of its experts or the one tensor."""
@@ -64,13 +74,16 @@ class Parameter(NamedTuple):
         return self.matrix and len(self.shape) == 3
 
 
+def _hf_name(config: ModelConfig, name: str) -> str:
+    return _OWN_NAMES.get(config.architecture, {}).get(name, _NAMES[name][0])
+
+
 def parameters(config: ModelConfig) -> list[Parameter]:
     """All parameters of a model, from the one place that defines their shapes."""
     tree = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
     layers, found = tree.pop("layers"), []
     for name, leaf in (tree | {f"layers/{name}": leaf for name, leaf in layers.items()}).items():
-        hf_name, matrix = _NAMES[name]
-        hf_name = _OWN_NAMES.get(config.architecture, {}).get(name, hf_name)
+        hf_name, matrix = _hf_name(config, name), _NAMES[name][1]
         if not name.startswith("layers/"):
             found.append(Parameter(name, None, leaf.shape, ((hf_name,),), matrix, rows=False))
             continue
@@ -98,4 +111,36 @@ def language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Chec
         if name not in vision:
             front = next((front for front in _LANGUAGE if name.startswith(front)), None)
             found[name if front is None else _LANGUAGE[front] + name.removeprefix(front)] = tensor
+    return found
+
+
+def experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
+    """The checkpoint with fused tensors of experts as the single matrices that they hold. Raises UserError for one of
+    another shape."""
+    if config.experts is None:
+        return checkpoint
+    found = {}
+    for name, tensor in checkpoint.items():
+        fused, router = _FUSED_NAME.fullmatch(name), _ROUTER.fullmatch(name)
+        if fused:
+            found |= _matrices(tensor, config, *fused.groups())
+        else:
+            found[router[1] + _hf_name(config, "layers/router") if router else name] = tensor
+    return found
+
+
+def _matrices(tensor: Tensor, config: ModelConfig, layer: str, fused: str, scales: str | None) -> Checkpoint:
+    """The parts of one fused tensor [experts, parts * outputs, inputs] by the names that they have alone."""
+    names = _FUSED[fused]
+    if len(tensor.shape) != 3 or 0 in tensor.shape or tensor.shape[1] % len(names):
+        wanted = f"[experts, {len(names)} x outputs, inputs]"
+        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {wanted}")
+    experts, outputs, inputs = tensor.shape
+    size, found = tensor.nbytes // experts // len(names), {}
+    for expert, (part, ours) in itertools.product(range(experts), enumerate(names)):
+        name = layer + _hf_name(config, f"layers/{ours}").format(expert) + (scales or "")
+        start = tensor.start + (expert * len(names) + part) * size
+        found[name] = dataclasses.replace(
+            tensor, name=name, shape=(outputs // len(names), inputs), start=start, nbytes=size
+        )
     return found

@@ -29,8 +29,8 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.hf_config import config_to_hf, read_json
 from kvqjax.model.rows import Rows
 from kvqjax.model.stored import Scheme, Stored, decoded, find, read_scheme
-from kvqjax.model.weight_codes import code_weight
-from kvqjax.model.weight_names import Parameter, language_part, parameters
+from kvqjax.model.weight_codes import code_weight, place_codes
+from kvqjax.model.weight_names import Parameter, experts_apart, language_part, parameters
 from kvqjax.model.weight_trees import Params
 
 __all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
@@ -169,7 +169,7 @@ def load_params(
     Raises UserError for a missing folder, file or tensor, a wrong shape, a truncated or foreign file.
     """
     folder, dtype = Path(folder).expanduser(), np.dtype(dtype)
-    checkpoint = language_part(open_checkpoint(folder), folder, text_only)
+    checkpoint = experts_apart(language_part(open_checkpoint(folder), folder, text_only), config)
     file = folder / "config.json"
     sources = _sources(checkpoint, config, read_scheme(read_json(file)) if file.exists() else None, folder)
     found: dict[str, Any] = {"layers": {}}
@@ -213,7 +213,10 @@ def _pieces(parameter: Parameter, sources, dtype: np.dtype, place, bits: int | N
         fill = functools.partial(_fill, part, parameter.by_expert, parameter.matrix, shape, dtype)
         piece = _placed(fill, shape, dtype, _over_layers(place) if layered else _as_stack(place))
         advance(sum(x.nbytes for stored in part for x in stored))
-        yield row, code_weight(piece, bits) if coded else piece
+        if coded:
+            piece = code_weight(piece, bits)
+            piece = place_codes(piece, place) if isinstance(place, NamedSharding) else piece
+        yield row, piece
         del piece
 
 

@@ -33,7 +33,8 @@ from kvqjax.cache.state import Cache
 from kvqjax.methods import MethodLike, parse
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.loading import CODED_WEIGHTS, Model
+from kvqjax.model.loading import Model
+from kvqjax.model.weight_codes import CodedWeight, place_codes
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules, shares_heads
 
@@ -123,14 +124,19 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
     )(model, cache, *arguments)
 
 
+def _placed(parameter, sharding: NamedSharding):
+    """A parameter where its rule says, as an array, as codes, or as rows of either."""
+    coded = lambda x: isinstance(x, CodedWeight)  # noqa: E731
+    place = lambda x: (place_codes if coded(x) else jax.device_put)(x, sharding)  # noqa: E731
+    return jax.tree.map(place, parameter, is_leaf=coded)
+
+
 def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, model: int = 1) -> Model:
     """The model placed on a mesh of data * seq * model devices for caches of `method`: see `rules_for`. Large
     models are better loaded in place: `load(name, sharding=rules_for(...))`."""
     rules = rules_for(whole.config, method, MeshSize(data=data, seq=seq, model=model))
-    if whole.weights in CODED_WEIGHTS:
-        raise UserError(f"weights {whole.weights!r} cannot be split over a mesh")
     params = jax.tree.map(
-        lambda spec, x: jax.device_put(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
+        lambda spec, x: _placed(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
     )
     constants = jax.device_put(whole.constants, rules.everywhere)
     return whole.replace(params=params, constants=constants, rules=rules)

@@ -17,6 +17,7 @@ from kvqjax.methods.advice import bias_advice
 from kvqjax.model import weight_trees
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model, compute_dtype
+from kvqjax.model.rope import check_length
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.parallel.rules import Rules
@@ -96,6 +97,7 @@ def _plain_layout(
         stored = "unroll" if weight_trees.is_unrolled(model.params) else "scan"
         if dtype is not None and compute_dtype(dtype) != held.dtype:
             raise UserError(f"dtype {dtype!r} is not the model's, {held.dtype}; load the model with it")
+    check_length(shape, capacity)
     target = target or target_of(held)
     layout = CacheLayout(
         shape=shape,

@@ -45,11 +45,16 @@ FIRST_FIELDS = (
 )  # fmt: skip
 
 
+def _as_before(fields: list) -> dict:
+    """Fields as a dict, without those of a rope by length where they are empty: caches were saved before they were."""
+    return {name: x for name, x in fields if x or name not in ("length", "short_factor", "long_factor")}
+
+
 def _digest(config: KVShape, form: int = FORMAT) -> str:
     """Digest of what a cache must know of a model; in format 1, of all of its config."""
-    fields = dataclasses.asdict(config.kv_shape)
+    fields = dataclasses.asdict(config.kv_shape, dict_factory=_as_before)
     if form == 1:
-        every = dataclasses.asdict(config) | {"windows": config.windows}
+        every = dataclasses.asdict(config, dict_factory=_as_before) | {"windows": config.windows}
         fields = {name: every[name] for name in FIRST_FIELDS}
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 

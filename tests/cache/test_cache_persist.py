@@ -12,6 +12,7 @@ from cases import FEW, model_and_method
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.model.config import RopeConfig
 from kvqjax.step import persist
 
 
@@ -24,6 +25,15 @@ def test_comes_back(name, tmp_path):
     assert back.layout == cache.layout
     jax.tree.map(np.testing.assert_array_equal, cache, back)
     check_row(name, extend(name, back, [[1, 2], [3] * 40]), 1, list(range(33)) + [3] * 40)
+
+
+def test_digests_are_those_of_earlier_releases():
+    """Fields that a later rope has beside others change nothing where they are empty."""
+    config = tiny(rope=RopeConfig(theta=500.0)).config
+    assert (persist._digest(config), persist._digest(config, 1)) == ("652effe088a153b3", "827c3fc5e36a67fe")
+    longer = dataclasses.replace(config.rope, kind="dynamic", factor=2.0, original_max_position=64)
+    digests = {persist._digest(tiny(rope=longer.for_length(n)).config) for n in (64, 128, 256)}
+    assert len(digests) == 3
 
 
 def test_a_cache_from_before_rows_counted_their_finite_tokens(tmp_path, monkeypatch):

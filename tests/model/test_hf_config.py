@@ -33,6 +33,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 1024,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 1024,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0, 3] * 4,
+}
 
 
 def test_llama_without_optional_fields():
@@ -181,8 +187,12 @@ REFUSED = [
     ({"head_dim": 15}, "head_dim=15"),
     ({"eos_token_id": "x"}, "eos_token_id = "),
     ({"rope_theta": -1.0}, "rope_theta = -1.0"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_scaling.rope_type = "dynamic"'),
-    ({"rope_parameters": {"rope_type": "longrope"}}, 'rope_parameters.rope_type = "longrope"'),
+    ({"rope_scaling": {"rope_type": "proportional"}}, 'rope_scaling.rope_type = "proportional"'),
+    ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.factor is missing"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, "rope_scaling.factor = 0.5"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor is missing"),
+    ({"rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, "rope_scaling.long_factor = [1.0].*a list of 8"),
+    ({"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 7 + [0]}}, "rope_scaling.short_factor = 0"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     ({"rope_scaling": {"type": "linear", "mrope_section": [1, 2]}}, "rope_scaling.mrope_section = [1, 2]"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention = "),
@@ -228,6 +238,8 @@ def test_eos_ids_are_merged_from_generation_config(tmp_path):
         {**LLAMA, "rope_scaling": LLAMA3, "rope_theta": 5e5},
         {**LLAMA, "rope_scaling": {**YARN, "truncate": False}},
         {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {**LLAMA, "rope_scaling": LONGROPE},
+        {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
         {**MISTRAL, "sliding_window": None},
         {**MISTRAL, "sliding_window": 64},
         {**QWEN2, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
@@ -235,8 +247,9 @@ def test_eos_ids_are_merged_from_generation_config(tmp_path):
     ],
 )
 def test_round_trip(raw):
-    config = parse_config(raw)
-    assert parse_config(json.loads(json.dumps(config_to_hf(config)))) == config
+    for length in (None, 1_000_000):
+        config = parse_config(raw, rope_length=length)
+        assert parse_config(json.loads(json.dumps(config_to_hf(config))), rope_length=length) == config
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="parity needs torch (pip install torch), the reference implementation")
 
 import transformers  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
 
 import kvqjax as kvq  # noqa: E402
 from kvqjax._errors import UserError  # noqa: E402
+from kvqjax.calibrate.xquant import prepared  # noqa: E402
 from kvqjax.model.config import RopeConfig  # noqa: E402
 from kvqjax.model.decoder import logits  # noqa: E402
 from kvqjax.model.loading import load  # noqa: E402
@@ -109,6 +111,20 @@ MODELS = {
     ),
 }
 
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 5.0, 9.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "original_max_position_embeddings": 48, **FACTORS}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
+BY_LENGTH = {  # (model type, fields)
+    "llama-longrope": ("llama", {**GQA, "rope_parameters": LONGROPE}),
+    "qwen3-longrope-given-factor": ("qwen3", {**GQA, "head_dim": 8, "rope_parameters": {**LONGROPE, "factor": 3.0}}),
+    "mistral-longrope-given-attention-factor": (
+        "mistral",
+        {**GQA, "sliding_window": None, "rope_parameters": {**LONGROPE, "attention_factor": 1.4}},
+    ),
+    "qwen3-dynamic": ("qwen3", {**GQA, "head_dim": 8, "rope_parameters": DYNAMIC, "max_position_embeddings": 48}),
+    "llama-dynamic": ("llama", {**GQA, "rope_parameters": DYNAMIC, "max_position_embeddings": 48}),
+}
+
 
 def randomise(model: torch.nn.Module):
     """Weights of unit gain, norms far from one, biases larger than what they are added to: no name can hide."""
@@ -126,7 +142,7 @@ def randomise(model: torch.nn.Module):
 
 
 def write(folder, kind: str, fields: dict, dtype=torch.float32, **saving):
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **fields)
+    config = transformers.AutoConfig.for_model(kind, **(SIZES | fields))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
     randomise(model)
     model.to(dtype).save_pretrained(folder, **saving)
@@ -147,9 +163,13 @@ def reference(model) -> np.ndarray:
         return model(torch.tensor(tokens(), dtype=torch.long)).logits.numpy()
 
 
+PLAIN = jax.jit(logits, static_argnums=2)
+STEP = jax.jit(kvq.forward)
+
+
 def ours(model, **changes) -> np.ndarray:
     config = dataclasses.replace(model.config, **changes)
-    return np.asarray(jax.jit(logits, static_argnames="config")(model.params, tokens(), config=config))
+    return np.asarray(PLAIN(model.params, tokens(), config))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -163,6 +183,52 @@ def test_logits_equal_torch(name, tmp_path):
     if exercised:
         broken = ours(model, **{exercised: neutral[exercised]})
         assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_rope_by_length(name, tmp_path):
+    """Texts up to the length before scaling, and longer ones under the length that was said."""
+    kind, fields = BY_LENGTH[name]
+    theirs, text, found = write(tmp_path, kind, fields), tokens(), {}
+    for length, rope_length in ((40, None), (LENGTH, LENGTH)):
+        model = load(tmp_path, dtype="f32", rope_length=rope_length)
+        with torch.no_grad():
+            wanted = theirs(torch.tensor(text[:, :length], dtype=torch.long)).logits.numpy()
+        found[length] = np.asarray(PLAIN(model.params, text[:, :length], model.config))
+        np.testing.assert_allclose(found[length], wanted, rtol=0, atol=TOLERANCE)
+    assert np.abs(found[LENGTH][:, :40] - found[40]).max() > 100 * TOLERANCE  # the two are told apart
+    save_params(tmp_path / "ours", model.params, model.config)
+    assert load(tmp_path / "ours", dtype="f32", rope_length=LENGTH).config == model.config
+
+
+@pytest.mark.parametrize("name", ["qwen3-longrope-given-factor", "llama-dynamic"])
+def test_rope_by_length_of_caches(name, tmp_path):
+    """Keys cached after RoPE, before it, and layer inputs, in two steps; nothing longer than what was said."""
+    kind, fields = BY_LENGTH[name]
+    wanted, text = reference(write(tmp_path, kind, fields)), tokens()
+    model, half = load(tmp_path, dtype="f32", rope_length=LENGTH), LENGTH // 2
+    for method in ("exact", "kivi_star:bits=8,window=32", "xquant:bits=8,group=32"):
+        ready = prepared(model, kvq.parse(method)) if method.startswith("xquant") else model
+        cache = kvq.init_cache(ready, method, 2, LENGTH)
+        for part in (text[:, :half], text[:, half:]):
+            out, cache = STEP(ready, part, np.full(2, half, np.int32), cache)
+        apart = np.abs(out - wanted[:, half:]).max()
+        assert apart < (TOLERANCE if method == "exact" else 0.2 * np.std(wanted)), method
+    short, said = load(tmp_path, dtype="f32"), r"more than the 48 that .* RoPE are for; load it with rope_length=\d+ \("
+    for refused in (lambda: kvq.init_cache(short, "exact", 1, 49), lambda: PLAIN(short.params, text, short.config)):
+        with pytest.raises(UserError, match=said):
+            refused()
+    with pytest.raises(UserError, match="rope_length=0; at least 1"):
+        load(tmp_path, rope_length=0)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_fused_experts(kind, tmp_path):
+    """Newer releases of transformers may save one tensor for all experts of a layer."""
+    fields = MODELS["mixtral"][1] if kind == "mixtral" else {**GQA, **SHARED, "mlp_only_layers": [1]}
+    theirs = write(tmp_path, kind, fields, save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "model.safetensors")
+    np.testing.assert_allclose(ours(load(tmp_path, dtype="f32")), reference(theirs), rtol=0, atol=TOLERANCE)
 
 
 def test_sharded_checkpoint(tmp_path):

@@ -23,14 +23,16 @@ from kvqjax.eval.corpora import read_text
 from kvqjax.eval.plots import check_picture
 from kvqjax.eval.tune import Settings
 from kvqjax.eval.windows import windows
-from kvqjax.model.config import ExpertConfig
+from kvqjax.model.config import ExpertConfig, RopeConfig
 from kvqjax.model.hf_config import parse_config, read_config
 from kvqjax.model.loading import locate
+from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.parallel.mesh_size import MeshSize
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| `(.+)` \|$", PAGE, re.MULTILINE))
 SIX = ExpertConfig(count=6, per_token=2, width=24)
+BY_LENGTH = RopeConfig(kind="dynamic", factor=2.0, original_max_position=256)
 CONFIG = json.loads((locate("recall") / "config.json").read_text())
 
 
@@ -115,6 +117,11 @@ def foreign_tokenizer(tmp_path, monkeypatch, recall):
     folder = whole(tmp_path)
     shutil.copy(locate("demo") / "tokenizer.json", folder)
     kvq.generate(kvq.load(folder), "It was late in the evening")
+
+
+def over_four() -> jax.sharding.NamedSharding:
+    """A matrix whose inputs four devices share out."""
+    return jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.sharding.PartitionSpec(None, "x"))
 
 
 def broken(model: kvq.Model) -> kvq.Model:
@@ -260,6 +267,8 @@ CASES = {
     "weights as pickles": pickles,
     "shards that are missing": missing_shard,
     "experts that a mesh cannot share out": lambda *_: kvq.shard(tiny(experts=SIX), "exact", model=4),
+    "4-bit weights that a mesh would cut": lambda *_: place_codes(code_weight(jnp.ones((1, 16, 8)), 4), over_four()),
+    "text longer than a rope by length was told": lambda *_: kvq.init_cache(tiny(rope=BY_LENGTH), "exact", 1, 300),
     "config that is no JSON": no_json,
     "truncated weights": weights(None),
     "weights that are no safetensors": weights(b"\x93" * 999),

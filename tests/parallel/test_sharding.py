@@ -215,8 +215,6 @@ def test_what_cannot_be_split_is_refused():
             rules_for(config, kvq.exact(), MeshSize(**sizes))
     with pytest.raises(kvq.UserError, match="mesh 'rows=2'"):
         MeshSize.parse("rows=2")
-    with pytest.raises(kvq.UserError, match="weights 'int8' cannot be split over a mesh"):
-        kvq.shard(kvq.load("recall", weights="int8"), kvq.exact(), model=2)
     model = kvq.shard(tiny(), kvq.exact(), data=2, model=2)
     with pytest.raises(kvq.UserError, match="aqua:bits=2 mixes KV heads"):
         kvq.init_cache(model, kvq.parse("aqua"), 2, 512)

@@ -1,0 +1,138 @@
+"""Ways to compute experts, compiled ahead of time and counted: the table of docs/howto/model.md.
+
+    python -m benchmarks.experts --chip h100 --form "products at once" --rows 8
+
+Each figure is that of the step account (`python -m benchmarks.step_cost`) or, of many rows, of a prompt's chunk
+(`python -m benchmarks.prefill_cost`), with the function that computes the experts exchanged: four layers of
+Qwen3-30B-A3B, exact cache, behind 4096 tokens. Every row is kept in benchmarks/records/experts.json, so that a stopped
+run goes on where it was; `--anew` computes those named again, `--page-only` writes the table alone.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from benchmarks.prefill_cost.row import Row as Chunk
+from benchmarks.prefill_cost.row import measure as measure_chunk
+from benchmarks.step_cost.listings import listings
+from benchmarks.step_cost.row import CHIPS, Row, measure
+from kvqjax.model import experts
+from kvqjax.model.catalogue import config_of
+from kvqjax.model.hf_config import config_to_hf
+
+MODEL, LAYERS, CONTEXT = "qwen3-30b-a3b", 4, 4096
+MANY = 64  # rows from which on they are a chunk of one prompt
+HERE = Path(__file__).parent
+RECORDS, PAGE = HERE / "records" / "experts.json", HERE.parent / "docs" / "howto" / "model.md"
+BEGIN, END = "<!-- benchmarks.experts -->\n", "<!-- end of benchmarks.experts -->\n"
+Form = Callable[[dict, Array, Array], Array]
+
+
+def grouped(weights: dict, x: Float[Array, "N E"], chosen: Int[Array, "N k"]) -> Float[Array, "N k E"]:
+    """Every chosen expert's output by `jax.lax.ragged_dot` over pairs of token and expert, sorted by expert."""
+    (count, k), held = chosen.shape, weights[experts.BY_EXPERT[0]].experts
+    pairs = chosen.reshape(-1)
+    order = jnp.argsort(pairs)
+    sizes = (pairs[:, None] == jnp.arange(held)[None]).sum(0, dtype=jnp.int32)
+    gate, up, down = (weights[name].whole() for name in experts.BY_EXPERT)
+    rows = x[order // k]
+    inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+    out = jax.lax.ragged_dot(inner, down, sizes)
+    return jnp.zeros_like(out).at[order].set(out).reshape(count, k, -1)
+
+
+def looped(weights: dict, x: Float[Array, "N E"], chosen: Int[Array, "N k"]) -> Float[Array, "N k E"]:
+    """The same by the library's loop over tiles."""
+    return _LOOP(weights, x, chosen, alone=True)
+
+
+_LOOP, _AT_ONCE = experts._in_turn, experts._at_once
+FORMS: dict[str, Form] = {"jax.lax.ragged_dot": grouped, "loop over tiles": looped, "products at once": _AT_ONCE}
+
+
+@contextlib.contextmanager
+def computed_by(form: Form) -> Iterator[None]:
+    """Programs traced inside compute their experts by `form`, for whatever platform."""
+    experts._at_once, experts._in_turn = form, lambda weights, x, chosen, alone: form(weights, x, chosen)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        experts._at_once, experts._in_turn = _AT_ONCE, _LOOP
+        jax.clear_caches()
+
+
+def counted(chip: str, rows: int, form: str) -> dict:
+    """One row of the table. Of a program that the compiler or the account cannot take, the error in one line."""
+    with tempfile.TemporaryDirectory() as place, listings(chip.startswith("v")) as folder, computed_by(FORMS[form]):
+        model = Path(place) / "config.json"
+        model.write_text(json.dumps(config_to_hf(dataclasses.replace(config_of(MODEL), num_layers=LAYERS))))
+        try:
+            if rows < MANY:
+                found = measure(Row(chip, str(model), "exact", CONTEXT, rows), folder)[chip]["full"]
+                moved, spent = found["bytes"]["weights"], found["estimated_ms"]
+                return {"gigabytes": (moved["read"] + moved["written"]) / 1e9, "estimated_ms": spent}
+            found = measure_chunk(Chunk(chip, str(model), "exact", CONTEXT, rows), folder)
+            return {"gigabytes": found["gigabytes"]["weights"], "estimated_ms": 1e3 * found["estimated_s"]}
+        except (ValueError, KeyError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            return {"refused": (str(error).splitlines() or [type(error).__name__])[0][:120]}
+
+
+def table(records: dict[str, dict]) -> str:
+    """The records as Markdown, rows of one chip and number of rows together."""
+    lines = ["| chip, rows | form | GB of weights read and written | estimated ms |", "|---|---|--:|--:|"]
+    order = lambda key: (CHIPS.index(key[0]), int(key[1]), list(FORMS).index(key[2]))  # noqa: E731
+    for chip, rows, form in sorted((key.split("/") for key in records), key=order):
+        found = records[f"{chip}/{rows}/{form}"]
+        told = (
+            "cannot be counted | " if "refused" in found else f"{found['gigabytes']:.2f} | {found['estimated_ms']:.2f}"
+        )
+        lines.append(f"| {chip}, {rows} | {form} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page(records: dict[str, dict]):
+    """Put the table in its place on the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + table(records) + "\n" + END + rest.split(END)[1], encoding="utf-8")
+
+
+def main(
+    chip: Annotated[list[str], typer.Option(help=", ".join(CHIPS))] = ["h100"],  # noqa: B006
+    form: Annotated[list[str], typer.Option(help=", ".join(FORMS))] = list(FORMS),  # noqa: B006
+    rows: Annotated[list[int], typer.Option(help=f"{MANY} and more are one prompt's chunk")] = [1, 8, 512, 2048],  # noqa: B006
+    anew: Annotated[bool, typer.Option("--anew", help="also rows that are recorded")] = False,
+    page_only: Annotated[bool, typer.Option("--page-only", help="compute nothing")] = False,
+) -> None:
+    """Compute the rows that are not recorded yet, and write the table."""
+    for given, known in ((chip, CHIPS), (form, FORMS)):
+        if unknown := [name for name in given if name not in known]:
+            raise typer.BadParameter(f"{unknown[0]}; known: {', '.join(known)}")
+    records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    for key in [] if page_only else [(c, r, f) for c in chip for r in rows for f in form]:
+        name = "/".join(map(str, key))
+        if anew or name not in records:
+            records[name] = counted(*key)
+            part = RECORDS.with_suffix(".part")
+            part.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+            part.replace(RECORDS)
+            typer.echo(f"{name}: {records[name]}")
+    write_page(records)
+
+
+if __name__ == "__main__":
+    typer.run(main)
