@@ -26,7 +26,7 @@ from kvqjax.methods.wiring import Clock, Packed, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import PLANE, Stored, allocate, block_tokens
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
-from kvqjax.pallas_kernels.dispatch import row_of
+from kvqjax.pallas_kernels.forms import form_of
 from kvqjax.pallas_kernels.packed import family
 
 __all__ = [
@@ -192,10 +192,9 @@ def _in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
 
 def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
     """The form with the layout's word on its kernel: a body for "cpu" has none."""
-    rows = layout.kernels.rows
-    allowed = rows is None or row_of(packed.spec) in rows
+    allowed = layout.kernels.allow(form_of(packed.spec))
     spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
-    return packed._replace(spec=spec, trusted=rows is not None)
+    return packed._replace(spec=spec, trusted=layout.kernels.forms is not None)
 
 
 def _check_clocks(wiring: Wiring, name: str) -> None:

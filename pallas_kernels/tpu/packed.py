@@ -42,7 +42,7 @@ from kvqjax.pallas_kernels.tpu.rows import (
     tile_ends,
 )
 from kvqjax.pallas_kernels.tpu.signposts import pair_table
-from kvqjax.pallas_kernels.tpu.work import Work
+from kvqjax.pallas_kernels.work import Work
 
 __all__ = ["packed_attention"]
 
