@@ -135,7 +135,7 @@ def compile_case(chip: str, name: str, work, folder: Path) -> dict:
 
 def measure(chip: str, name: str, folder: Path) -> dict:
     """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of
-    the tile and pieces that the table (`support`) chose; a tile of half or twice the size has half or twice as many pieces."""
+    the tile and pieces that the table chose; a tile of half or twice the size has half or twice as many pieces."""
     from kvqjax.pallas_kernels.tpu import plan as tpu_plan
     from kvqjax.pallas_kernels.work import Work
 

@@ -133,6 +133,11 @@ class Plan:
         return self.spec.rope is not None or (0 < self.spec.key_group < LANES and (self.ways == 2 or not self.wide))
 
     @property
+    def slabs(self) -> bool:
+        """Whether scales of keys are laid out like the codes, in bfloat16 (`keys`)."""
+        return self.multiplied and not self.wide
+
+    @property
     def tiles(self) -> int:
         return -(-self.slots // self.tile)
 
