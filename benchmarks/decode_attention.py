@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from kvqjax._timing import copy_rate, machine, median_seconds
 from kvqjax.ops.attention import blockwise_attention
 from kvqjax.pallas_kernels import reference, support
-from kvqjax.pallas_kernels.dispatch import row_of
+from kvqjax.pallas_kernels.forms import form_of
 from kvqjax.pallas_kernels.packed import target_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -59,7 +59,7 @@ def _packed(key, form: str, bits: int, batch: int, slots: int, kv_heads: int) ->
         return _blockwise(q, kv_heads, slots, lambda token: decoded(body, spec, token))
 
     call, kind = oracle, "reference"
-    if support.lookup(row_of(spec), spec.target) != "reference":
+    if support.lookup(form_of(spec), spec.target) is not None:
         name, kind = ("gpu", "Mosaic GPU kernel") if spec.target == "sm90" else ("tpu", "Pallas TPU kernel")
         module = importlib.import_module(f"kvqjax.pallas_kernels.{name}.packed")
         call = lambda q, body: module.packed_attention(q, body, 0, *bounds, spec)  # noqa: E731

@@ -74,9 +74,9 @@ def _arguments(case, chip: str):
 
 def _module(run, part: str = "{}"):
     """The kernel for the body of a run of layers, or the part of it whose module is called so."""
-    from kvqjax.pallas_kernels.dispatch import FORMS
+    from kvqjax.pallas_kernels.dispatch import MODULES
 
-    form = FORMS[type(run.wiring.fast.packed.spec)].module
+    form = MODULES[type(run.wiring.fast.packed.spec)]
     return importlib.import_module(f"kvqjax.pallas_kernels.tpu.{part.format(form)}")
 
 

@@ -10,7 +10,7 @@ what remains per tile and KV head, `total` both for 512 tokens in the tile that 
 query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
 (keys before RoPE too), `o` the outlier slots of a token's keys and of its values. `--write` renews
 benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work ("tile:pieces", or
-"tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/tpu/work.py: total and spills. `--table`
+"tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/support.py: total and spills. `--table`
 prints the record.
 """
 
@@ -135,16 +135,16 @@ def compile_case(chip: str, name: str, work, folder: Path) -> dict:
 
 def measure(chip: str, name: str, folder: Path) -> dict:
     """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of
-    the tile and pieces that `tpu.work` chose; a tile of half or twice the size has half or twice as many pieces."""
+    the tile and pieces that the table chose; a tile of half or twice the size has half or twice as many pieces."""
     from kvqjax.pallas_kernels.tpu import plan as tpu_plan
-    from kvqjax.pallas_kernels.tpu import work as tpu_work
+    from kvqjax.pallas_kernels.work import Work
 
     (q, body, *_), spec = _arguments(name, chip)
     plan = tpu_plan.make_plan(q, body, spec)
     found = {}
     for tile in {*TILES, plan.tile}:
         pieces = max(1, plan.pieces * tile // plan.tile)
-        found[tile] = compile_case(chip, name, tpu_work.Work(tile, pieces, plan.ahead), folder)
+        found[tile] = compile_case(chip, name, Work(tile, pieces, plan.ahead), folder)
     marginal = (found[TILES[1]]["bundles"] - found[TILES[0]]["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
     fixed = found[TILES[1]]["bundles"] / KV_HEADS - marginal * TILES[1] / 512
     total = found[plan.tile]["bundles"] / KV_HEADS * 512 / plan.tile
@@ -178,7 +178,7 @@ def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str
 
 def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
     """Total and spills of every choice "tile:pieces" or "tile:pieces:ahead"."""
-    from kvqjax.pallas_kernels.tpu.work import Work
+    from kvqjax.pallas_kernels.work import Work
 
     found = {}
     for choice in choices:

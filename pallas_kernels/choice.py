@@ -3,28 +3,33 @@
 from typing import NamedTuple
 
 from kvqjax._errors import UserError
+from kvqjax.pallas_kernels.forms import SPLASH, KernelForm
 
-__all__ = ["BY_TABLE", "KERNELS", "OFF", "SPLASH", "Kernels", "check_name"]
+__all__ = ["BY_TABLE", "KERNELS", "OFF", "Kernels", "check_name"]
 
-SPLASH = "splash"  # the row of JAX's own kernel, for prompts and chunks on TPUs
 KERNELS = ("auto", "off", "splash", "cudnn", "pallas")
 
 
 class Kernels(NamedTuple):
-    """`asked` is the user's word. `rows` are the rows of `support` whose kernels may run, and SPLASH; None leaves it to
-    the table. `basis` says why: "table" (not checked), "checked" (on this very chip), "forced" or "off"."""
+    """Say which kernels may run, and why. `asked` is the user's word. `forms` are the kernel forms that may run, SPLASH
+    among them; None leaves it to the table. `basis` is "table" (not checked), "checked" (on this very chip), "forced"
+    or "off"."""
 
     asked: str = "auto"
-    rows: tuple[str, ...] | None = None
+    forms: tuple[KernelForm, ...] | None = None
     basis: str = "table"
 
+    def allow(self, form: KernelForm | None) -> bool:
+        """Whether the kernel of a form may run, as far as this says."""
+        return self.forms is None or form in self.forms
+
     def text(self, target: str) -> str:
-        """One phrase for people: what was asked, what runs on `target`, and why."""
-        if self.rows is None:
+        """Say in one phrase what was asked, what runs on `target`, and why."""
+        if self.forms is None:
             why = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
             return f"kernels {self.asked} for {target} ({why})"
-        ours = [row for row in self.rows if row != SPLASH]
-        runs = [f"Pallas for {', '.join(ours)}"] * bool(ours) + ["splash for chunks"] * (SPLASH in self.rows)
+        ours = [str(form) for form in self.forms if form != SPLASH]
+        runs = [f"Pallas for {', '.join(ours)}"] * bool(ours) + ["splash for chunks"] * (SPLASH in self.forms)
         return f"kernels {self.asked}: " + (f"{', '.join(runs)} ({self.basis})" if runs else "plain path")
 
 

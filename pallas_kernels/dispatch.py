@@ -9,7 +9,6 @@ something else gets the plain computation.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,98 +17,36 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
+from kvqjax.pallas_kernels.forms import Spec, form_of
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, family
-from kvqjax.pallas_kernels.support import ROWS, lookup
+from kvqjax.pallas_kernels.support import COMPILED, lookup
 
-__all__ = ["packed_attention", "path"]
+__all__ = ["MODULES", "at_once", "packed_attention", "path"]
 
-Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
-# Query rows of a KV head that kernels were compiled for without spills; more are several calls, up to so many.
-MOST_ROWS, MOST_CALLS = 8, 8
-# Bits of KIVI's keys and values in groups of 128, head_dim 128, at which twice as many do not spill.
-MANY_ROWS = {"v5e": (2, 4, 8), "v5p": (2, 4, 8), "v6e": (4, 8), "v7x": (4, 8)}
-SHARED = {96: 2}  # where several heads share their lanes: so many each
-SHARED_BEFORE = {64: 4}  # keys before RoPE likewise
-MOST_SLOTS = 12  # outlier slots of a token's keys, or values, likewise
+MOST_CALLS = 8  # of a kernel, for query rows of a KV head that it takes one after the other
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
-# Rank, channels of the keys and head_dim of latents that were compiled: what vector memory and registers depend on.
-LATENT_SHAPES = ((1024, 1024, 128), (512, 512, 64))
-HIGGS_SHAPES = ((8, 128, 1024), (8, 64, 512))  # KV heads, head_dim and channels that share a scale, likewise
-# Levels, KV heads, head_dim and then rounds of CommVQ's keys and bits of its values that were compiled.
-COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
-
-
-class Form(NamedTuple):
-    """How calls with one type of spec find their kernel: the name of its module, the row of `support`
-    that a spec belongs to ("" for what no kernel was written for), and how many query rows of a KV head the kernels
-    were compiled for."""
-
-    module: str
-    row: Callable[[Any], str]
-    most: Callable[[Any], int]
-
-
-def _packed_rows(spec: PackedSpec) -> int:
-    if max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
-        return 0
-    if spec.row in [f"kivi {bits} bits" for bits in MANY_ROWS.get(spec.target, ())]:
-        return 2 * MOST_ROWS
-    return (SHARED if spec.rope is None else SHARED_BEFORE).get(spec.head_dim, MOST_ROWS)
-
-
-def _latent_row(spec: LatentSpec) -> str:
-    stored, shape = spec.stored, (spec.rank, spec.width, spec.head_dim)
-    same = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
-    size = f"xquant {stored.key_bits} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
-    known = same and stored.scales == "bfloat16" and shape in LATENT_SHAPES
-    return size + (", QK-norm" if spec.epsilon else "") if known else ""
-
-
-def _higgs_row(spec: HiggsSpec) -> str:
-    known = spec.key_bits == spec.value_bits and spec.scales == "bfloat16"
-    shape = spec.kv_heads, spec.head_dim, spec.group
-    size = f"higgs {spec.key_bits // 2} bits" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
-    return size if known and shape in HIGGS_SHAPES else ""
-
-
-def _commvq_row(spec: CommVQSpec) -> str:
-    bits = spec.value_width // (spec.kv_heads * spec.head_dim)
-    known = COMMVQ_SHAPES.get((spec.levels, spec.kv_heads, spec.head_dim), {}).get(bits) == spec.rounds
-    size = f"commvq {bits} bit{'s' * (bits > 1)}" + (f", head_dim {spec.head_dim}" if spec.head_dim != 128 else "")
-    return size if known else ""
-
-
-FORMS = {
-    PackedSpec: Form("packed", lambda spec: spec.row, _packed_rows),
-    LatentSpec: Form("latents", _latent_row, lambda _: MOST_ROWS),
-    HiggsSpec: Form("higgs", _higgs_row, lambda spec: MOST_ROWS // (1 if _higgs_row(spec) == "higgs 2 bits" else 2)),
-    CommVQSpec: Form("commvq", _commvq_row, lambda _: MOST_ROWS // 2),
-}
-
-
-def row_of(spec: Spec) -> str:
-    """The row of `support` that a body's form belongs to; "" for forms that no kernel was written for."""
-    return FORMS[type(spec)].row(spec)
+# The module of `tpu` or `gpu` that has the kernels for a type of spec.
+MODULES = {PackedSpec: "packed", LatentSpec: "latents", HiggsSpec: "higgs", CommVQSpec: "commvq"}
 
 
 def at_once(spec: Spec, group: int, length: int = 1) -> int:
-    """How many of the G = `group` query heads of a KV head a call takes, with T = `length` new tokens, so that no
-    kernel gets more rows than it was compiled for; 0 where that would be too many calls."""
-    most = FORMS[type(spec)].most(spec) // length
+    """Return how many of the G = `group` query heads of a KV head one call of the kernel takes, with T = `length` new
+    tokens. It takes no more query rows than it was compiled for. 0 means no kernel, or too many calls."""
+    entry = lookup(form_of(spec), spec.target)
+    most = entry.most_rows // length if entry is not None else 0
     number = -(-group // most) if most else MOST_CALLS + 1
     return -(-group // number) if number <= MOST_CALLS else 0
 
 
 def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = False) -> str:
-    """ "tpu", "gpu" or "reference": what computes a call with `length` new tokens and `group` query heads of a KV head
-    on a body of `slots` tokens. A kernel is taken only for the shapes it was compiled ahead of time for, and only once
-    its results were seen to be right: by the table (`support`), or `trusted`, because this chip checked them or the
-    user forces them."""
-    kernel, row = "gpu" if family(spec.target) == "gpu" else "tpu", row_of(spec)
-    enough = ("fast", "correct", "compiled") if trusted else ("fast", "correct")
-    if row not in ROWS or lookup(row, spec.target) not in enough or not at_once(spec, group, length):
+    """Name what computes a call with `length` new tokens and `group` query heads of a KV head on a body of `slots`
+    tokens: "tpu", "gpu" or "reference". A kernel is taken only for the shapes that it was compiled ahead of time for.
+    The table's level decides whether it is trusted; `trusted` overrides it: this chip checked the kernel, or the user
+    forces it."""
+    kernel, entry = "gpu" if family(spec.target) == "gpu" else "tpu", lookup(form_of(spec), spec.target)
+    if entry is None or (entry.level == COMPILED and not trusted) or not at_once(spec, group, length):
         return "reference"
     if kernel == "tpu" and slots % 256:  # what the widest product takes
         return "reference"
@@ -156,7 +93,7 @@ def packed_attention(
         return plain(q, body, layer, start, stop)
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
-    module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{FORMS[type(spec)].module}")
+    module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{MODULES[type(spec)]}")
     kernel, some = functools.partial(module.packed_attention, spec=spec), at_once(spec, group, length)
     kernels = {PLATFORMS[chosen]: kernel if some == group else _shared_out(kernel, some, spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=plain)

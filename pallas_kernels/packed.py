@@ -132,21 +132,6 @@ class PackedSpec:
         return math.lcm(*(1024 // part for part in parts), self.key_group or 1)
 
     @property
-    def row(self) -> str:
-        """The row of `support` that such bodies belong to; "" for forms that no kernel was written for."""
-        bits = f"{self.key_bits}" if self.key_bits == self.value_bits else f"{self.key_bits} and {self.value_bits}"
-        size = f"{bits} bits" + (f", head_dim {self.head_dim}" if self.head_dim != 128 else "")
-        if self.datatype == "nuq":
-            known = self.rope is not None and (self.key_group, self.value_group) == (0, self.width)
-            size = "kvquant " + size + (", outliers" if self.key_slots or self.value_slots else "")
-        else:
-            groups = self.key_group, self.value_group
-            known = groups in ((128, self.head_dim), (32, 32))
-            size += ", groups of 32" if groups == (32, 32) else ""
-            size = ("kivi " if self.rope is None else "kivi_star ") + size
-        return size if known and self.scales == "bfloat16" else ""
-
-    @property
     def plain(self) -> bool:
         """Uniform codes of keys after RoPE: the form that `reference` reads."""
         return self.rope is None and self.datatype == "uniform" and not self.key_slots and not self.value_slots

@@ -1,106 +1,131 @@
-"""Which decode attention each method gets on each chip, as data. `python -m kvqjax.pallas_kernels` prints it.
+"""The table of kernels: what is known of each kernel form on each chip. `python -m kvqjax.pallas_kernels` prints it.
 
-fast:      as correct, and within its budget of bundles (`BUDGETS`, before RoPE `EXACT`).
-correct:   the kernel compiles for the chip without spills and copies, equals the reference in interpret mode, and its
-           bundles are recorded (benchmarks/records); it is over its budget or has none.
-compiled:  the kernel compiles for the chip without spills and copies (benchmarks/records), and equals the reference
-           in an interpreter only with stand-ins for what it does in registers; it has not run on the chip.
-reference: blockwise jnp, compiled by XLA.
+Levels:
 
-On a chip that is there none is used unless that chip checked it (kvqjax.verdicts) or the user forces it; the levels
-decide for programs that are compiled ahead of time, where those of level compiled are not used.
+- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records). An interpreter ran it only
+  with stand-ins for what it does in registers.
+- simulated: as compiled, and the kernel as it is equals the plain path in Pallas' interpreter.
+- verified on <chip>: as simulated, and `kvqjax doctor` found it right on a chip of that name.
+
+A chip that is there uses a kernel only after checking it (`kvqjax.verdicts`), or where the user forces it. The table
+decides for programs that are compiled ahead of time: they take kernels of every level but `compiled`.
 """
 
+from typing import NamedTuple
+
+from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.packed import TARGETS
+from kvqjax.pallas_kernels.work import (
+    AHEAD,
+    BEHIND,
+    EIGHTHS_IN_TURN,
+    HALVES,
+    HALVES_AHEAD,
+    HALVES_IN_TURN,
+    IN_TURN,
+    QUARTERS,
+    QUARTERS_IN_TURN,
+    SHORT,
+    SHORT_AHEAD,
+    SHORT_IN_TURN,
+    WHOLE,
+    Work,
+)
 
-__all__ = ["BUDGETS", "EXACT", "FIXED_BUDGET", "ROWS", "lookup", "main"]
+__all__ = ["COMPILED", "SIMULATED", "TABLE", "Entry", "lookup", "main", "verified"]
 
-TPUS = "v5e", "v5p", "v6e", "v7x"
+COMPILED, SIMULATED = "compiled", "simulated"
 
-# Bundles that 512 tokens of K and V of a KV head add, head_dim 128, 8 query rows; and what a tile may cost besides.
-BUDGETS = {
-    "kivi 2 bits": {"v5e": 135, "v6e": 85, "v7x": 78},
-    "kivi 4 bits": {"v5e": 125, "v6e": 88, "v7x": 60},
-    "kivi 8 bits": {"v5e": 130, "v6e": 90, "v7x": 85},
+
+def verified(chip: str) -> str:
+    """Name the level of a kernel that was found right on a chip of this name."""
+    return f"verified on {chip}"
+
+
+class Entry(NamedTuple):
+    """One kernel on one chip. `most_rows` query rows of a KV head are the most that were compiled without spills.
+    `work` says how a TPU kernel works a tile off, where that was chosen for this form."""
+
+    level: str
+    most_rows: int
+    work: Work | None = None
+
+
+Row = dict[str, Entry]
+
+
+def _tpu(v5: Work | None, v6e: Work | None, v7x: Work | None, rows: tuple[int, int, int] = (8, 8, 8)) -> Row:
+    """Make a row of simulated kernels; `rows` are the most query rows on v5e and v5p, v6e, v7x."""
+    chips = {"v5e": (v5, rows[0]), "v5p": (v5, rows[0]), "v6e": (v6e, rows[1]), "v7x": (v7x, rows[2])}
+    return {chip: Entry(SIMULATED, most, work) for chip, (work, most) in chips.items()}
+
+
+def _fixed(most: int) -> Row:
+    """Make a row of TPU kernels that always work a tile off in one way, with `most` query rows."""
+    return _tpu(None, None, None, (most, most, most))
+
+
+FEW, TWO, MANY = (4, 4, 4), (2, 2, 2), (16, 16, 16)
+HOPPER = {"sm90": Entry(COMPILED, 8)}
+
+TABLE: dict[KernelForm, Row] = {
+    KernelForm("kivi", 2, 2): _tpu(AHEAD, IN_TURN, IN_TURN, (16, 8, 8)) | HOPPER,
+    KernelForm("kivi", 3, 3): _tpu(HALVES, BEHIND, HALVES_IN_TURN) | HOPPER,
+    KernelForm("kivi", 4, 4): _tpu(AHEAD, AHEAD, IN_TURN, MANY) | HOPPER,
+    KernelForm("kivi", 8, 8): _tpu(IN_TURN, AHEAD, AHEAD, MANY),
+    KernelForm("kivi", 4, 2): _tpu(IN_TURN, BEHIND, HALVES_IN_TURN),
+    KernelForm("kivi", 3, 2): _tpu(WHOLE, BEHIND, WHOLE),
+    KernelForm("kivi", 2, 2, group=32): _tpu(SHORT_IN_TURN, SHORT, Work(1024, 1, 2)),
+    KernelForm("kivi", 4, 4, group=32): _tpu(HALVES, SHORT, SHORT),
+    KernelForm("kivi", 4, 2, group=32): _tpu(WHOLE, HALVES, HALVES),
+    KernelForm("kivi", 2, 2, 64): _tpu(HALVES_IN_TURN, QUARTERS_IN_TURN, HALVES_AHEAD),
+    KernelForm("kivi", 4, 4, 64): _tpu(HALVES_IN_TURN, WHOLE, HALVES_AHEAD),
+    KernelForm("kivi", 2, 2, 64, group=32): _tpu(HALVES, HALVES, SHORT),
+    KernelForm("kivi", 4, 4, 64, group=32): _fixed(8),
+    KernelForm("kivi", 2, 2, 96): _tpu(HALVES, HALVES, QUARTERS_IN_TURN, TWO),
+    KernelForm("kivi", 4, 4, 96): _tpu(HALVES, HALVES_IN_TURN, HALVES_AHEAD, TWO),
+    KernelForm("kivi", 2, 2, 256): _tpu(HALVES_IN_TURN, HALVES_IN_TURN, SHORT_AHEAD),
+    KernelForm("kivi", 4, 4, 256): _tpu(SHORT_AHEAD, SHORT_IN_TURN, SHORT_AHEAD),
+    KernelForm("kivi_star", 2, 2): _tpu(WHOLE, QUARTERS_IN_TURN, QUARTERS_IN_TURN) | HOPPER,
+    KernelForm("kivi_star", 3, 3): _tpu(HALVES_IN_TURN, WHOLE, HALVES) | HOPPER,
+    KernelForm("kivi_star", 4, 4): _tpu(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN) | HOPPER,
+    KernelForm("kivi_star", 2, 2, group=32): _tpu(SHORT, Work(1024, 4, 0), EIGHTHS_IN_TURN),
+    KernelForm("kivi_star", 4, 4, group=32): _tpu(EIGHTHS_IN_TURN, QUARTERS, QUARTERS),
+    KernelForm("kivi_star", 2, 2, 64): _tpu(HALVES, QUARTERS_IN_TURN, QUARTERS_IN_TURN, FEW),
+    KernelForm("kivi_star", 4, 4, 64): _tpu(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN, FEW),
+    KernelForm("kvquant", 2, 2): _tpu(WHOLE, WHOLE, WHOLE) | HOPPER,
+    KernelForm("kvquant", 3, 3): _tpu(HALVES_IN_TURN, HALVES, HALVES_IN_TURN) | HOPPER,
+    KernelForm("kvquant", 4, 4): _tpu(EIGHTHS_IN_TURN, HALVES, HALVES) | HOPPER,
+    KernelForm("kvquant", 2, 2, outliers=True): _tpu(WHOLE, WHOLE, WHOLE),
+    KernelForm("kvquant", 3, 3, outliers=True): _tpu(HALVES_IN_TURN, HALVES, HALVES_IN_TURN),
+    KernelForm("kvquant", 4, 4, outliers=True): _tpu(EIGHTHS_IN_TURN, HALVES, HALVES),
+    KernelForm("kvquant", 2, 2, 64): _tpu(WHOLE, WHOLE, WHOLE, FEW),
+    KernelForm("kvquant", 3, 3, 64): _tpu(HALVES_IN_TURN, HALVES_IN_TURN, HALVES_IN_TURN, FEW),
+    KernelForm("kvquant", 4, 4, 64): _tpu(EIGHTHS_IN_TURN, HALVES, HALVES, FEW),
+    KernelForm("commvq", 1, 1): _fixed(4),
+    KernelForm("commvq", 2, 2): _fixed(4),
+    KernelForm("commvq", 1, 1, 64): _fixed(4),
+    KernelForm("commvq", 2, 2, 64): _fixed(4),
+    KernelForm("higgs", 2, 2): _fixed(8),
+    KernelForm("higgs", 3, 3): _fixed(4),
+    KernelForm("higgs", 4, 4): _fixed(4),
+    KernelForm("higgs", 2, 2, 64): _fixed(4),
+    KernelForm("xquant", 2, 2): _fixed(8),
+    KernelForm("xquant", 3, 3): _fixed(8),
+    KernelForm("xquant", 4, 4): _fixed(8),
+    KernelForm("xquant", 4, 4, qk_norm=True): _fixed(8),
+    KernelForm("xquant", 4, 4, 64): _fixed(8),
 }
-FIXED_BUDGET = 220
-# For keys before RoPE all bundles for as many tokens, head_dim 128, and of other sizes in proportion: those in which
-# the chip's memory delivers as many keys and values as bfloat16. Within them no exact cache can be faster.
-EXACT = {"v5e": 480, "v6e": 280, "v7x": 156}
 
 
-def _row(*correct: str, fast: tuple[str, ...] = (), compiled: tuple[str, ...] = ()) -> dict[str, str]:
-    levels = dict.fromkeys(correct, "correct") | dict.fromkeys(fast, "fast") | dict.fromkeys(compiled, "compiled")
-    return {target: levels.get(target, "reference") for target in TARGETS}
-
-
-# Groups of 128 tokens and of as many channels as a head has unless they are said to be of 32 of each, head_dim 128
-# unless said otherwise; two widths are those of keys and of values. Query rows are those that `dispatch` puts into a
-# call; outlier slots may be up to 12. XQuant: latents of the sizes in `dispatch`. HIGGS: shapes in `dispatch`, pairs of
-# channels, keys before RoPE, no random signs, all heads sharing a scale. CommVQ: the shapes in `dispatch`, 64 levels.
-ROWS = {
-    "kivi 2 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
-    "kivi 3 bits": _row(*TPUS, compiled=("sm90",)),
-    "kivi 4 bits": _row("v5p", fast=("v5e", "v6e", "v7x"), compiled=("sm90",)),
-    "kivi 8 bits": _row("v5p", fast=("v5e", "v6e", "v7x")),
-    "kivi 4 and 2 bits": _row(*TPUS),
-    "kivi 3 and 2 bits": _row(*TPUS),
-    "kivi 2 bits, groups of 32": _row(*TPUS),
-    "kivi 4 bits, groups of 32": _row(*TPUS),
-    "kivi 4 and 2 bits, groups of 32": _row(*TPUS),
-    "kivi 2 bits, head_dim 64": _row(*TPUS),
-    "kivi 4 bits, head_dim 64": _row(*TPUS),
-    "kivi 2 bits, head_dim 64, groups of 32": _row(*TPUS),
-    "kivi 4 bits, head_dim 64, groups of 32": _row(*TPUS),
-    "kivi 2 bits, head_dim 96": _row(*TPUS),
-    "kivi 4 bits, head_dim 96": _row(*TPUS),
-    "kivi 2 bits, head_dim 256": _row(*TPUS),
-    "kivi 4 bits, head_dim 256": _row(*TPUS),
-    "uniform": _row(),
-    "kivi_star 2 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
-    "kivi_star 3 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
-    "kivi_star 4 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
-    "kivi_star 2 bits, groups of 32": _row("v5p", "v7x", fast=("v5e", "v6e")),
-    "kivi_star 4 bits, groups of 32": _row("v5p", "v7x", fast=("v5e", "v6e")),
-    "kivi_star 2 bits, head_dim 64": _row("v5p", "v7x", fast=("v5e", "v6e")),
-    "kivi_star 4 bits, head_dim 64": _row("v5p", "v7x", fast=("v5e", "v6e")),
-    "kvquant 2 bits": _row("v5p", "v7x", fast=("v5e", "v6e"), compiled=("sm90",)),
-    "kvquant 3 bits": _row("v5p", "v6e", "v7x", fast=("v5e",), compiled=("sm90",)),
-    "kvquant 4 bits": _row(*TPUS, compiled=("sm90",)),
-    "kvquant 2 bits, outliers": _row(*TPUS),
-    "kvquant 3 bits, outliers": _row(*TPUS),
-    "kvquant 4 bits, outliers": _row(*TPUS),
-    "kvquant 2 bits, head_dim 64": _row("v5p", "v7x", fast=("v5e", "v6e")),
-    "kvquant 3 bits, head_dim 64": _row("v5p", "v6e", "v7x", fast=("v5e",)),
-    "kvquant 4 bits, head_dim 64": _row(*TPUS),
-    "commvq 1 bit": _row(*TPUS),
-    "commvq 2 bits": _row(*TPUS),
-    "commvq 1 bit, head_dim 64": _row(*TPUS),
-    "commvq 2 bits, head_dim 64": _row(*TPUS),
-    "commvq": _row(),
-    "higgs 2 bits": _row(*TPUS),
-    "higgs 3 bits": _row(*TPUS),
-    "higgs 4 bits": _row(*TPUS),
-    "higgs 2 bits, head_dim 64": _row(*TPUS),
-    "higgs": _row(),
-    "aqua": _row(),
-    "xquant 2 bits": _row(*TPUS),
-    "xquant 3 bits": _row(*TPUS),
-    "xquant 4 bits": _row(*TPUS),
-    "xquant 4 bits, QK-norm": _row(*TPUS),
-    "xquant 4 bits, head_dim 64": _row(*TPUS),
-    "xquant": _row(),
-    "xquant_cl": _row(),
-}
-
-
-def lookup(method: str, target: str) -> str:
-    """fast, correct, compiled or reference; KeyError for an unknown row or chip."""
-    return ROWS[method][target]
+def lookup(form: KernelForm | None, target: str) -> Entry | None:
+    """Return what is known of the kernel for `form` on the chip `target`; None where there is none."""
+    return TABLE.get(form, {}).get(target) if form is not None else None
 
 
 def main() -> None:
-    """Print the table as Markdown."""
-    print(f"| method | {' | '.join(TARGETS)} |\n|{'---|' * (len(TARGETS) + 1)}")
-    for method, row in ROWS.items():
-        print(f"| {method} | {' | '.join(row.values())} |")
+    """Print the table as Markdown: a level for every kernel, nothing where the plain path serves."""
+    print(f"| kernel form | {' | '.join(TARGETS)} |\n|{'---|' * (len(TARGETS) + 1)}")
+    for form, row in TABLE.items():
+        print(f"| {form} | {' | '.join(row[chip].level if chip in row else '' for chip in TARGETS)} |")
+    print("\nEmpty cells, and bodies of all other methods: the plain path.")

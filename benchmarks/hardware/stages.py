@@ -25,7 +25,7 @@ from kvqjax.pallas_kernels.packed import family, target_of
 from kvqjax.verdicts import survey
 from kvqjax.verdicts.choose import choose, verdict_folder
 from kvqjax.verdicts.paths import decoding
-from kvqjax.verdicts.trial import Form, full, make
+from kvqjax.verdicts.trial import Candidate, full, make
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from long_context import peak_bytes, random_model
@@ -161,8 +161,8 @@ def _attention_of(text: str, context: int, batch: int, config: ModelConfig, size
     shape = dataclasses.replace(config.layer(0), width=config.width)
     about = {"capacity": context, "dtype": "bfloat16", "form": stored_form(target), "target": target}
     layout = choose(CacheLayout(shape=shape, method=method, **about), "auto", held)
-    form, inner = Form(text, method.layer, shape), 8
-    trial = full(make(form, 600, target, layout.kernels, layout.form), context, batch)
+    inner = 8
+    trial = full(make(Candidate(None, method.layer, shape), 600, target, layout.kernels, layout.form), context, batch)
     stored = sum(map(array_bytes, jax.tree.leaves(trial.cache.runs[0].body)))
     spent = median_seconds(decoding(trial, inner), sizes.repeats) / inner
     return [_attention_row(text, layout.kernels.text(target), context, batch, stored, spent)]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.ops.attention import Partial, blockwise_attention, merge, segment_attention, total_lse
 from kvqjax.pallas_kernels import splash
-from kvqjax.pallas_kernels.choice import SPLASH
+from kvqjax.pallas_kernels.forms import SPLASH
 from kvqjax.pallas_kernels.packed import family
 
 __all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "kernels_of", "large_block"]
@@ -21,10 +21,10 @@ SCORES, DECODED = 2**30, 2**13  # of one block of a body: bytes of its scores on
 def kernels_of(layout: CacheLayout) -> str:
     """ "off", "tiles" (large blocks of plain products, on GPUs) or "splash" (on TPUs, where the layout lets it run);
     "interpret" is splash in the interpreter."""
-    kind, rows = family(layout.target), layout.kernels.rows
+    kind = family(layout.target)
     if kind == "gpu":
         return "tiles"
-    return "splash" if kind == "tpu" and (rows is None or SPLASH in rows) else "off"
+    return "splash" if kind == "tpu" and layout.kernels.allow(SPLASH) else "off"
 
 
 def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: str, apart: bool) -> int:

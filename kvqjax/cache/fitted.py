@@ -8,7 +8,7 @@ from kvqjax.methods.keep import Keep
 from kvqjax.methods.wiring import Packed, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import PLANE
-from kvqjax.pallas_kernels.dispatch import row_of
+from kvqjax.pallas_kernels.forms import form_of
 
 __all__ = ["by_groups", "check_clocks", "in_form", "resolved", "with_kernels"]
 
@@ -43,10 +43,9 @@ def in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
 
 def with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
     """The form with the layout's word on its kernel: a body for "cpu" has none."""
-    rows = layout.kernels.rows
-    allowed = rows is None or row_of(packed.spec) in rows
+    allowed = layout.kernels.allow(form_of(packed.spec))
     spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
-    return packed._replace(spec=spec, trusted=rows is not None)
+    return packed._replace(spec=spec, trusted=layout.kernels.forms is not None)
 
 
 def check_clocks(wiring: Wiring, name: str) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,26 @@ from kvqjax._folders import user_folder
 from kvqjax._version import __version__
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.model.config import KVShape
-from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, SPLASH, Kernels, check_name
+from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels, check_name
+from kvqjax.pallas_kernels.forms import SPLASH, KernelForm
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
-from kvqjax.pallas_kernels.support import lookup
 from kvqjax.parallel.rules import Rules
 from kvqjax.verdicts.examine import Attention, Speed, examine
 from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
 from kvqjax.verdicts.splash_trial import Splash, check_splash, splash_form
 from kvqjax.verdicts.store import Key, Verdict, begin, died, find, keep
-from kvqjax.verdicts.trial import Form, Trial, forms, make
+from kvqjax.verdicts.trial import Candidate, Trial, candidates, make
 
-__all__ = ["Checker", "check", "check_form", "choose", "key_of", "obtain", "over_devices", "verdict_folder"]
+__all__ = ["Checker", "check", "check_either", "choose", "key_of", "obtain", "over_devices", "verdict_folder"]
 
 SIZES = (1300, 5000)  # tokens of a body, none a multiple of a tile
 TIMED = 8192
 COMMAND = "kvqjax doctor"
 CRASHED = "an earlier check ended with its process"
 
-Checker = Callable[[Form | Splash, str, str], Verdict]  # (form, target, the form in which the plain path stores bodies)
+# (candidate, target, how the plain path stores bodies) -> verdict
+Checker = Callable[[Candidate | Splash, str, str], Verdict]
 
 
 def verdict_folder() -> Path:
@@ -45,13 +46,13 @@ def verdict_folder() -> Path:
     return user_folder("kernels")
 
 
-def key_of(form: Form | Splash, chip: str) -> Key:
-    """What a verdict on `form` on a chip of this name holds for."""
-    return Key(chip, jax.__version__, jaxlib.__version__, __version__, form.name)
+def key_of(candidate: Candidate | Splash, chip: str) -> Key:
+    """Name what a verdict on `candidate` on a chip of this name holds for."""
+    return Key(chip, jax.__version__, jaxlib.__version__, __version__, candidate.name)
 
 
 def check(
-    form: Form,
+    candidate: Candidate,
     target: str,
     stored: str,
     *,
@@ -59,14 +60,15 @@ def check(
     timed: Callable[[Trial, Trial, int], Speed] = speed,
     sizes: tuple[int, ...] = SIZES,
 ) -> Verdict:
-    """Try the kernel of `form` on this process's default device; `stored` is how bodies would be stored without it.
-    What the plain path raises is raised: it says nothing of the kernel."""
-    begun, forced, worst = time.perf_counter(), Kernels("pallas", (form.row,), "forced"), 0.0
+    """Try the kernel of `candidate` on this process's default device. `stored` is how bodies would be stored without
+    it. What the plain path raises is raised: it says nothing of the kernel."""
+    allowed = () if candidate.form is None else (candidate.form,)
+    begun, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
     for tokens in sizes:
-        trial = make(form, tokens, target, forced, seed=tokens)
+        trial = make(candidate, tokens, target, forced, seed=tokens)
         plain = by_plain_path(trial)
         last = tokens == sizes[-1]
-        other = trial if stored == "planes" else make(form, tokens, target, OFF, stored, seed=tokens)
+        other = trial if stored == "planes" else make(candidate, tokens, target, OFF, stored, seed=tokens)
         other = other._replace(cache=other.cache.replace(layout=_without(other.cache.layout)))
         clock = functools.partial(timed, trial, other, TIMED) if last else lambda: Speed(0.0, 1.0)
         found = examine(kernel(trial), plain, queries(trial, LENGTHS if last else (1,)), clock)
@@ -79,9 +81,9 @@ def check(
     return Verdict(outcome=found.outcome, error=error, seconds=seconds, note=found.note, **times)
 
 
-def check_form(form: Form | Splash, target: str, stored: str) -> Verdict:
-    """Try the kernel of `form`, ours or JAX's own, on this process's default device."""
-    return check_splash(form) if isinstance(form, Splash) else check(form, target, stored)
+def check_either(candidate: Candidate | Splash, target: str, stored: str) -> Verdict:
+    """Try the kernel of `candidate`, ours or JAX's own, on this process's default device."""
+    return check_splash(candidate) if isinstance(candidate, Splash) else check(candidate, target, stored)
 
 
 def _without(layout: CacheLayout) -> CacheLayout:
@@ -117,11 +119,11 @@ def _marked(folder: Path, key: Key, run: Callable[[], Verdict]) -> Verdict:
 
 
 @functools.lru_cache(maxsize=256)
-def _usable(folder: Path, chip: str, form: Form | Splash, target: str, stored: str, hosts: bool) -> bool:
+def _usable(folder: Path, chip: str, candidate: Candidate | Splash, target: str, stored: str, hosts: bool) -> bool:
     """Whether the kernel may run, asked once a process; on several `hosts` what process 0 finds counts."""
     found = None
     if not hosts or jax.process_index() == 0:
-        found = obtain(folder, key_of(form, chip), lambda: check_form(form, target, stored), _warn)
+        found = obtain(folder, key_of(candidate, chip), lambda: check_either(candidate, target, stored), _warn)
     usable = found is not None and found.usable
     return _from_first(usable) if hosts else usable
 
@@ -146,27 +148,30 @@ def _tracing() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
-def _known(folder: Path, chip: str, form: Form | Splash) -> bool:
+def _known(folder: Path, chip: str, candidate: Candidate | Splash) -> bool:
     """Whether a verdict is kept already that lets the kernel run: nothing runs while a program is traced."""
     try:
-        found = find(folder, key_of(form, chip))
+        found = find(folder, key_of(candidate, chip))
     except UserError:
         return False
     return found is not None and found.usable
 
 
-def _forced(layout: CacheLayout, form: str | None, found: list[Form | None]) -> CacheLayout:
+def _forms(found: Iterable[Candidate | Splash | None]) -> tuple[KernelForm, ...]:
+    """List the kernel forms of candidates, each once, in their order."""
+    return tuple(dict.fromkeys(one.form for one in found if one is not None and one.form is not None))
+
+
+def _forced(layout: CacheLayout, form: str | None, found: list[Candidate | None]) -> CacheLayout:
     """Every body by its Pallas kernel, checked or not. Raises UserError where one has none."""
-    missing = [i for i, one in enumerate(found) if one is None or lookup(one.row, layout.target) == "reference"]
-    if missing:
+    if None in found:
         raise UserError(
             f"kernels='pallas': no Pallas kernel reads the bodies of {layout.method} on {layout.target}; "
             "kernels='auto' takes the plain path there"
         )
     if form == "heads":
         raise UserError("kernels='pallas' reads bodies stored in planes; form='heads' has none")
-    rows = tuple(dict.fromkeys(one.row for one in found if one is not None))
-    return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", rows, "forced"))
+    return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", _forms(found), "forced"))
 
 
 CUDNN = "no cache here is read by cuDNN yet, on NVIDIA GPUs or elsewhere: it returns no log-sum-exp to merge by"
@@ -212,14 +217,11 @@ def choose(
         return _without(layout)
     if asked == "auto" and layout.target == "cpu":  # spares every cache on a CPU a second plan
         return dataclasses.replace(layout, kernels=BY_TABLE)
-    found = forms(dataclasses.replace(layout, shape=shape, dealt=1))
+    found = candidates(dataclasses.replace(layout, shape=shape, dealt=1))
     if asked == "pallas":
         return _forced(layout, form, found)
     present = target_of(held) == layout.target
-    tried: set[Form | Splash] = {
-        one for one in found if one is not None and lookup(one.row, layout.target) != "reference"
-    }
-    tried |= set() if splash is None else {splash}
+    tried: set[Candidate | Splash] = {one for one in (*found, splash) if one is not None}
     if not present or not tried:
         return dataclasses.replace(layout, kernels=BY_TABLE)
     try:
@@ -234,7 +236,6 @@ def choose(
         usable = {
             one for one in sorted(tried, key=str) if _usable(folder, chip, one, layout.target, layout.form, hosts)
         }
-    rows = tuple(dict.fromkeys(one.row for one in (*found, splash) if one is not None and one in usable))
     planes = form is None and layout.form == "heads" and all(one in usable for one in found)
-    kernels = Kernels("auto", rows, "checked")
+    kernels = Kernels("auto", _forms(one for one in (*found, splash) if one in usable), "checked")
     return dataclasses.replace(layout, form="planes" if planes else layout.form, kernels=kernels)

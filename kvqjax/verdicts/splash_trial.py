@@ -15,7 +15,7 @@ from kvqjax._timing import alternating_seconds
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, segment_attention
-from kvqjax.pallas_kernels.choice import SPLASH
+from kvqjax.pallas_kernels.forms import SPLASH, KernelForm
 from kvqjax.pallas_kernels.packed import family
 from kvqjax.pallas_kernels.splash import HEAD_DIMS, splash_attention
 from kvqjax.verdicts.examine import Attention, Speed, examine
@@ -34,7 +34,7 @@ class Splash(NamedTuple):
     head_dim: int
 
     @property
-    def row(self) -> str:
+    def form(self) -> KernelForm:
         return SPLASH
 
     @property

@@ -18,12 +18,13 @@ from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import read
 from kvqjax.pallas_kernels.choice import OFF
-from kvqjax.pallas_kernels.support import lookup
-from kvqjax.verdicts.choose import TIMED, Checker, check_form, key_of, obtain
+from kvqjax.pallas_kernels.support import COMPILED, lookup, verified
+from kvqjax.verdicts.choose import TIMED, Checker, check_either, key_of, obtain
 from kvqjax.verdicts.examine import Attention, worst_error
 from kvqjax.verdicts.paths import by_kernel, speed
 from kvqjax.verdicts.splash_trial import Splash, splash_form
-from kvqjax.verdicts.trial import SINKS, Form, Trial, forms, make
+from kvqjax.verdicts.store import Verdict
+from kvqjax.verdicts.trial import SINKS, Candidate, Trial, candidates, make
 
 __all__ = [
     "CLOSE",
@@ -32,6 +33,7 @@ __all__ = [
     "METHODS",
     "ON_CPU",
     "SHAPES",
+    "all_candidates",
     "in_float64",
     "kernel_rows",
     "plain_rows",
@@ -65,15 +67,15 @@ FULL = (*SHAPES, _shape(32, 8, 64), _shape(28, 4, 128), _shape(8, 8, 128), _shap
 SMALL = (_shape(8, 2, 64),)  # on a CPU
 
 
-def found_forms(target: str, shapes: tuple[KVShape, ...]) -> list[Form | Splash]:
-    """Every form that has a kernel for `target`, once."""
-    found: dict[str, Form | Splash] = {}
+def all_candidates(target: str, shapes: tuple[KVShape, ...]) -> list[Candidate | Splash]:
+    """List everything that has a kernel for `target`, once."""
+    found: dict[str, Candidate | Splash] = {}
     for shape in shapes:
         for text in METHODS:
             layout = CacheLayout(shape=shape, method=parse(text), capacity=2048, dtype="bfloat16", target=target)
-            form = forms(layout)[0]
-            if form is not None and lookup(form.row, target) != "reference":
-                found.setdefault(form.name, form)
+            one = candidates(layout)[0]
+            if one is not None:
+                found.setdefault(one.name, one)
     for shape in shapes:
         layout = CacheLayout(shape=shape, method=exact(), capacity=2048, dtype="bfloat16", target=target)
         if splash := splash_form(layout, shape):
@@ -81,11 +83,20 @@ def found_forms(target: str, shapes: tuple[KVShape, ...]) -> list[Form | Splash]
     return list(found.values())
 
 
+def _level(candidate: Candidate | Splash, target: str, chip: str, verdict: Verdict | None) -> str:
+    """Name the level of a kernel: verified where this chip found it right, else the table's. Splash is not in the
+    table: it is compiled."""
+    if verdict is not None and verdict.sound:
+        return verified(chip)
+    entry = lookup(candidate.form, target)
+    return COMPILED if entry is None else entry.level
+
+
 @functools.lru_cache(maxsize=16)
 def exact_milliseconds(shape: KVShape, target: str) -> float:
     """Of a decode step's attention over exact bfloat16 keys and values, as this chip's plain path has it."""
-    form = Form("exact", exact().layer, dataclasses.replace(shape, qk_norm=False, qkv_bias=False))
-    trial = make(form, 600, target, OFF, stored_form(target))
+    candidate = Candidate(None, exact().layer, dataclasses.replace(shape, qk_norm=False, qkv_bias=False))
+    trial = make(candidate, 600, target, OFF, stored_form(target))
     return speed(trial, trial, TIMED).plain
 
 
@@ -95,28 +106,22 @@ def kernel_rows(
     shapes: tuple[KVShape, ...],
     folder: Path,
     tell: Callable[[str], None],
-    one: Checker = check_form,
+    one: Checker = check_either,
 ) -> Iterator[dict[str, Any]]:
-    """A row for every form: its verdict, kept or made now, and its speed. `tell` is given a line where there is
-    none."""
-    for form in found_forms(target, shapes):
-        splash = isinstance(form, Splash)
-        run = functools.partial(one, form, target, stored_form(target))
-        verdict = obtain(folder, key_of(form, chip), run, tell)
-        row = {
-            "form": form.name,
-            "table": "compiled" if splash else lookup(form.row, target),
-            "verdict": "unknown",
-            "error": None,
-            "ms": None,
-        }
+    """Yield a row for every candidate: its verdict, kept or made now, and its speed. `tell` is given a line where there
+    is no verdict."""
+    for candidate in all_candidates(target, shapes):
+        run = functools.partial(one, candidate, target, stored_form(target))
+        verdict = obtain(folder, key_of(candidate, chip), run, tell)
+        row = {"form": candidate.name, "level": _level(candidate, target, chip, verdict)}
+        row |= {"verdict": "unknown", "error": None, "ms": None}
         row |= {"speed_against_plain": None, "speed_against_exact": None, "note": ""}
         if verdict is not None:
             row |= {"verdict": verdict.outcome, "error": verdict.error, "ms": verdict.kernel_ms, "note": verdict.note}
             if verdict.kernel_ms and verdict.plain_ms:
                 row["speed_against_plain"] = verdict.plain_ms / verdict.kernel_ms
-                if not splash:
-                    row["speed_against_exact"] = exact_milliseconds(form.shape, target) / verdict.kernel_ms
+                if isinstance(candidate, Candidate):
+                    row["speed_against_exact"] = exact_milliseconds(candidate.shape, target) / verdict.kernel_ms
         yield row
 
 
@@ -151,8 +156,7 @@ def plain_rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for every method: the path that this CPU decodes by, in float32, against float64."""
     for text in methods:
-        form = Form(text, parse(text).layer, SMALL[0])
-        trial = make(form, 600, "cpu", OFF, dtype="float32")
+        trial = make(Candidate(None, parse(text).layer, SMALL[0]), 600, "cpu", OFF, dtype="float32")
         rng = np.random.default_rng(0)
         q = jnp.asarray(rng.normal(scale=0.1, size=(trial.cache.batch, 2, 8, 64)), jnp.float32)
         error = worst_error(attention(trial)(q), in_float64(trial, q))

@@ -20,31 +20,32 @@ from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
-from kvqjax.pallas_kernels.dispatch import at_once, row_of
-from kvqjax.pallas_kernels.support import ROWS
+from kvqjax.pallas_kernels.dispatch import at_once
+from kvqjax.pallas_kernels.forms import KernelForm, form_of
 
-__all__ = ["SINKS", "Form", "Trial", "forms", "full", "made_up", "make", "single_layer"]
+__all__ = ["SINKS", "Candidate", "Trial", "candidates", "full", "made_up", "make", "single_layer"]
 
 SINKS = 4  # so that a body token's number is not its position
 
 
-class Form(NamedTuple):
-    """One kernel form as a cache uses it: a row of the table, its layer spec and the layer's shape."""
+class Candidate(NamedTuple):
+    """A layer whose kernel is to be tried: its kernel form (None where only the plain path reads it), its layer spec
+    and its shape."""
 
-    row: str
+    form: KernelForm | None
     spec: LayerSpec
     shape: KVShape
 
     @property
     def name(self) -> str:
-        """What a verdict is kept under: all that a compiled kernel depends on, but for the body's size."""
+        """Name what a verdict is kept under: all that a compiled kernel depends on, but for the body's size."""
         shape = self.shape
         heads = (
             f"{shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.num_heads // shape.num_kv_heads} queries each"
         )
         packed = single_layer(self, 1, "cpu", BY_TABLE).packed
         slots = [getattr(packed.spec, name, 0) for name in ("key_slots", "value_slots")]
-        return f"{self.row}, {heads}" + (f", {slots[0]} and {slots[1]} outliers" if any(slots) else "")
+        return f"{self.form}, {heads}" + (f", {slots[0]} and {slots[1]} outliers" if any(slots) else "")
 
 
 class _Single(NamedTuple):
@@ -52,11 +53,11 @@ class _Single(NamedTuple):
     packed: Any
 
 
-def single_layer(form: Form, capacity: int, target: str, kernels: Kernels, stored: str = "planes") -> _Single:
+def single_layer(candidate: Candidate, capacity: int, target: str, kernels: Kernels, stored: str = "planes") -> _Single:
     """The layout of a cache of one such layer, and how its body is read while packed."""
     layout = CacheLayout(
-        shape=form.shape,
-        method=Method(name=form.row, layer=form.spec, sinks=SINKS),
+        shape=candidate.shape,
+        method=Method(name="trial", layer=candidate.spec, sinks=SINKS),
         capacity=capacity,
         dtype="bfloat16",
         form=stored,
@@ -66,18 +67,17 @@ def single_layer(form: Form, capacity: int, target: str, kernels: Kernels, store
     return _Single(layout, plan(layout)[0].wiring.fast.packed)
 
 
-def forms(layout: CacheLayout) -> list[Form | None]:
-    """The kernel form of every run of a layout; None where no kernel knows its body. Bodies are taken in planes."""
+def candidates(layout: CacheLayout) -> list[Candidate | None]:
+    """Return what to try for every run of a layout; None where no kernel reads its body on the layout's target. Bodies
+    are taken in planes."""
     planes = dataclasses.replace(layout, form="planes", kernels=BY_TABLE)
     specs, found = layout.method.layers(layout.shape), []
     for run in plan(planes):
-        packed = run.wiring.fast.packed
-        row = "" if packed is None else row_of(packed.spec)
-        known = row in ROWS and not run.wraps and layout.method.keep is None and packed is not None
-        group = run.shape.num_heads // run.shape.num_kv_heads
-        if known and at_once(packed.spec, group):
+        packed, group = run.wiring.fast.packed, run.shape.num_heads // run.shape.num_kv_heads
+        readable = packed is not None and not run.wraps and layout.method.keep is None
+        if readable and at_once(packed.spec, group):
             shape = dataclasses.replace(run.shape, sliding_window=None)
-            found.append(Form(row, specs[run.first], shape))
+            found.append(Candidate(form_of(packed.spec), specs[run.first], shape))
         else:
             found.append(None)
     return found
@@ -143,7 +143,7 @@ def _sources(run: RunPlan, rows: int, tokens: int, dtype: str, random: np.random
 
 
 def make(
-    form: Form,
+    candidate: Candidate,
     tokens: int,
     target: str,
     kernels: Kernels,
@@ -153,7 +153,7 @@ def make(
 ) -> Trial:
     """A cache whose bodies hold up to `tokens` tokens, in rows that are full, ragged, nearly empty and empty."""
     random = np.random.default_rng(seed)
-    layout = dataclasses.replace(single_layer(form, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
+    layout = dataclasses.replace(single_layer(candidate, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
     run = plan(layout)[0]
     clock = run.wiring.storage.clocks[0]
     held = SINKS + tokens
@@ -161,7 +161,7 @@ def make(
     constants = _constants(run, layout.dtype, random)
     pending = (_sources(run, len(counts), held, layout.dtype, random),)
     cache = jax.jit(commit)(allocate_cache(layout, len(counts)), pending, counts, (constants,))
-    return Trial(cache, _weights(form.shape, layout.dtype, random), constants)
+    return Trial(cache, _weights(candidate.shape, layout.dtype, random), constants)
 
 
 def full(trial: Trial, tokens: int, rows: int) -> Trial:

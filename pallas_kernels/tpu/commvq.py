@@ -16,43 +16,24 @@ Codebook rows are rounded to bfloat16, so a key is off by 2^-9 of the sum of its
 more, like the query, before they meet.
 """
 
-import functools
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import PLANE, split_bits
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
+from kvqjax.pallas_kernels.tpu.call import Operand, by_row, fetched, invoke, memory, whole
 from kvqjax.pallas_kernels.tpu.commvq_kernel import kernel
 from kvqjax.pallas_kernels.tpu.commvq_plan import CommVQPlan, plan_commvq
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles, swapped
-from kvqjax.pallas_kernels.tpu.rows import compiler_params, fetched, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
 __all__ = ["packed_attention"]
-
-
-class Inputs(NamedTuple):
-    """What a call takes, in the order of `tpu_commvq_tile.Refs`, which has the shapes."""
-
-    queries: Any
-    bounds: Any
-    order: Any
-    places: Any
-    cos: Any
-    sin: Any
-    matrix: Any
-    key_codes: Any
-    prescale: Any
-    value_bits: Any
-    gain: Any
 
 
 def packed_attention(
@@ -70,11 +51,18 @@ def packed_attention(
     codebook are rounded to bfloat16 before they are multiplied."""
     group = q.shape[2] // spec.kv_heads
     plan = plan_commvq(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group)
-    layer, ends = jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile, plan.slots)
-    rows = {"queries": _queries(q, body.positions, plan), "bounds": row_bounds(start, stop, plan, group)}
-    fields = {name: getattr(body, name) for name in ("matrix", "key_codes", "prescale", "value_bits", "gain")}
-    inputs = Inputs(**rows, **_tables(plan), **fields)
-    out, lse = _call(plan, inputs, interpret)(layer, ends, inputs)
+    rows, width = plan.groups * plan.rows, spec.value_width
+    out, lse = invoke(
+        kernel,
+        plan,
+        (q.shape[0], plan.tiles),
+        (jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile, plan.slots)),
+        _operands(q, row_bounds(start, stop, plan, group), body, plan),
+        ((rows, width), (rows, 1)),
+        _scratch(plan),
+        name=f"packed_attention_commvq_k{spec.bits}v{width // (spec.kv_heads * spec.head_dim)}_{plan.tile}",
+        interpret=interpret,
+    )
     return _collect(out, lse, q.shape, plan)
 
 
@@ -99,13 +87,6 @@ def _cos_sin(positions, plan: CommVQPlan) -> tuple:
     return jnp.cos(turn), jnp.sin(turn)
 
 
-def _tables(plan: CommVQPlan) -> dict:
-    """Token of every lane of a tile and where its word is; cosine and sine of every token's offset, [D/2, S]."""
-    order = jnp.asarray(plan.order.reshape(1, -1), jnp.int32)
-    cos, sin = _cos_sin(order[0], plan)
-    return {"order": order, "places": jnp.asarray(plan.places, jnp.int32), "cos": cos.T, "sin": sin.T}
-
-
 def _collect(out, lse, shape: tuple[int, ...], plan: CommVQPlan) -> Partial:
     """Bring query rows back to [B, T, H]."""
     batch, length, count, _ = shape
@@ -119,60 +100,54 @@ def _collect(out, lse, shape: tuple[int, ...], plan: CommVQPlan) -> Partial:
     return Partial(rows(out), rows(lse)[..., 0])
 
 
-def _scratch(plan: CommVQPlan) -> dict:
-    """Working memory by its name in `tpu_commvq_tile.Refs`."""
-    rows, columns = plan.groups * plan.rows, plan.tile // LANES
-    sizes = dict.fromkeys(("peak", "total", "top"), (rows, 1)) | dict.fromkeys(("sizes", "gains"), (columns, LANES))
-    sizes |= {
-        "limits": (plan.rows, plan.tile),
-        "scores": (rows, plan.tile),
-        "products": (plan.summands, plan.lanes, plan.tile),
-    }
-    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
-    levels = pltpu.VMEM((columns * plan.key_rows, LANES), jnp.int32)
-    words = pltpu.VMEM((len(split_bits(plan.spec.bits)), plan.key_rows, LANES), jnp.int32)
-    weights = pltpu.VMEM((rows, plan.tile), jnp.bfloat16)
-    return memory | {"words": words, "pairs": levels, "ones": levels, "weights": weights}
+def _operands(q, bounds, body: CommVQBody, plan: CommVQPlan) -> dict[str, Operand | None]:
+    """Declare what the kernel reads. P groups of heads, M query rows of a group, W its channels, S tokens of the tile,
+    K KV heads of D channels, R rounds of V levels, N bits of values."""
 
-
-def _specs(plan: CommVQPlan, inputs: Inputs) -> Inputs:
-    """Block specs of the inputs."""
-
-    def columns(array):
+    def columns(array):  # a block of words on the lanes may hold several tiles
         lanes = min(LANES, array.shape[3])
-        block = (1, 1, array.shape[2], lanes)
-        each = lanes * plan.tiles // array.shape[3]  # tiles of a block
+        block, each = (1, 1, array.shape[2], lanes), lanes * plan.tiles // array.shape[3]
         return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, 0, jax.lax.div(fetched(b, j, ends), each)))
 
+    queries = _queries(q, body.positions, plan)
+    order = jnp.asarray(plan.order.reshape(1, -1), jnp.int32)
+    cos, sin = _cos_sin(order[0], plan)
+    query = pl.BlockSpec((1, 1, *queries.shape[2:]), lambda b, j, layer, ends: (b, fetched(b, j, ends), 0, 0, 0))
     token = pl.BlockSpec((1, 1, 1, plan.tile), lambda b, j, layer, ends: (layer[0], b, 0, fetched(b, j, ends)))
-    given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim), inputs)
     bits = (1, 1, PLANE, plan.spec.value_width)
-    query = (1, 1, *inputs.queries.shape[2:])
-    return given._replace(
-        queries=pl.BlockSpec(query, lambda b, j, layer, ends: (b, fetched(b, j, ends), 0, 0, 0)),
-        bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
-        key_codes=tuple(map(columns, inputs.key_codes)),
-        value_bits=pl.BlockSpec(bits, lambda b, j, layer, ends: (layer[0], b, fetched(b, j, ends), 0)),
-        prescale=token,
-        gain=token,
-    )
+    bits = pl.BlockSpec(bits, lambda b, j, layer, ends: (layer[0], b, fetched(b, j, ends), 0))
+    return {
+        # [1, 1, P, M, W] bf16, block-diagonal over the heads of a group, rotated back by the tile's first position
+        "queries": Operand(queries, query),
+        "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
+        "order": whole(order),  # [1, S] i32: token of every lane
+        # [3, 8, 128] i32: plane (of a column's four), row of words and column of every lane of a tile
+        "places": whole(jnp.asarray(plan.places, jnp.int32)),
+        "cos": whole(cos.T),  # [D/2, S] f32 of every token's offset in the tile
+        "sin": whole(sin.T),
+        "matrix": whole(body.matrix),  # [K*D, 2R*V] bf16
+        "key_codes": Operand(body.key_codes, tuple(map(columns, body.key_codes))),  # words [1, 1, 2R*K, 128]
+        "prescale": Operand(body.prescale, token),  # [1, 1, 1, S] u16
+        "value_bits": Operand(body.value_bits, bits),  # words [1, 1, 32, N]
+        "gain": Operand(body.gain, token),  # [1, 1, 1, S] u16
+    }
 
 
-def _call(plan: CommVQPlan, inputs: Inputs, interpret):
-    """The pallas_call of a plan, taking (layer, ends, inputs)."""
-    spec, batch, rows = plan.spec, len(inputs.queries), plan.groups * plan.rows
-    widths = spec.value_width, 1
-    return pl.pallas_call(
-        functools.partial(kernel, plan=plan),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(batch, plan.tiles),
-            in_specs=[_specs(plan, inputs)],
-            out_specs=[pl.BlockSpec((1, rows, n), lambda b, *_: (b, 0, 0)) for n in widths],
-            scratch_shapes=[_scratch(plan)],
-        ),
-        out_shape=[jax.ShapeDtypeStruct((batch, rows, n), jnp.float32) for n in widths],
-        compiler_params=compiler_params(1),
-        name=f"packed_attention_commvq_k{spec.bits}v{spec.value_width // (spec.kv_heads * spec.head_dim)}_{plan.tile}",
-        interpret=interpret,
-    )
+def _scratch(plan: CommVQPlan) -> dict:
+    """Declare working memory. P*M query rows, S tokens of the tile, K KV heads, R rounds."""
+    rows, columns, sets = plan.groups * plan.rows, plan.tile // LANES, len(split_bits(plan.spec.bits))
+    levels = memory(columns * plan.key_rows, LANES, dtype=jnp.int32)
+    return {
+        "peak": memory(rows, 1),  # running maximum
+        "total": memory(rows, 1),  # running sum of the softmax weights
+        "top": memory(rows, 1),  # maxima of this tile's scores, then the rescale factor
+        "limits": memory(plan.rows, plan.tile),  # NEVER where a row must not look, else infinite
+        "sizes": memory(columns, LANES),  # prescale of every token
+        "gains": memory(columns, LANES),
+        "words": memory(sets, plan.key_rows, LANES, dtype=jnp.int32),  # words of the key codes, planes in turn
+        "pairs": levels,  # [S/128 * 2R*K, 128]: every level's word of a one-hot column
+        "ones": levels,  # which of `ONES` it puts there
+        "products": memory(plan.summands, plan.lanes, plan.tile),  # summands of a group's keys before rotation
+        "scores": memory(rows, plan.tile),  # scores, then softmax weights
+        "weights": memory(rows, plan.tile, dtype=jnp.bfloat16),  # softmax weights times gains
+    }

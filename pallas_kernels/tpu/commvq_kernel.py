@@ -11,28 +11,80 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.pallas_kernels.tpu.columns import dot, each, lane_wise, some
-from kvqjax.pallas_kernels.tpu.commvq_tile import Refs, prepare
+from kvqjax.ops.layout import PLANE, from_bits, split_bits
+from kvqjax.pallas_kernels.tpu.call import Refs
+from kvqjax.pallas_kernels.tpu.columns import dot, each, lane_wise, quotient, some
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.softmax import over_tiles, soften
-from kvqjax.pallas_kernels.tpu.tile import NEVER
+from kvqjax.pallas_kernels.tpu.tile import NEVER, write_limits
 from kvqjax.pallas_kernels.tpu.unpack import chunks, offset
 
 __all__ = ["kernel"]
 
+ONES = 0x3F80, 0x3F800000  # a bfloat16 one in the lower and in the upper half of a word
 
-def kernel(_, ends, inputs, out, lse, scratch, *, plan):
-    """Grid (row, tile). `ends`: `tpu_rows.tile_ends`."""
-    refs = Refs(**inputs._asdict(), out=out, lse=lse, **scratch)
+
+def kernel(refs: Refs, ends, plan):
+    """Grid (row, tile). `refs`: `commvq`, `ends`: `rows.tile_ends`."""
 
     def work(tile):
-        prepare(refs, plan, tile)
+        _prepare(refs, plan, tile)
         each(plan.groups, lambda group: _score_group(refs, plan, group))
         soften(refs)
         _weigh(refs)
         each(plan.spec.value_width // LANES, lambda part: _sum_bits(refs, plan, part))
 
     over_tiles(refs, ends, work)
+
+
+def _prepare(refs: Refs, plan, tile) -> None:
+    """Write limits, factors of tokens and levels of keys of tile number `tile`."""
+    for number, part in enumerate(split_bits(plan.spec.bits)):
+        _order_words(refs, number, part, tile)
+    each(plan.tile // LANES, lambda column: _write_levels(refs, plan, column))
+    write_limits(refs, plan, tile)
+    each(4, lambda plane: _write_factors(refs, plane))
+
+
+def _write_factors(refs: Refs, plane):
+    """Prescale and gain of the tokens of plane number `plane` of all columns, in lane order."""
+    shape, early, here = refs.sizes.shape, refs.places[2] < 4, refs.places[0] == plane
+    lane = (refs.places[2] & 3) * PLANE + refs.places[1]
+    for stored, ref in ((refs.prescale, refs.sizes), (refs.gain, refs.gains)):
+        low, high = (stored[0, 0, :, some(2 * plane + i, LANES)] for i in range(2))
+        low, high = (jnp.broadcast_to(from_bits(x, "bfloat16").astype(jnp.float32), shape) for x in (low, high))
+        ref[...] = jnp.where(here, _lanes(jnp.where(early, low, high), lane), ref[...])
+
+
+def _lanes(x, index):
+    """x[i, index[i, j]]: a permutation of 128 lanes."""
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
+
+
+def _order_words(refs: Refs, number: int, part: int, tile):
+    """The words of plane set `number` in lane order, the planes of column 0 lowest. A block of 128 words holds those of
+    one tile or of several."""
+    words, planes = pltpu.bitcast(refs.key_codes[number][0, 0], jnp.int32), 32 // part
+    if words.shape[1] < LANES:
+        words = jnp.concatenate([words] * (LANES // words.shape[1]), axis=1)
+    first = jax.lax.rem(tile, jnp.int32(planes // 8)) * (PLANE * part)
+    plane, count = 8 * refs.places[0], words.shape[0]
+    lane = first + quotient(plane, planes) * PLANE + refs.places[1]
+    lane, shift = (jnp.concatenate([x] * -(-count // 8))[:count] for x in (lane, (plane & (planes - 1)) * part))
+    refs.words[number] = jax.lax.shift_right_logical(_lanes(words, lane), shift)
+
+
+def _write_levels(refs: Refs, plan, column):
+    """The levels of 128 tokens as one-hot columns want them."""
+    level, low = jnp.int32(0), 0
+    for number, part in enumerate(split_bits(plan.spec.bits)):
+        words = refs.words[number]
+        moved = jax.lax.shift_right_logical(words, jnp.full_like(words, column * part))
+        level = level | ((moved & ((1 << part) - 1)) << low)
+        low += part
+    here = pl.ds(pl.multiple_of(column * plan.key_rows, 8), plan.key_rows)
+    refs.pairs[here] = level >> 1
+    refs.ones[here] = jnp.where((level & 1) == 0, jnp.int32(ONES[0]), jnp.int32(ONES[1]))
 
 
 def _score_group(refs: Refs, plan, group):

@@ -11,42 +11,24 @@ has two lanes of scores and of weights. Per tile:
     out    = sum_t p_t s_t y_t                     transformed once, after the sum over all tokens
 """
 
-import functools
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt
 from scipy.linalg import hadamard
 
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import to_bits
-from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
+from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
+from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, invoke, memory, of_body, whole
 from kvqjax.pallas_kernels.tpu.higgs_kernel import kernel
 from kvqjax.pallas_kernels.tpu.higgs_plan import HiggsPlan, plan_higgs
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles, swapped
-from kvqjax.pallas_kernels.tpu.rows import body_specs, compiler_params, fetched, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
 __all__ = ["packed_attention"]
-
-
-class Inputs(NamedTuple):
-    """What a call takes besides the body, in the order of `tpu_higgs_kernel.Refs`, which has the shapes."""
-
-    queries: Any
-    bounds: Any
-    turns: Any
-    table: Any
-    signs: Any
-    within: Any
-    onehot: Any
-    key_words: Any
-    value_words: Any
 
 
 def packed_attention(
@@ -64,10 +46,18 @@ def packed_attention(
     multiplied."""
     group = q.shape[2] // spec.kv_heads
     plan = plan_higgs(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group, tile)
-    bounds = row_bounds(start, stop, plan, group)
-    inputs = Inputs(_queries(q, plan), bounds, *_rope_inputs(body, plan), *_maps(body, plan))
-    layer, ends = jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile, plan.slots)
-    out, lse = _call(plan, q.shape[0], inputs, body.stored, interpret)(layer, ends, inputs, body.stored)
+    ends = tile_ends(start, stop, plan.tile, plan.slots)
+    out, lse = invoke(
+        kernel,
+        plan,
+        (q.shape[0], plan.tiles),
+        (jnp.asarray(layer, jnp.int32).reshape(1), ends),
+        _operands(q, row_bounds(start, stop, plan, group), body, plan),
+        ((2 * plan.rows, plan.lanes), (plan.rows, 1)),
+        _scratch(plan),
+        name=f"packed_attention_higgs_k{spec.key_bits}v{spec.value_bits}_{plan.tile}",
+        interpret=interpret,
+    )
     return _collect(out, lse, q.shape, plan)
 
 
@@ -150,43 +140,40 @@ def _collect(out, lse, shape: tuple[int, ...], plan: HiggsPlan) -> Partial:
     return Partial(rows(out, dim), rows(lse, 1)[..., 0])
 
 
+def _operands(q, bounds, body: HiggsBody, plan: HiggsPlan) -> dict[str, Operand | None]:
+    """Declare what the kernel reads. N columns of 128 codes, M query rows, S tokens of the tile, C of a chunk."""
+    queries, (turns, table) = _queries(q, plan), _rope_inputs(body, plan)
+    signs, within, onehot, key_words, value_words = _maps(body, plan)
+    return {
+        "queries": by_row(queries),  # [1, 2M, 2*128] f32: q | q~, scaled, on every head's lanes
+        "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
+        # [1, 4 * chunks, 128] f32: cosine of a chunk's first position for first and second channels, then sine
+        "turns": by_tile(turns),
+        "table": whole(table),  # [2C, 2*128] f32, or bf16 as words [C, 2*128]: cos | sin of a chunk's offsets
+        "signs": whole(signs),  # [N, M, 128] f32
+        "within": whole(within),  # [128, 128] bf16: the transform within heads
+        "onehot": whole(onehot),  # [128, 256] bf16: gives a token's numbers to its two lanes
+        "key_words": whole(key_words),  # [8, 128 or 256] u32: the grid, a pair of numbers to a word
+        "value_words": whole(value_words),
+        # words [1, 1, rows, N*128], scales [1, 1, groups, S]
+        "body": of_body(body.stored, plan, by_token=("key_scale", "value_scale")),
+    }
+
+
 def _scratch(plan: HiggsPlan) -> dict:
-    """Working memory by its name in `tpu_higgs_kernel.Refs`."""
-    sizes = dict.fromkeys(("peak", "total"), (plan.rows, 1)) | {"top": (plan.rows, LANES)}
-    sizes |= dict.fromkeys(("key_scales", "value_scales"), (plan.spec.groups, 2 * plan.tile))
-    sizes |= {"scores": (plan.rows, 2 * plan.tile)}
-    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
-    memory |= {"weights": pltpu.VMEM((2 * plan.rows, 2 * plan.chunk), jnp.bfloat16)}
-    memory |= {"words": pltpu.VMEM((2, plan.chunk, plan.value_columns * LANES), jnp.uint32)}
-    memory |= {"keys": pltpu.VMEM((2 * plan.chunk, LANES), jnp.float32 if plan.wide else jnp.bfloat16)}
-    return memory | {"products": pltpu.VMEM((2 * plan.rows, 2 * plan.chunk), jnp.float32)}
-
-
-def _specs(plan: HiggsPlan, inputs: Inputs, body: HiggsStored):
-    """Block specs of the inputs and of the body."""
-    given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim), inputs)
-    given = given._replace(
-        queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0)),
-        bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
-        turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (fetched(b, j, ends), 0, 0)),
-    )
-    return given, body_specs(plan, body, fetched, by_token=("key_scale", "value_scale"))
-
-
-def _call(plan: HiggsPlan, batch: int, inputs: Inputs, body: HiggsStored, interpret):
-    """The pallas_call of a plan, taking (layer, ends, inputs, body)."""
-    sizes = (2 * plan.rows, plan.lanes), (plan.rows, 1)
-    return pl.pallas_call(
-        functools.partial(kernel, plan=plan),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(batch, plan.tiles),
-            in_specs=_specs(plan, inputs, body),
-            out_specs=[pl.BlockSpec((1, *size), lambda b, *_: (b, 0, 0)) for size in sizes],
-            scratch_shapes=[_scratch(plan)],
-        ),
-        out_shape=[jax.ShapeDtypeStruct((batch, *size), jnp.float32) for size in sizes],
-        compiler_params=compiler_params(1),
-        name=f"packed_attention_higgs_k{plan.spec.key_bits}v{plan.spec.value_bits}_{plan.tile}",
-        interpret=interpret,
-    )
+    """Declare working memory. M query rows, S tokens of the tile, C of a chunk."""
+    rows, chunk, groups = plan.rows, 2 * plan.chunk, plan.spec.groups
+    return {
+        "peak": memory(rows, 1),  # running maximum
+        "total": memory(rows, 1),  # running sum of the softmax weights
+        "top": memory(rows, LANES),  # maxima of this tile's scores
+        "key_scales": memory(groups, 2 * plan.tile),
+        "value_scales": memory(groups, 2 * plan.tile),
+        "scores": memory(rows, 2 * plan.tile),
+        # [2M, 2C]: softmax weights of a chunk; zero where row and lane are of different channels
+        "weights": memory(2 * rows, chunk, dtype=jnp.bfloat16),
+        "words": memory(2, plan.chunk, plan.value_columns * LANES, dtype=jnp.uint32),  # numbers of some columns, twice
+        # [2C, 128]: a column of keys, transformed within heads
+        "keys": memory(chunk, LANES, dtype=jnp.float32 if plan.wide else jnp.bfloat16),
+        "products": memory(2 * rows, chunk),  # [2M, 2C]: of queries and the keys of a chunk so far
+    }

@@ -6,7 +6,6 @@ in turn. Scores are base-2 logarithms.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.ops.layout import from_bits
-from kvqjax.pallas_kernels.higgs import HiggsStored
+from kvqjax.pallas_kernels.tpu.call import Refs
 from kvqjax.pallas_kernels.tpu.columns import dot, each, quotient, some, within
 from kvqjax.pallas_kernels.tpu.higgs_lookup import by_steps
 from kvqjax.pallas_kernels.tpu.higgs_plan import SPREAD
@@ -22,37 +21,11 @@ from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.softmax import over_tiles
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["Refs", "kernel"]
+__all__ = ["kernel"]
 
 
-class Refs(NamedTuple):
-    queries: Any  # [1, 2M, 2*128] f32: q | q~ times D^-1/2 log2(e) / group, on every head's lanes
-    bounds: Any  # [1, M, 2] i32: first and last + 1 visible token of a row
-    turns: Any  # [1, 4 * chunks, 128] f32: cosine of a chunk's first position for first and second channels, sine
-    table: Any  # [2C, 2*128] f32, or bf16 as words [C, 2*128]: cos | sin of a chunk's offsets
-    signs: Any  # [N, M, 128] f32
-    within: Any  # [128, 128] bf16: the transform within heads
-    onehot: Any  # [128, 256] bf16: gives a token's numbers to its two lanes
-    key_words: Any  # [8, 128 or 256] u32
-    value_words: Any
-    body: HiggsStored  # what of it the tile holds: words [1, 1, rows, N*128], scales [1, 1, groups, S]
-    out: Any  # [1, 2M, N*128] f32, the accumulator as well
-    lse: Any  # [1, M, 1] f32
-    peak: Any  # [M, 1] f32
-    total: Any  # [M, 1] f32
-    top: Any  # [M, 128] f32: maxima of this tile's scores
-    key_scales: Any  # [groups, 2S] f32
-    value_scales: Any
-    scores: Any  # [M, 2S] f32
-    weights: Any  # [2M, 2C] bf16: of a chunk; zero where row and lane are of different channels
-    words: Any  # [2, C, I*128] u32: numbers of I columns
-    keys: Any  # [2C, 128] bf16 or f32: a column of keys, transformed within heads
-    products: Any  # [2M, 2C] f32: of queries and the keys of a chunk so far
-
-
-def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
-    """Grid (row, tile). `ends`: `tpu_rows.tile_ends`."""
-    refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
+def kernel(refs: Refs, ends, plan):
+    """Grid (row, tile). `refs`: `higgs`, `ends`: `rows.tile_ends`."""
 
     def work(tile):
         _spread_scales(refs, plan, tile)

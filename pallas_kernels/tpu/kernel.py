@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from kvqjax.pallas_kernels.tpu.call import Refs
 from kvqjax.pallas_kernels.tpu.columns import Place, each, place_of, some
 from kvqjax.pallas_kernels.tpu.outlier_values import add_values
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E, members
 from kvqjax.pallas_kernels.tpu.scores import rotated_scores, unrotated_scores
 from kvqjax.pallas_kernels.tpu.sums import add_sums, fold, no_sums, weights_of
-from kvqjax.pallas_kernels.tpu.tile import NEVER, Refs, prepare
+from kvqjax.pallas_kernels.tpu.tile import NEVER, prepare
 
 __all__ = ["kernel"]
 
 TURN = 512  # tokens of scores, and of values, in turn: so that every matrix unit gets products of both
 
 
-def kernel(_, ends, inputs, body, out, lse, scratch, *, plan, per_split: int):
-    """Grid (row, split, tile). `ends`: `tpu_rows.tile_ends`."""
-    refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
+def kernel(refs: Refs, ends, plan, *, per_split: int):
+    """Grid (row, split, tile). `refs`: `packed`, `ends`: `rows.tile_ends`."""
     row, split, step = (pl.program_id(axis) for axis in range(3))
     tile = split * per_split + step
 

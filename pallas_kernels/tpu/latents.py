@@ -12,43 +12,21 @@ minima folded into the weights as in `tpu`. The columns of F are put in an order
 pairs of all heads of a group lie in other lanes than the second ones, so that a rotation moves no lanes.
 """
 
-import functools
-from typing import Any, NamedTuple
-
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
-from kvqjax.pallas_kernels.packed import PackedBody
+from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, invoke, memory, of_body, whole
 from kvqjax.pallas_kernels.tpu.latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu.latents_plan import LatentPlan, plan_latents
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles
-from kvqjax.pallas_kernels.tpu.rows import body_specs, compiler_params, fetched, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
 __all__ = ["packed_attention"]
-
-
-class Inputs(NamedTuple):
-    """What a call takes besides the latents, in the order of `tpu_latents_tile.Refs`, which has the shapes."""
-
-    queries: Any
-    turns: Any
-    bounds: Any
-    order: Any
-    onehot: Any
-    spread: Any
-    cos: Any
-    sin: Any
-    own: Any
-    up: Any
-    maps: Any
 
 
 def packed_attention(
@@ -68,12 +46,18 @@ def packed_attention(
     latents and keys are rounded to bfloat16 before they are multiplied."""
     slots, group = body.slots, q.shape[2] // spec.kv_heads
     plan = plan_latents(spec, slots, slots // len(body.positions), q.shape[1] * group, ways, tile)
-    ends = tile_ends(start, stop, plan.parts.tile, plan.parts.slots)
-    bounds = row_bounds(start, stop, plan, group)
-    layer, stored = jnp.asarray(layer, jnp.int32).reshape(1), body.stored._replace(positions=None)
-    rows = {"queries": _queries(q, plan), "turns": _turns(body.positions, plan), "bounds": bounds}
-    inputs = Inputs(**rows, **_tables(plan), **_maps(body, plan))
-    out, lse = _call(plan, q.shape[0], inputs, stored, interpret)(layer, ends, inputs, stored)
+    parts = plan.parts
+    out, lse = invoke(
+        kernel,
+        plan,
+        (q.shape[0], parts.tiles),
+        (jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, parts.tile, parts.slots)),
+        _operands(q, row_bounds(start, stop, plan, group), body, plan),
+        ((parts.rows, spec.rank), (parts.rows, 1)),
+        _scratch(plan),
+        name=f"packed_attention_latents_k{parts.spec.key_bits}v{parts.spec.value_bits}_{parts.tile}",
+        interpret=interpret,
+    )
     return _collect(out, lse, q.shape, plan)
 
 
@@ -149,44 +133,43 @@ def _collect(out, lse, shape: tuple[int, ...], plan: LatentPlan) -> Partial:
     return Partial(rows(out), rows(lse)[..., 0])
 
 
+def _operands(q, bounds, body: LatentBody, plan: LatentPlan) -> dict[str, Operand | None]:
+    """Declare what the kernel reads. P groups of heads, M query rows of a group, W its lanes, S tokens of the tile, N
+    key groups of the tile, C rows of value scales, R the rank."""
+    queries, turns = _queries(q, plan), _turns(body.positions, plan)
+    tables, maps = _tables(plan), _maps(body, plan)
+    return {
+        "queries": by_row(queries),  # [1, P, M, W] f32, block-diagonal over the heads of a group, scaled
+        "turns": by_tile(turns),  # [1, 2*n, W/2] f32: cos and sin of the n stretches' positions
+        "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
+        "order": whole(tables["order"]),  # [1, block] i32: token of every lane
+        "onehot": whole(tables["onehot"]),  # [period, period] bf16: brings value scales into lane order
+        "spread": whole(tables["spread"]),  # [8 * chunks, N] bf16: brings key scales to the rows of unpacked codes
+        "cos": whole(tables["cos"]),  # [S, W/2] f32 of every token's offset in its stretch
+        "sin": whole(tables["sin"]),
+        "own": whole(tables["own"]),  # [M, W] bf16: 1 in the lanes of a row's head
+        "up": whole(maps["up"]),  # [R, P*W] bf16
+        "maps": whole(maps["maps"]),  # [2, P*W] f32: bias and gain
+        # words [1, 1, rows, R], scales [1, 1, N, R] and [1, 1, C, S]
+        "body": of_body(body.stored._replace(positions=None), plan.parts),
+    }
+
+
 def _scratch(plan: LatentPlan) -> dict:
-    """Working memory by its name in `tpu_latents_tile.Refs`."""
-    parts, rank = plan.parts, plan.spec.rank
-    sizes = dict.fromkeys(("peak", "total", "top"), (parts.rows, 1))
-    sizes |= dict.fromkeys(("scales", "lows"), (parts.tile * parts.value_rows // LANES, LANES))
-    sizes |= dict.fromkeys(("factors", "zeros"), (plan.pattern.size, rank))
-    sizes |= {"limits": (plan.rows, parts.tile), "scores": (parts.rows, parts.tile)}
-    sizes |= {"products": (parts.tile, plan.lanes)}
-    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
-    return memory | {"latents": pltpu.VMEM((parts.tile, rank), jnp.bfloat16)}
-
-
-def _specs(plan: LatentPlan, inputs: Inputs, body: PackedBody):
-    """Block specs of the inputs and of the latents."""
-    given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0, 0)), inputs)
-    given = given._replace(
-        queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0, 0)),
-        bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
-        turns=pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, j, layer, ends: (fetched(b, j, ends), 0, 0)),
-    )
-    return given, body_specs(plan.parts, body, fetched)
-
-
-def _call(plan: LatentPlan, batch: int, inputs: Inputs, body: PackedBody, interpret):
-    """The pallas_call of a plan, taking (layer, ends, inputs, latents)."""
-    parts, rank = plan.parts, plan.spec.rank
-
-    return pl.pallas_call(
-        functools.partial(kernel, plan=plan),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(batch, parts.tiles),
-            in_specs=_specs(plan, inputs, body),
-            out_specs=[pl.BlockSpec((1, parts.rows, n), lambda b, *_: (b, 0, 0)) for n in (rank, 1)],
-            scratch_shapes=[_scratch(plan)],
-        ),
-        out_shape=[jax.ShapeDtypeStruct((batch, parts.rows, n), jnp.float32) for n in (rank, 1)],
-        compiler_params=compiler_params(1),
-        name=f"packed_attention_latents_k{parts.spec.key_bits}v{parts.spec.value_bits}_{parts.tile}",
-        interpret=interpret,
-    )
+    """Declare working memory. P*M query rows, S tokens of the tile, W lanes of a group, C rows of value scales, R the
+    rank."""
+    parts, rank, spread = plan.parts, plan.spec.rank, plan.pattern.size
+    scales = parts.tile * parts.value_rows // LANES, LANES
+    return {
+        "peak": memory(parts.rows, 1),  # running maximum
+        "total": memory(parts.rows, 1),  # running sum of the softmax weights
+        "top": memory(parts.rows, 1),  # maxima of this tile's scores, then the rescale factor
+        "limits": memory(plan.rows, parts.tile),  # NEVER where a row must not look, else infinite
+        "scales": memory(*scales),  # [S/128 * C, 128]: value scales in lane order
+        "lows": memory(*scales),  # value minima, less the offset of the codes
+        "factors": memory(spread, rank),  # [8 * chunks, R]: key scales of the 8 rows that repeat in a chunk
+        "zeros": memory(spread, rank),  # key minima likewise, less the offset of the codes
+        "products": memory(parts.tile, plan.lanes),  # [S, W]: latents times up-projection
+        "scores": memory(parts.rows, parts.tile),  # scores, then softmax weights
+        "latents": memory(parts.tile, rank, dtype=jnp.bfloat16),  # [S, R]: of the keys
+    }

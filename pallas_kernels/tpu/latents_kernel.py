@@ -10,21 +10,33 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu.columns import columns, dot, each, filled, lane_wise, load_row, place_of, some
-from kvqjax.pallas_kernels.tpu.latents_tile import Refs, prepare
+from kvqjax.ops.layout import from_bits
+from kvqjax.pallas_kernels.tpu.call import Refs
+from kvqjax.pallas_kernels.tpu.columns import (
+    columns,
+    dot,
+    each,
+    filled,
+    lane_wise,
+    load_row,
+    place_of,
+    some,
+    within,
+    words_of,
+)
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.softmax import over_tiles, soften
-from kvqjax.pallas_kernels.tpu.tile import NEVER
+from kvqjax.pallas_kernels.tpu.tile import NEVER, order_scales, write_limits
+from kvqjax.pallas_kernels.tpu.unpack import chunks, offset
 
 __all__ = ["kernel"]
 
 
-def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
-    """Grid (row, tile). `ends`: `tpu_rows.tile_ends`."""
-    refs = Refs(**inputs._asdict(), body=body, out=out, lse=lse, **scratch)
+def kernel(refs: Refs, ends, plan):
+    """Grid (row, tile). `refs`: `latents`, `ends`: `rows.tile_ends`."""
 
     def work(tile):
-        prepare(refs, plan, tile)
+        _prepare(refs, plan, tile)
         each(plan.groups, lambda group: _score_group(refs, plan, group))
         soften(refs)
         if plan.apart:
@@ -32,6 +44,48 @@ def kernel(_, ends, inputs, body, out, lse, scratch, *, plan):
         each(plan.parts.lane_groups, lambda part: _sum_latents(refs, plan, part))
 
     over_tiles(refs, ends, work)
+
+
+def _prepare(refs: Refs, plan, tile) -> None:
+    """Write limits, value scales and key latents of tile number `tile`."""
+    write_limits(refs, plan.parts, tile)
+    order_scales(refs, plan.parts, tile)
+    each(plan.parts.lane_groups, lambda part: _spread_scales(refs, plan, tile, part))
+    each(plan.parts.lane_groups, lambda part: _unpack_latents(refs, plan, part))
+
+
+def _spread_scales(refs: Refs, plan, tile, part):
+    """Key scales and minima of 128 channels, on the rows that repeat themselves in every chunk of unpacked codes."""
+    parts, place = plan.parts, place_of(part, plan.parts)
+    scale, low = (
+        from_bits(x[0, 0, :, place.lanes], parts.spec.scales) for x in (refs.body.key_scale, refs.body.key_low)
+    )
+    if parts.slots % parts.tile:
+        limit = parts.slots // parts.spec.key_group
+        scale, low = (within(x, tile * x.shape[0], limit, 0) for x in (scale, low))
+    factor = dot(refs.spread[...], scale, 0)
+    refs.factors[:, place.lanes] = factor
+    zero = dot(refs.spread[...], low, 0) - offset(parts.spec.key_bits, parts.ways) * factor
+    refs.zeros[:, place.lanes] = zero
+
+
+def _unpack_latents(refs: Refs, plan, part):
+    """128 channels of the tile's key latents as bfloat16 numbers, tokens in lane order."""
+    parts, place = plan.parts, place_of(part, plan.parts)
+    for index in range(parts.tile // parts.block):
+        for i, codes in enumerate(_codes(refs, plan, place, index)):
+            count = codes.shape[0]
+            at = index * (parts.block // count) + i
+            factor, zero = (ref[8 * at : 8 * at + 8, place.lanes] for ref in (refs.factors, refs.zeros))
+            wide = codes.astype(jnp.float32).reshape(-1, 8, LANES)
+            wide = (wide * factor[None] + zero[None]).reshape(codes.shape)
+            refs.latents[at * count : (at + 1) * count, place.lanes] = wide.astype(jnp.bfloat16)
+
+
+def _codes(refs: Refs, plan, place, index: int):
+    """Key codes of block `index` of the tile, [32 * ways, 128] at a time."""
+    parts, bits = plan.parts, plan.parts.spec.key_bits
+    return chunks(words_of(refs.body.key_codes, bits, place, index, parts), bits, parts.base, parts.ways)
 
 
 def _score_group(refs: Refs, plan, group):

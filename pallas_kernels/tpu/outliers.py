@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from kvqjax.pallas_kernels.tpu.call import memory
 from kvqjax.pallas_kernels.tpu.columns import dot, each, filled, key_rows, some, within
 from kvqjax.pallas_kernels.tpu.plan import LANES, SHARE, Plan
 from kvqjax.pallas_kernels.tpu.rope import turned
@@ -37,33 +38,43 @@ def padded(slots: int) -> int:
 
 
 def scratch(plan: Plan) -> dict:
-    """Working memory, by its name in `tpu_tile.Refs`."""
+    """Declare working memory for R slots of a token (padded): P lane groups, M query rows, S tokens of the tile."""
     spec, scores = plan.spec, (plan.lane_groups, plan.rows, plan.tile)
     keys, values = padded(spec.key_slots), padded(spec.value_slots)
-    sizes = {}
+    held = {}
     if keys:
-        sizes |= {"added": scores, "key_slots": (3 * keys, plan.tile)}
-        sizes |= {"waves": (2 * keys, plan.tile), "changes": (2 * keys, plan.tile)}
+        held["added"] = memory(*scores)  # [P, M, S]: what outliers of keys add to the scores
+        held["key_slots"] = memory(3 * keys, plan.tile)  # [3R, S]: values, lanes and lane groups, in lane order
+        held["waves"] = memory(2 * keys, plan.tile)  # [2R, S]: cos | sin of the slots' lanes and tokens
+        held["changes"] = memory(2 * keys, plan.tile)  # [2R, S]: what one lane group's outliers change, times cos | sin
     if values:
-        sizes |= {"weights": scores, "value_slots": (3 * values, plan.tile), "shares": (SHARE, values, LANES)}
-    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()}
-    return memory | ({"staged": pltpu.VMEM((3 * max(keys, values), plan.period), jnp.bfloat16)} if memory else {})
+        held["weights"] = memory(*scores)  # [P, M, S]: softmax weights of all lane groups
+        held["value_slots"] = memory(3 * values, plan.tile)
+        held["shares"] = memory(SHARE, values, LANES)  # what the outliers of 128 tokens change in each lane group
+    if held:
+        held["staged"] = memory(3 * max(keys, values), plan.period, dtype=jnp.bfloat16)
+    return held
 
 
 def prepare(refs, plan: Plan, tile) -> None:
     """Bring values, lanes and lane groups of the tile's slots into lane order."""
-    keys, values = (refs.key_slots, plan.spec.key_slots), (refs.value_slots, plan.spec.value_slots)
-    for given, (slots, count) in ((refs.body.key_outliers, keys), (refs.body.value_outliers, values)):
-        if given is None:
-            continue
+    body, spec = refs.body, plan.spec
+    if body.key_outliers is not None:
+        _order_slots(refs, plan, tile, body.key_outliers, refs.key_slots, spec.key_slots)
+    if body.value_outliers is not None:
+        _order_slots(refs, plan, tile, body.value_outliers, refs.value_slots, spec.value_slots)
 
-        def bring(number, given=given, slots=slots, count=count):
-            _stage(refs.staged, given, plan, tile, number, slots.shape[0] // 3, count)
-            staged = refs.staged[: slots.shape[0]]
-            slots[:, some(number, plan.period)] = dot(staged, refs.onehot[...], 0)
 
-        # A loop: all of a tile's words at once would not fit the registers.
-        each(plan.tile // plan.period, bring)
+def _order_slots(refs, plan: Plan, tile, given, slots, count: int) -> None:
+    """Bring `count` slots of the tile, [1, 1, rows, S] u16, into `slots` [3R, S] in lane order."""
+
+    def bring(number):
+        _stage(refs.staged, given, plan, tile, number, slots.shape[0] // 3, count)
+        staged = refs.staged[: slots.shape[0]]
+        slots[:, some(number, plan.period)] = dot(staged, refs.onehot[...], 0)
+
+    # A loop: all of a tile's words at once would not fit the registers.
+    each(plan.tile // plan.period, bring)
 
 
 def _stage(staged, given, plan: Plan, tile, number, rows: int, count: int) -> None:

@@ -17,12 +17,9 @@ The products run in bfloat16 with float32 sums. Tiles outside a row's bounds are
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
@@ -30,37 +27,14 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 from kvqjax.pallas_kernels.tpu import keys as tpu_keys
 from kvqjax.pallas_kernels.tpu import outliers as tpu_outliers
 from kvqjax.pallas_kernels.tpu import rope as tpu_rope
+from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, fetched, invoke, memory, of_body, scalars, whole
 from kvqjax.pallas_kernels.tpu.kernel import kernel
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan, make_plan
-from kvqjax.pallas_kernels.tpu.rows import (
-    body_specs,
-    collect,
-    compiler_params,
-    fetched,
-    lane_queries,
-    row_bounds,
-    tile_ends,
-)
+from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.signposts import pair_table
-from kvqjax.pallas_kernels.tpu.work import Work
+from kvqjax.pallas_kernels.work import Work
 
 __all__ = ["packed_attention"]
-
-
-class Inputs(NamedTuple):
-    """What a call takes besides the body, in the order of `tpu_tile.Refs`, which has the shapes."""
-
-    queries: Any
-    bounds: Any
-    order: Any
-    onehot: Any
-    table: Any = None
-    patterns: Any = None
-    turns: Any = None
-    key_signposts: Any = None
-    value_signposts: Any = None
-    ends: Any = None
-    rates: Any = None
 
 
 def packed_attention(
@@ -90,92 +64,94 @@ def packed_attention(
     if plan.tile % plan.block:
         raise ValueError(f"tiles of {plan.tile} tokens; want a multiple of {plan.block}")
     ends = tile_ends(start, stop, plan.tile, plan.slots)
-    layer, inputs = jnp.asarray(layer, jnp.int32).reshape(1), _inputs(q, start, stop, body, plan)
-    body = _stored(body)
-    out, lse = _call(plan, q.shape[0], inputs, body, interpret)(layer, ends, inputs, body)
+    per_split, form = -(-plan.tiles // plan.splits), "" if spec.rope is None else f"{spec.datatype}_pre_"
+
+    def tile(row, split, step, ends):
+        return fetched(row, split * per_split + step, ends)
+
+    out, lse = invoke(
+        functools.partial(kernel, per_split=per_split),
+        plan,
+        (q.shape[0], plan.splits, per_split),
+        (jnp.asarray(layer, jnp.int32).reshape(1), ends),
+        _operands(q, start, stop, body, plan, tile),
+        ((plan.lane_groups, plan.rows, plan.lanes), (plan.lane_groups, plan.rows, 1)),
+        _scratch(plan),
+        name=f"packed_attention_{form}k{spec.key_bits}v{spec.value_bits}_{plan.tile}",
+        interpret=interpret,
+    )
     return collect(out, lse, q.shape, plan)
 
 
-def _stored(body: PackedBody) -> PackedBody:
-    """What the kernel reads of a body as it lies; constants of a layer get an axis for the rows of a register."""
-    scale, low = (x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low))
-    return body._replace(key_scale=scale, key_low=low, positions=None, signposts=None)
+def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> dict[str, Operand | None]:
+    """Declare what the kernel reads; `tile(row, split, step, ends)` is the number of the tile that is fetched.
+
+    P lane groups, M query rows of a lane group, W its lanes, N key groups of the tile, C rows of value scales."""
+    spec, group = plan.spec, q.shape[2] // plan.spec.kv_heads
+    outliers = body.signposts is not None and (spec.key_slots > 0 or spec.value_slots > 0)
+    scale, low = (x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low))  # rows of a register
+    stored = body._replace(key_scale=scale, key_low=low, positions=None, signposts=None)
+    table, turns = _rope(body, plan)
+    key, value = _signposts(body, plan)
+    return {
+        # [1, P, M, W] bf16, block-diagonal over the heads of a lane group; before RoPE with q~ beside it, 2W
+        "queries": by_row(lane_queries(q, plan)),
+        "bounds": by_row(row_bounds(start, stop, plan, group)),  # [1, M, 2] i32: first and last + 1 visible token
+        "order": whole(jnp.asarray(plan.order[None], jnp.int32)),  # [1, block]: token of every lane
+        "onehot": whole(jnp.asarray(plan.onehot, jnp.bfloat16)),  # [period, period]: brings scales into lane order
+        # [block, 2W] bf16 or f32: cos | sin of tokens counted from the block's first
+        "table": None if table is None else whole(table),
+        # [rows, N] bf16: key groups of the tokens of a slab (`keys`)
+        "patterns": whole(tpu_keys.patterns(plan)) if plan.slabs else None,
+        # [1, blocks * 2W/128, 128] f32: cos | sin of the blocks' first positions
+        "turns": None if turns is None else by_tile(turns, tile),
+        "key_signposts": key,
+        "value_signposts": value,
+        # [2, 2] f32: outermost signposts of keys and of values
+        "ends": scalars(_outermost(body)) if outliers else None,
+        # [1, W] f32: turns per position of every lane
+        "rates": whole(jnp.asarray(tpu_outliers.rates(plan))) if outliers else None,
+        "body": of_body(stored, plan, tile),  # words [1, 1, rows, P*W], scales [1, 1, N, P*W] and [1, 1, C, S]
+    }
 
 
-def _inputs(q, start, stop, body: PackedBody, plan: Plan) -> Inputs:
-    spec = plan.spec
-    queries, bounds = lane_queries(q, plan), row_bounds(start, stop, plan, q.shape[2] // spec.kv_heads)
-    first = Inputs(queries, bounds, jnp.asarray(plan.order[None], jnp.int32), jnp.asarray(plan.onehot, jnp.bfloat16))
-    if spec.rope is not None and body.positions is not None:
-        first = first._replace(table=tpu_rope.table(plan), turns=tpu_rope.turns(body.positions, plan) * plan.spread)
-    if plan.multiplied and not plan.wide:
-        first = first._replace(patterns=tpu_keys.patterns(plan))
-    if body.signposts is not None:
-        pairs = zip(body.signposts, (spec.key_bits, spec.value_bits), strict=True)
-        key, value = (pair_table(x, bits) if plan.paired else x[None] for x, bits in pairs)
-        first = first._replace(key_signposts=key, value_signposts=value)
-    if body.signposts is not None and (spec.key_slots or spec.value_slots):
-        ends = jnp.stack([x.astype(jnp.bfloat16).astype(jnp.float32)[jnp.array([0, -1])] for x in body.signposts])
-        first = first._replace(ends=ends, rates=jnp.asarray(tpu_outliers.rates(plan)))
-    return first
+def _rope(body: PackedBody, plan: Plan) -> tuple:
+    """Return the tables of `rope` for keys before RoPE: of offsets in a block, and of the blocks' first positions."""
+    if plan.spec.rope is None or body.positions is None:
+        return None, None
+    return tpu_rope.table(plan), tpu_rope.turns(body.positions, plan) * plan.spread
 
 
-def _specs(plan: Plan, inputs: Inputs, body: PackedBody, tile):
-    """Block specs of the inputs and of the body, `tile(b, s, j, ends)` being the number of the tile that is fetched."""
-    given = jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda *_: (0, 0)), inputs)
-    given = given._replace(
-        queries=pl.BlockSpec((1, *inputs.queries.shape[1:]), lambda b, *_: (b, 0, 0, 0)),
-        bounds=pl.BlockSpec((1, plan.rows, 2), lambda b, *_: (b, 0, 0)),
-    )
-    if inputs.turns is not None:
-        turns = pl.BlockSpec((1, *inputs.turns.shape[1:]), lambda b, s, j, layer, ends: (tile(b, s, j, ends), 0, 0))
-        given = given._replace(turns=turns)
-    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-    if plan.spec.datatype == "nuq" and not plan.paired:
-        given = given._replace(key_signposts=scalars, value_signposts=scalars)
-    if inputs.ends is not None:
-        given = given._replace(ends=scalars)
-    return given, body_specs(plan, body, tile)
+def _signposts(body: PackedBody, plan: Plan) -> tuple[Operand | None, ...]:
+    """Declare the signposts of keys and of values: [8, 128 or 256] u32 pairs, or [1, 2^b] f32 scalars."""
+    if body.signposts is None:
+        return None, None
+    pairs = zip(body.signposts, (plan.spec.key_bits, plan.spec.value_bits), strict=True)
+    return tuple(whole(pair_table(x, bits)) if plan.paired else scalars(x[None]) for x, bits in pairs)
+
+
+def _outermost(body: PackedBody) -> Float[Array, "2 2"]:
+    """Return the lowest and the highest signpost of keys and of values, as rounded as codes are read."""
+    tables = body.signposts or ()
+    return jnp.stack([x.astype(jnp.bfloat16).astype(jnp.float32)[jnp.array([0, -1])] for x in tables])
 
 
 def _scratch(plan: Plan) -> dict:
-    """Working memory by its name in `tpu_tile.Refs`."""
+    """Declare working memory. S tokens of the tile, P*W all channels, N key groups, C rows of value scales."""
     spec, shape = plan.spec, (plan.lane_groups, plan.rows)
     scales, factors = (plan.tile * plan.value_rows // LANES, LANES), (spec.width * plan.key_rows // LANES, LANES)
-    sizes = dict.fromkeys(("peak", "total"), (*shape, 1)) | dict.fromkeys(("limits", "scores"), (plan.rows, plan.tile))
-    sizes |= dict.fromkeys(("scales", "lows"), scales) | dict.fromkeys(("factors", "zeros"), factors)
-    memory = {name: pltpu.VMEM(size, jnp.float32) for name, size in sizes.items()} | tpu_outliers.scratch(plan)
-    if plan.multiplied and not plan.wide:
-        slabs = pltpu.VMEM((tpu_keys.patterns(plan).shape[0], spec.width), jnp.bfloat16)
-        memory |= {"slab_scales": slabs, "slab_zeros": slabs}
-    return memory
-
-
-def _call(plan: Plan, batch: int, inputs: Inputs, body: PackedBody, interpret):
-    """The pallas_call of a plan, taking (layer, ends, inputs, body)."""
-    per_split = -(-plan.tiles // plan.splits)
-
-    def tile(b, s, j, ends):
-        return fetched(b, s * per_split + j, ends)
-
-    shape, form = (plan.lane_groups, plan.rows), "" if plan.spec.rope is None else f"{plan.spec.datatype}_pre_"
-    return pl.pallas_call(
-        functools.partial(kernel, plan=plan, per_split=per_split),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(batch, plan.splits, per_split),
-            in_specs=_specs(plan, inputs, body, tile),
-            out_specs=[
-                pl.BlockSpec((1, 1, *shape, plan.lanes), lambda b, s, *_: (b, s, 0, 0, 0)),
-                pl.BlockSpec((1, 1, *shape, 1), lambda b, s, *_: (b, s, 0, 0, 0)),
-            ],
-            scratch_shapes=[_scratch(plan)],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, plan.splits, *shape, plan.lanes), jnp.float32),
-            jax.ShapeDtypeStruct((batch, plan.splits, *shape, 1), jnp.float32),
-        ],
-        compiler_params=compiler_params(2),
-        name=f"packed_attention_{form}k{plan.spec.key_bits}v{plan.spec.value_bits}_{plan.tile}",
-        interpret=interpret,
-    )
+    held = {
+        "peak": memory(*shape, 1),  # running maximum
+        "total": memory(*shape, 1),  # running sum of the softmax weights
+        "limits": memory(plan.rows, plan.tile),  # NEVER where a row must not look, else infinite
+        "scores": memory(plan.rows, plan.tile),
+        "scales": memory(*scales),  # [S/128 * C, 128]: value scales in lane order
+        "lows": memory(*scales),  # value minima, less the offset of the codes
+        # [P*W/128 * N, 128]: key scales, times D^-1/2 log2(e) where queries are multiplied by them
+        "factors": memory(*factors),
+        "zeros": memory(*factors),  # key minima likewise, less the offset of the codes
+    }
+    if plan.slabs:
+        rows = tpu_keys.patterns(plan).shape[0]  # scales and minima of the keys of a slab (`keys`)
+        held |= dict.fromkeys(("slab_scales", "slab_zeros"), memory(rows, spec.width, dtype=jnp.bfloat16))
+    return held | tpu_outliers.scratch(plan)

@@ -6,10 +6,12 @@ import math
 import numpy as np
 
 from kvqjax.ops.layout import split_bits
+from kvqjax.pallas_kernels.forms import form_of
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+from kvqjax.pallas_kernels.support import lookup
 from kvqjax.pallas_kernels.tpu.signposts import pair_order
 from kvqjax.pallas_kernels.tpu.unpack import fitting_ways, token_order
-from kvqjax.pallas_kernels.tpu.work import Work, work_of
+from kvqjax.pallas_kernels.work import HALVES_AHEAD, HALVES_IN_TURN, SHORT, SHORT_IN_TURN, Work
 
 __all__ = [
     "LANES",
@@ -131,6 +133,11 @@ class Plan:
         return self.spec.rope is not None or (0 < self.spec.key_group < LANES and (self.ways == 2 or not self.wide))
 
     @property
+    def slabs(self) -> bool:
+        """Whether scales of keys are laid out like the codes, in bfloat16 (`keys`)."""
+        return self.multiplied and not self.wide
+
+    @property
     def tiles(self) -> int:
         return -(-self.slots // self.tile)
 
@@ -191,6 +198,16 @@ def lane_groups(spec: PackedSpec) -> int:
 def _rows(spec: PackedSpec, per_head: int) -> int:
     """Query rows of a lane group, a multiple of 8, with `per_head` = T*G rows of a KV head."""
     return -(-spec.width // lane_groups(spec) // spec.head_dim * per_head // 8) * 8
+
+
+def work_of(spec: PackedSpec, per_head: int) -> Work:
+    """Return how a tile is worked off with `per_head` query rows of a KV head: the table's choice, or a usual one."""
+    entry = lookup(form_of(spec), spec.target)
+    if per_head <= 8 and entry is not None and entry.work is not None:
+        return entry.work
+    if spec.rope is None and spec.key_group >= 128:
+        return {"v6e": HALVES_AHEAD, "v7x": HALVES_IN_TURN}.get(spec.target, SHORT_IN_TURN)
+    return SHORT
 
 
 def make_plan(

@@ -1,23 +1,14 @@
 """Queries and bounds as rows of the TPU decode-attention kernels, the tiles of a body, and results back as heads."""
 
-from typing import TypeVar
-
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.pallas_kernels.higgs import HiggsStored
-from kvqjax.pallas_kernels.packed import PackedBody
-from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES, Plan
+from kvqjax.pallas_kernels.tpu.plan import Plan
 from kvqjax.pallas_kernels.tpu.rope import swapped
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["body_specs", "collect", "compiler_params", "fetched", "lane_queries", "row_bounds", "tile_ends"]
-
-Body = TypeVar("Body", PackedBody, HiggsStored)
+__all__ = ["collect", "lane_queries", "row_bounds", "tile_ends"]
 
 
 def lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
@@ -47,48 +38,6 @@ def tile_ends(start, stop, tile: int, slots: int) -> Int[Array, "3 B"]:
     tiles = -(-slots // tile)
     first, end = jnp.minimum(start.min(1) // tile, tiles - 1), jnp.minimum(-(-stop.max(1) // tile), tiles)
     return jnp.stack([first, end, jnp.maximum(end - 1, first)]).astype(jnp.int32)
-
-
-def fetched(row, number, ends):
-    """The tile that is fetched where number `number` is due: one that its row sees, so that none is fetched in vain."""
-    return jnp.clip(number, ends[0, row], ends[2, row])
-
-
-def compiler_params(independent: int) -> pltpu.CompilerParams:
-    """Parameters of a kernel with a grid of so many independent axes and one of tiles in order. Copies go without
-    bounds checks, scalar work for every input of every step: what `fetched` names lies within the arrays by
-    `tile_ends`."""
-    semantics = [*[pltpu.PARALLEL] * independent, pltpu.ARBITRARY]
-    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True)
-
-
-BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers")
-
-
-def body_specs(plan, body: Body, tile, by_token: tuple[str, ...] = BY_TOKEN) -> Body:
-    """Block specs of a body on a grid whose first axis is the row: `tile(*step, ends)` is the number of the tile that
-    is fetched at grid index `step`. Fields `by_token` have tokens on the lanes. Constants of a layer, [1, W], are
-    fetched whole."""
-
-    def place(at):
-        *step, layer, ends = at
-        return layer[0], step[0], tile(*step, ends)
-
-    def rows(array):
-        if array.ndim == 2:
-            return pl.BlockSpec(array.shape, lambda *_: (0, 0))
-        block = (1, 1, plan.tile * array.shape[2] // plan.slots, array.shape[3])
-        return pl.BlockSpec(block, lambda *at: (*place(at), 0))
-
-    def tokens(array):
-        def index(*at):
-            layer, row, number = place(at)
-            return layer, row, 0, number
-
-        return pl.BlockSpec((1, 1, array.shape[2], plan.tile), index)
-
-    stored = {name: jax.tree.map(tokens if name in by_token else rows, x) for name, x in body._asdict().items()}
-    return body._replace(**stored)
 
 
 def collect(out, lse, shape: tuple[int, ...], plan: Plan) -> Partial:

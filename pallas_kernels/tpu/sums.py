@@ -7,6 +7,7 @@ logarithms.
 import jax
 import jax.numpy as jnp
 
+from kvqjax.pallas_kernels.tpu.call import Refs
 from kvqjax.pallas_kernels.tpu.columns import (
     Place,
     columns,
@@ -19,7 +20,6 @@ from kvqjax.pallas_kernels.tpu.columns import (
     some,
 )
 from kvqjax.pallas_kernels.tpu.plan import LANES
-from kvqjax.pallas_kernels.tpu.tile import Refs
 
 __all__ = ["add_sums", "fold", "no_sums", "weights_of"]
 

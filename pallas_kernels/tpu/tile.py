@@ -5,58 +5,22 @@ of the tile, C rows of value scales.
 """
 
 import math
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from kvqjax.ops.layout import from_bits
-from kvqjax.pallas_kernels.packed import PackedBody
 from kvqjax.pallas_kernels.tpu import keys as tpu_keys
 from kvqjax.pallas_kernels.tpu import outliers as tpu_outliers
+from kvqjax.pallas_kernels.tpu.call import Refs
 from kvqjax.pallas_kernels.tpu.columns import dot, each, some, within
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.unpack import offset
 
-__all__ = ["NEVER", "Refs", "order_scales", "prepare", "write_limits"]
+__all__ = ["NEVER", "order_scales", "prepare", "write_limits"]
 
 # What is prepared at once, more of which would fill the registers: tokens of value scales, key scales
 TOKENS, NUMBERS = 2048, 16 * 1024
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
-
-
-class Refs(NamedTuple):
-    queries: Any  # [1, P, M, W] bf16, block-diagonal over the heads of a lane group; with q~ beside it before RoPE
-    bounds: Any  # [1, M, 2] i32: first and last + 1 visible token of a row
-    order: Any  # [1, block] i32: token of every lane
-    onehot: Any  # [period, period] bf16: brings scales into lane order
-    table: Any  # [block, 2W] bf16 or f32: cos | sin of tokens counted from the block's first (keys before RoPE)
-    patterns: Any  # [rows, N] bf16: groups of the tokens of a slab (tpu_keys)
-    turns: Any  # [1, blocks * 2W/128, 128] f32: cos | sin of the blocks' first positions
-    key_signposts: Any  # [1, 2^b] f32, or [8, 128 or 256] u32 (see tpu_signposts)
-    value_signposts: Any
-    ends: Any  # [2, 2] f32 scalars: outermost signposts of keys and of values
-    rates: Any  # [1, W] f32: turns per position of every lane
-    body: PackedBody  # what of it the tile holds: words [1, 1, rows, P*W], scales [1, 1, N, P*W] and [1, 1, C, S]
-    out: Any  # [1, 1, P, M, W] f32, the accumulator as well
-    lse: Any  # [1, 1, P, M, 1] f32
-    peak: Any  # [P, M, 1] f32
-    total: Any  # [P, M, 1] f32
-    limits: Any  # [M, S] f32: NEVER where a row must not look, else infinite
-    scales: Any  # [S/128 * C, 128] f32: value scales in lane order
-    lows: Any  # [S/128 * C, 128] f32: value minima, less the offset of the codes
-    factors: Any  # [P*W/128 * N, 128] f32: key scales, times D^-1/2 log2(e) where queries are multiplied
-    zeros: Any  # [P*W/128 * N, 128] f32: key minima likewise, less the offset of the codes
-    scores: Any  # [M, S] f32
-    slab_scales: Any = None  # [rows, P*W] bf16: scales of the keys of a slab (tpu_keys)
-    slab_zeros: Any = None
-    added: Any = None  # [P, M, S] f32: what outliers of keys add to the scores
-    staged: Any = None  # [3R, period] bf16
-    key_slots: Any = None  # [3R, S] f32: values, lanes and lane groups of R outlier slots in lane order (tpu_outliers)
-    waves: Any = None  # [2R, S] f32: cos | sin of the slots' lanes and tokens
-    changes: Any = None  # [2R, S] f32: what a lane group's outliers change, times cos | sin
-    value_slots: Any = None  # [3R, S] f32
-    weights: Any = None  # [P, M, S] f32: weights of all lane groups
-    shares: Any = None  # [8, R, 128] f32: what the outliers of 128 tokens change in each lane group
 
 
 def prepare(refs: Refs, plan, tile) -> None:
@@ -128,7 +92,7 @@ def _fold_constants(refs: Refs, plan, tile):
         if spec.key_group and plan.slots % plan.tile:
             scale, low = (within(x, tile * rows, plan.slots // spec.key_group, 0) for x in (scale, low))
         zero = low - _offset(spec.key_bits, plan) * scale
-        if refs.patterns is not None:
+        if plan.slabs:
             tpu_keys.store_patterns(refs, scale, zero, lanes)
         _write_columns(refs.factors, scale, number * (width // LANES))
         _write_columns(refs.zeros, zero, number * (width // LANES))

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 from commands import run
@@ -67,10 +68,10 @@ def test_plain_paths_are_sound_here_and_a_wrong_one_is_found():
 
 
 def test_every_chip_has_forms_to_check():
-    found = {target: survey.found_forms(target, survey.SHAPES) for target in ("v5e", "v7x", "sm90", "sm80", "cpu")}
+    found = {target: survey.all_candidates(target, survey.SHAPES) for target in ("v5e", "v7x", "sm90", "sm80", "cpu")}
     assert found["cpu"] == found["sm80"] == []
-    assert {form.row for form in found["v5e"]} > {form.row for form in found["sm90"]}
-    assert len({form.name for form in found["v7x"]}) == len(found["v7x"]) > 15
+    assert {one.form for one in found["v5e"]} > {one.form for one in found["sm90"]}
+    assert len({one.name for one in found["v7x"]}) == len(found["v7x"]) > 15
 
 
 @pytest.fixture
@@ -82,9 +83,9 @@ def chip(tmp_path, monkeypatch):
     monkeypatch.setattr(survey, "exact_milliseconds", lambda shape, target: 4.0)
     outcomes, checked = {}, []
 
-    def one(form, target, stored):
-        checked.append(form.name)
-        outcome = outcomes.get(form.row, "faster")
+    def one(candidate, target, stored):
+        checked.append(candidate.name)
+        outcome = outcomes.get(str(candidate.form), "faster")
         return Verdict(outcome=outcome, error=0.003, kernel_ms=1.0, plain_ms=2.0, seconds=1.0, note=f"it {outcome}")
 
     rows = survey.kernel_rows
@@ -99,6 +100,7 @@ def test_a_sound_chip_exits_with_0(chip, capsys, monkeypatch):
     assert (code, report["sound"]) == (0, True)
     assert [row["form"] for row in report["rows"]] == checked
     first = report["rows"][0]
+    assert first["level"] == f"verified on {jax.local_devices()[0].device_kind}"
     assert (first["verdict"], first["speed_against_plain"], first["speed_against_exact"]) == ("faster", 2.0, 4.0)
     assert report["machine"]["packages"]["libtpu"] == "0.0.42"
     run(capsys, monkeypatch, "doctor")

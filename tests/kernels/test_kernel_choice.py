@@ -15,6 +15,7 @@ from kvqjax.cache import plan, whole_body
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.choice import Kernels
+from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.step import new_cache, persist
 from kvqjax.verdicts import choose, store
@@ -22,16 +23,16 @@ from kvqjax.verdicts.choose import check
 from kvqjax.verdicts.examine import Speed
 from kvqjax.verdicts.paths import by_kernel, by_plain_path, queries
 from kvqjax.verdicts.store import Verdict
-from kvqjax.verdicts.trial import forms, make
+from kvqjax.verdicts.trial import candidates, make
 
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=1, head_dim=128)
 METHOD = "kivi:bits=4,group=128,window=0"
-ROW = "kivi 4 bits"
+FORM = KernelForm("kivi", 4, 4)
 
 
-def form_of(method: str = METHOD, shape=SHAPE, target: str = "v6e"):
+def candidate_of(method: str = METHOD, shape=SHAPE, target: str = "v6e"):
     layout = CacheLayout(shape=shape, method=kvq.parse(method), capacity=2048, dtype="bfloat16", target=target)
-    return forms(layout)[0]
+    return candidates(layout)[0]
 
 
 @pytest.fixture
@@ -43,8 +44,8 @@ def chip(tmp_path, monkeypatch):
     def become(target: str, outcome: str = "faster"):
         checked = []
 
-        def fake(form, target, stored):
-            checked.append((form.name, target, stored))
+        def fake(candidate, target, stored):
+            checked.append((candidate.name, target, stored))
             return Verdict(outcome=outcome, error=0.0, seconds=0.1)
 
         for module in (new_cache, persist, choose):
@@ -71,11 +72,11 @@ def path_of(cache) -> str:
 def test_auto_checks_once_and_keeps_the_verdict(chip):
     checked = chip("v6e")
     cache = kvq.init_cache(SHAPE, METHOD, 1, 2048)
-    assert cache.layout.kernels == Kernels("auto", (ROW,), "checked")
+    assert cache.layout.kernels == Kernels("auto", (FORM,), "checked")
     assert path_of(cache) == "tpu"
-    assert f"kernels auto: Pallas for {ROW} (checked)" in repr(cache)
-    assert kvq.ledger(cache).to_json()["kernels"] == f"kernels auto: Pallas for {ROW} (checked)"
-    assert checked == [(f"{ROW}, 1 KV heads of 128, 4 queries each", "v6e", "planes")]
+    assert f"kernels auto: Pallas for {FORM} (checked)" in repr(cache)
+    assert kvq.ledger(cache).to_json()["kernels"] == f"kernels auto: Pallas for {FORM} (checked)"
+    assert checked == [(f"{FORM}, 1 KV heads of 128, 4 queries each", "v6e", "planes")]
     chosen()
     choose._usable.cache_clear()  # another process
     chosen()
@@ -161,12 +162,12 @@ def test_nothing_is_checked_while_tracing(chip):
     held = jnp.zeros(())
     layout = CacheLayout(shape=SHAPE, method=kvq.parse(METHOD), capacity=2048, dtype="float32", target="v6e")
     jax.eval_shape(lambda: layouts.append(choose.choose(layout, "auto", held)) or jnp.zeros(()))
-    assert layouts[-1].kernels.rows == ()
+    assert layouts[-1].kernels.forms == ()
     jax.eval_shape(lambda: make_one() or jnp.zeros(()))
     assert not checked
     chosen()
     jax.eval_shape(lambda: layouts.append(choose.choose(layout, "auto", held)) or jnp.zeros(()))
-    assert layouts[-1].kernels.rows == (ROW,)  # known by now
+    assert layouts[-1].kernels.forms == (FORM,)  # known by now
     assert len(checked) == 1
 
 
@@ -175,7 +176,7 @@ def test_process_0_counts_for_all(chip, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     heard = []
     monkeypatch.setattr(choose, "_from_first", lambda own: heard.append(own) or True)
-    assert choose._usable(choose.verdict_folder(), "chip", form_of(), "v6e", "planes", True)
+    assert choose._usable(choose.verdict_folder(), "chip", candidate_of(), "v6e", "planes", True)
     assert (heard, checked) == ([False], [])
 
 
@@ -186,7 +187,7 @@ def test_a_loaded_cache_is_checked_on_its_new_chip(chip, tmp_path):
     chip("sm90", "failed")
     with pytest.warns(UserWarning, match="is not used"):
         loaded = kvq.load_cache(tmp_path / "cache", SHAPE)
-    assert (loaded.layout.target, loaded.layout.form, loaded.layout.kernels.rows) == ("sm90", "heads", ())
+    assert (loaded.layout.target, loaded.layout.form, loaded.layout.kernels.forms) == ("sm90", "heads", ())
     back = kvq.load_cache(tmp_path / "cache", SHAPE, kernels="pallas")
     assert (back.layout.form, back.layout.kernels.basis) == ("planes", "forced")
     np.testing.assert_array_equal(back.lengths, cache.lengths)
@@ -212,11 +213,11 @@ def faster(*_):
 
 
 def test_the_interpreter_passes_as_a_chip(interpreter):
-    found = check(form_of(), "v6e", "planes", timed=faster, sizes=(600,))
+    found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(600,))
     assert found.outcome == "faster", found.note
     assert 0 < found.error < 0.005
     assert (found.kernel_ms, found.plain_ms) == (1.0, 2.0)
-    slow = check(form_of(), "v6e", "planes", timed=lambda *_: Speed(2.0, 1.0), sizes=(300,))
+    slow = check(candidate_of(), "v6e", "planes", timed=lambda *_: Speed(2.0, 1.0), sizes=(300,))
     assert slow.outcome == "slower"
 
 
@@ -249,7 +250,7 @@ def swapped(words):
 def test_small_mistakes_are_found(monkeypatch, change):
     monkeypatch.setattr(whole_body, "packed_attention", spoilt(change))
     jax.clear_caches()
-    found = check(form_of(), "v6e", "planes", timed=faster, sizes=(300,))
+    found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(300,))
     jax.clear_caches()
     assert found.outcome == "wrong", found
 
@@ -289,7 +290,7 @@ def test_layers_take_the_switch_with_their_cache(chip):
 
 
 def test_plain_and_kernel_trials_share_their_arrays():
-    trial = make(form_of(), 300, "v6e", Kernels("pallas", (ROW,), "forced"))
+    trial = make(candidate_of(), 300, "v6e", Kernels("pallas", (FORM,), "forced"))
     q = queries(trial)[0]
     (plain,) = by_plain_path(trial).args
     assert plain.cache.runs is trial.cache.runs
@@ -327,6 +328,6 @@ def test_a_compiled_plan_says_whose_word_it_took(capsys, monkeypatch):
 def test_the_clock_of_a_check_runs(monkeypatch):
     """On a CPU both sides are plain paths, here one of planes and one of bodies head by head."""
     monkeypatch.setattr(choose, "TIMED", 512)
-    found = check(form_of(), "v6e", "heads", sizes=(300,))
+    found = check(candidate_of(), "v6e", "heads", sizes=(300,))
     assert found.outcome in ("faster", "slower")
     assert min(found.kernel_ms, found.plain_ms) > 0

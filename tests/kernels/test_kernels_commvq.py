@@ -3,6 +3,7 @@ exactly; and the caches that take it."""
 
 import dataclasses
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import blockwise_attention
 from kvqjax.ops.layout import to_bits
 from kvqjax.pallas_kernels import dispatch, support
+from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.tpu import commvq as tpu_commvq
 
 
@@ -168,11 +170,9 @@ def test_rows_that_see_nothing_merge_as_nothing():
 
 def test_dispatch_takes_what_was_compiled():
     small = dataclasses.replace(LLAMA31_8B, width=2048, head_dim=64)
-    for target in support.TPUS:
-        for bits, row in ((1, "1 bit"), (2, "2 bits")):
-            for config, kind in ((LLAMA31_8B, ""), (small, ", head_dim 64")):
-                taken = support.lookup(f"commvq {row}{kind}", target) == "correct"
-                assert path(f"commvq:bits={bits}", config, target=target) == ("tpu" if taken else "reference")
+    for target, bits, config in itertools.product(("v5e", "v5p", "v6e", "v7x"), (1, 2), (LLAMA31_8B, small)):
+        taken = support.lookup(KernelForm("commvq", bits, bits, config.head_dim), target) is not None
+        assert path(f"commvq:bits={bits}", config, target=target) == ("tpu" if taken else "reference")
     assert path("commvq:bits=1") == "tpu"
     assert path("commvq:bits=1,rounds=7") == path("commvq:bits=1,levels=16") == "reference"
     assert path("commvq:bits=1", target="cpu") == path("commvq:bits=1", target="sm90") == "reference"
@@ -189,18 +189,12 @@ def test_a_program_for_a_tpu_falls_back_where_there_is_none():
     np.testing.assert_array_equal(got.out, want.out)
 
 
-def test_levels_follow_from_the_record():
-    """`correct` means no spills, and fewer bundles than XLA's estimate for the path it takes the
-    place of."""
+def test_the_table_follows_from_the_record():
+    """A form is in the table where its kernel has no spills, and fewer bundles than XLA's estimate for the path it
+    takes the place of."""
     record = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "latent_bundles.json").read_text())
-    cases = {
-        "1 bit": "8b-1",
-        "2 bits": "8b-2",
-        "1 bit, head_dim 64": "1b-1",
-        "2 bits, head_dim 64": "1b-2",
-    }
-    for kind, name in cases.items():
-        for target in support.TPUS:
-            found = record[target].get(f"commvq-{name}")
-            good = found is not None and found["spills"] == 0 and found["bundles"] < found["xla"]
-            assert good == (support.lookup(f"commvq {kind}", target) == "correct"), (kind, target)
+    for bits, dim, target in itertools.product((1, 2), (128, 64), ("v5e", "v5p", "v6e", "v7x")):
+        found = record[target].get(f"commvq-{'8b' if dim == 128 else '1b'}-{bits}")
+        good = found is not None and found["spills"] == 0 and found["bundles"] < found["xla"]
+        known = support.lookup(KernelForm("commvq", bits, bits, dim), target)
+        assert good == (known is not None and known.level == "simulated"), (bits, dim, target)

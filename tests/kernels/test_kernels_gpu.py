@@ -14,6 +14,7 @@ from kernel_cases import Case, agree, make_body, near, oracle
 from kernel_forms import case_of, inputs, name, rope, within
 
 from kvqjax.pallas_kernels import dispatch, support
+from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import exact as gpu_exact
 from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
@@ -112,9 +113,10 @@ def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
     """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the reference. Lowering
     for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the shapes of products."""
     case = dataclasses.replace(TWO, target="sm90")
-    assert support.lookup("kivi 2 bits", "sm90") == "compiled"
+    form = KernelForm("kivi", 2, 2)
+    assert support.lookup(form, "sm90") == support.Entry("compiled", 8)
     assert dispatch.path(case.spec, 8, case.slots) == "reference"
-    monkeypatch.setitem(support.ROWS["kivi 2 bits"], "sm90", "correct")
+    monkeypatch.setitem(support.TABLE[form], "sm90", support.Entry("simulated", 8))
     assert dispatch.path(case.spec, 8, case.slots) == "gpu"
     assert dispatch.path(case.spec, 65, case.slots) == "reference"
     q, body, key, value, start, stop = inputs(case)
@@ -126,9 +128,9 @@ def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
 
 def test_the_table_names_every_form():
     forms = [case_of(bits, datatype=form) for form in ("uniform", "nuq") for bits in (2, 3, 4)]
-    rows = {dispatch.row_of(case.spec) for case in (TWO, THREE, FOUR, *forms)}
-    assert len(rows) == 9
-    assert {support.lookup(row, "sm90") for row in rows} == {"compiled"}
+    forms = {form_of(case.spec) for case in (TWO, THREE, FOUR, *forms)}
+    assert len(forms) == 9
+    assert {support.lookup(form, "sm90").level for form in forms} == {"compiled"}
 
 
 @pytest.mark.parametrize(

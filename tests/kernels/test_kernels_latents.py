@@ -160,16 +160,16 @@ def test_a_program_for_a_tpu_falls_back_where_there_is_none():
     np.testing.assert_array_equal(got.out, want.out)
 
 
-def test_levels_follow_from_the_record():
-    """`correct` means no spills, not with the most query rows either, and fewer bundles than XLA's estimate for what it
-    takes the place of."""
+def test_the_table_follows_from_the_record():
+    """A form is in the table where its kernel has no spills, not with the most query rows either, and fewer bundles
+    than XLA's estimate for what it takes the place of."""
     record = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "latent_bundles.json").read_text())
-    cases = {"": "8b", "QK-norm": "8b-norm", "head_dim 64": "1b"}
-    for method, row in support.ROWS.items():
-        if not method.startswith("xquant "):
-            continue
-        size, _, kind = method.partition(", ")
+    forms = [form for form in support.TABLE if form.method == "xquant"]
+    assert len(forms) == 5
+    for form in forms:
+        case = "1b" if form.head_dim == 64 else "8b-norm" if form.qk_norm else "8b"
         for target in ("v5e", "v5p", "v6e", "v7x"):
-            found, most = (record[target][f"{cases[kind]}{rows}-{size.split()[1]}"] for rows in ("", "-draft"))
+            found, most = (record[target][f"{case}{rows}-{form.key_bits}"] for rows in ("", "-draft"))
             good = found["spills"] == most["spills"] == 0 and found["bundles"] < found["xla"]
-            assert good == (row[target] == "correct"), (method, target)
+            known = support.lookup(form, target)
+            assert good == (known is not None and known.level == "simulated"), (form, target)

@@ -7,7 +7,6 @@ average); everything else is exact or float32.
 import dataclasses
 import functools
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -18,13 +17,15 @@ from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import QUICK, Case, agree, make_body, make_query, near, oracle
 
 from kvqjax.pallas_kernels import dispatch, reference, support
+from kvqjax.pallas_kernels.forms import SPLASH, KernelForm, form_of
 from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.pallas_kernels.tpu import rows as tpu_rows
 from kvqjax.pallas_kernels.tpu import tile as tpu_tile
 from kvqjax.pallas_kernels.tpu.unpack import token_order
-from kvqjax.pallas_kernels.tpu.work import Work
+from kvqjax.pallas_kernels.work import Work
 
+TPUS = "v5e", "v5p", "v6e", "v7x"
 FOUR = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=2, head_dim=128, group=4, slots=512)
 TWO = Case(key_bits=2, value_bits=2, key_group=64, value_group=32, kv_heads=2, head_dim=64, group=2, slots=512)
 EIGHT = Case(
@@ -137,8 +138,8 @@ def test_dispatch_guards_by_platform():
     assert dispatch.path(case.spec, 16, case.slots, length=9) == "reference"
     assert dispatch.path(dataclasses.replace(case.spec, scales="float32"), 4, case.slots) == "reference"
     assert dispatch.path(FOUR.spec, 4, case.slots) == "reference"
-    assert dispatch.row_of(dataclasses.replace(SMALL4, value_bits=2).spec) == "kivi 4 and 2 bits, groups of 32"
-    assert dispatch.row_of(dataclasses.replace(case, value_group=64).spec) == ""
+    assert form_of(dataclasses.replace(SMALL4, value_bits=2).spec) == KernelForm("kivi", 4, 2, group=32)
+    assert form_of(dataclasses.replace(case, value_group=64).spec) is None
 
 
 def test_heads_are_shared_out_evenly_among_calls():
@@ -157,40 +158,90 @@ def test_shared_out_heads_come_back_in_order(some):
     agree(got, oracle(q, key, value, start, stop), key, value, q)
 
 
-def test_table_covers_every_target(capsys):
+def test_table_is_printed_by_form_and_chip(capsys):
     support.main()
-    assert all(set(row) == set(TARGETS) for row in support.ROWS.values())
-    assert support.lookup("kivi 4 bits", "sm75") == "reference"
-    assert "| kivi 2 bits |" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(support.TABLE) + 2
+    wanted = "| kivi 2 bits |  | simulated | simulated | simulated | simulated |  |  | compiled |"
+    assert lines[2] == wanted
+    assert all(set(row) <= set(TARGETS) for row in support.TABLE.values())
+    assert support.lookup(KernelForm("kivi", 4, 4), "sm75") is support.lookup(None, "v5e") is None
 
 
-def recorded_case(method: str) -> str:
-    """The case of benchmarks/tpu_bundles.py that a row of the table stands on."""
-    kind, (key, *_, value) = method.split()[0], 2 * re.findall(r"\d+", method.split(" bits")[0])
-    size = "".join("-d" + dim for dim in re.findall(r"head_dim (\d+)", method))
-    rows = {"-d96": "-r2", "-d64": "" if kind == "kivi" else "-r4"}.get(size, "")  # the most that dispatch allows
-    if kind == "kvquant":
-        return f"nuq{key}{size}{rows}" + ("-o12" if "outliers" in method else "")
-    group = 32 if "groups of 32" in method else 128
-    return f"k{key}v{value}-g{group}{size}{rows}" + ("-pre" if kind == "kivi_star" else "")
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (KernelForm("kivi", 4, 2, 64, group=32), "kivi 4 and 2 bits, head_dim 64, groups of 32"),
+        (KernelForm("kvquant", 3, 3, outliers=True), "kvquant 3 bits, outliers"),
+        (KernelForm("xquant", 4, 4, qk_norm=True), "xquant 4 bits, QK-norm"),
+        (KernelForm("commvq", 1, 1), "commvq 1 bit"),
+        (SPLASH, "splash"),
+    ],
+)
+def test_forms_have_names_that_saved_verdicts_know(form, name):
+    """A verdict's file is found by the printed name: it must not change."""
+    assert str(form) == name
 
 
-OWN_RECORD = ("xquant", "higgs", "commvq")  # and tests of their own that levels follow from it
+def test_printed_forms_are_all_different():
+    assert len({str(form) for form in support.TABLE}) == len(support.TABLE)
 
 
-def test_fast_means_within_budget():
-    """The table's levels follow from the recorded bundles."""
+def test_a_chip_that_found_a_kernel_right_is_named_by_its_level(monkeypatch):
+    """Dispatch takes kernels of every level but `compiled`, unless they are trusted."""
+    form, spec = KernelForm("kivi", 4, 4), dataclasses.replace(FOUR, target="v6e").spec
+    levels = {support.COMPILED: "reference", support.SIMULATED: "tpu", support.verified("TPU v6 lite"): "tpu"}
+    assert list(levels)[2] == "verified on TPU v6 lite"
+    for level, path in levels.items():
+        monkeypatch.setitem(support.TABLE[form], "v6e", support.Entry(level, 8))
+        assert dispatch.path(spec, 4, 512) == path
+        assert dispatch.path(spec, 4, 512, trusted=True) == "tpu"
+
+
+def recorded_case(form: KernelForm) -> str:
+    """The case of benchmarks/tpu_bundles.py that a form of the table stands on."""
+    size = "" if form.head_dim == 128 else f"-d{form.head_dim}"
+    rows = {"-d96": "-r2", "-d64": "" if form.method == "kivi" else "-r4"}.get(size, "")  # the most that are compiled
+    if form.method == "kvquant":
+        return f"nuq{form.key_bits}{size}{rows}" + "-o12" * form.outliers
+    name = f"k{form.key_bits}v{form.value_bits}-g{form.group}{size}{rows}"
+    return name + "-pre" * (form.method == "kivi_star")
+
+
+OWN_RECORD = ("xquant", "higgs", "commvq")  # and tests of their own that the table follows from it
+# Bundles that 512 tokens of K and V of a KV head add, head_dim 128, 8 query rows; and what a tile may cost besides.
+BUDGETS = {
+    KernelForm("kivi", 2, 2): {"v5e": 135, "v6e": 85, "v7x": 78},
+    KernelForm("kivi", 4, 4): {"v5e": 125, "v6e": 88, "v7x": 60},
+    KernelForm("kivi", 8, 8): {"v5e": 130, "v6e": 90, "v7x": 85},
+}
+FIXED_BUDGET = 220
+# For keys before RoPE all bundles for as many tokens, head_dim 128, and of other sizes in proportion: those in which
+# the chip's memory delivers as many keys and values as bfloat16. Within them no exact cache can be faster.
+EXACT = {"v5e": 480, "v6e": 280, "v7x": 156}
+# Chips on which a form is within its budget.
+WITHIN = dict.fromkeys(BUDGETS, ("v5e", "v6e", "v7x"))
+WITHIN |= {KernelForm("kivi_star", bits, bits): ("v5e", "v6e") for bits in (2, 3, 4)}
+WITHIN |= {KernelForm("kivi_star", bits, bits, group=32): ("v5e", "v6e") for bits in (2, 4)}
+WITHIN |= {KernelForm("kivi_star", bits, bits, 64): ("v5e", "v6e") for bits in (2, 4)}
+WITHIN |= {KernelForm("kvquant", 2, 2, dim): ("v5e", "v6e") for dim in (64, 128)}
+WITHIN |= {KernelForm("kvquant", 3, 3, dim): ("v5e",) for dim in (64, 128)}
+
+
+def is_within(form: KernelForm, target: str, found: dict) -> bool:
+    if form.method == "kivi":
+        budget = BUDGETS.get(form, {}).get(target, 0)
+        return found["marginal"] <= budget and found["fixed"] <= FIXED_BUDGET
+    return found["total"] <= form.head_dim / 128 * EXACT.get(target, 0)
+
+
+def test_the_table_follows_from_the_record():
+    """Every TPU kernel was compiled without spills, and those that were within their budgets still are."""
     record = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "tpu_bundles.json").read_text())
-    for method, row in support.ROWS.items():
-        for target in ("v5e", "v5p", "v6e", "v7x"):
-            if row[target] not in ("fast", "correct") or method.startswith(OWN_RECORD):
-                continue
-            found = record[target][recorded_case(method)]
-            assert found["spills"] == 0, (method, target)
-            if method.startswith("kivi "):
-                budget = support.BUDGETS.get(method, {}).get(target, 0)
-                within = found["marginal"] <= budget and found["fixed"] <= support.FIXED_BUDGET
-            else:
-                share = int((re.findall(r"head_dim (\d+)", method) or ["128"])[0]) / 128
-                within = found["total"] <= share * support.EXACT.get(target, 0)
-            assert within == (row[target] == "fast"), (method, target)
+    forms = [form for form in support.TABLE if form.method not in OWN_RECORD]
+    for form in forms:
+        found = {target: record[target][recorded_case(form)] for target in TPUS}
+        assert set(support.TABLE[form]) >= set(TPUS), form
+        assert [row["spills"] for row in found.values()] == [0, 0, 0, 0], form
+        assert tuple(t for t in TPUS if is_within(form, t, found[t])) == WITHIN.get(form, ()), form
+    assert set(WITHIN) <= set(forms)

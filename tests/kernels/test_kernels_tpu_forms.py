@@ -14,7 +14,7 @@ from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.pallas_kernels.tpu import rows as tpu_rows
 from kvqjax.pallas_kernels.tpu.rope import swapped
-from kvqjax.pallas_kernels.tpu.work import Work
+from kvqjax.pallas_kernels.work import Work
 
 STAR4 = case_of(4, target="v6e", slots=512)
 NUQ2 = case_of(2, datatype="nuq", target="v6e", slots=512)

@@ -1,0 +1,100 @@
+"""Kernel forms: which kernel reads which body. A form is the key of everything that is known of a kernel: its row of
+the table (`support`), what a cache may use (`choice`), its verdicts (`kvqjax.verdicts`) and its recorded bundles."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kvqjax.pallas_kernels.commvq import CommVQSpec
+from kvqjax.pallas_kernels.higgs import HiggsSpec
+from kvqjax.pallas_kernels.latents import LatentSpec
+from kvqjax.pallas_kernels.packed import PackedSpec
+
+__all__ = ["SPLASH", "KernelForm", "Spec", "form_of"]
+
+Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
+
+EXACT = 16  # bits of keys and values that are not coded
+MOST_SLOTS = 12  # outliers of a token's keys, or values, with which kernels were compiled
+# Rank, channels of the keys and head_dim of latents with which kernels were compiled.
+LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)
+HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim and channels that share a scale, likewise
+# Levels, KV heads and head_dim of CommVQ; for each the bits of its values and the rounds of its keys, likewise.
+COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelForm:
+    """Name one kernel form: a method, the bits of its codes per channel, and what else its kernel was compiled for.
+
+    `group` is for KIVI's codes: 128 means key groups of 128 tokens and value groups of one head's channels, 32 means 32
+    of each. `outliers` is for KVQuant, `qk_norm` for XQuant. `str` gives the printed name."""
+
+    method: str
+    key_bits: int = EXACT
+    value_bits: int = EXACT
+    head_dim: int = 128
+    group: int = 128
+    outliers: bool = False
+    qk_norm: bool = False
+
+    def __str__(self) -> str:
+        words = [self.method]
+        if self.key_bits != self.value_bits:
+            words.append(f"{self.key_bits} and {self.value_bits} bits")
+        elif self.key_bits != EXACT:
+            words.append(f"{self.key_bits} bit{'s' * (self.key_bits > 1)}")
+        parts = [" ".join(words)] + [f"head_dim {self.head_dim}"] * (self.head_dim != 128)
+        parts += [f"groups of {self.group}"] * (self.group != 128)
+        return ", ".join(parts + ["outliers"] * self.outliers + ["QK-norm"] * self.qk_norm)
+
+
+SPLASH = KernelForm("splash")  # JAX's own kernel, for prompts and chunks on TPUs
+
+
+def _packed_form(spec: PackedSpec) -> KernelForm | None:
+    bits = spec.key_bits, spec.value_bits
+    groups = spec.key_group, spec.value_group
+    if spec.scales != "bfloat16" or max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
+        return None
+    if spec.datatype == "nuq":
+        known = spec.rope is not None and groups == (0, spec.width)
+        outliers = spec.key_slots > 0 or spec.value_slots > 0
+        return KernelForm("kvquant", *bits, spec.head_dim, outliers=outliers) if known else None
+    method = "kivi" if spec.rope is None else "kivi_star"
+    if groups == (32, 32):
+        return KernelForm(method, *bits, spec.head_dim, 32)
+    return KernelForm(method, *bits, spec.head_dim) if groups == (128, spec.head_dim) else None
+
+
+def _latent_form(spec: LatentSpec) -> KernelForm | None:
+    stored, shape = spec.stored, (spec.rank, spec.width, spec.head_dim)
+    same = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
+    if not same or stored.scales != "bfloat16" or shape not in LATENT_SHAPES:
+        return None
+    return KernelForm("xquant", stored.key_bits, stored.value_bits, spec.head_dim, qk_norm=bool(spec.epsilon))
+
+
+def _higgs_form(spec: HiggsSpec) -> KernelForm | None:
+    shape, bits = (spec.kv_heads, spec.head_dim, spec.group), spec.key_bits // 2
+    known = spec.key_bits == spec.value_bits and spec.scales == "bfloat16" and shape in HIGGS_SHAPES
+    return KernelForm("higgs", bits, bits, spec.head_dim) if known else None
+
+
+def _commvq_form(spec: CommVQSpec) -> KernelForm | None:
+    bits = spec.value_width // (spec.kv_heads * spec.head_dim)
+    rounds = COMMVQ_SHAPES.get((spec.levels, spec.kv_heads, spec.head_dim), {})
+    return KernelForm("commvq", bits, bits, spec.head_dim) if rounds.get(bits) == spec.rounds else None
+
+
+MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
+    PackedSpec: _packed_form,
+    LatentSpec: _latent_form,
+    HiggsSpec: _higgs_form,
+    CommVQSpec: _commvq_form,
+}
+
+
+def form_of(spec: Spec) -> KernelForm | None:
+    """Return the kernel form that reads bodies of `spec`; None where no kernel was written for them."""
+    return MAKERS[type(spec)](spec)

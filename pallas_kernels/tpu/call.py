@@ -1,0 +1,142 @@
+"""One declaration per operand of a TPU kernel: its array, which block of it a grid step sees, and its name.
+
+The grid of every kernel is (row, tile) or (row, split, tile). `invoke` gives a kernel its operands, results and scratch
+memory as attributes of one value, `Refs`. Shapes in the declarations are those of the block that the kernel sees.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
+
+__all__ = ["Operand", "Refs", "by_row", "by_tile", "fetched", "invoke", "memory", "of_body", "scalars", "whole"]
+
+BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers")
+
+
+class Refs(SimpleNamespace):
+    """References to a kernel's operands, results and scratch memory by name; None for an operand it does without."""
+
+
+class Operand(NamedTuple):
+    """An array, or a tree of arrays, and the block specs of the same tree."""
+
+    array: Any
+    spec: Any
+
+
+def fetched(row, number, ends):
+    """Return the tile to fetch where tile `number` is due: the nearest one that the row sees, so that no tile is
+    fetched in vain. `ends` is from `rows.tile_ends`."""
+    return jnp.clip(number, ends[0, row], ends[2, row])
+
+
+def _spec(array, lead: Callable) -> pl.BlockSpec:
+    """Make a spec of blocks of one along the first axis: number `lead(*step, layer, ends)` of them."""
+    rest = (0,) * (array.ndim - 1)
+    return pl.BlockSpec((1, *array.shape[1:]), lambda *at: (lead(*at), *rest))
+
+
+def whole(array) -> Operand:
+    """Declare an array that every grid step sees whole."""
+    return Operand(array, pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim))
+
+
+def by_row(array) -> Operand:
+    """Declare an array [B, ...] of which a grid step sees its row, [1, ...]."""
+    return Operand(array, _spec(array, lambda row, *_: row))
+
+
+def by_tile(array, tile: Callable = fetched) -> Operand:
+    """Declare an array [tiles, ...] of which a grid step sees the tile that is fetched, `tile(*step, ends)`."""
+    return Operand(array, _spec(array, lambda *at: tile(*at[:-2], at[-1])))
+
+
+def scalars(array) -> Operand:
+    """Declare an array of numbers that are read one by one, from scalar memory."""
+    return Operand(array, pl.BlockSpec(memory_space=pltpu.SMEM))
+
+
+def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY_TOKEN) -> Operand:
+    """Declare a body's fields [L, B, ...]: a grid step sees those of its layer, row and tile, [1, 1, ...]. Fields
+    `by_token` have tokens on the lanes, others on the rows. Constants of a layer, [1, W], are seen whole."""
+
+    def place(at):
+        *step, layer, ends = at
+        return layer[0], step[0], tile(*step, ends)
+
+    def rows(array):
+        if array.ndim == 2:
+            return whole(array).spec
+        block = (1, 1, plan.tile * array.shape[2] // plan.slots, array.shape[3])
+        return pl.BlockSpec(block, lambda *at: (*place(at), 0))
+
+    def tokens(array):
+        def index(*at):
+            layer, row, number = place(at)
+            return layer, row, 0, number
+
+        return pl.BlockSpec((1, 1, array.shape[2], plan.tile), index)
+
+    specs = {name: jax.tree.map(tokens if name in by_token else rows, x) for name, x in body._asdict().items()}
+    return Operand(body, body._replace(**specs))
+
+
+def memory(*shape: int, dtype=jnp.float32):
+    """Declare scratch memory of this shape."""
+    return pltpu.VMEM(shape, dtype)
+
+
+def invoke(
+    kernel: Callable[[Refs, Any, Any], None],
+    plan,
+    grid: tuple[int, ...],
+    scalar: tuple[jax.Array, jax.Array],
+    operands: dict[str, Operand | None],
+    results: tuple[tuple[int, ...], tuple[int, ...]],
+    scratch: dict[str, Any],
+    *,
+    name: str,
+    interpret: object,
+) -> tuple[jax.Array, jax.Array]:
+    """Run `kernel(refs, ends, plan)` on a grid whose last axis are the tiles, in order. `scalar` is (layer [1], ends).
+    `results` are the shapes of `refs.out` and `refs.lse` for one step of the other axes, which come first in what is
+    returned, both float32. Names in `scratch` are names in `refs`.
+
+    Copies go without bounds checks, which would be scalar work for every operand of every step: what `fetched` names
+    lies within the arrays."""
+    used = {name: one for name, one in operands.items() if one is not None}
+    missing, lead = dict.fromkeys(operands.keys() - used.keys()), grid[:-1]
+
+    def body(_, ends, *refs):
+        *given, out, lse, held = refs
+        kernel(Refs(**missing, **dict(zip(used, given, strict=True)), out=out, lse=lse, **held), ends, plan)
+
+    def result(shape):
+        return pl.BlockSpec((*[1] * len(lead), *shape), lambda *at: (*at[: len(lead)], *(0,) * len(shape)))
+
+    semantics = [*[pltpu.PARALLEL] * len(lead), pltpu.ARBITRARY]
+    call = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=grid,
+            in_specs=[one.spec for one in used.values()],
+            out_specs=[result(shape) for shape in results],
+            scratch_shapes=[scratch],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in results],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
+        ),
+        name=name,
+        interpret=interpret,
+    )
+    out, lse = call(*scalar, *(one.array for one in used.values()))
+    return out, lse
