@@ -91,6 +91,11 @@ def counted(chip: str, rows: int, form: str) -> dict:
             return {"refused": (str(error).splitlines() or [type(error).__name__])[0][:120]}
 
 
+def recorded() -> dict[str, dict]:
+    """What was computed so far."""
+    return json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+
+
 def table(records: dict[str, dict]) -> str:
     """The records as Markdown, rows of one chip and number of rows together."""
     lines = ["| chip, rows | form | GB of weights read and written | estimated ms |", "|---|---|--:|--:|"]
@@ -122,16 +127,16 @@ def main(
     for given, known in ((chip, CHIPS), (form, FORMS)):
         if unknown := [name for name in given if name not in known]:
             raise typer.BadParameter(f"{unknown[0]}; known: {', '.join(known)}")
-    records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
     for key in [] if page_only else [(c, r, f) for c in chip for r in rows for f in form]:
         name = "/".join(map(str, key))
-        if anew or name not in records:
-            records[name] = counted(*key)
+        if anew or name not in recorded():
+            found = counted(*key)
+            records = recorded() | {name: found}  # of chips that another process computes, too
             part = RECORDS.with_suffix(".part")
             part.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
             part.replace(RECORDS)
-            typer.echo(f"{name}: {records[name]}")
-    write_page(records)
+            typer.echo(f"{name}: {found}")
+    write_page(recorded())
 
 
 if __name__ == "__main__":

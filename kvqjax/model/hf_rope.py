@@ -3,6 +3,7 @@
 
 import functools
 import math
+from typing import Any
 
 from kvqjax.model.config import RopeConfig
 from kvqjax.model.hf_fields import integer, number, refuse
@@ -128,15 +129,16 @@ def rope_from_hf(raw: dict, head_dim: int, length: int | None = None) -> RopeCon
     if kind not in list(_WRITTEN):
         refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
     full = integer(raw, "max_position_embeddings")
+    fields: dict[str, Any] = {}
     original = full if kind == "dynamic" else _original_length(raw, rope, prefix)
     if kind == "llama3":
-        fields = _llama3(rope, prefix)
+        fields |= _llama3(rope, prefix)
     elif kind == "yarn":
-        fields = _yarn(rope, full / original, prefix)
+        fields |= _yarn(rope, full / original, prefix)
     elif kind == "longrope":
-        fields = _longrope(rope, original, full / original, head_dim // 2, prefix)
+        fields |= _longrope(rope, original, full / original, head_dim // 2, prefix)
     else:
-        fields = {"factor": number(rope, "factor", prefix=prefix)}
+        fields |= {"factor": number(rope, "factor", prefix=prefix)}
         if head_dim == 2 or fields["factor"] < 1:
             refuse(f"{prefix}factor", fields["factor"], "dynamic wants at least 1, and heads of more than 2 channels")
     found = RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)

@@ -211,7 +211,7 @@ def _pieces(parameter: Parameter, sources, dtype: np.dtype, place, bits: int | N
         part = sources[row : row + count]
         shape = (len(part), *parameter.shape)
         fill = functools.partial(_fill, part, parameter.by_expert, parameter.matrix, shape, dtype)
-        piece = _placed(fill, shape, dtype, _over_layers(place) if layered else _as_stack(place))
+        piece: Any = _placed(fill, shape, dtype, _over_layers(place) if layered else _as_stack(place))
         advance(sum(x.nbytes for stored in part for x in stored))
         if coded:
             piece = code_weight(piece, bits)

@@ -1,5 +1,6 @@
 """FP8, GPTQ and AWQ checkpoints are decoded as an independent decoder, number by number, decodes them."""
 
+import itertools
 import json
 
 import ml_dtypes
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file
 from kvqjax._errors import UserError
 from kvqjax.model import stored, weights
 from kvqjax.model.checkpoint import open_checkpoint
+from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.loading import load
 
@@ -190,3 +192,52 @@ def test_zero_biases_alone_are_passed_over(tmp_path):
     edit(tmp_path / "codes", lambda t: t["model.layers.0.mlp.up_proj.bias"].__setitem__(3, 1.0))
     with pytest.raises(UserError, match=r"'model.layers.0.mlp.up_proj.bias' is not part of Qwen2ForCausalLM"):
         load(tmp_path / "codes")
+
+
+EXPERTS = ModelConfig(
+    vocab_size=32,
+    width=24,
+    mlp_width=20,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    architecture="Qwen3MoeForCausalLM",
+    experts=ExpertConfig(count=3, per_token=2, width=20),
+)
+
+
+def fuse(tensors: dict):
+    """The tensors of each layer's experts, and their scales, as one."""
+    for layer, scales in itertools.product(range(2), ("", "_scale_inv")):
+        front = f"model.layers.{layer}.mlp.experts"
+        take = lambda n, x, front=front, scales=scales: tensors.pop(f"{front}.{x}.{n}_proj.weight{scales}")  # noqa: E731
+        pairs = [np.concatenate([take("gate", x), take("up", x)]) for x in range(3)]
+        tensors[f"{front}.gate_up_proj{scales}"] = np.stack(pairs)
+        tensors[f"{front}.down_proj{scales}"] = np.stack([take("down", x) for x in range(3)])
+
+
+def test_fused_experts_of_fp8(tmp_path):
+    """Codes and scales of blocks of all experts in one tensor each, as single ones are decoded."""
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+
+    def code(tensors):
+        random = np.random.default_rng(0)
+        for matrix in [matrix for matrix in tensors if ".experts." in matrix]:
+            parts, _ = fp8(random, *tensors[matrix].shape)
+            tensors |= {matrix: parts["weight"], f"{matrix}_scale_inv": parts["weight_scale_inv"]}
+
+    def write(kind: str, *changes):
+        weights.save_params(tmp_path / kind, random_params(EXPERTS), EXPERTS)
+        file = tmp_path / kind / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": FP8}))
+        edit(tmp_path / kind, lambda tensors: [change(tensors) for change in changes])
+        return tmp_path / kind
+
+    apart, fused = write("apart", code), write("fused", code, fuse)
+    assert open_checkpoint(fused)[name].shape == (3, 40, 24)
+    assert_same(load(fused, dtype="f32").params, load(apart, dtype="f32").params)
+    odd = write("odd", code, fuse, lambda t: t.update({name: t[name][:, 1:]}))
+    with pytest.raises(UserError, match=r"has shape .3, 39, 24., wanted .experts, 2 x outputs, inputs."):
+        load(odd)
