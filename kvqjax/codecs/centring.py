@@ -17,7 +17,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.codecs.base import Codec, CodecSpec, Fit
 from kvqjax.ops.finite import wide
 
 __all__ = ["CENTRES", "Centred", "centred"]
@@ -44,7 +44,8 @@ class Centred:
             x = inner.decode(constants, tile).astype(jnp.float32)
             return x + mean(constants, x.ndim)
 
-        return inner._replace(encode=encode, decode=decode, needs=inner.needs | {"mean": (width,)})
+        fit = inner.fit if inner.needs else Fit("kvqjax.calibrate.centre")
+        return inner._replace(encode=encode, decode=decode, needs=inner.needs | {"mean": (width,)}, fit=fit)
 
 
 def centred(spec: CodecSpec, centre: str) -> CodecSpec:

@@ -19,12 +19,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
 __all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "truncate_rounds", "ungroup_pairs"]
+
+FIT = Fit("kvqjax.calibrate.commvq")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ class CommVQKeys:
         def decode(constants, tile):
             return _decode(self, constants, tile)
 
-        return Codec(width, 1, fields, encode, decode, {"codebook": (self.rounds, groups, self.levels, 2 * self.pairs)})
+        needs: dict[str, tuple[int, ...]] = {"codebook": (self.rounds, groups, self.levels, 2 * self.pairs)}
+        return Codec(width, 1, fields, encode, decode, needs, FIT)
 
 
 def group_pairs(x: Float[Array, "*n W"], head_dim: int, pairs: int) -> Float[Array, "*n C g2"]:

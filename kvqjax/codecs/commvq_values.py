@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, Fit
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
@@ -79,7 +79,7 @@ class CommVQValues:
             gain = jnp.swapaxes(tile["gain"], -1, -2).astype(jnp.float32)
             return gain * _product(bits, constants["codebook"])
 
-        return Codec(width, 1, fields, encode, decode, self.shapes(width))
+        return Codec(width, 1, fields, encode, decode, self.shapes(width), Fit("kvqjax.calibrate.commvq"))
 
 
 def _product(x, matrix):

@@ -4,10 +4,10 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int
 
-from kvqjax.codecs import CodecSpec
+from kvqjax.codecs import CodecSpec, Fit
 from kvqjax.codecs.base import Codec
+from kvqjax.codecs.kernel_form import packed_form
 from kvqjax.methods.direct import direct_form
-from kvqjax.methods.packing import packed_form
 from kvqjax.methods.rotation import check_rotation, frame, needs_of
 from kvqjax.methods.wiring import Calibration, Clock, Maps, Storage, Wiring
 from kvqjax.model.config import KVShape
@@ -15,6 +15,8 @@ from kvqjax.model.decoder import Projected, key_bias
 from kvqjax.model.rope import rotate
 
 __all__ = ["KeysAndValues", "cached_keys", "keys_and_values"]
+
+FIT = Fit("kvqjax.calibrate.rotation", also=("kvqjax.calibrate.centre",))
 
 
 def _heads(x, config: KVShape):
@@ -75,11 +77,11 @@ def keys_and_values(
             k = k + key_bias(weights, config).astype(k.dtype)
         return (rotate(k, positions, config) if rope == "pre" else k), v
 
-    widths = {"k": config.kv_width, "v": config.kv_width}
+    needs, widths = needs_of(rotations, config), {"k": config.kv_width, "v": config.kv_width}
     return Wiring(
         Storage(widths, codecs, clocks),
         Maps(capture, encode, decode, expand, frame=turning),
-        calibration=Calibration(needs_of(rotations, config)),
+        calibration=Calibration(needs, fit=FIT if needs else None),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.calibrate import aqua, calibration, centre, commvq, kvquant
+from kvqjax.calibrate import aqua, centre, commvq, kvquant, needed
 from kvqjax.calibrate.commvq_em import EMSettings
 from kvqjax.calibrate.commvq_values import ValueSettings
 from kvqjax.calibrate.fisher import activations
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(captured):
     shape, tensors = tiny().config.kv_shape, captured[0]
     fit = kvq.calibrate.from_tensors
     bare = dataclasses.replace(shape, rope=None)
-    assert calibration(kvq.parse("kvquant;0=exact"), shape) == "kvquant"
+    assert [fit.module for fit in needed(kvq.parse("kvquant;0=exact"), shape)] == ["kvqjax.calibrate.kvquant"]
     with pytest.raises(kvq.UserError, match="needs no calibration"):
         fit("kivi", shape, **tensors)
     with pytest.raises(kvq.UserError, match="use a kvqjax model"):
