@@ -1,7 +1,8 @@
-"""How a codec names the kernel that reads its bodies.
+"""Optional methods by which a codec's spec names faster ways to read its bodies than decoding them block by block.
 
-A spec of keys may have a method `packed(value, rope, shape) -> Packed | None`: what kernels are told of a layer whose
-keys it stores, whose values the spec `value` stores. Specs without that method are decoded by the plain path.
+packed(value, rope, shape) -> Packed | None     of keys: a kernel that reads them beside values of the spec `value`
+scores(shape) -> function | None                of keys: products with all keys at once, stored head by head
+values(shape) -> function | None                of values: weighted sums of all values at once, likewise
 """
 
 from collections.abc import Callable
@@ -10,12 +11,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from kvqjax.codecs.base import CodecSpec
 from kvqjax.model.config import KVShape
 from kvqjax.model.rope import inverse_frequencies
-from kvqjax.pallas_kernels.commvq import CommVQSpec
-from kvqjax.pallas_kernels.higgs import HiggsSpec
-from kvqjax.pallas_kernels.latents import LatentSpec
+from kvqjax.pallas_kernels.dispatch import Spec
 from kvqjax.pallas_kernels.packed import PackedSpec, Rope
 
-__all__ = ["BLOCK", "Packable", "Packed", "key_value_spec", "packed_form", "rope_of"]
+__all__ = ["BLOCK", "Packable", "Packed", "ReadAtOnce", "key_value_spec", "packed_form", "rope_of"]
 
 # Tokens that the plain path reads at a time: whole planes of any width, and few enough for a CPU's cache.
 BLOCK = 1024
@@ -29,7 +28,7 @@ class Packed(NamedTuple):
     from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]. `trusted`:
     the chip itself checked the kernel, or the user forces it, so that the table of kernels is not asked."""
 
-    spec: PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
+    spec: Spec
     body: Callable
     trusted: bool = False
 
@@ -41,6 +40,19 @@ class Packable(Protocol):
     def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
         """Say how kernels read keys of this spec and values of `value`; None for values that no kernel reads beside
         them. `rope` is "pre" for keys stored before RoPE, "post" for keys stored after it."""
+        ...
+
+
+@runtime_checkable
+class ReadAtOnce(Protocol):
+    """A spec whose body XLA reads as a whole, stored head by head (kvqjax.methods.direct has the forms of ours)."""
+
+    def scores(self, shape: KVShape) -> Callable | None:
+        """Give the function of keys, scores(q, fields); None for shapes without one."""
+        ...
+
+    def values(self, shape: KVShape) -> Callable | None:
+        """Give the function of values, values(weights, fields, dtype, piece); None for shapes without one."""
         ...
 
 
