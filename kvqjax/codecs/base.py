@@ -57,5 +57,6 @@ class CodecSpec(Protocol):
 
 
 def bits_per_value(codec: Codec) -> float:
-    """Stored bits per channel and token: codes, scales, minima and outliers; no sinks, window, padding or codebooks."""
+    """Count stored bits per channel and token: codes, scales, minima and outliers, without sinks, window, padding or
+    codebooks."""
     return sum(logical_bits(field) for field in codec.fields.values()) / codec.width

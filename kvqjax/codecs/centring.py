@@ -9,7 +9,7 @@ text (the slowest pairs, where Qwen2 has its bias) is removed, while the mean of
 stays with the codec.
 
 Before RoPE the bias is known from the model's weights, so it needs no calibration: centre="auto" caches keys without it
-where a model has one (kvqjax.methods.wiring), and leaves the codec as it is.
+where a model has one (kvqjax.methods.keys_values), and leaves the codec as it is.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Centred:
 
 
 def centred(spec: CodecSpec, centre: str) -> CodecSpec:
-    """`spec` around the calibrated mean for "mean", as it is for "auto" and "none"."""
+    """Wrap `spec` in `Centred` for centre="mean"; give it back as it is for "auto" and "none"."""
     if centre not in CENTRES:
         raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
     return Centred(inner=spec) if centre == "mean" else spec

@@ -24,7 +24,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt
 
 from kvqjax.codecs import higgs_tpu
 from kvqjax.codecs.base import Codec, CodecSpec
@@ -113,15 +113,29 @@ def _pad(x, axis_size: int):
 
 
 def _gain(norm: str, found: Float[Array, "u n h"], aim: Float[Array, "u n h"]) -> Float[Array, "u n"]:
-    """Factor of the stored scale for grid points `found` of the normalised group `aim` (see `norm` above)."""
+    """Compute the factor of the stored scale for grid points `found` of the normalised group `aim` (`norm`: see the
+    module)."""
     group = found.shape[-1]
     if norm == "corrected":
         return (group / jnp.square(found).sum(-1)) ** 0.5
     return group / jnp.maximum((found * aim).sum(-1), group / 4)
 
 
+def _points_of(points: np.ndarray, codes: UInt[Array, "*lead vectors"]) -> Float[Array, "*lead numbers"]:
+    """Look up the grid points of codes, side by side."""
+    found = look_up(codes, jnp.asarray(points[:, 0])) if points.shape[1] == 1 else jnp.asarray(points)[codes]
+    return found.reshape(*codes.shape[:-1], -1)
+
+
+def _fields(spec: Higgs, groups: int, vectors: int, bits: int) -> dict[str, Field]:
+    return {
+        "codes": Field(kind="codes", width=vectors, bits=bits, role="payload"),
+        "scale": Field(kind="token", width=groups, role="scales", dtype=spec.dtype),
+    }
+
+
 def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
-    """The codec on `width` channels with the grid `points` float32 [n, p], n a power of two.
+    """Build the codec of `width` channels with the grid `points` float32 [n, p], n a power of two.
 
     Fields: codes [ceil(h/p) per group], scale [1 per group]. A zero group has scale 0 and decodes to zeros; a group
     with a non-finite value decodes to non-finite values, and only that group.
@@ -130,10 +144,6 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
     group = spec.group or group_size(width)
     groups, vectors = -(-width // group), -(-group // dim)
     signs = _signs(spec.seed, groups * group)
-    fields = {
-        "codes": Field(kind="codes", width=groups * vectors, bits=int(math.log2(count)), role="payload"),
-        "scale": Field(kind="token", width=groups, role="scales", dtype=spec.dtype),
-    }
 
     def transformed(x, inverse: bool):
         return x * group**0.5 if spec.rotated else transform(x, inverse)
@@ -147,19 +157,14 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         y = _pad(y, vectors * dim).reshape(*y.shape[:-1], vectors, dim)
         codes = nearest(jnp.asarray(points), y)
         if spec.norm != "plain":
-            found = points_of(codes)[..., :group]
+            found = _points_of(points, codes)[..., :group]
             aim = y.reshape(*found.shape[:-1], -1)[..., :group]
             scale = (length * _gain(spec.norm, found, aim)).astype(spec.dtype)
         return {"codes": codes.reshape(-1, groups * vectors), "scale": scale.T}
 
-    def points_of(codes):
-        """Grid points of codes [.., groups, vectors], side by side."""
-        found = look_up(codes, jnp.asarray(points[:, 0])) if dim == 1 else jnp.asarray(points)[codes]
-        return found.reshape(*codes.shape[:-1], vectors * dim)
-
     def gathered(codes):
         lead = codes.shape[:-1]
-        y = points_of(codes.reshape(*lead, groups, vectors))
+        y = _points_of(points, codes.reshape(*lead, groups, vectors))
         return transformed(y[..., :group], True).reshape(*lead, groups * group)
 
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
@@ -172,4 +177,4 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         blocks = x.reshape(*lead, groups, group) * scale[..., None]
         return (blocks.reshape(*lead, groups * group) * signs.reshape((1,) * len(lead) + (-1,)))[..., :width]
 
-    return Codec(width, 1, fields, encode, decode)
+    return Codec(width, 1, _fields(spec, groups, groups * vectors, int(math.log2(count))), encode, decode)

@@ -24,7 +24,7 @@ def _grids() -> dict[str, np.ndarray]:
 
 
 def shipped_grid(bits: int, dim: int) -> np.ndarray:
-    """Gaussian-optimal grid float32 [2^(bits*dim), dim], computed by benchmarks/make_grids.py."""
+    """Load the Gaussian-optimal grid float32 [2^(bits*dim), dim] (benchmarks/make_grids.py computed it)."""
     name = f"p{dim}_n{2 ** (bits * dim)}"
     if name not in _grids():
         known = ", ".join(sorted(_grids()))
@@ -33,8 +33,8 @@ def shipped_grid(bits: int, dim: int) -> np.ndarray:
 
 
 def group_size(width: int) -> int:
-    """Channels per Hadamard group: the largest divisor of `width` up to 1024 that has a Hadamard matrix; for widths
-    without a useful one, the next power of two (the channels are padded with zeros)."""
+    """Choose how many channels one Hadamard transform takes: the largest divisor of `width` up to 1024 that has a
+    Hadamard matrix. For widths without a useful one it is the next power of two, and channels are padded with zeros."""
     divisors = [g for g in range(1, min(LARGEST_GROUP, width) + 1) if width % g == 0 and has_hadamard(g)]
     if divisors[-1] >= min(SMALLEST_GROUP, width):
         return divisors[-1]

@@ -83,7 +83,8 @@ class Nuq:
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: bfloat16, float32")
 
     def slot_count(self, width: int) -> int:
-        """Outlier slots of a token of W channels: as many at each end as half the fraction asks for, rounded up."""
+        """Count the outlier slots of a token of W channels. At each end there are half as many as the fraction asks
+        for, rounded up."""
         return self.slots or 2 * math.ceil(round(self.outliers / 2 * width, 9))
 
     def build(self, width: int) -> Codec:
@@ -119,14 +120,14 @@ def _needs(spec: Nuq) -> dict[str, tuple[int, ...]]:
 
 
 def signposts(spec: Nuq, constants) -> Float[Array, " M"]:
-    """The sorted signposts that codes of this spec index, before Q-Norm."""
+    """Give the sorted signposts that codes of this spec index, before Q-Norm."""
     if spec.datatype == "nuq":
         return constants["signposts"].astype(jnp.float32)
     return jnp.asarray(fixed_signposts(spec.datatype, spec.bits))
 
 
 def read_signposts(spec: Nuq, constants) -> Float[Array, " M"]:
-    """What codes of this spec are read as: the signposts, through Q-Norm if the spec has it."""
+    """Give the numbers that codes of this spec are read as: the signposts, through Q-Norm if the spec has it."""
     table = signposts(spec, constants)
     return table * constants["norm"][0] + constants["norm"][1] if spec.q_norm else table
 
@@ -177,7 +178,7 @@ def _per_token(spec: Nuq, width: int) -> Codec:
 
 
 def _restored(spec: Nuq, dense, tile):
-    """The dense numbers with the outliers back in place."""
+    """Put the outliers back in place in the dense numbers."""
     count = spec.slot_count(dense.shape[-1])
     return restore_outliers(dense, tile["outliers"], count, spec.outlier_dtype) if count else dense
 

@@ -15,27 +15,27 @@ def divisor(scale: Float[Array, "*S"]) -> Float[Array, "*S"]:
 
 
 def channel_range(constants) -> tuple[Float[Array, " W"], Float[Array, " W"]]:
-    """Centre and half range of every channel."""
+    """Give centre and half range of every channel from its thresholds."""
     upper, lower = constants["upper"].astype(jnp.float32), constants["lower"].astype(jnp.float32)
     return (upper + lower) / 2, (upper - lower) / 2
 
 
 def normalise_keys(constants, x: Float[Array, "u W"]):
-    """Normalised keys and the outlier mask, which compares with the thresholds themselves: strict, exact at their
-    edge."""
+    """Normalise keys, and mark outliers. The mask compares with the thresholds themselves, strictly, so that it is
+    exact at their edge."""
     centre, scale = channel_range(constants)
     outside = (x > constants["upper"][None]) | (x < constants["lower"][None])
     return (x - centre[None]) / divisor(scale)[None], outside
 
 
 def excess(slots: int, constants, x: Float[Array, "u W"]) -> Int[Array, " u"]:
-    """Outliers of each key token that find none of its slots and saturate."""
+    """Count each key token's outliers that find no slot and saturate."""
     outside = normalise_keys(constants, x.astype(jnp.float32))[1]
     return jnp.maximum(outside.sum(-1) - slots, 0)
 
 
 def token_range(x: Float[Array, "u W"], side: int):
-    """Largest and smallest entry of each token [u, 1] after `side` outliers at each end, and those outliers'
+    """Find each token's largest and smallest entry [u, 1] after `side` outliers at each end, and those outliers'
     channels."""
     if not side:
         return x.max(-1, keepdims=True), x.min(-1, keepdims=True), None
@@ -49,7 +49,8 @@ def token_range(x: Float[Array, "u W"], side: int):
 
 
 def stored_range(high: Float[Array, "u 1"], low: Float[Array, "u 1"], dtype: str):
-    """Centre and half range of each token in `dtype`; the range covers high and low around the centre as rounded."""
+    """Round each token's centre and half range to `dtype`, so that the range covers high and low around the rounded
+    centre."""
     centre = (high / 2 + low / 2).astype(dtype)
     stored = centre.astype(jnp.float32)
     return centre, round_toward(jnp.maximum(high - stored, stored - low), dtype, up=True)

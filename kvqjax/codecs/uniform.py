@@ -23,8 +23,7 @@ __all__ = ["Uniform", "check_group", "round_toward", "uniform_body"]
 
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
-    """The nearest value of `dtype` that is not below (`up`) or not above (down) the float32 input; returned in
-    `dtype`."""
+    """Round float32 numbers to the nearest value of `dtype` that is not below (`up`) or not above (down) them."""
     near = x.astype(dtype)
     limit = jnp.asarray(jnp.inf if up else -jnp.inf, dtype)
     stored = near.astype(jnp.float32)
@@ -33,14 +32,14 @@ def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*
 
 
 def _parameters(x, axis: int, bits: int, dtype: str):
-    """Stored scale and minimum of each group along `axis` (kept with size 1), in `dtype`."""
+    """Compute the stored scale and minimum of each group along `axis` (kept with size 1), in `dtype`."""
     low = round_toward(x.min(axis, keepdims=True), dtype, up=False)
     reach = x.max(axis, keepdims=True) - low.astype(jnp.float32)
     return round_toward(reach / (2**bits - 1), dtype, up=True), low
 
 
 def _quantise(x, scale, low, bits: int):
-    """Codes against the stored parameters; a constant group has scale 0 and code 0."""
+    """Compute codes against the stored parameters; a constant group has scale 0 and code 0."""
     scale, low = scale.astype(jnp.float32), low.astype(jnp.float32)
     steps = (x - low) / jnp.where(scale > 0, scale, 1.0)
     return jnp.clip(jnp.round(steps), 0, 2**bits - 1).astype(jnp.uint32)

@@ -69,15 +69,15 @@ class AquaLayer:
             raise ValueError(f"copy={self.copy!r}; known: {', '.join(COPIES)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
-        """A layer of keys and values by other codecs, exact ones among them, as a member of the chain: no predictor,
-        this layer's window, unit and `rope`; the layer above predicts from what it reconstructs."""
+        """Take a layer of keys and values by other codecs, exact ones among them, into the chain. It has no predictor,
+        and this layer's window, unit and `rope`; the layer above predicts from its reconstruction."""
         if not isinstance(other, KeysAndValues):
             return other
         alone = {"key_inputs": "none", "value_inputs": "none", "predictor": "linear", "rank": 0}
         return dataclasses.replace(self, key=other.key, value=other.value, **alone)
 
     def inputs(self, source: str) -> str:
-        """What the predictor of "k" or "v" sees."""
+        """Name the inputs of the predictor of "k" or "v"."""
         return self.key_inputs if source == "k" else self.value_inputs
 
     def kind(self, source: str) -> str:
@@ -91,7 +91,7 @@ class AquaLayer:
         return _aqua_wiring(self, config, codecs)
 
     def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
-        """The predictor's constants by name, and the mean of keys that are centred."""
+        """Give the shapes of the predictor's constants by name, and of the mean of keys that are centred."""
         own = shapes(self.kind(source), len(self.inputs(source)) * width, width, self.rank)
         return own | ({"mean": (width,)} if isinstance(getattr(self, KEPT[source]), Centred) else {})
 
@@ -103,19 +103,19 @@ def _operations(needs: dict[str, dict[str, tuple[int, ...]]]) -> int:
 
 
 def _with_copy(codec: Codec) -> Codec:
-    """The codec with room for the reconstruction beside the codes."""
+    """Give the codec a field for the reconstruction beside the codes."""
     copy = Field(kind="plain", width=codec.width, role="copies", dtype="compute")
     return codec._replace(fields=codec.fields | {"copy": copy})
 
 
 def predictor_inputs(names: str, keys: Float[Array, "u W"], values: Float[Array, "u W"]) -> Float[Array, "u I"]:
-    """`keys` and `values` that `names` asks for, side by side, keys first as in the released predictors."""
+    """Concatenate `keys` and `values` as `names` asks, keys first as in the released predictors."""
     parts = [x for name, x in (("k", keys), ("v", values)) if name in names]
     return jnp.concatenate(parts, axis=-1)
 
 
 def source_prediction(layer: AquaLayer, source: str, constants: dict, carry: dict, keys) -> Float[Array, "u W"]:
-    """What the predictor says of one source's tile, float32; `keys` is Kr of this layer, used for values only."""
+    """Predict one source's tile, float32. `keys` is Kr of this layer, used for values only."""
     if layer.inputs(source) == "none":
         return jnp.zeros(carry[source].shape, jnp.float32)
     x = predictor_inputs(layer.inputs(source), carry["k"] if source == "k" else keys, carry["v"])
@@ -123,7 +123,7 @@ def source_prediction(layer: AquaLayer, source: str, constants: dict, carry: dic
 
 
 def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, payload: dict, carry: dict, keys):
-    """One source's reconstruction [u, W] of one tile, in the carry's dtype: the one function of encoder and decoder."""
+    """Reconstruct one source's tile [u, W] in the carry's dtype. Encoder and decoder both use this one function."""
     residual = codec.decode(constants.get(source, {}), payload).astype(jnp.float32)
     total = source_prediction(layer, source, constants, carry, keys) + residual
     # Not by astype alone: XLA may drop a conversion to bfloat16 and back.
@@ -133,14 +133,15 @@ def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, pa
 
 
 def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys):
-    """Payload and reconstruction of one source's tile `x` [u, W]."""
+    """Encode one source's tile `x` [u, W]. Gives its payload and its reconstruction."""
     residual = wide(x) - source_prediction(layer, source, constants, carry, keys)
     payload = codec.encode(constants.get(source, {}), residual)
     return payload, reconstruct(layer, codec, source, constants, payload, carry, keys)
 
 
 def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
-    """[B, ...] tiles of n tokens to [B * n / unit, ...] tiles of `unit` tokens, the shapes `encode` makes."""
+    """Reshape a payload [B, ...] of n tokens to [B * n / unit, ...] tiles of `unit` tokens, the shapes that `encode`
+    makes."""
 
     def split(field: Field, x):
         if field.kind == "token":  # [B, w, n]

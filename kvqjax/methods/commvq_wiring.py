@@ -44,7 +44,7 @@ class CommVQLayer:
             raise ValueError(f"unit={self.unit}; tokens leave the window in multiples of 32")
 
     def key(self, config: KVShape) -> CommVQKeys:
-        """The key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
+        """Choose the key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
         pairs = self.group or config.head_dim // 2
         rounds = self.rounds or max(1, round(self.bits * pairs / math.log2(self.levels)))
         return CommVQKeys(head_dim=config.head_dim, rounds=rounds, levels=self.levels, group=self.group)
@@ -77,12 +77,12 @@ def _packed(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | N
 
 
 def _prepare(constants):
-    """The key codebook as TPUs read it, beside it; where it is not read it is never made."""
+    """Add the key codebook as TPUs read it; programs that do not read it never make it."""
     return constants | {"k": constants["k"] | {"columns": columns(constants["k"]["codebook"])}}
 
 
 def _summed_bits(count: int, config: KVShape) -> SharedValues:
-    """The reordered value product (section 4.3, equation 22): N = `count` bits per token."""
+    """Reorder the value product (section 4.3, equation 22): sum N = `count` bits per token, then multiply."""
 
     def read(weights, constants, payload, sources):
         return payload["v"]["bits"].astype(jnp.float32) * jnp.swapaxes(payload["v"]["gain"], -1, -2).astype(jnp.float32)

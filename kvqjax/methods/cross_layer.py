@@ -20,7 +20,8 @@ SPACES = ("norm", "residual")
 
 
 def stored_accumulator(x: jax.Array, accumulator: str, group: int) -> jax.Array:
-    """Xhat `[..., E]` as the next layer finds it, float32: as it is, rounded to bfloat16, or re-quantised per token."""
+    """Store Xhat `[..., E]` as the next layer finds it, float32: as it is, rounded to bfloat16, or re-quantised per
+    token."""
     if accumulator == "float32":
         return x
     if accumulator == "bfloat16":
@@ -31,7 +32,7 @@ def stored_accumulator(x: jax.Array, accumulator: str, group: int) -> jax.Array:
 
 
 def _scalar_codec() -> Codec:
-    """One number per token in the compute dtype."""
+    """Build the codec of one number per token in the compute dtype."""
     field = Field(kind="token", width=1, role="scales", dtype="compute")
     turn = lambda x: jnp.swapaxes(x, -1, -2)  # noqa: E731
     return Codec(1, 1, {"x": field}, lambda _, x: {"x": turn(x)}, lambda _, tile: turn(tile["x"]))
@@ -49,7 +50,7 @@ def _capture(config: KVShape, space: str):
 
 
 def _normed(weights, sources, space: str):
-    """The layer's input after the attention norm, from Xhat."""
+    """Give the layer's input after the attention norm, from Xhat."""
     x, dtype = sources["x"], weights["k"].dtype
     if space == "norm":
         return x

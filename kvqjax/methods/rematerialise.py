@@ -19,15 +19,15 @@ FIT = Fit("kvqjax.calibrate.xquant", source="weights")
 
 
 def input_width(shape: KVShape) -> int:
-    """Width of the layer input that is cached. Raises ValueError for a shape that does not know it."""
+    """Give the width of the layer input that is cached. Raises ValueError for a shape that does not know it."""
     if shape.width is None:
         raise ValueError("its keys and values are computed from a layer's input and weights; use a kvqjax model")
     return shape.width
 
 
 def prefers_latents(config: KVShape) -> bool:
-    """Whether two latents of kv_width numbers take no more room than X: true from two query heads per KV head on, in
-    the usual models. Decided by widths, not by head counts: Qwen3-0.6B has GQA, and still 2*kv_width > E."""
+    """Say whether two latents of kv_width numbers take no more room than X: true from two query heads per KV head on,
+    in the usual models. Widths decide, not head counts: Qwen3-0.6B has GQA, and still 2*kv_width > E."""
     return 2 * config.kv_width <= input_width(config)
 
 
@@ -38,8 +38,8 @@ def attended(
     positions: Int[Array, "B n"],
     config: KVShape,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
-    """Keys and values as attended from rematerialised products: bias, QK-norm, RoPE. Numbers that
-    overflowed saturate before a norm or a rotation makes NaN of them."""
+    """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE. Numbers that overflowed
+    saturate before a norm or a rotation makes NaN of them."""
     if config.qkv_bias:
         k, v = k + weights["k_bias"][None, None], v + weights["v_bias"][None, None]
     k, v = (heads(saturated(x, x.dtype), config.num_kv_heads) for x in (k, v))
@@ -49,14 +49,14 @@ def attended(
 
 
 def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float[Array, "B n N"]:
-    """x @ matrix in the compute dtype. In row-major order: for what is made of it XLA would rather have its transpose,
-    and turns the matrices of all layers for that."""
+    """Multiply x by a matrix in the compute dtype, and keep the product row-major. Otherwise XLA would choose its
+    transpose for what follows, and transpose the matrices of all layers for that."""
     return row_major(jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype)))
 
 
 def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
-    """Values summed as `read` (see SharedValues) gives them, vectors of `width`, and then multiplied by the matrix
-    `up(weights, constants)` [width, KD]; a mean of values has their bias once."""
+    """Sum values as `read` (see SharedValues) gives them, vectors of `width`, then multiply the sum by the matrix
+    `up(weights, constants)` [width, KD]. A mean of values has their bias once."""
 
     def finish(weights, constants, means):
         out = through_heads(means, up(weights, constants).astype(weights["v"].dtype), config)
@@ -70,7 +70,8 @@ def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
 
 
 def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exact | Uniform:
-    """The uniform codec of section 4 for `width` channels; 16 bits mean the compute dtype itself (the identity)."""
+    """Choose the uniform codec of section 4 for `width` channels; 16 bits mean the compute dtype itself (the
+    identity)."""
     if bits == 16:
         return Exact()
     if along == "channels":

@@ -94,14 +94,14 @@ def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
 
 
 def step_cost(method: Method, config: ModelConfig) -> StepCost:
-    """All layers of one decode step."""
+    """Sum all layers of one decode step."""
     costs = [layer_cost(spec, config) for spec in method.layers(config)]
     _, cached, weights = (sum(part) for part in zip(*costs, strict=True))
     return StepCost(flops_per_token(method, config), cached, weights)
 
 
 def longest_memory_bound(cost: StepCost, ridge: Number) -> float:
-    """Cached tokens up to which a step is bound by memory traffic, inf where it always is: the paper's equations 3 and
-    4 solved for l. ridge: the device's operations per byte, peak over bandwidth."""
+    """Solve the paper's equations 3 and 4 for l: the cached tokens up to which memory traffic bounds a step, inf where
+    it always does. ridge: the device's operations per byte, peak over bandwidth."""
     spare = cost.flops - ridge * cost.cache_bytes
     return math.inf if spare <= 0 else ridge * cost.weight_bytes / spare

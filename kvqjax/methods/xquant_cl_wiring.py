@@ -49,8 +49,8 @@ class CrossLayer:
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
-        """A layer of keys and values among these, in their window and unit: the accumulator passes it by, so the layer
-        above stores its difference from the layer below."""
+        """Take a layer of keys and values among these, in their window and unit. The accumulator passes it by, so the
+        layer above stores its difference from the layer below."""
         if not isinstance(other, KeysAndValues):
             return other
         return dataclasses.replace(other, window=self.window, unit=self.group, clocks=())

@@ -48,7 +48,7 @@ def _independent(
 
 
 def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
-    """XQuant for MHA: the source is X itself."""
+    """Wire XQuant for MHA: the source is X itself."""
 
     def capture(weights, constants, projected, positions):
         return {"x": projected.x}
@@ -67,7 +67,7 @@ def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
 
 
 def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
-    """XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
+    """Wire XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
     width = input_width(config)
     rank = min(width, config.kv_width)
     needs = {"down": (width, rank), "up": (rank, config.kv_width)}
