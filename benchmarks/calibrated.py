@@ -1,13 +1,15 @@
 """Models with a method's constants, by recipes small enough for the bundled models, and windows of symbols."""
 
-import importlib
 import time
 
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.calibrate import CALIBRATIONS, centre, commvq, learns, rotation, xquant
+from kvqjax.cache.artifacts import Artifact
+from kvqjax.calibrate import commvq, learns, xquant
 from kvqjax.calibrate.commvq_values import ValueSettings
+from kvqjax.calibrate.parts import Part, fitter
+from kvqjax.calibrate.parts import calibrated as by_parts
 from kvqjax.eval.synthetic import key_value_recall, repeated_spans
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -20,18 +22,17 @@ COMMVQ = commvq.Recipe(key_tokens=2048, values=ValueSettings(steps=200))  # a qu
 def calibrated(model: Model, method: Method, tokens: np.ndarray, recipe=None) -> tuple[Model, float]:
     """The model with what `method` needs, learnt from `tokens` [N, T] by its own `recipe` if one is given, and the
     seconds that took."""
-    begun, name = time.perf_counter(), method.name.partition(":")[0]
-    if centre.needs_only_means(method, model.config):
-        artifact = centre.calibrate(model, method, tokens)
-    elif rotation.needs_rotations(method, model.config):
-        artifact = rotation.calibrate(model, method, tokens)
-    elif name in CALIBRATIONS and learns(method, model.config):
-        recipe = recipe or (COMMVQ if name == "commvq" else None)
-        module, options = importlib.import_module(CALIBRATIONS[name]), {"recipe": recipe} if recipe else {}
-        artifact = module.calibrate(model, method, tokens, **options)
-    else:
+    begun = time.perf_counter()
+    if not learns(method, model.config):
         ready = xquant.prepared(model, method)
         return ready, time.perf_counter() - begun if ready.constants else 0.0
+
+    def one(part: Part, state, advance) -> Artifact:
+        module = fitter(part.fit)
+        chosen = recipe or (COMMVQ if module is commvq else None)
+        return module.calibrate(model, part.method, tokens, **({"recipe": chosen} if chosen else {}))
+
+    artifact = by_parts(method, model.config, one, None, lambda done, total: None)
     return model.with_artifact(artifact), time.perf_counter() - begun
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.codecs.higgs import nearest
+from kvqjax.codecs.higgs_grid import nearest
 
 # (p, n): (steps, random starts); small grids have poor local optima, so the best of several starts is kept.
 GRIDS = {

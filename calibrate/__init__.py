@@ -1,7 +1,6 @@
 """Calibration: a method's constants for one model, from text, from its keys and values, or from the weights alone."""
 
-import importlib
-import re
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,23 +9,17 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact, flatten
-from kvqjax.calibrate import centre, rotation, xquant
-from kvqjax.methods import MethodLike, parse
+from kvqjax.cache.state import CacheLayout, plan
+from kvqjax.calibrate import xquant
+from kvqjax.calibrate.parts import Part, calibrated, divided, fitter, forget, needed
+from kvqjax.methods import METHODS, MethodLike, parse
 from kvqjax.methods.spec import Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model, compute_dtype
 from kvqjax.model.weight_trees import stacked
 from kvqjax.step.doors import check_model
 
-__all__ = ["CALIBRATIONS", "calibration", "from_tensors", "learns", "run", "sequences"]
-
-# Method name -> module with `calibrate(model, method, tokens, state=, advance=) -> Artifact` and the recipe's size.
-CALIBRATIONS = {
-    "aqua": "kvqjax.calibrate.aqua",
-    "commvq": "kvqjax.calibrate.commvq",
-    "kvquant": "kvqjax.calibrate.kvquant",
-}
-FROM_WEIGHTS = ("xquant", "xquant_cl")  # constants are factors of the model's own weights
+__all__ = ["forget", "from_tensors", "learns", "needed", "run", "sequences", "xquant"]
 
 
 def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
@@ -39,28 +32,28 @@ def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np
     return ids[: rows * length].reshape(rows, length)
 
 
-def _name(method: Method) -> str:
-    """The name of a method without options and layers."""
-    return re.split("[:;]", method.name)[0]
+def _known(shape: KVShape) -> list[str]:
+    """List methods with constants of their own; rotations and means belong to options."""
+    found, options = [], ("kvqjax.calibrate.rotation", "kvqjax.calibrate.centre")
+    for name in METHODS:
+        with contextlib.suppress(UserError, ValueError):
+            if any(fit.module not in options for fit in needed(METHODS[name](), shape)):
+                found.append(name)
+    return sorted(found)
 
 
-def calibration(method: Method, shape: KVShape) -> str:
-    """The module of this folder that calibrates `method`. Raises UserError for methods that need no data."""
-    name = _name(method)
-    if centre.needs_only_means(method, shape):
-        return "centre"
-    if rotation.needs_rotations(method, shape):
-        return "rotation"
-    if name in CALIBRATIONS:
-        return name
-    known = ", ".join([*CALIBRATIONS, *FROM_WEIGHTS])
-    raise UserError(f"{method} needs no calibration; calibrated: {known}, rotate=fitted, and keys with centre=mean")
+def _check_needed(method: Method, shape: KVShape) -> None:
+    if not needed(method, shape):
+        runs = plan(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
+        if any(run.wiring.wanted() for run in runs):
+            raise UserError(f"{method} has constants, and no `fit` of its codecs or layers says what finds them")
+        known = ", ".join(_known(shape))
+        raise UserError(f"{method} needs no calibration; calibrated: {known}, rotate=fitted, and keys with centre=mean")
 
 
 def learns(method: Method, shape: KVShape) -> bool:
-    """Whether `method` has constants that are learnt from data."""
-    asked = centre.needs_only_means(method, shape) or rotation.needs_rotations(method, shape)
-    return asked or _name(method) in CALIBRATIONS
+    """Say whether `method` has constants that are learnt from data."""
+    return any(fit.source == "text" for fit in needed(method, shape))
 
 
 def _finite(artifact: Artifact) -> Artifact:
@@ -84,22 +77,27 @@ def run(
     """Calibrate `method` for `model`. texts: what the model reads (not needed by xquant, whose constants come from the
     weights). count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
     context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
-    `announce(text, work)` is told what will be read and how many floating point operations it
-    takes at least, `advance(done, total)` each step. Raises UserError for methods that need
-    no calibration."""
+    `announce(text, work)` is told what will be read and how many floating point operations it takes at least,
+    `advance(done, total)` each step. Where layers, or keys and values, follow methods that are calibrated in different
+    ways, each is calibrated by itself with its own recipe. Raises UserError for methods that need no calibration."""
     check_model(model)
     method = parse(method)
     model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
-    if _name(method) in FROM_WEIGHTS:
-        return Artifact(method, xquant.constants(model.params, model.config, method), model.fingerprint)
-    module = importlib.import_module(f"{__name__}.{calibration(method, model.config)}")
-    for option, value in {"count": count, "length": length}.items():
-        if value is not None and value < 1:
-            raise UserError(f"{option}={value}; at least 1 is wanted")
     texts = [texts] if isinstance(texts, str) else texts
-    tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
-    announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, method, *tokens.shape))
-    return _finite(module.calibrate(model, method, tokens, state=state, advance=advance))
+    _check_needed(method, model.config)
+
+    def one(part: Part, state: Path | None, advance) -> Artifact:
+        module, own = fitter(part.fit), part.method
+        if part.fit.source == "weights":
+            return Artifact(own, module.constants(model.params, model.config, own), model.fingerprint)
+        for option, value in {"count": count, "length": length}.items():
+            if value is not None and value < 1:
+                raise UserError(f"{option}={value}; at least 1 is wanted")
+        tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
+        announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, own, *tokens.shape))
+        return _finite(module.calibrate(model, own, tokens, state=state, advance=advance))
+
+    return calibrated(method, model.config, one, state, advance)
 
 
 def from_tensors(
@@ -129,15 +127,24 @@ def from_tensors(
     dtype: the cache's, as for `kvq.init_cache`. recipe: the method's own settings, such as
     `kvqjax.calibrate.aqua.Recipe()`. state, advance: as for `run`. Raises UserError for tensors that do not fit the
     shape, and for methods that need no calibration or a model's weights."""
-    from kvqjax.calibrate.captured import FITS, Captured
+    from kvqjax.calibrate.captured import Captured, fit_of
 
     method = parse(method)
-    if _name(method) in FROM_WEIGHTS:
-        raise UserError(f"{method}: its constants are factors of a model's weights; use a kvqjax model")
+    _check_needed(method, shape)
     optional = {"queries": queries, "outputs": outputs}
     optional |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
     own = shape.alone
-    if (kind := calibration(method, shape)) not in FITS:
-        raise UserError(f"{method}: rotations are fitted on a kvqjax model; use kvqjax.calibrate.run")
+    for fit in needed(method, shape):
+        fit_of(fit, method)
     data = Captured(shape=own, keys=keys, values=values, dtype=str(compute_dtype(dtype)), **optional)
-    return _finite(FITS[kind](data, method, recipe, state=state, advance=advance))
+
+    if recipe is not None and len(divided(method, shape)) > 1:
+        raise UserError(
+            f"{method}: a recipe is one calibration's; parts of this method are calibrated in different ways"
+        )
+
+    def one(part: Part, state: Path | None, advance) -> Artifact:
+        found = fit_of(part.fit, method)(data, part.method, recipe, state=state, advance=advance)
+        return _finite(found)
+
+    return calibrated(method, shape, one, state, advance)

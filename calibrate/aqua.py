@@ -24,7 +24,7 @@ from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
-from kvqjax.methods.aqua_wiring import AquaLayer
+from kvqjax.methods.aqua_layer import AquaLayer
 from kvqjax.model import decoder
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model

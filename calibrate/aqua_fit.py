@@ -9,7 +9,7 @@ import numpy as np
 
 from kvqjax.calibrate.mlp import train_mlp
 from kvqjax.calibrate.moments import Moments, Score, add, gptq, low_rank, refit_bias, ridge, score
-from kvqjax.methods.aqua_wiring import AquaLayer, encode_source, predictor_inputs
+from kvqjax.methods.aqua_layer import AquaLayer, encode_source, predictor_inputs
 from kvqjax.methods.predictors import DTYPES, predict, shapes
 from kvqjax.model.weight_codes import pack_nibbles
 

@@ -1,7 +1,7 @@
 """Keys and values that any model's attention layers computed, as the data of a calibration."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,13 +14,15 @@ from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import RunPlan, plan
 from kvqjax.calibrate import aqua, centre, commvq, kvquant
 from kvqjax.calibrate.fisher import Activations, Sequences, as_it_is, with_fisher
+from kvqjax.calibrate.parts import fitter
+from kvqjax.codecs import Fit
 from kvqjax.methods import Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected
 from kvqjax.model.rope import rotate
 from kvqjax.step.layers import ready_queries
 
-__all__ = ["FITS", "Captured"]
+__all__ = ["Captured", "fit_of"]
 
 Layers = Sequence[Array | np.ndarray] | Array | np.ndarray  # one array a layer, or one array with layers in front
 
@@ -152,5 +154,22 @@ def _fit_commvq(data: Captured, method: Method, recipe, **options) -> Artifact:
     return commvq.fit(layers, method, recipe=recipe, **options)
 
 
-# Calibration (see `kvqjax.calibrate.calibration`) -> the function that runs it on captured tensors.
-FITS = {"aqua": _fit_aqua, "centre": _fit_means, "commvq": _fit_commvq, "kvquant": _fit_kvquant}
+OWN = {
+    "kvqjax.calibrate.aqua": _fit_aqua,
+    "kvqjax.calibrate.centre": _fit_means,
+    "kvqjax.calibrate.commvq": _fit_commvq,
+    "kvqjax.calibrate.kvquant": _fit_kvquant,
+}
+
+
+def fit_of(fit: Fit, method: Method) -> Callable[..., Artifact]:
+    """Find the function that runs a fit on captured tensors, `fit_captured(data, method, recipe, state=, advance=)` in
+    modules of other packages. Raises UserError for fits that need a model."""
+    if fit.source == "weights":
+        raise UserError(f"{method}: its constants are factors of a model's weights; use a kvqjax model")
+    if fit.module == "kvqjax.calibrate.rotation":
+        raise UserError(f"{method}: rotations are fitted on a kvqjax model; use kvqjax.calibrate.run")
+    found = OWN.get(fit.module) or getattr(fitter(fit), "fit_captured", None)
+    if found is None:
+        raise UserError(f"{method}: {fit.module} calibrates from a kvqjax model; use kvqjax.calibrate.run")
+    return found

@@ -24,19 +24,13 @@ from kvqjax.methods import Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame", "needs_only_means", "work"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
 
 def _runs(method: Method, shape: KVShape) -> tuple[RunPlan, ...]:
     return plan(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
-
-
-def needs_only_means(method: Method, shape: KVShape) -> bool:
-    """Whether key means are all that some layer of this method asks for, and nothing else is asked for anywhere."""
-    wanted = [run.wiring.wanted() for run in _runs(method, shape)]
-    return any(wanted) and all(w in ({}, {"k": {"mean": (shape.kv_width,)}}) for w in wanted)
 
 
 def _rope(method: Method, shape: KVShape) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvqjax.calibrate import kmeans
-from kvqjax.codecs.nuq import channel_range, excess, normalise_keys, stored_range, token_range
+from kvqjax.codecs.nuq_range import channel_range, excess, normalise_keys, stored_range, token_range
 
 __all__ = ["Extremes", "Tally", "empty_extremes", "observe", "rank", "tally", "thresholds"]
 

@@ -46,7 +46,6 @@ __all__ = [
     "columns_by_energy",
     "covariances",
     "fitted",
-    "needs_rotations",
     "work",
 ]
 
@@ -70,14 +69,6 @@ class Recipe:
 
 def _runs(method: Method, shape: KVShape) -> tuple[RunPlan, ...]:
     return plan(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
-
-
-def needs_rotations(method: Method, shape: KVShape) -> bool:
-    """Whether some layer asks for fitted rotations, and nothing but them and key means is asked for anywhere."""
-    wanted = [run.wiring.wanted() for run in _runs(method, shape)]
-    mean = {"k": {"mean": (shape.kv_width,)}}
-    rest = ({name: w[name] for name in w if name != CONSTANTS} for w in wanted)
-    return any(CONSTANTS in w for w in wanted) and all(other in ({}, mean) for other in rest)
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:

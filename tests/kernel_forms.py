@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import BATCH, QUICK, Case, make_body, make_query, packed_codes, vectors
 
-from kvqjax.codecs.nuq import Nuq, channel_range
+from kvqjax.codecs.nuq import Nuq
+from kvqjax.codecs.nuq_range import channel_range
 from kvqjax.ops.layout import to_bits
 from kvqjax.pallas_kernels.packed import PackedBody, Rope, Signposts
 

@@ -43,7 +43,7 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Calibrate a method for a model. A run that is killed continues where it was when started again."""
-    from kvqjax.calibrate import run
+    from kvqjax.calibrate import forget, run
 
     method = methods_of([cache])[0]
     if out.exists():
@@ -69,7 +69,7 @@ def calibrate(
             )
         artifact.about["data"] = source
         artifact.save(out)
-        state.unlink(missing_ok=True)
+        forget(state)
     made = {"artifact": str(out), "cache": str(method), "model": model, "about": artifact.about}
     if as_json:
         typer.echo(json.dumps(made, indent=1))

@@ -22,7 +22,7 @@ __all__ = ["inspect", "methods"]
 def methods(model: ModelName = "demo", as_json: Json = False) -> None:
     """List the methods: bits per key or value number of a model with every option at its default, what must be given
     to calibrate them, options and defaults."""
-    from kvqjax.calibrate import FROM_WEIGHTS, learns
+    from kvqjax.calibrate import needed
 
     config = config_of(model)
     rows: list[dict[str, Any]] = []
@@ -30,7 +30,8 @@ def methods(model: ModelName = "demo", as_json: Json = False) -> None:
         options = {p.name: p.default for p in introspect.signature(factory).parameters.values()}
         about = " ".join((introspect.getdoc(factory) or "").split("\n\n")[0].split())
         method = factory()
-        needs = "text" if learns(method, config) else "weights" if name in FROM_WEIGHTS else "nothing"
+        sources = [fit.source for fit in needed(method, config)]
+        needs = "text" if "text" in sources else "weights" if sources else "nothing"
         bits = plan_memory(config, method, 1024, 1, MeshSize()).book.bits_method
         row = {"method": name, "bits": bits, "needs": needs}
         rows.append(row | {"about": about, "options": options})

@@ -1,8 +1,8 @@
 """Codecs: how one kind of vector is stored in few bits."""
 
-from kvqjax.codecs.base import Codec, CodecSpec, bits_per_value
+from kvqjax.codecs.base import Codec, CodecSpec, Fit, bits_per_value
 from kvqjax.codecs.centring import CENTRES, Centred, centred
 from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.uniform import Uniform
 
-__all__ = ["CENTRES", "Centred", "Codec", "CodecSpec", "Exact", "Uniform", "bits_per_value", "centred"]
+__all__ = ["CENTRES", "Centred", "Codec", "CodecSpec", "Exact", "Fit", "Uniform", "bits_per_value", "centred"]

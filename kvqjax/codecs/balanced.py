@@ -33,12 +33,12 @@ Tile = Float[Array, "*B R C"]
 
 
 def _deviation(x: Tile, axis: int) -> Float[Array, "*B n"]:
-    """Unbiased standard deviation along an axis."""
+    """Take the unbiased standard deviation along an axis."""
     return jnp.sqrt(jnp.square(x - x.mean(axis, keepdims=True)).sum(axis) / (x.shape[axis] - 1))
 
 
 def imbalance(x: Tile) -> Float[Array, "*B"]:
-    """Largest over smallest deviation of columns plus that of rows: 2 for a balanced tile."""
+    """Add the ratios of largest to smallest deviation, of columns and of rows: 2 for a balanced tile."""
 
     def ratio(deviation):
         deviation = jnp.maximum(deviation, 1e-8)
@@ -48,7 +48,8 @@ def imbalance(x: Tile) -> Float[Array, "*B"]:
 
 
 def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, "*B C"], Float[Array, "*B R"]]:
-    """Factors of columns and of rows of the round that is balanced best, the start (factors 1) included."""
+    """Find factors of columns and rows that balance a tile. Of all rounds, and the start with factors 1, the most
+    balanced one is taken."""
     lowest = LOWEST if floor is None else floor
 
     def grown(log, x, axis: int):
@@ -91,7 +92,7 @@ class Balanced:
             raise ValueError(f"group={self.group}; tiles have 32, 64 or 128 tokens")
 
     def inner(self, width: int) -> Uniform:
-        """The uniform codec of balanced vectors of `width` channels."""
+        """Give the uniform codec's spec for balanced vectors of `width` channels."""
         group = self.group if self.along == "tokens" else width // self.heads
         return Uniform(bits=self.bits, along=self.along, group=group, dtype=self.dtype)
 
@@ -125,7 +126,7 @@ def _values(spec: Balanced, width: int) -> Codec:
     field = Field(kind="group", width=width, group=spec.group, role="scales", dtype=spec.dtype)
 
     def grouped(x, factor):
-        """Tokens in groups, and the factors of each [.., n, 1, W]."""
+        """Reshape tokens to groups [.., n, g, W] and their factors to [.., n, 1, W]."""
         return x.reshape(*x.shape[:-2], -1, spec.group, width), factor[..., None, :].astype(jnp.float32)
 
     def encode(_, x: Float[Array, "u W"]):

@@ -15,15 +15,30 @@ from jax import Array
 
 from kvqjax.ops.layout import Field, logical_bits
 
-__all__ = ["Codec", "CodecSpec", "bits_per_value"]
+__all__ = ["Codec", "CodecSpec", "Fit", "bits_per_value"]
 
 Tile = dict  # field name -> array
 Constants = dict  # constant name -> array of one layer
 
 
+class Fit(NamedTuple):
+    """What finds calibrated constants: a `module` by its full name, imported when it is asked for.
+
+    From `source` "text" its `calibrate(model, method, tokens, state=, advance=)` gives an artifact
+    (kvqjax.calibrate.centre is the shortest example); from "weights" its `constants(params, config, method)` computes
+    them of the model alone. `also` names modules whose constants it finds beside its own."""
+
+    module: str
+    source: str = "text"
+    also: tuple[str, ...] = ()
+
+
 class Codec(NamedTuple):
-    """`needs` maps each calibrated constant's name to its shape without the layer axis; empty for calibration-free
-    codecs."""
+    """What stores vectors of `width` channels: `fields`, and how `encode` and `decode` fill and read them, at least
+    `unit` tokens at a time.
+
+    `needs` maps each calibrated constant's name to its shape without the layer axis, empty for codecs without
+    calibration; `fit` says what finds them."""
 
     width: int
     unit: int
@@ -31,6 +46,7 @@ class Codec(NamedTuple):
     encode: Callable[[Constants, Array], Tile]
     decode: Callable[[Constants, Tile], Array]
     needs: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - an immutable default by convention, never written to
+    fit: Fit | None = None
 
 
 @runtime_checkable
@@ -41,5 +57,6 @@ class CodecSpec(Protocol):
 
 
 def bits_per_value(codec: Codec) -> float:
-    """Stored bits per channel and token: codes, scales, minima and outliers; no sinks, window, padding or codebooks."""
+    """Count stored bits per channel and token: codes, scales, minima and outliers, without sinks, window, padding or
+    codebooks."""
     return sum(logical_bits(field) for field in codec.fields.values()) / codec.width

@@ -9,7 +9,7 @@ text (the slowest pairs, where Qwen2 has its bias) is removed, while the mean of
 stays with the codec.
 
 Before RoPE the bias is known from the model's weights, so it needs no calibration: centre="auto" caches keys without it
-where a model has one (kvqjax.methods.wiring), and leaves the codec as it is.
+where a model has one (kvqjax.methods.keys_values), and leaves the codec as it is.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.codecs.base import Codec, CodecSpec, Fit
 from kvqjax.ops.finite import wide
 
 __all__ = ["CENTRES", "Centred", "centred"]
@@ -44,11 +44,12 @@ class Centred:
             x = inner.decode(constants, tile).astype(jnp.float32)
             return x + mean(constants, x.ndim)
 
-        return inner._replace(encode=encode, decode=decode, needs=inner.needs | {"mean": (width,)})
+        fit = inner.fit if inner.needs else Fit("kvqjax.calibrate.centre")
+        return inner._replace(encode=encode, decode=decode, needs=inner.needs | {"mean": (width,)}, fit=fit)
 
 
 def centred(spec: CodecSpec, centre: str) -> CodecSpec:
-    """`spec` around the calibrated mean for "mean", as it is for "auto" and "none"."""
+    """Wrap `spec` in `Centred` for centre="mean"; give it back as it is for "auto" and "none"."""
     if centre not in CENTRES:
         raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
     return Centred(inner=spec) if centre == "mean" else spec

@@ -17,7 +17,7 @@ __all__ = ["Clipped", "thresholds"]
 
 
 def thresholds(parts: Float[Array, "u n D"], ratio: float) -> Float[Array, "u n"]:
-    """The size that `ratio` of each part's numbers do not exceed."""
+    """Find for each part of D numbers the size that the share `ratio` of them does not exceed."""
     place = min(math.floor(ratio * parts.shape[-1]), parts.shape[-1] - 1)
     return jnp.sort(jnp.abs(parts), axis=-1)[..., place]
 

@@ -19,12 +19,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
 __all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "truncate_rounds", "ungroup_pairs"]
+
+FIT = Fit("kvqjax.calibrate.commvq")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,11 +55,11 @@ class CommVQKeys:
 
     @property
     def pairs(self) -> int:
-        """g: rotation pairs that share one code."""
+        """Count g, the rotation pairs that share one code."""
         return self.group or self.head_dim // 2
 
     def build(self, width: int) -> Codec:
-        """The codec of `width` = K*D channels; its constant "codebook" is [R, C, L, 2g]."""
+        """Build the codec of `width` = K*D channels. Its constant "codebook" is [R, C, L, 2g]."""
         if width % self.head_dim:
             raise ValueError(f"head_dim={self.head_dim} does not divide the width {width}")
         groups = width // (2 * self.pairs)
@@ -73,17 +75,19 @@ class CommVQKeys:
         def decode(constants, tile):
             return _decode(self, constants, tile)
 
-        return Codec(width, 1, fields, encode, decode, {"codebook": (self.rounds, groups, self.levels, 2 * self.pairs)})
+        needs: dict[str, tuple[int, ...]] = {"codebook": (self.rounds, groups, self.levels, 2 * self.pairs)}
+        return Codec(width, 1, fields, encode, decode, needs, FIT)
 
 
 def group_pairs(x: Float[Array, "*n W"], head_dim: int, pairs: int) -> Float[Array, "*n C g2"]:
-    """Channels to groups of pairs, real parts first (a head's channels are its pairs' real, then imaginary parts)."""
+    """Reshape channels to groups of rotation pairs, real parts first. (A head's channels are its pairs' real parts,
+    then their imaginary parts.)"""
     parts = x.reshape(*x.shape[:-1], -1, 2, head_dim // 2 // pairs, pairs)
     return jnp.swapaxes(parts, -2, -3).reshape(*x.shape[:-1], -1, 2 * pairs)
 
 
 def ungroup_pairs(x: Float[Array, "*n C g2"], head_dim: int, pairs: int) -> Float[Array, "*n W"]:
-    """The inverse of `group_pairs`."""
+    """Undo `group_pairs`."""
     parts = x.reshape(*x.shape[:-2], -1, head_dim // 2 // pairs, 2, pairs)
     return jnp.swapaxes(parts, -2, -3).reshape(*x.shape[:-2], -1)
 
@@ -95,7 +99,7 @@ def quarter_turn(x: Float[Array, "*n g2"]) -> Float[Array, "*n g2"]:
 
 
 def centre(book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"]) -> Float[Array, "*n g2"]:
-    """Cluster centres C[A] + j C[B] of one group's codebook."""
+    """Look up the cluster centres C[A] + j C[B] in one group's codebook."""
     row = book.at[a].get(mode="promise_in_bounds")
     return row + quarter_turn(book.at[b].get(mode="promise_in_bounds"))
 
@@ -103,8 +107,8 @@ def centre(book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"])
 def split_distances(
     x: Float[Array, "n g2"], book: Float[Array, "L g2"]
 ) -> tuple[Float[Array, "n L"], Float[Array, "n L"], Float[Array, "L L"]]:
-    """(a, b, cross) with |x - centre(A, B)|^2 - |x|^2 = a[A] + b[B] + cross[A, B]: two inner products with L vectors
-    instead of L^2 centres. float32 whatever the platform's default matmul precision."""
+    """Give (a, b, cross) with |x - centre(A, B)|^2 - |x|^2 = a[A] + b[B] + cross[A, B]. That takes two inner products
+    with L vectors instead of L^2 centres. Products are float32 whatever the platform's default precision."""
     exact = {"precision": "highest"}
     turned = quarter_turn(book)
     energy = (book * book).sum(-1)[None]
@@ -114,7 +118,7 @@ def split_distances(
 
 
 def nearest(x: Float[Array, "n g2"], book: Float[Array, "L g2"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
-    """Levels (A, B) of the nearest centre; of equally near ones the smallest A, then the smallest B."""
+    """Find the levels (A, B) of the nearest centre; of equally near ones the smallest A, then the smallest B."""
     a, b, cross = split_distances(x, book)
     distance = a[:, :, None] + b[:, None, :] + cross[None]
     code = distance.reshape(x.shape[0], -1).argmin(-1).astype(jnp.int32)
@@ -136,7 +140,7 @@ def _encode(spec: CommVQKeys, codebook, x):
 
 
 def _gathered(codebook, codes):
-    """The sum over all rounds of C[A] + j C[B], [..., n, C, 2g] float32."""
+    """Sum C[A] + j C[B] over all rounds, [..., n, C, 2g] float32."""
     rounds, groups, levels, width = codebook.shape
     codes = codes.astype(jnp.int32)
     codes = jnp.moveaxis(codes.reshape(*codes.shape[:-1], rounds, 2, groups), (-3, -2), (0, 1))  # [R, 2, ..., n, C]
@@ -165,7 +169,7 @@ def _decode(spec: CommVQKeys, constants, tile):
 
 
 def truncate_rounds(codebook: Float[Array, "*L R C V g2"], rounds: int) -> Float[Array, "*L r C V g2"]:
-    """The first `rounds` rounds: greedy codebooks are nested; their codes are the first 2*rounds*C lanes."""
+    """Keep the first `rounds` rounds of codebooks. They are nested, and their codes are the first 2*rounds*C lanes."""
     if not 1 <= rounds <= codebook.shape[-4]:
         raise ValueError(f"rounds={rounds}; the codebook has {codebook.shape[-4]}")
     return codebook[..., :rounds, :, :, :]

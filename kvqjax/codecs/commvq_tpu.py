@@ -14,21 +14,22 @@ CHUNK = 4  # rounds that one product sums: deep enough to fill matrix units, whi
 
 
 def _turn(width: int) -> np.ndarray:
-    """(x | y) @ this = (-y | x): the quarter turn of kvqjax.codecs.commvq_keys, on the matrix unit."""
+    """Make the matrix that turns (x | y) to (-y | x): the quarter turn of kvqjax.codecs.commvq_keys, on the matrix
+    unit."""
     half = np.eye(width // 2)
     return np.block([[0 * half, half], [-half, 0 * half]])
 
 
 def _pieces(x: Float[Array, "*n w"]) -> list[Float[Array, "*n w"]]:
-    """The first 8 significant bits of float32 numbers and the next 8, bfloat16."""
+    """Split float32 numbers into their first 8 significant bits and the next 8, both bfloat16."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
     top = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return [top.astype(jnp.bfloat16), (x - top).astype(jnp.bfloat16)]
 
 
 def columns(codebook: Float[Array, "R C L g2"]) -> Float[Array, "steps C rows pieces"]:
-    """What the one-hot columns choose from: rows and turned rows of `CHUNK` rounds at a time, both pieces side by side;
-    rounds that are missing in the last step are zeros."""
+    """Lay out the codebook that one-hot columns choose from: rows and turned rows of `CHUNK` rounds at a time, both
+    pieces side by side. Missing rounds of the last step are zeros."""
     rounds, groups, levels, width = codebook.shape
     steps = -(-rounds // CHUNK)
     book = jnp.pad(codebook.astype(jnp.float32), ((0, steps * CHUNK - rounds), (0, 0), (0, 0), (0, 0)))
@@ -43,7 +44,7 @@ def columns(codebook: Float[Array, "R C L g2"]) -> Float[Array, "steps C rows pi
 def summed_columns(
     columns: Float[Array, "steps C rows pieces"], codes: UInt[Array, "*n lanes"]
 ) -> Float[Array, "*n C g2"]:
-    """The sum over all rounds of C[A] + j C[B] for every token and group, float32. Codes have at most 8 bits."""
+    """Sum C[A] + j C[B] over all rounds for every token and group, float32. Codes have at most 8 bits."""
     steps, groups, rows, width = columns.shape
     levels = rows // (2 * CHUNK)
     flat = codes.reshape(-1, codes.shape[-1]).astype(jnp.bfloat16).T.reshape(-1, groups, codes[..., 0].size)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, Fit
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
@@ -43,7 +43,7 @@ class CommVQValues:
             raise ValueError(f"dtype={self.dtype!r}; the gain is stored as bfloat16 or float32")
 
     def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of one layer's constants; N = bits * W codes, 2N logits."""
+        """Give the shapes of one layer's constants; N = bits * W codes, 2N logits."""
         if width % 2:
             raise ValueError(f"width {width} is odd; a choice decides two bits")
         logit_count = 2 * self.bits * width
@@ -60,8 +60,8 @@ class CommVQValues:
         }
 
     def build(self, width: int) -> Codec:
-        """The codec of `width` = K*D channels. Its matmuls round by shape, so equal values give equal codes bit for bit
-        only through tiles of one shape: the cache always encodes [unit, W] of one row."""
+        """Build the codec of `width` = K*D channels. Its matmuls round by shape. Equal values therefore give equal
+        codes bit for bit only through tiles of one shape, and the cache always encodes [unit, W] of one row."""
         fields = {
             "bits": Field(kind="codes", width=self.bits * width, bits=1, role="payload"),
             "gain": Field(kind="token", width=1, role="scales", dtype=self.dtype),
@@ -79,7 +79,7 @@ class CommVQValues:
             gain = jnp.swapaxes(tile["gain"], -1, -2).astype(jnp.float32)
             return gain * _product(bits, constants["codebook"])
 
-        return Codec(width, 1, fields, encode, decode, self.shapes(width))
+        return Codec(width, 1, fields, encode, decode, self.shapes(width), Fit("kvqjax.calibrate.commvq"))
 
 
 def _product(x, matrix):
@@ -88,14 +88,15 @@ def _product(x, matrix):
 
 
 def normalise(v: Float[Array, "*n W"], scale: Float[Array, " W"]) -> tuple[Float[Array, "*n W"], Float[Array, "*n"]]:
-    """The channel-scaled direction the encoder sees, and its norm p."""
+    """Divide values by their channels' scale and then by their norm p. Gives the direction that the encoder sees, and
+    p."""
     scaled = wide(wide(v) / (scale + EPS).reshape((1,) * (v.ndim - 1) + scale.shape))
     norm = jnp.linalg.norm(scaled, axis=-1)
     return scaled / (norm[..., None] + EPS), norm
 
 
 def logits(constants: dict, unit: Float[Array, "*n W"]) -> Float[Array, "*n choices 4"]:
-    """The encoder: LayerNorm, Linear, GELU (erf), Linear; float32."""
+    """Run the encoder: LayerNorm, Linear, GELU (erf), Linear; float32."""
 
     def row(name):
         return constants[name].astype(jnp.float32).reshape((1,) * (unit.ndim - 1) + (-1,))
@@ -108,7 +109,7 @@ def logits(constants: dict, unit: Float[Array, "*n W"]) -> Float[Array, "*n choi
 
 
 def choice_bits(one_hot: Float[Array, "*n choices 4"]) -> Float[Array, "*n N"]:
-    """The bits of each choice; linear, so that a straight-through gradient passes."""
+    """Give the bits of each choice. It is linear, so that a straight-through gradient passes."""
     pairs = jnp.einsum("...c,cb->...b", one_hot, jnp.asarray(CHOICE_BITS, jnp.float32), precision="highest")
     return pairs.reshape(*one_hot.shape[:-2], -1)
 
@@ -118,11 +119,11 @@ def _choose(z):
 
 
 def direction(constants: dict, bits: Float[Array, "*n N"]) -> Float[Array, "*n W"]:
-    """w = bits @ E, in the channel-scaled space where its length is measured."""
+    """Compute w = bits @ E in the channel-scaled space, where its length is measured."""
     folded = _product(bits, constants["codebook"])
     return folded / (constants["scale"].astype(jnp.float32) + EPS).reshape((1,) * (bits.ndim - 1) + (-1,))
 
 
 def fold(codebook: Float[Array, "N W"], scale: Float[Array, " W"]) -> Float[Array, "N W"]:
-    """The stored codebook E (s + eps)."""
+    """Make the stored codebook E (s + eps)."""
     return codebook * (scale + EPS)[None]

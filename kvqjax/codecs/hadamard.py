@@ -22,14 +22,15 @@ def _is_prime(number: int) -> bool:
 
 
 def _paley_kind(order: int) -> int:
-    """1 or 2 for Paley's construction of that order, 0 if neither applies."""
+    """Say which of Paley's constructions gives that order, 1 or 2; 0 if neither does."""
     if _is_prime(order - 1) and order % 4 == 0:
         return 1
     return 2 if order % 4 == 0 and _is_prime(order // 2 - 1) and order // 2 % 4 == 2 else 0
 
 
 def _split(order: int) -> tuple[int, int] | None:
-    """(base, k) with order = base * 2^k, base 1 or the smallest Paley order; None if no construction is known."""
+    """Write the order as base * 2^k, base being 1 or the smallest Paley order. Gives (base, k), or None if no
+    construction is known."""
     odd, twos = order, 0
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
@@ -41,7 +42,7 @@ def _split(order: int) -> tuple[int, int] | None:
 
 
 def has_hadamard(order: int) -> bool:
-    """Whether `hadamard(order)` can be built."""
+    """Say whether `hadamard(order)` can be built."""
     return order > 0 and _split(order) is not None
 
 
@@ -61,7 +62,7 @@ def _paley(order: int) -> np.ndarray:
 
 
 def _factors(order: int) -> list[np.ndarray]:
-    """Matrices whose Kronecker product, first to last, is the Hadamard matrix."""
+    """Give matrices whose Kronecker product, first to last, is the Hadamard matrix."""
     parts = _split(order)
     if parts is None:
         raise ValueError(f"no Hadamard matrix of order {order} is known here; powers of two always are")
@@ -73,15 +74,13 @@ def _factors(order: int) -> list[np.ndarray]:
 
 @functools.lru_cache(maxsize=32)
 def hadamard(order: int) -> np.ndarray:
-    """H int8 [order, order] of +-1 with H H^T = order * I; Sylvester's natural order for powers of two."""
+    """Build H int8 [order, order] of +-1 with H H^T = order * I, in Sylvester's natural order for powers of two."""
     return functools.reduce(np.kron, _factors(order), np.ones((1, 1), np.int8))
 
 
 def transform(x: Float[Array, "*B W"], inverse: bool = False) -> Float[Array, "*B W"]:
-    """H x along the last axis, or H^T x (`inverse`: H^T H = W * I), float32, unnormalised.
-
-    One small product per Kronecker factor (1024 = 32 x 32: two products that fill a matrix unit), in full float32.
-    """
+    """Multiply by H along the last axis, or by H^T (`inverse`: H^T H = W * I), float32 and unnormalised. There is one
+    small product per Kronecker factor (1024 = 32 x 32: two products that fill a matrix unit), in full float32."""
     shape = x.shape
     x = x.astype(jnp.float32)
     done, left = 1, shape[-1]

@@ -19,7 +19,6 @@ when they are read. With one dimension, groups of one head and random signs that
 
 import dataclasses
 import functools
-import importlib.resources
 import math
 
 import jax
@@ -28,69 +27,19 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 from kvqjax.codecs import higgs_tpu
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.codecs.hadamard import has_hadamard, transform
+from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
+from kvqjax.codecs.kernel_form import Packed, rope_of
 from kvqjax.codecs.nuq_table import look_up
+from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
+from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 
-__all__ = ["Higgs", "group_size", "higgs_codec", "nearest", "shipped_grid"]
+__all__ = ["Higgs", "higgs_codec"]
 
 NORMS = ("plain", "corrected", "unbiased")
-LARGEST_GROUP = 1024
-SMALLEST_GROUP = 64  # below this a divisor costs more in scales than zero padding costs in codes
-BLOCK = 16  # grid points compared in one unrolled pass: the fastest on CPU among 8 to 64
-
-
-@functools.cache
-def _grids() -> dict[str, np.ndarray]:
-    with importlib.resources.files("kvqjax.codecs").joinpath("grids.npz").open("rb") as file:
-        return {name: grid.astype(np.float32) for name, grid in np.load(file).items()}
-
-
-def shipped_grid(bits: int, dim: int) -> np.ndarray:
-    """Gaussian-optimal grid float32 [2^(bits*dim), dim], computed by benchmarks/make_grids.py."""
-    name = f"p{dim}_n{2 ** (bits * dim)}"
-    if name not in _grids():
-        known = ", ".join(sorted(_grids()))
-        raise ValueError(f"no grid of {bits} bits in {dim} dimensions ({name}); known: {known}")
-    return _grids()[name]
-
-
-def group_size(width: int) -> int:
-    """Channels per Hadamard group: the largest divisor of `width` up to 1024 that has a Hadamard matrix; for widths
-    without a useful one, the next power of two (the channels are padded with zeros)."""
-    divisors = [g for g in range(1, min(LARGEST_GROUP, width) + 1) if width % g == 0 and has_hadamard(g)]
-    if divisors[-1] >= min(SMALLEST_GROUP, width):
-        return divisors[-1]
-    return min(LARGEST_GROUP, 1 << (width - 1).bit_length())
-
-
-def nearest(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:
-    """Index of the grid point nearest to each vector: the first maximum of 2 y.g - |g|^2, float32.
-
-    Products of depth p <= 6 waste a matrix unit, and XLA's argmax over a materialised score table was 3 to 30 times
-    slower than this running maximum over unrolled blocks (128 tokens of 1024 channels on CPU).
-    """
-    count, dim = grid.shape
-    block = min(BLOCK, count)
-    bias = (grid * grid).sum(1)
-    columns = [y[..., i] for i in range(dim)]
-
-    def visit(index, state):
-        best, code = state
-        start = index * block
-        points = jax.lax.dynamic_slice_in_dim(2 * grid, start, block)
-        norms = jax.lax.dynamic_slice_in_dim(bias, start, block)
-        for j in range(block):
-            score = sum(columns[i] * points[j, i] for i in range(dim)) - norms[j]
-            better = score > best
-            code = jnp.where(better, (start + j).astype(jnp.uint32), code)
-            best = jnp.where(better, score, best)
-        return best, code
-
-    start = jnp.full(y.shape[:-1], -jnp.inf, jnp.float32), jnp.zeros(y.shape[:-1], jnp.uint32)
-    return jax.lax.fori_loop(0, count // block, visit, start)[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +70,37 @@ class Higgs:
     def build(self, width: int) -> Codec:
         return higgs_codec(self, width, shipped_grid(self.bits, self.dim))
 
+    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+        """Name the kernel for keys before RoPE and values, both in pairs of channels and groups of a power of two whole
+        heads, without random signs, and with the transform in the codec."""
+        if not isinstance(value, Higgs) or rope != "pre" or self.rotated or value.rotated:
+            return None
+        alike = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (self, value)]
+        group = self.group or group_size(shape.kv_width)
+        whole = group % shape.head_dim == 0 and shape.kv_width % group == 0
+        if alike[0] != alike[1] or alike[0][:2] != (2, None):
+            return None
+        if not (whole and _power_of_two(group) and _power_of_two(shape.head_dim)):
+            return None
+        heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "rope": rope_of(shape)}
+        bits = {"key_bits": self.dim * self.bits, "value_bits": value.dim * value.bits}
+        grids = [shipped_grid(spec.bits, spec.dim) for spec in (self, value)]
+        spec = HiggsSpec(group=group, scales=self.dtype, **heads, **bits)
+        return Packed(spec, functools.partial(_body, grids))
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _body(grids: list[np.ndarray], weights, constants, stored, positions) -> HiggsBody:
+    """Name the stored fields as kernels name them, beside the grids of keys and values."""
+    keys, values = stored["k"], stored["v"]
+    (key_scale,), (value_scale,) = keys["scale"], values["scale"]
+    fields = HiggsStored(keys["codes"], key_scale, values["codes"], value_scale)
+    key_grid, value_grid = map(jnp.asarray, grids)
+    return HiggsBody(fields, key_grid, value_grid, positions)
+
 
 def _signs(seed: int | None, width: int) -> np.ndarray:
     if seed is None:
@@ -132,8 +112,30 @@ def _pad(x, axis_size: int):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, axis_size - x.shape[-1])])
 
 
+def _gain(norm: str, found: Float[Array, "u n h"], aim: Float[Array, "u n h"]) -> Float[Array, "u n"]:
+    """Compute the factor of the stored scale for grid points `found` of the normalised group `aim` (`norm`: see the
+    module)."""
+    group = found.shape[-1]
+    if norm == "corrected":
+        return (group / jnp.square(found).sum(-1)) ** 0.5
+    return group / jnp.maximum((found * aim).sum(-1), group / 4)
+
+
+def _points_of(points: np.ndarray, codes: UInt[Array, "*lead vectors"]) -> Float[Array, "*lead numbers"]:
+    """Look up the grid points of codes, side by side."""
+    found = look_up(codes, jnp.asarray(points[:, 0])) if points.shape[1] == 1 else jnp.asarray(points)[codes]
+    return found.reshape(*codes.shape[:-1], -1)
+
+
+def _fields(spec: Higgs, groups: int, vectors: int, bits: int) -> dict[str, Field]:
+    return {
+        "codes": Field(kind="codes", width=vectors, bits=bits, role="payload"),
+        "scale": Field(kind="token", width=groups, role="scales", dtype=spec.dtype),
+    }
+
+
 def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
-    """The codec on `width` channels with the grid `points` float32 [n, p], n a power of two.
+    """Build the codec of `width` channels with the grid `points` float32 [n, p], n a power of two.
 
     Fields: codes [ceil(h/p) per group], scale [1 per group]. A zero group has scale 0 and decodes to zeros; a group
     with a non-finite value decodes to non-finite values, and only that group.
@@ -142,10 +144,6 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
     group = spec.group or group_size(width)
     groups, vectors = -(-width // group), -(-group // dim)
     signs = _signs(spec.seed, groups * group)
-    fields = {
-        "codes": Field(kind="codes", width=groups * vectors, bits=int(math.log2(count)), role="payload"),
-        "scale": Field(kind="token", width=groups, role="scales", dtype=spec.dtype),
-    }
 
     def transformed(x, inverse: bool):
         return x * group**0.5 if spec.rotated else transform(x, inverse)
@@ -159,22 +157,14 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         y = _pad(y, vectors * dim).reshape(*y.shape[:-1], vectors, dim)
         codes = nearest(jnp.asarray(points), y)
         if spec.norm != "plain":
-            found = points_of(codes)[..., :group]
-            if spec.norm == "corrected":
-                gain = (group / jnp.square(found).sum(-1)) ** 0.5
-            else:
-                gain = group / jnp.maximum((found * y.reshape(*found.shape[:-1], -1)[..., :group]).sum(-1), group / 4)
-            scale = (length * gain).astype(spec.dtype)
+            found = _points_of(points, codes)[..., :group]
+            aim = y.reshape(*found.shape[:-1], -1)[..., :group]
+            scale = (length * _gain(spec.norm, found, aim)).astype(spec.dtype)
         return {"codes": codes.reshape(-1, groups * vectors), "scale": scale.T}
-
-    def points_of(codes):
-        """Grid points of codes [.., groups, vectors], side by side."""
-        found = look_up(codes, jnp.asarray(points[:, 0])) if dim == 1 else jnp.asarray(points)[codes]
-        return found.reshape(*codes.shape[:-1], vectors * dim)
 
     def gathered(codes):
         lead = codes.shape[:-1]
-        y = points_of(codes.reshape(*lead, groups, vectors))
+        y = _points_of(points, codes.reshape(*lead, groups, vectors))
         return transformed(y[..., :group], True).reshape(*lead, groups * group)
 
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
@@ -187,4 +177,4 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         blocks = x.reshape(*lead, groups, group) * scale[..., None]
         return (blocks.reshape(*lead, groups * group) * signs.reshape((1,) * len(lead) + (-1,)))[..., :width]
 
-    return Codec(width, 1, fields, encode, decode)
+    return Codec(width, 1, _fields(spec, groups, groups * vectors, int(math.log2(count))), encode, decode)

@@ -43,8 +43,8 @@ class Plan(NamedTuple):
 
 
 def plan(points: np.ndarray, group: int, groups: int) -> Plan | None:
-    """How to decode `groups` groups of `group` channels with the grid `points` float32 [n, p]; None: it cannot be done
-    this way."""
+    """Say how to decode `groups` groups of `group` channels with the grid `points` float32 [n, p]; None where it cannot
+    be done this way."""
     count, dim = points.shape
     raised = HALF.maxexp - 1 - math.frexp(float(np.abs(points).max()))[1]  # so that no number is subnormal
     halves = np.ldexp(points, raised).astype(np.float16)
@@ -57,7 +57,7 @@ def plan(points: np.ndarray, group: int, groups: int) -> Plan | None:
 
 
 def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """(tile, inner, outer): a part of a group, or whole groups side by side until they fill the lanes."""
+    """Choose (tile, inner, outer): a part of a group, or whole groups side by side until they fill the lanes."""
     part, group = max(LANES, CHANNELS // dim), vectors * dim
     if vectors % part == 0 and has_hadamard(vectors // part) and has_hadamard(part * dim):
         outer, inner = hadamard(vectors // part), hadamard(part * dim)
@@ -69,7 +69,7 @@ def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.n
 
 
 def _chosen(table: np.ndarray, codes: UInt[Array, "*B V"]) -> UInt[Array, "*B V"]:
-    """table[codes] by selects, for tables of a power of two."""
+    """Look up table[codes] by selects, for tables of a power of two."""
     level = [jnp.uint32(word) for word in table]
     for bit in range(len(table).bit_length() - 1):
         is_set = (codes & jnp.uint32(1 << bit)) != 0
@@ -78,7 +78,8 @@ def _chosen(table: np.ndarray, codes: UInt[Array, "*B V"]) -> UInt[Array, "*B V"
 
 
 def _pieces(half: UInt[Array, "*B V"], raised: int) -> list[Float[Array, "*B V"]]:
-    """The two bfloat16 numbers that add up to a float16 number, given in the low half of a word, over 2^raised."""
+    """Split a float16 number, given in the low half of a word, over 2^raised, into two bfloat16 numbers that add up to
+    it."""
     wide = (half & jnp.uint32(0x8000)) << 16 | (
         half & jnp.uint32(0x7FFF)
     ) << 13  # float32, but for its exponent's offset
@@ -90,7 +91,7 @@ def _pieces(half: UInt[Array, "*B V"], raised: int) -> list[Float[Array, "*B V"]
 
 
 def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[Array, "*B W"]:
-    """The inner transform of one tile of vectors."""
+    """Apply the inner transform to one tile of vectors."""
     halves = [half for word in words for half in (word & jnp.uint32(0xFFFF), word >> 16)][: plan.dim]
     y = jnp.concatenate([piece for half in halves for piece in _pieces(half, plan.raised)], axis=-1)
     matrix = jnp.asarray(plan.matrix, jnp.bfloat16)
@@ -98,7 +99,8 @@ def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[A
 
 
 def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
-    """H^T y of every group, y being the grid points that `codes` name; not divided by the group's width."""
+    """Compute H^T y of every group, y being the grid points that `codes` name. It is not divided by the group's
+    width."""
     # Behind a barrier, or XLA may select anew for every product.
     words = jax.lax.optimization_barrier([_chosen(table, codes) for table in plan.words])
     tiles = [jnp.split(word, codes.shape[-1] // plan.tile, axis=-1) for word in words]

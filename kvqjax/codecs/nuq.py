@@ -25,30 +25,26 @@ the slots that name its own channels.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Num
 
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, CodecSpec, Fit
+from kvqjax.codecs.kernel_form import Packed, key_value_spec
 from kvqjax.codecs.nuq_outliers import restore_outliers, store_outliers
+from kvqjax.codecs.nuq_range import channel_range, divisor, normalise_keys, stored_range, token_range
 from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
-from kvqjax.codecs.uniform import round_toward
+from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field, slot_rows
+from kvqjax.pallas_kernels.packed import PackedBody, Signposts
 
-__all__ = [
-    "Nuq",
-    "channel_range",
-    "excess",
-    "normalise_keys",
-    "read_signposts",
-    "signposts",
-    "stored_range",
-    "token_range",
-]
+__all__ = ["Nuq", "read_signposts", "signposts"]
 
+FIT = Fit("kvqjax.calibrate.kvquant")
 MAX_WIDTH = 32767  # channel numbers, and the width itself for an unused slot, are int16
 
 
@@ -87,7 +83,8 @@ class Nuq:
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: bfloat16, float32")
 
     def slot_count(self, width: int) -> int:
-        """Outlier slots of a token of W channels: as many at each end as half the fraction asks for, rounded up."""
+        """Count the outlier slots of a token of W channels. At each end there are half as many as the fraction asks
+        for, rounded up."""
         return self.slots or 2 * math.ceil(round(self.outliers / 2 * width, 9))
 
     def build(self, width: int) -> Codec:
@@ -95,6 +92,18 @@ class Nuq:
         if not least <= width <= MAX_WIDTH:
             raise ValueError(f"width={width}; wanted {least} to {MAX_WIDTH} for outliers={self.outliers}")
         return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
+
+    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+        """Name the kernel for keys per channel beside values per token, both with signposts and of one dtype."""
+        if not isinstance(value, Nuq) or (self.per, value.per) != ("channel", "token"):
+            return None
+        if len({value.dtype, self.outlier_dtype, value.outlier_dtype}) > 1:
+            return None
+        width = shape.kv_width
+        slots = {"key_slots": self.slot_count(width), "value_slots": value.slot_count(width)}
+        groups = {"key_group": 0, "value_group": width}
+        spec = key_value_spec(self, value, rope, shape, datatype="nuq", **slots, **groups)
+        return Packed(spec, functools.partial(_body, self, value))
 
 
 def _fields(spec: Nuq, width: int) -> dict[str, Field]:
@@ -111,14 +120,14 @@ def _needs(spec: Nuq) -> dict[str, tuple[int, ...]]:
 
 
 def signposts(spec: Nuq, constants) -> Float[Array, " M"]:
-    """The sorted signposts that codes of this spec index, before Q-Norm."""
+    """Give the sorted signposts that codes of this spec index, before Q-Norm."""
     if spec.datatype == "nuq":
         return constants["signposts"].astype(jnp.float32)
     return jnp.asarray(fixed_signposts(spec.datatype, spec.bits))
 
 
 def read_signposts(spec: Nuq, constants) -> Float[Array, " M"]:
-    """What codes of this spec are read as: the signposts, through Q-Norm if the spec has it."""
+    """Give the numbers that codes of this spec are read as: the signposts, through Q-Norm if the spec has it."""
     table = signposts(spec, constants)
     return table * constants["norm"][0] + constants["norm"][1] if spec.q_norm else table
 
@@ -144,7 +153,7 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
         return _restored(spec, dense, tile)
 
     needs = {"upper": (width,), "lower": (width,), **_needs(spec)}
-    return Codec(width, 1, _fields(spec, width), encode, decode, needs)
+    return Codec(width, 1, _fields(spec, width), encode, decode, needs, FIT)
 
 
 def _per_token(spec: Nuq, width: int) -> Codec:
@@ -165,55 +174,21 @@ def _per_token(spec: Nuq, width: int) -> Codec:
         scale, centre = (jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre"))
         return _restored(spec, look_up(tile["codes"], read_signposts(spec, constants)) * scale + centre, tile)
 
-    return Codec(width, 1, fields, encode, decode, _needs(spec))
+    return Codec(width, 1, fields, encode, decode, _needs(spec), FIT)
 
 
 def _restored(spec: Nuq, dense, tile):
-    """The dense numbers with the outliers back in place."""
+    """Put the outliers back in place in the dense numbers."""
     count = spec.slot_count(dense.shape[-1])
     return restore_outliers(dense, tile["outliers"], count, spec.outlier_dtype) if count else dense
 
 
-def divisor(scale):
-    return jnp.where(scale > 0, scale, 1.0)
-
-
-def channel_range(constants) -> tuple[Float[Array, " W"], Float[Array, " W"]]:
-    """Centre and half range of every channel."""
-    upper, lower = constants["upper"].astype(jnp.float32), constants["lower"].astype(jnp.float32)
-    return (upper + lower) / 2, (upper - lower) / 2
-
-
-def normalise_keys(constants, x: Float[Array, "u W"]):
-    """Normalised keys and the outlier mask, which compares with the thresholds themselves: strict, exact at their
-    edge."""
-    centre, scale = channel_range(constants)
-    outside = (x > constants["upper"][None]) | (x < constants["lower"][None])
-    return (x - centre[None]) / divisor(scale)[None], outside
-
-
-def excess(slots: int, constants, x: Float[Array, "u W"]) -> Int[Array, " u"]:
-    """Outliers of each key token that find none of its slots and saturate."""
-    outside = normalise_keys(constants, x.astype(jnp.float32))[1]
-    return jnp.maximum(outside.sum(-1) - slots, 0)
-
-
-def token_range(x: Float[Array, "u W"], side: int):
-    """Largest and smallest entry of each token [u, 1] after `side` outliers at each end, and those outliers'
-    channels."""
-    if not side:
-        return x.max(-1, keepdims=True), x.min(-1, keepdims=True), None
-    # Without the barrier XLA on CPU merges the slices below into the sort behind top_k and then sorts every token
-    # in full: measured 970 ms against 16 ms for 4096 x 1024.
-    # A third operand, because XLA's partitioner aborts on a barrier whose operands are just what top_k returns.
-    top, top_channels, _ = jax.lax.optimization_barrier((*jax.lax.top_k(x, side + 1), x))
-    bottom, bottom_channels, _ = jax.lax.optimization_barrier((*jax.lax.top_k(-x, side + 1), x))
-    channels = jnp.concatenate([top_channels[:, :side], bottom_channels[:, :side]], axis=-1)
-    return top[:, side:], -bottom[:, side:], channels
-
-
-def stored_range(high: Float[Array, "u 1"], low: Float[Array, "u 1"], dtype: str):
-    """Centre and half range of each token in `dtype`; the range covers high and low around the centre as rounded."""
-    centre = (high / 2 + low / 2).astype(dtype)
-    stored = centre.astype(jnp.float32)
-    return centre, round_toward(jnp.maximum(high - stored, stored - low), dtype, up=True)
+def _body(key: Nuq, value: Nuq, weights, constants, stored, positions) -> PackedBody:
+    """Name the stored fields as kernels name them, with each channel's range and both tables of signposts."""
+    keys, values = stored["k"], stored["v"]
+    centre, scale = channel_range(constants["k"])
+    (value_scale,), (value_low,) = values["scale"], values["centre"]
+    tables = Signposts(read_signposts(key, constants["k"]), read_signposts(value, constants.get("v", {})))
+    dense = PackedBody(keys["codes"], scale, centre, values["codes"], value_scale, value_low, positions, tables)
+    (key_outliers,), (value_outliers,) = (fields.get("outliers", (None,)) for fields in (keys, values))
+    return dense._replace(key_outliers=key_outliers, value_outliers=value_outliers)

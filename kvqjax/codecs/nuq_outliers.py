@@ -14,7 +14,7 @@ __all__ = ["restore_outliers", "split_outliers", "store_outliers"]
 
 
 def store_outliers(x: Float[Array, "u W"], channels: Int[Array, "u n"], dtype: str) -> UInt[Array, "rows u"]:
-    """Values and channels of the outliers as words; a channel of W is an unused slot."""
+    """Pack the outliers' values and channels into words; a channel of W is an unused slot."""
     values = jnp.take_along_axis(x, channels, axis=-1, mode="clip").astype(dtype)
     words = jax.lax.bitcast_convert_type(values, jnp.uint16).reshape(len(x), -1)
     return jnp.concatenate([words, channels.astype(jnp.uint16)], axis=-1).T
@@ -23,7 +23,7 @@ def store_outliers(x: Float[Array, "u W"], channels: Int[Array, "u n"], dtype: s
 def split_outliers(
     words: UInt[Array, "*B rows u"], count: int, dtype: str
 ) -> tuple[Float[Array, "*B u n"], Int[Array, "*B u n"]]:
-    """(values, channels) of `count` slots of every token."""
+    """Unpack (values, channels) of `count` slots of every token."""
     words, each = jnp.swapaxes(words, -1, -2), jnp.dtype(dtype).itemsize // 2
     values, channels = words[..., : count * each], words[..., count * each : count * (each + 1)]
     values = values if each == 1 else values.reshape(*channels.shape, each)

@@ -32,21 +32,21 @@ def _normal_float(bits: int) -> np.ndarray:
 
 
 def fixed_signposts(datatype: str, bits: int) -> Float[np.ndarray, " M"]:
-    """The 2^bits sorted signposts of "nf" or "int", float32."""
+    """Compute the 2^bits sorted signposts of "nf" or "int", float32."""
     points = _normal_float(bits) if datatype == "nf" else np.linspace(-1, 1, 2**bits)
     return points.astype(np.float32)
 
 
 def nearest(u: Float[Array, "*S"], signposts: Float[Array, " M"]) -> UInt[Array, "*S"]:
-    """Index of the nearest of M sorted signposts; a mid-point belongs to the lower one, anything outside to the
-    ends."""
+    """Find the index of the nearest of M sorted signposts. A mid-point belongs to the lower one, anything outside to
+    the ends."""
     middles = (signposts[1:] + signposts[:-1]) / 2
     # At most 15 comparisons, fused into one pass over u: cheaper than a binary search on every backend.
     return sum(((u > middle).astype(jnp.uint32) for middle in middles), jnp.zeros(u.shape, jnp.uint32))
 
 
 def look_up(codes: UInt[Array, "*S"], signposts: Float[Array, " M"]) -> Float[Array, "*S"]:
-    """`signposts[codes]`, as a chain of selects: a gather of single numbers is slow on TPUs and vector units."""
+    """Look up `signposts[codes]` as a chain of selects: a gather of single numbers is slow on TPUs and vector units."""
     value = jnp.broadcast_to(signposts[0], codes.shape)
     for index in range(1, signposts.shape[0]):
         value = jnp.where(codes == index, signposts[index], value)

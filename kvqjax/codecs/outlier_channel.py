@@ -41,4 +41,4 @@ class OutlierChannels:
             rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "kept"})
             return rest.at[..., where].set(jnp.swapaxes(tile["kept"], -1, -2).astype(rest.dtype))
 
-        return Codec(width, inner.unit, {**inner.fields, "kept": field}, encode, decode, inner.needs)
+        return Codec(width, inner.unit, {**inner.fields, "kept": field}, encode, decode, inner.needs, inner.fit)

@@ -19,13 +19,14 @@ __all__ = ["Scaled", "over_parts", "times_parts"]
 
 
 def over_parts(x: Float[Array, "u W"], factor: Float[Array, "u n"]) -> Float[Array, "u W"]:
-    """Each of n parts of a token's channels over its own factor; over 1 where that is 0."""
+    """Divide each of n parts of a token's channels by its own factor, or by 1 where that is 0."""
     safe = jnp.where(factor > 0, factor, 1.0)
     return (x.reshape(*factor.shape, -1) / safe[..., None]).reshape(x.shape)
 
 
 def times_parts(x: Float[Array, "*B u W"], factor: Float[Array, "*B n u"]) -> Float[Array, "*B u W"]:
-    """Each of n parts of a token's channels times its own factor, as stored for tokens on the last axis."""
+    """Multiply each of n parts of a token's channels by its own factor, which is stored with tokens on the last
+    axis."""
     factor = jnp.swapaxes(factor, -1, -2).astype(jnp.float32)
     return (x.reshape(*factor.shape, -1) * factor[..., None]).reshape(x.shape)
 

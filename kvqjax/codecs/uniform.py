@@ -12,16 +12,18 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.codecs.kernel_form import Packed, key_value_spec
+from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
+from kvqjax.pallas_kernels.packed import PackedBody
 
-__all__ = ["Uniform", "check_group", "round_toward"]
+__all__ = ["Uniform", "check_group", "round_toward", "uniform_body"]
 
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
-    """The nearest value of `dtype` that is not below (`up`) or not above (down) the float32 input; returned in
-    `dtype`."""
+    """Round float32 numbers to the nearest value of `dtype` that is not below (`up`) or not above (down) them."""
     near = x.astype(dtype)
     limit = jnp.asarray(jnp.inf if up else -jnp.inf, dtype)
     stored = near.astype(jnp.float32)
@@ -30,14 +32,14 @@ def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*
 
 
 def _parameters(x, axis: int, bits: int, dtype: str):
-    """Stored scale and minimum of each group along `axis` (kept with size 1), in `dtype`."""
+    """Compute the stored scale and minimum of each group along `axis` (kept with size 1), in `dtype`."""
     low = round_toward(x.min(axis, keepdims=True), dtype, up=False)
     reach = x.max(axis, keepdims=True) - low.astype(jnp.float32)
     return round_toward(reach / (2**bits - 1), dtype, up=True), low
 
 
 def _quantise(x, scale, low, bits: int):
-    """Codes against the stored parameters; a constant group has scale 0 and code 0."""
+    """Compute codes against the stored parameters; a constant group has scale 0 and code 0."""
     scale, low = scale.astype(jnp.float32), low.astype(jnp.float32)
     steps = (x - low) / jnp.where(scale > 0, scale, 1.0)
     return jnp.clip(jnp.round(steps), 0, 2**bits - 1).astype(jnp.uint32)
@@ -65,6 +67,15 @@ class Uniform:
 
     def build(self, width: int) -> Codec:
         return _per_channel(self, width) if self.along == "tokens" else _per_token(self, width)
+
+    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+        """Name the kernel for keys per channel beside uniform values per token with scales of the same dtype (KIVI)."""
+        if not isinstance(value, Uniform) or self.dtype != value.dtype:
+            return None
+        if (self.along, value.along) != ("tokens", "channels"):
+            return None
+        groups = {"key_group": self.group, "value_group": min(value.group, shape.kv_width)}
+        return Packed(key_value_spec(self, value, rope, shape, **groups), uniform_body)
 
 
 def _per_channel(spec: Uniform, width: int) -> Codec:
@@ -123,3 +134,10 @@ def _per_token(spec: Uniform, width: int) -> Codec:
         return (groups * scale + low).reshape(codes.shape)
 
     return Codec(width, 1, fields, encode, decode)
+
+
+def uniform_body(weights, constants, stored, positions) -> PackedBody:
+    """Name the stored fields of keys and values that are both uniform as kernels name them."""
+    keys, values = stored["k"], stored["v"]
+    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
+    return PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions)

@@ -11,7 +11,7 @@ from kvqjax.methods.registry import METHODS, MethodLike, parse, policy, spelled_
 from kvqjax.methods.rotated_wiring import kvarn, omniscale, oscar
 from kvqjax.methods.spec import Method, method_factory
 from kvqjax.methods.turboquant_wiring import turboquant
-from kvqjax.methods.wiring import Calibration, Chain, Clock, Fast, Maps, Storage, Wiring
+from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Maps, Storage, Wiring
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
 
@@ -20,6 +20,7 @@ __all__ = [
     "Calibration",
     "Chain",
     "Clock",
+    "Cost",
     "Fast",
     "Keep",
     "KeysAndValues",

@@ -11,7 +11,7 @@ FEW_BITS = 4  # uniform codes per token of so many bits lose a bundled model wit
 
 
 def _shares_scales(spec: LayerSpec) -> bool:
-    """Whether keys after RoPE share a scale between channels, and nothing is taken off them first."""
+    """Say whether channels of keys after RoPE share a scale, and nothing is taken off them first."""
     key = getattr(spec, "key", None)
     few = isinstance(key, Uniform) and key.along == "channels" and key.bits <= FEW_BITS
     plain = getattr(spec, "centre", "none") == "none"
@@ -19,7 +19,7 @@ def _shares_scales(spec: LayerSpec) -> bool:
 
 
 def bias_advice(method: Method, config: KVShape) -> str:
-    """One line where the model's key bias will cost most of the precision of this method's keys, else ""."""
+    """Give one line where the model's key bias will cost most of the precision of this method's keys, else ""."""
     if not config.qkv_bias or not any(map(_shares_scales, method.layers(config))):
         return ""
     return (

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
+from kvqjax.codecs.kernel_form import Packed, rope_of
 from kvqjax.methods.keys_values import keys_and_values
-from kvqjax.methods.packing import commvq_form
 from kvqjax.methods.spec import Method, method_factory
 from kvqjax.methods.summing import shared_until, through_heads
 from kvqjax.methods.wiring import Clock, SharedValues, Wiring
 from kvqjax.model.config import KVShape
+from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 
 __all__ = ["CommVQLayer", "commvq"]
 
@@ -43,7 +44,7 @@ class CommVQLayer:
             raise ValueError(f"unit={self.unit}; tokens leave the window in multiples of 32")
 
     def key(self, config: KVShape) -> CommVQKeys:
-        """The key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
+        """Choose the key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
         pairs = self.group or config.head_dim // 2
         rounds = self.rounds or max(1, round(self.bits * pairs / math.log2(self.levels)))
         return CommVQKeys(head_dim=config.head_dim, rounds=rounds, levels=self.levels, group=self.group)
@@ -56,17 +57,32 @@ class CommVQLayer:
         wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre", self.unbiased)
         shared = _summed_bits(self.bits * config.kv_width, config)
         plain = not (self.unbiased and config.known_key_bias)
-        packed = commvq_form(self.key(config), self.value(), config) if plain else None
+        packed = _packed(self.key(config), self.value(), config) if plain else None
         return wiring.having(maps={"prepare": _prepare}, fast={"packed": packed, "shared": shared})
 
 
+def _packed(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | None:
+    """Say how kernels read codes with one pair of levels a round and head; None for groups of fewer pairs."""
+    if key.pairs != config.head_dim // 2 or (key.dtype, value.dtype) != ("bfloat16", "bfloat16"):
+        return None
+    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
+    width = value.bits * config.kv_width
+
+    def body(weights, constants, stored, positions) -> CommVQBody:
+        (prescale,), (bits,), (gain,) = stored["k"]["prescale"], stored["v"]["bits"], stored["v"]["gain"]
+        matrix = decoding_matrix(constants["k"]["codebook"])
+        return CommVQBody(stored["k"]["codes"], prescale, bits, gain, positions, matrix)
+
+    return Packed(CommVQSpec(rounds=key.rounds, levels=key.levels, value_width=width, **heads), body)
+
+
 def _prepare(constants):
-    """The key codebook as TPUs read it, beside it; where it is not read it is never made."""
+    """Add the key codebook as TPUs read it; programs that do not read it never make it."""
     return constants | {"k": constants["k"] | {"columns": columns(constants["k"]["codebook"])}}
 
 
 def _summed_bits(count: int, config: KVShape) -> SharedValues:
-    """The reordered value product (section 4.3, equation 22): N = `count` bits per token."""
+    """Reorder the value product (section 4.3, equation 22): sum N = `count` bits per token, then multiply."""
 
     def read(weights, constants, payload, sources):
         return payload["v"]["bits"].astype(jnp.float32) * jnp.swapaxes(payload["v"]["gain"], -1, -2).astype(jnp.float32)

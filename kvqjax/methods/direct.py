@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float
 from kvqjax.codecs import CodecSpec, Exact, Uniform
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
+from kvqjax.codecs.kernel_form import ReadAtOnce
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial
@@ -70,6 +71,8 @@ def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
 
 
 def _key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
+    if isinstance(spec, ReadAtOnce):
+        return spec.scores(shape)
     if isinstance(spec, Clipped):
         return _key_form(spec.inner, shape)
     if isinstance(spec, Scaled | Balanced):
@@ -87,6 +90,8 @@ def _key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
 
 
 def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
+    if isinstance(spec, ReadAtOnce):
+        return spec.values(shape)
     if isinstance(spec, Exact):
         return lambda weights, fields, dtype, piece: _exact_values(weights, fields["x"][0][0], dtype, piece)
     if isinstance(spec, Clipped):

@@ -34,7 +34,7 @@ def _read_one(text: str) -> dict[str, Any]:
 
 
 def read_text(text: str) -> dict[str, Any]:
-    """Tree of a spec string: a method with options, then `;layers=method` exceptions."""
+    """Read the tree of a spec string: a method with options, then `;layers=method` exceptions."""
     head, *exceptions = text.split(";")
     parts = dict(re.findall(r"(?:^|;)\s*([kv])\s*=([^;]*)", text))
     if re.match(r"\s*[kv]\s*=", head):
@@ -54,7 +54,7 @@ def read_text(text: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Tree of a JSON file. Raises UserError with the place of a syntax error."""
+    """Read the tree of a JSON file. Raises UserError with the place of a syntax error."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def layer_numbers(text: str | int) -> range:
-    """`3`, `-1`, `0-2` or `-4--2`, both ends included."""
+    """Read `3`, `-1`, `0-2` or `-4--2`, both ends included."""
     found = re.fullmatch(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", str(text))
     if found is None:
         raise UserError(f"{text!r} is not a layer number or a range such as 0-2")
@@ -83,7 +83,8 @@ def layer_numbers(text: str | int) -> range:
 
 
 def read_selector(text: str | int) -> tuple[range | None, str]:
-    """(layers, part) that an exception names: no layers are all of them; the part is "k", "v", or "" for both."""
+    """Read the (layers, part) that an exception names. Layers are None for all of them; the part is "k", "v", or "" for
+    both."""
     layers, dot, part = str(text).rpartition(".")
     if str(text).strip() in ("k", "v"):
         return None, str(text).strip()
@@ -93,7 +94,7 @@ def read_selector(text: str | int) -> tuple[range | None, str]:
 
 
 def write_selector(numbers: range | None, part: str) -> str:
-    """The text that `read_selector` reads."""
+    """Write the text that `read_selector` reads."""
     if numbers is None:
         return part
     layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"

@@ -4,10 +4,10 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int
 
-from kvqjax.codecs import CodecSpec
+from kvqjax.codecs import CodecSpec, Fit
 from kvqjax.codecs.base import Codec
+from kvqjax.codecs.kernel_form import packed_form
 from kvqjax.methods.direct import direct_form
-from kvqjax.methods.packing import packed_form
 from kvqjax.methods.rotation import check_rotation, frame, needs_of
 from kvqjax.methods.wiring import Calibration, Clock, Maps, Storage, Wiring
 from kvqjax.model.config import KVShape
@@ -15,6 +15,8 @@ from kvqjax.model.decoder import Projected, key_bias
 from kvqjax.model.rope import rotate
 
 __all__ = ["KeysAndValues", "cached_keys", "keys_and_values"]
+
+FIT = Fit("kvqjax.calibrate.rotation", also=("kvqjax.calibrate.centre",))
 
 
 def _heads(x, config: KVShape):
@@ -24,25 +26,16 @@ def _heads(x, config: KVShape):
 def cached_keys(
     projected: Projected, positions: Int[Array, "B T"], config: KVShape, rope: str, unbiased: bool
 ) -> Float[Array, "B T K D"]:
-    """The keys [B, T, K, D] that a cache keeps: as attended, before RoPE, or before RoPE and without their bias."""
+    """Choose the keys [B, T, K, D] that a cache keeps: as attended, before RoPE, or before RoPE and without their
+    bias."""
     if rope == "post":
         return rotate(projected.k, positions, config)
     bare = projected.bare if unbiased and config.known_key_bias else None
     return projected.k if bare is None else bare
 
 
-def keys_and_values(
-    config: KVShape,
-    codecs: dict[str, Codec],
-    clocks: tuple[Clock, ...],
-    rope: str,
-    unbiased: bool = False,
-    rotations: dict[str, str] = {},  # noqa: B006 - never written to
-) -> Wiring:
-    """Sources are keys and values over all KV heads, `[K*D]` each; keys as attended (`rope="post"`) or before RoPE
-    (`rope="pre"`: the rotation happens at every read and is never undone). Each source has a codec of its own.
-    `unbiased` keys before RoPE are kept without the model's bias, in sinks, window and body, and read with it.
-    `rotations` {source: rotation} turn the body (kvqjax.methods.rotation)."""
+def _check(config: KVShape, rope: str, unbiased: bool, rotations: dict[str, str]) -> None:
+    """Raise ValueError for a frame that keys of this shape cannot have."""
     if rope not in ("pre", "post"):
         raise ValueError(f"rope={rope!r}; known: pre, post")
     if rope == "pre" and config.rope is None:
@@ -53,6 +46,22 @@ def keys_and_values(
         raise ValueError("keys without the model's bias cannot be rotated; say centre=none")
     check_rotation(rotations.get("k", "none"), rope)
     check_rotation(rotations.get("v", "none"))
+
+
+def keys_and_values(
+    config: KVShape,
+    codecs: dict[str, Codec],
+    clocks: tuple[Clock, ...],
+    rope: str,
+    unbiased: bool = False,
+    rotations: dict[str, str] = {},  # noqa: B006 - never written to
+) -> Wiring:
+    """Wire a layer whose sources are keys and values over all KV heads, `[K*D]` each, each with its own codec.
+
+    Keys are kept as attended (`rope="post"`) or before RoPE (`rope="pre"`: they are rotated at every read). `unbiased`
+    keys before RoPE are kept without the model's bias in sinks, window and body; reading adds it. `rotations` {source:
+    rotation} turn the body (kvqjax.methods.rotation)."""
+    _check(config, rope, unbiased, rotations)
     turning = frame(rotations, config)
     turn = (lambda constants, source, x, back=False: x) if turning is None else turning.turn
 
@@ -75,11 +84,11 @@ def keys_and_values(
             k = k + key_bias(weights, config).astype(k.dtype)
         return (rotate(k, positions, config) if rope == "pre" else k), v
 
-    widths = {"k": config.kv_width, "v": config.kv_width}
+    needs, widths = needs_of(rotations, config), {"k": config.kv_width, "v": config.kv_width}
     return Wiring(
         Storage(widths, codecs, clocks),
         Maps(capture, encode, decode, expand, frame=turning),
-        calibration=Calibration(needs_of(rotations, config)),
+        calibration=Calibration(needs, fit=FIT if needs else None),
     )
 
 

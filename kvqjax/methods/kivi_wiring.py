@@ -15,8 +15,8 @@ PLANE = 32  # tokens that leave the window together where the codec does not ask
 
 @method_factory
 def exact(*, window: int = 0, sinks: int = 0) -> Method:
-    """Keys and values as computed: the reference that every other method is measured against. `window` and `sinks` are
-    where other methods have them and change no result."""
+    """Keys and values as computed: the reference that every other method is measured against. `window` and `sinks`
+    are accepted for symmetry with other methods; they do not change results."""
     return Method(name="exact", layer=KeysAndValues(key=Exact(), value=Exact(), window=window, unit=PLANE), sinks=sinks)
 
 

@@ -19,13 +19,13 @@ NAMES = {"k": "keys", "v": "values"}
 
 
 def apart(wiring: Wiring) -> bool:
-    """Whether keys and values themselves are cached, each with a codec of its own, whose constants are all there are.
-    Latents are not: theirs stand for weights, of which a layer's other part would have none."""
+    """Say whether a layer caches keys and values themselves, each with a codec whose constants are all there are.
+    Latents do not count: their constants stand for weights, which a layer's other part would lack."""
     return set(wiring.storage.sources) == set(PARTS) and not (wiring.chain.carry or any(wiring.calibration))
 
 
 def _clock(wiring: Wiring, part: str) -> Clock:
-    """When one part alone leaves the window."""
+    """Give the clock of one part alone."""
     (found,) = (clock for clock in wiring.storage.clocks if part in clock.sources)
     return found._replace(sources=(part,))
 
@@ -73,7 +73,7 @@ class Pair:
 
 
 def _of_one_method(key: Any, value: Any) -> LayerSpec | None:
-    """The layer that has `key`'s key codec, `value`'s value codec, and all else of both, where that is the same."""
+    """Make the layer with `key`'s key codec and `value`'s value codec where all else of both is the same; else None."""
     fields = {field.name for field in dataclasses.fields(key)}
     if type(key) is not type(value) or not {"key", "value"} <= fields or isinstance(key, Pair):
         return None
@@ -83,7 +83,7 @@ def _of_one_method(key: Any, value: Any) -> LayerSpec | None:
 
 
 def joined(key: LayerSpec, value: LayerSpec) -> LayerSpec:
-    """One layer's spec for keys as in `key` and values as in `value`."""
+    """Make one layer's spec with keys as in `key` and values as in `value`."""
     key = key.key if isinstance(key, Pair) else key
     value = value.value if isinstance(value, Pair) else value
     return _of_one_method(key, value) or Pair(key=key, value=value)

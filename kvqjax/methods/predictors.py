@@ -26,7 +26,7 @@ NORM_EPS = 1e-5
 
 
 def shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
-    """Constants of one layer by name, without the layer axis."""
+    """Give the shapes of one layer's constants by name, without the layer axis."""
     if kind not in KINDS:
         raise ValueError(f"predictor={kind!r}; known: {', '.join(KINDS)}")
     if kind == "none":
@@ -45,7 +45,7 @@ def shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tup
 
 
 def unpack_weight(constants: dict[str, Array]) -> Float[Array, "I O"]:
-    """The float32 weight of an `int4` predictor: codes * scale + low per group of inputs."""
+    """Decode the float32 weight of an `int4` predictor: codes * scale + low per group of inputs."""
     codes = unpack_nibbles(constants["codes"]).astype(jnp.float32)
     groups = codes.reshape(constants["scale"].shape[0], -1, codes.shape[1])
     scale, low = (constants[name].astype(jnp.float32)[:, None] for name in ("scale", "low"))
@@ -57,7 +57,7 @@ def _times(x, weight):
 
 
 def predict(kind: str, constants: dict[str, Array], x: Float[Array, "u I"]) -> Float[Array, "u O"]:
-    """The prediction for u tokens, float32."""
+    """Predict vectors of u tokens, float32."""
     if kind == "linear":
         y = _times(x, constants["weight"])
     elif kind == "int4":

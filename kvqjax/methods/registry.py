@@ -51,7 +51,7 @@ METHODS = Methods(OWN)  # with those of other packages
 
 
 def _convert(value: Any, annotation, where: str) -> Any:
-    """An option's value, text or plain JSON, as its annotated type."""
+    """Convert an option's value, text or plain JSON, to its annotated type."""
     if not isinstance(value, str | int | float | bool | None) or (isinstance(value, str) and set(value) & set(",;")):
         raise UserError(f"{where}: {value!r} is not one number or word")
     text = str(value).lower() if isinstance(value, bool | None) else str(value)
@@ -71,7 +71,7 @@ def _convert(value: Any, annotation, where: str) -> Any:
 
 
 def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Method name and typed options of one level of a tree, its layers left out."""
+    """Read the method's name and typed options at one level of a tree, without its layers."""
     name = tree.get("method", "")
     if name not in METHODS:
         raise UserError(f"unknown method {str(name)!r}{suggest(str(name), METHODS)}")
@@ -96,10 +96,12 @@ def _tree(source: Source) -> Mapping[str, Any]:
 
 
 def parse(source: MethodLike) -> Method:
-    """The method that a policy describes: a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form
-    (`{"method": "kivi", "bits": 2, "layers": {"0-1": "exact"}}`), or the path of a .json file that holds one. A method
-    is returned as it is: every function that wants a method takes all of these. Raises UserError with the nearest known
-    name when one is misspelt."""
+    """Read the method that a policy describes.
+
+    A policy is a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form (`{"method": "kivi", "bits": 2,
+    "layers": {"0-1": "exact"}}`), or the path of a .json file that holds one. A method is returned as it is: every
+    function that wants a method takes all of these. Raises UserError with the nearest known name when one is
+    misspelt."""
     if isinstance(source, Method):
         return source
     tree = _tree(source)
@@ -116,7 +118,7 @@ def parse(source: MethodLike) -> Method:
 
 
 def to_dict(method: MethodLike) -> dict[str, Any]:
-    """The JSON form of a method's policy, which `parse` reads back."""
+    """Write a method's policy in the JSON form, which `parse` reads back."""
     tree = read_text(str(parse(method)))
     name, options = _options(tree)
     layers = {numbers: to_dict(spec) for numbers, spec in tree.get("layers", {}).items()}
@@ -124,8 +126,8 @@ def to_dict(method: MethodLike) -> dict[str, Any]:
 
 
 def spelled_out(method: Method) -> str:
-    """The text of a method's policy with every option of every layer, also those at their defaults: what is stored,
-    because a later version may have other defaults. `parse` reads it back."""
+    """Write a method's policy with every option of every layer, also those at their defaults. This text is what files
+    store, because a later version may have other defaults. `parse` reads it back."""
     tree = read_text(str(method))
 
     def one(part: Mapping[str, Any]) -> str:
@@ -162,7 +164,7 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
 
 
 def _replaced(default: LayerSpec, part: str, new: LayerSpec, old: LayerSpec) -> LayerSpec:
-    """`old` with its keys or values as in `new`; with "" for both, `new` as `default` admits it."""
+    """Give `old` the keys or values of `new`; with "" for both, give `new` as `default` admits it."""
     if part:
         return joined(new, old) if part == "k" else joined(old, new)
     return getattr(default, "admit", lambda spec: spec)(new)

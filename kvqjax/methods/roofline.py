@@ -14,15 +14,14 @@ import math
 from typing import NamedTuple
 
 from kvqjax.codecs import bits_per_value
-from kvqjax.methods.aqua_cost import predictor_operations
-from kvqjax.methods.aqua_wiring import AquaLayer
 from kvqjax.methods.spec import LayerSpec, Method
-from kvqjax.methods.xquant_cl_wiring import CrossLayer
-from kvqjax.methods.xquant_wiring import LayerInput, input_width
+from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape, ModelConfig
 
 __all__ = [
     "StepCost",
+    "bits_by_layer",
+    "constant_bytes",
     "flops_by_layer",
     "flops_per_token",
     "layer_cost",
@@ -43,54 +42,66 @@ class StepCost(NamedTuple):
     weight_bytes: Number
 
 
+def _wirings(method: Method, config: KVShape) -> list[Wiring]:
+    """Build every layer's wiring, those of one spec once."""
+    built = {spec: spec.build(config.layer(0)) for spec in dict.fromkeys(method.layers(config))}
+    return [built[spec] for spec in method.layers(config)]
+
+
 def layer_flops(spec: LayerSpec, config: KVShape) -> int:
-    """Operations that one layer spends on one cached token per read; 0 where keys and values themselves are stored."""
-    if not isinstance(spec, LayerInput | CrossLayer):
-        return predictor_operations(spec, config) if isinstance(spec, AquaLayer) else 0
-    width = input_width(config)
-    full, square = 4 * width * config.kv_width, 4 * min(width, config.kv_width) * config.kv_width
-    if isinstance(spec, LayerInput):
-        return square if spec.uses_latents(config) else full
-    if spec.start:
-        return full
-    return 2 * full if spec.uses_latents(config) else full + 2 * width
+    """Count the operations that one layer spends on one cached token per read; 0 where keys and values themselves are
+    stored."""
+    return spec.build(config.layer(0)).cost.operations
 
 
 def flops_per_token(method: Method, config: KVShape) -> int:
-    """Operations per generated token and cached token, all layers: times the context length, the price of one step."""
+    """Count operations per generated token and cached token, all layers: times the context length, the price of one
+    step."""
     return sum(flops_by_layer(method, config))
 
 
 def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
-    """`layer_flops` of every layer; AQUA-KV without a copy computes a layer once more for every layer above it."""
-    layers = enumerate(method.layers(config))
-    anew = lambda spec, i: config.num_layers - i if isinstance(spec, AquaLayer) and spec.copy == "none" else 1  # noqa: E731
-    return tuple(anew(spec, i) * layer_flops(spec, config) for i, spec in layers)
+    """Give `layer_flops` of every layer. A chain without a copy computes a layer once more for every layer above it."""
+    wirings = enumerate(_wirings(method, config))
+    anew = lambda wiring, i: config.num_layers - i if wiring.chain.copy == "none" else 1  # noqa: E731
+    return tuple(anew(wiring, i) * wiring.cost.operations for i, wiring in wirings)
+
+
+def bits_by_layer(method: Method, config: KVShape) -> tuple[float, ...]:
+    """Give each layer's stored bits per number of its sources; numbers in the compute dtype count as 16 bits."""
+    stored = [wiring.storage.codecs.values() for wiring in _wirings(method, config)]
+    total = lambda codecs: sum(bits_per_value(codec) * codec.width for codec in codecs)  # noqa: E731
+    return tuple(total(codecs) / sum(codec.width for codec in codecs) for codecs in stored)
+
+
+def constant_bytes(method: Method, config: KVShape) -> int:
+    """Count the bytes of all calibrated constants as 16-bit numbers, words of codes as they are."""
+    total = 0
+    for wiring in _wirings(method, config):
+        size = lambda name, w=wiring: 4 if w.calibration.kinds.get(name) == "uint32" else 2  # noqa: E731
+        wanted = wiring.wanted().values()
+        total += sum(size(name) * math.prod(shape) for names in wanted for name, shape in names.items())
+    return total
 
 
 def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
-    """One layer of one decode step, calibrated constants as 16-bit weights."""
+    """Sum one layer of one decode step, calibrated constants as 16-bit weights."""
     wiring = spec.build(config.layer(0))
     bits = sum(bits_per_value(codec) * codec.width for codec in wiring.storage.codecs.values())
-    if isinstance(spec, CrossLayer) and not spec.start:
-        stored = {"float32": 32, "bfloat16": 16}.get(spec.accumulator) or int(spec.accumulator)
-        bits += stored * config.width
-    matrices = 2 * config.width * config.query_width + config.mlp_numbers
+    matrices = 2 * config.width * (config.query_width + config.kv_width) + config.mlp_numbers - wiring.cost.spared
     matrices += sum(math.prod(shape) for names in wiring.wanted().values() for shape in names.values())
-    if not (isinstance(spec, LayerInput) and spec.uses_latents(config)):  # there U takes the place of W_k and W_v
-        matrices += 2 * config.width * config.kv_width
-    return StepCost(layer_flops(spec, config), bits / 8, 2 * matrices)
+    return StepCost(wiring.cost.operations, (bits + wiring.cost.bits) / 8, 2 * matrices)
 
 
 def step_cost(method: Method, config: ModelConfig) -> StepCost:
-    """All layers of one decode step."""
+    """Sum all layers of one decode step."""
     costs = [layer_cost(spec, config) for spec in method.layers(config)]
     _, cached, weights = (sum(part) for part in zip(*costs, strict=True))
     return StepCost(flops_per_token(method, config), cached, weights)
 
 
 def longest_memory_bound(cost: StepCost, ridge: Number) -> float:
-    """Cached tokens up to which a step is bound by memory traffic, inf where it always is: the paper's equations 3 and
-    4 solved for l. ridge: the device's operations per byte, peak over bandwidth."""
+    """Solve the paper's equations 3 and 4 for l: the cached tokens up to which memory traffic bounds a step, inf where
+    it always does. ridge: the device's operations per byte, peak over bandwidth."""
     spare = cost.flops - ridge * cost.cache_bytes
     return math.inf if spare <= 0 else ridge * cost.weight_bytes / spare

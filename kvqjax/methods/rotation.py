@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
 
 def check_rotation(text: str, rope: str = "post") -> None:
-    """Raise ValueError for what is no rotation, or none of keys that are stored as `rope` says."""
+    """Raise ValueError for text that names no rotation, or none that keys stored as `rope` says can have."""
     kind, colon, seed = text.partition(":")
     if kind not in KINDS or (colon and not (kind == "signs" and seed.isdigit())):
         raise ValueError(f"rotation {text!r}; known: {', '.join(KINDS)}, and signs:SEED")
@@ -58,8 +58,8 @@ def check_rotation(text: str, rope: str = "post") -> None:
 
 
 def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = True) -> dict[str, str]:
-    """The options `rotate` and `value_rotate` ("same": as the keys) as fields of KeysAndValues. `fitted` says whether
-    matrices can be calibrated for the method's codecs."""
+    """Turn the options `rotate` and `value_rotate` ("same": as the keys) into fields of KeysAndValues. `fitted` says
+    whether matrices can be calibrated for the method's codecs."""
     own = {"key_rotation": rotate, "value_rotation": rotate if value_rotate == "same" else value_rotate}
     check_rotation(rotate, rope)
     check_rotation(own["value_rotation"])
@@ -71,7 +71,8 @@ def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = T
 
 @functools.lru_cache(maxsize=32)
 def matrix_of(text: str, dim: int) -> np.ndarray:
-    """Integers M [D, D] of a rotation that is not fitted, R being M over the root of its columns' squares: int8."""
+    """Build the integers M [D, D], int8, of a rotation that is not fitted. R is M over the root of its columns' squared
+    lengths."""
     kind, _, seed = text.partition(":")
     if kind == "pairs":
         half = np.eye(dim // 2, dtype=np.int8)
@@ -90,8 +91,8 @@ def matrix_of(text: str, dim: int) -> np.ndarray:
 def turned(
     x: Float[Array, "*B K X D"], matrix: np.ndarray | Float[Array, "K D D"], back: bool = False
 ) -> Float[Array, "*B K X D"]:
-    """x R, or x R^T (`back`), in float32 sums. Integers in the dtype of `x` are exact, so that bfloat16 queries lose
-    nothing in the product."""
+    """Multiply by R, or by R^T (`back`), in float32 sums. Integers in the dtype of `x` are exact, so that bfloat16
+    queries lose nothing in the product."""
     precision = jax.lax.Precision.HIGHEST
     if isinstance(matrix, np.ndarray):
         scale = float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5
@@ -103,14 +104,14 @@ def turned(
 
 
 def needs_of(rotations: Rotations, config: KVShape) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The constants that fitted rotations need."""
+    """Give the shapes of the constants that fitted rotations need."""
     shape = (config.num_kv_heads, config.head_dim, config.head_dim)
     own: dict[str, tuple[int, ...]] = {NAMES[source]: shape for source, text in rotations.items() if text == "fitted"}
     return {CONSTANTS: own} if own else {}
 
 
 def frame(rotations: Rotations, config: KVShape) -> Frame | None:
-    """The frame of a body of keys and values, None where nothing is rotated."""
+    """Make the frame of a body of keys and values; None where nothing is rotated."""
     rotations = {source: text for source, text in rotations.items() if text != "none"}
     if not rotations:
         return None

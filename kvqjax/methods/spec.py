@@ -57,7 +57,7 @@ class Method:
         return self.name
 
     def layers(self, config: KVShape) -> tuple[LayerSpec, ...]:
-        """The spec of every layer of a model."""
+        """List the spec of every layer of a model."""
         specs = [self.layer] * config.num_layers
         if self.boundary and 2 * self.boundary >= config.num_layers:
             raise UserError(
@@ -72,8 +72,8 @@ class Method:
 
 
 def calibrated_part(method: Method, config: KVShape) -> Method:
-    """The method with its codecs and layers alone: its sinks, windows, units and `keep` at their defaults, and whether
-    keys are kept without their bias only for models that have one. Methods that are equal in this take each other's
+    """Reduce a method to its codecs and layers: sinks, windows, units and `keep` get their defaults, and whether keys
+    are kept without their bias counts only for models that have one. Methods that are equal in this take each other's
     constants."""
     left_out = UNCALIBRATED if config.known_key_bias else (*UNCALIBRATED, "unbiased")
 
@@ -89,14 +89,14 @@ def calibrated_part(method: Method, config: KVShape) -> Method:
 
 
 def first_layers(count: int) -> range:
-    """Numbers of the first `count` layers, which an option protects. Raises ValueError for no count of layers."""
+    """Number the first `count` layers, which an option protects. Raises ValueError for no count of layers."""
     if not 0 <= count <= MOST_LAYERS:
         raise ValueError(f"{count} first layers; wanted a count from 0 to {MOST_LAYERS}")
     return range(count)
 
 
 def option_text(value: Any) -> str:
-    """An option's value as policies write it."""
+    """Write an option's value as policies do."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -10,8 +10,8 @@ __all__ = ["shared_until", "through_heads"]
 
 
 def shared_until(width: int, decoding: int, config: KVShape) -> int:
-    """The most new tokens T at which summing first is cheaper, in multiply-accumulates per cached token: T H N, N =
-    `width`, against `decoding` and then T H D."""
+    """Find the most new tokens T at which summing first is cheaper. In multiply-accumulates per cached token it costs T
+    H N, N = `width`, against `decoding` and then T H D."""
     saved = config.num_heads * (width - config.head_dim)
     return (decoding - 1) // saved if saved > 0 else 2**31
 
@@ -19,7 +19,7 @@ def shared_until(width: int, decoding: int, config: KVShape) -> int:
 def through_heads(
     means: Float[Array, "B T H N"], matrix: Float[Array, "N KD"], config: KVShape, precision: str | None = None
 ) -> Float[Array, "B T H D"]:
-    """Every query head's vector times the columns of its KV head, in the matrix's dtype with float32 sums."""
+    """Multiply every query head's vector by the columns of its KV head, in the matrix's dtype with float32 sums."""
     grouped = means.astype(matrix.dtype).reshape(*means.shape[:2], config.num_kv_heads, -1, means.shape[-1])
     columns = matrix.reshape(-1, config.num_kv_heads, config.head_dim)
     out = jnp.einsum("btkgn,nkd->btkgd", grouped, columns, precision=precision, preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
-"""What one layer's cache is, as a value: storage, maps, chain, fast paths, calibration (docs/design.md, idea 4).
+"""What one layer's cache is, as a value: storage, maps, chain, fast paths, calibration, cost (docs/design.md, idea 4).
 
 A layer spec (frozen, hashable) builds a `Wiring` for one kind of layer. The fields of its parts are plain data or pure
-functions, and each function's Protocol below says what it takes and gives. All functions meet the same three things:
+functions (kvqjax.methods.maps says what each takes and gives). All functions meet the same things:
 
     sources    the vectors of a token that sinks and window hold exactly and the body holds encoded, by name:
                {"k": [.., K*D], "v": [.., K*D]}, or {"x": [.., E]} for the layer's input
@@ -12,40 +12,28 @@ and `carry`, what flows from layer to layer for the same tokens: {name: [.., W]}
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float
 
-from kvqjax.codecs.base import Codec
+from kvqjax.codecs.base import Codec, Fit
+from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import Direct
-from kvqjax.methods.rotation import Frame
-from kvqjax.pallas_kernels.commvq import CommVQSpec
-from kvqjax.pallas_kernels.higgs import HiggsSpec
-from kvqjax.pallas_kernels.latents import LatentSpec
-from kvqjax.pallas_kernels.packed import PackedSpec
+from kvqjax.methods.maps import Maps
 
 __all__ = [
     "Calibration",
-    "Capture",
     "Chain",
     "Clock",
-    "Decode",
-    "Encode",
-    "Expand",
+    "Cost",
     "Fast",
     "Maps",
     "Packed",
-    "Prepare",
     "SharedValues",
     "Storage",
     "Wiring",
 ]
-
-Arrays = dict[str, Any]  # name -> array
-Groups = dict[str, dict[str, Any]]  # group -> name -> array
 
 
 class Clock(NamedTuple):
@@ -66,61 +54,6 @@ class Storage(NamedTuple):
     clocks: tuple[Clock, ...]
 
 
-class Capture(Protocol):
-    def __call__(self, weights: Arrays, constants: Groups, projected: Any, positions: Array, /) -> Arrays:
-        """Take the sources [B, T, W] of T new tokens from `projected`, what their layer computed for them
-        (kvqjax.model.decoder.Projected), and their positions [B, T]."""
-        ...
-
-
-class Encode(Protocol):
-    def __call__(self, constants: Groups, tile: Arrays, carry: Arrays, /) -> tuple[Groups, Arrays, Arrays]:
-        """Encode one tile of one row: sources [u, W] that leave the window together, and the carry [u, W] of the layer
-        below. Gives the payload {source: {field: array}}, the sources as `decode` reconstructs them, and this layer's
-        carry."""
-        ...
-
-
-class Decode(Protocol):
-    def __call__(self, constants: Groups, payload: Groups, carry: Arrays, /) -> tuple[Arrays, Arrays]:
-        """Decode stored tokens of any batch and count: payload and carry [B, n, W] to sources [B, n, W] and this
-        layer's carry. Encoder and decoder must compute the same reconstruction, bit for bit. Under a `frame` the
-        sources stay in the body's frame."""
-        ...
-
-
-class Expand(Protocol):
-    def __call__(
-        self, weights: Arrays, constants: Groups, sources: Arrays, positions: Array, /
-    ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
-        """Make keys and values as attended, keys rotated by RoPE, from sources [B, n, W], exact or decoded, and their
-        positions [B, n]."""
-        ...
-
-
-class Prepare(Protocol):
-    def __call__(self, constants: Groups, /) -> Groups:
-        """Add to a layer's constants what reading its body wants to have made of them once per step."""
-        ...
-
-
-def _as_they_are(constants: Groups, /) -> Groups:
-    return constants
-
-
-class Maps(NamedTuple):
-    """The pure functions between a layer's input, its sources, their codes, and keys and values. `frame` is set where
-    the body is rotated: then `encode` takes and reconstructs sources in their own frame, `decode` gives them in the
-    body's (kvqjax.methods.rotation)."""
-
-    capture: Capture
-    encode: Encode
-    decode: Decode
-    expand: Expand
-    prepare: Prepare = _as_they_are
-    frame: Frame | None = None
-
-
 class Chain(NamedTuple):
     """What flows from layer to layer for the same tokens (AQUA-KV's reconstruction, XQuant-CL's accumulator): the
     widths of `carry` by name, none for layers that stand alone.
@@ -131,19 +64,6 @@ class Chain(NamedTuple):
 
     carry: dict[str, int] = {}  # noqa: RUF012 - never written to
     copy: str = "layer"
-
-
-class Packed(NamedTuple):
-    """A body that a kernel can read as it is stored: what is static about it, and its arrays as kernels take them,
-
-        body(weights, constants, stored, positions) -> PackedBody, LatentBody, HiggsBody or CommVQBody
-
-    from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]. `trusted`:
-    the chip itself checked the kernel, or the user forces it, so that the table of kernels is not asked."""
-
-    spec: PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
-    body: Callable
-    trusted: bool = False
 
 
 class SharedValues(NamedTuple):
@@ -179,10 +99,23 @@ class Calibration(NamedTuple):
 
     `needs`: their shapes {group: {name: shape without the layer axis}}; a codec's stand under its source's name.
     `kinds`: the dtypes of constants, by name, that a model holds otherwise than as float32; "compute" is the
-    model's."""
+    model's. `fit`: what finds them (kvqjax.codecs.base)."""
 
     needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
     kinds: dict[str, str] = {}  # noqa: RUF012 - never written to
+    fit: Fit | None = None
+
+
+class Cost(NamedTuple):
+    """What reading one stored token costs a layer beside its stored bits (kvqjax.methods.roofline).
+
+    `operations`: to make keys and values from what is stored, a multiply-accumulate counting as two; 0 where keys and
+    values themselves are stored. `bits`: moved beside the token's codes. `spared`: numbers of the layer's weights that
+    a decode step leaves unread, because constants stand for them."""
+
+    operations: int = 0
+    bits: int = 0
+    spared: int = 0
 
 
 class Wiring(NamedTuple):
@@ -194,6 +127,7 @@ class Wiring(NamedTuple):
     chain: Chain = Chain()
     fast: Fast = Fast()
     calibration: Calibration = Calibration()
+    cost: Cost = Cost()
 
     def having(self, **parts: dict[str, Any]) -> "Wiring":
         """Exchange fields of parts: `wiring.having(storage={"codecs": ...}, fast={"packed": None})`."""
@@ -204,6 +138,11 @@ class Wiring(NamedTuple):
         own = {source: dict(codec.needs) for source, codec in self.storage.codecs.items() if codec.needs}
         more = self.calibration.needs
         return {group: own.get(group, {}) | dict(more.get(group, {})) for group in [*own, *more]}
+
+    def fits(self) -> tuple[Fit, ...]:
+        """List what finds the constants that `wanted` lists: the layer's own fit, then its codecs'."""
+        codecs = (codec.fit for codec in self.storage.codecs.values() if codec.needs)
+        return tuple(dict.fromkeys(fit for fit in (self.calibration.fit, *codecs) if fit is not None))
 
     def constants(self, count: int, dtype: str) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """Describe what `wanted` lists as arrays of `count` layers, for a model of compute dtype `dtype`."""

@@ -15,142 +15,17 @@ diag(gain) [W_k|W_v]. Made from the weights alone by kvqjax.calibrate.xquant. MH
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
-from kvqjax.codecs import Codec, Uniform
 from kvqjax.codecs.uniform import check_group
+from kvqjax.methods.cross_layer import ACCUMULATORS, SPACES, Difference, cross_layer
 from kvqjax.methods.keys_values import KeysAndValues
+from kvqjax.methods.rematerialise import input_width, prefers_latents, quantiser
 from kvqjax.methods.spec import LayerSpec, Method, first_layers, method_factory
-from kvqjax.methods.wiring import Chain, Clock, Fast, Maps, Storage, Wiring
-from kvqjax.methods.xquant_wiring import (
-    LayerInput,
-    attended,
-    input_width,
-    prefers_latents,
-    quantiser,
-    summed_first,
-    times,
-)
+from kvqjax.methods.wiring import Clock, Wiring
+from kvqjax.methods.xquant_wiring import LayerInput
 from kvqjax.model.config import KVShape
-from kvqjax.ops.finite import saturated, wide
-from kvqjax.ops.layout import PLANE, Field
+from kvqjax.ops.layout import PLANE
 
-__all__ = ["ACCUMULATORS", "SPACES", "CrossLayer", "cross_layer", "stored_accumulator", "xquant_cl"]
-
-ACCUMULATORS = ("float32", "bfloat16", "2", "3", "4", "5", "6", "8")
-SPACES = ("norm", "residual")
-
-
-def stored_accumulator(x: jax.Array, accumulator: str, group: int) -> jax.Array:
-    """Xhat `[..., E]` as the next layer finds it, float32: as it is, rounded to bfloat16, or re-quantised per token."""
-    if accumulator == "float32":
-        return x
-    if accumulator == "bfloat16":
-        # Not astype: XLA may drop a conversion to bfloat16 and back, and then encoder and decoder would differ.
-        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    codec = Uniform(bits=int(accumulator), along="channels", group=group).build(x.shape[-1])
-    return codec.decode({}, codec.encode({}, x.reshape(-1, x.shape[-1]))).reshape(x.shape)
-
-
-def _scalar_codec() -> Codec:
-    """One number per token in the compute dtype."""
-    field = Field(kind="token", width=1, role="scales", dtype="compute")
-    turn = lambda x: jnp.swapaxes(x, -1, -2)  # noqa: E731
-    return Codec(1, 1, {"x": field}, lambda _, x: {"x": turn(x)}, lambda _, tile: turn(tile["x"]))
-
-
-def _capture(config: KVShape, space: str):
-    def capture(weights, constants, projected, positions):
-        if space == "norm":
-            return {"x": projected.x}
-        wide = projected.h.astype(jnp.float32)
-        square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return {"x": projected.h, "inverse_rms": jax.lax.rsqrt(square + config.norm_eps)}
-
-    return capture
-
-
-def _normed(weights, sources, space: str):
-    """The layer's input after the attention norm, from Xhat."""
-    x, dtype = sources["x"], weights["k"].dtype
-    if space == "norm":
-        return x
-    # The norm with the exact token's scale: Xhat's own would contain what is stale in it.
-    x = (x.astype(jnp.float32) * sources["inverse_rms"].astype(jnp.float32)).astype(dtype)
-    return x * weights["attn_norm"][None, None]
-
-
-def _expand(config: KVShape, space: str):
-    def expand(weights, constants, sources, positions):
-        x = _normed(weights, sources, space)
-        k, v = (times(x, weights[name], weights["k"].dtype) for name in ("k", "v"))
-        return attended(k, v, weights, positions, config)
-
-    return expand
-
-
-def _shared(config: KVShape, space: str):
-    def read(weights, constants, payload, sources):
-        return _normed(weights, sources, space)
-
-    return summed_first(input_width(config), config, read, lambda weights, constants: weights["v"])
-
-
-def cross_layer(
-    config: KVShape,
-    codec: Codec,
-    clock: Clock,
-    *,
-    start: bool,
-    latent: bool,
-    accumulator: str,
-    space: str,
-    group: int,
-) -> Wiring:
-    """One layer of the loop: the base layer (`start`), or a difference from the layer below, stored by `codec` at full
-    width or, with `latent`, as its coordinates in U. The carry "x" is the accumulator."""
-    residual, width = space == "residual", input_width(config)
-    codecs = {"x": codec} | ({"inverse_rms": _scalar_codec()} if residual else {})
-    sources = {"x": width} | ({"inverse_rms": 1} if residual else {})
-
-    def update(constants, step, reference):
-        """Xhat of one tile. Encoder and decoder both come here with `clock.unit` tokens where there is a matmul: one of
-        another shape would round differently."""
-        if latent:
-            step = jnp.einsum("tr,er->te", step, constants["down"].astype(jnp.float32))
-        x = step if start else reference.astype(jnp.float32) + step
-        return x, saturated(stored_accumulator(x, accumulator, group), reference.dtype)
-
-    def encode(constants, tile, carry):
-        own = constants.get("x", {})
-        delta = wide(tile["x"])
-        delta = delta if start else delta - carry["x"].astype(jnp.float32)
-        if latent:
-            delta = jnp.einsum("te,er->tr", delta, own["down"].astype(jnp.float32))
-        payload = {name: codecs[name].encode({}, x) for name, x in (tile | {"x": delta}).items()}
-        recon = {name: codecs[name].decode({}, x) for name, x in payload.items()}
-        x, carried = update(own, recon["x"], carry["x"])
-        return payload, recon | {"x": x}, {"x": carried}
-
-    def decode(constants, payload, carry):
-        own = constants.get("x", {})
-        recon = {name: codecs[name].decode({}, x) for name, x in payload.items()}
-        # A loop also where there is no matmul: XLA computes a plain sum once more inside the users of Xhat, from the
-        # accumulator it is about to overwrite, and copies all of it for every block to be able to.
-        pairs = [a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"])]
-        x, carried = jax.lax.map(lambda pair: update(own, *pair), tuple(pairs))
-        shape = carry["x"].shape
-        return recon | {"x": x.reshape(shape)}, {"x": carried.reshape(shape)}
-
-    clock = clock._replace(sources=tuple(sources))
-    capture, expand = _capture(config, space), _expand(config, space)
-    return Wiring(
-        Storage(sources, codecs, (clock,)),
-        Maps(capture, encode, decode, expand),
-        chain=Chain({"x": width}),
-        fast=Fast(shared=_shared(config, space)),
-    )
+__all__ = ["CrossLayer", "xquant_cl"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,8 +49,8 @@ class CrossLayer:
                 raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
-        """A layer of keys and values among these, in their window and unit: the accumulator passes it by, so the layer
-        above stores its difference from the layer below."""
+        """Take a layer of keys and values among these, in their window and unit. The accumulator passes it by, so the
+        layer above stores its difference from the layer below."""
         if not isinstance(other, KeysAndValues):
             return other
         return dataclasses.replace(other, window=self.window, unit=self.group, clocks=())
@@ -198,11 +73,7 @@ class CrossLayer:
             config,
             codec._replace(needs={"down": (full, width)}) if latent else codec,
             Clock(("x",), self.window, self.group),
-            start=self.start,
-            latent=latent,
-            accumulator=self.accumulator,
-            space=self.space,
-            group=self.group,
+            Difference(self.start, latent, self.accumulator, self.space, self.group),
         )
 
 

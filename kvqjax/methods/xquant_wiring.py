@@ -17,90 +17,24 @@ R = min(E, KD); made from the weights alone by kvqjax.calibrate.xquant. MHA need
 
 import dataclasses
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
-from kvqjax.codecs import Codec, Exact, Uniform
+from kvqjax.codecs import Codec, Uniform
+from kvqjax.codecs.kernel_form import BLOCK, Packed, rope_of
 from kvqjax.codecs.outlier_channel import OutlierChannels
-from kvqjax.codecs.uniform import check_group
-from kvqjax.methods.packing import latent_form
+from kvqjax.codecs.uniform import uniform_body
+from kvqjax.methods.rematerialise import FIT, attended, input_width, prefers_latents, quantiser, summed_first, times
 from kvqjax.methods.spec import Method, first_layers, method_factory
-from kvqjax.methods.summing import shared_until, through_heads
-from kvqjax.methods.wiring import Clock, Fast, Maps, SharedValues, Storage, Wiring
+from kvqjax.methods.wiring import Calibration, Clock, Cost, Fast, Maps, SharedValues, Storage, Wiring
 from kvqjax.model.config import KVShape
-from kvqjax.model.decoder import heads, norm
-from kvqjax.model.rope import rotate
-from kvqjax.model.weight_trees import Layer
-from kvqjax.ops.finite import saturated
-from kvqjax.ops.layout import PLANE, row_major
+from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
+from kvqjax.pallas_kernels.packed import PackedSpec
 
-__all__ = [
-    "LayerInput",
-    "attended",
-    "input_width",
-    "latents",
-    "layer_input",
-    "prefers_latents",
-    "quantiser",
-    "summed_first",
-    "times",
-    "xquant",
-]
+__all__ = ["LayerInput", "latents", "layer_input", "xquant"]
 
 
-def input_width(shape: KVShape) -> int:
-    """Width of the layer input that is cached. Raises ValueError for a shape that does not know it."""
-    if shape.width is None:
-        raise ValueError("its keys and values are computed from a layer's input and weights; use a kvqjax model")
-    return shape.width
-
-
-def prefers_latents(config: KVShape) -> bool:
-    """Whether two latents of kv_width numbers take no more room than X: true from two query heads per KV head on, in
-    the usual models. Decided by widths, not by head counts: Qwen3-0.6B has GQA, and still 2*kv_width > E."""
-    return 2 * config.kv_width <= input_width(config)
-
-
-def attended(
-    k: Float[Array, "B n KD"],
-    v: Float[Array, "B n KD"],
-    weights: Layer,
-    positions: Int[Array, "B n"],
-    config: KVShape,
-) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
-    """Keys and values as attended from rematerialised products: bias, QK-norm, RoPE. Numbers that
-    overflowed saturate before a norm or a rotation makes NaN of them."""
-    if config.qkv_bias:
-        k, v = k + weights["k_bias"][None, None], v + weights["v_bias"][None, None]
-    k, v = (heads(saturated(x, x.dtype), config.num_kv_heads) for x in (k, v))
-    if config.qk_norm:
-        k = norm(k, weights["k_norm"], config.norm_eps)
-    return rotate(k, positions, config), v
-
-
-def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float[Array, "B n N"]:
-    """x @ matrix in the compute dtype. In row-major order: for what is made of it XLA would rather have its transpose,
-    and turns the matrices of all layers for that."""
-    return row_major(jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype)))
-
-
-def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
-    """Values summed as `read` (see SharedValues) gives them, vectors of `width`, and then multiplied by the matrix
-    `up(weights, constants)` [width, KD]; a mean of values has their bias once."""
-
-    def finish(weights, constants, means):
-        out = through_heads(means, up(weights, constants).astype(weights["v"].dtype), config)
-        if not config.qkv_bias:
-            return out
-        bias = weights["v_bias"].astype(jnp.float32).reshape(config.num_kv_heads, 1, config.head_dim)
-        group = config.num_heads // config.num_kv_heads
-        return out + jnp.repeat(bias, group, 0).reshape(1, 1, *out.shape[2:])
-
-    return SharedValues(width, shared_until(width, width * config.kv_width, config), read, finish)
-
-
-def _independent(sources: dict[str, int], codecs: dict[str, Codec], clock: Clock, capture, expand, shared) -> Wiring:
-    """A wiring whose sources are encoded one by one, and whose layers do not depend on each other."""
+def _independent(
+    sources: dict[str, int], codecs: dict[str, Codec], clock: Clock, capture, expand, shared: SharedValues, cost: Cost
+) -> Wiring:
+    """Wire sources that are encoded one by one, in layers that do not depend on each other."""
 
     def encode(constants, tile, carry):
         payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in tile.items()}
@@ -109,11 +43,12 @@ def _independent(sources: dict[str, int], codecs: dict[str, Codec], clock: Clock
     def decode(constants, payload, carry):
         return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
 
-    return Wiring(Storage(sources, codecs, (clock,)), Maps(capture, encode, decode, expand), fast=Fast(shared=shared))
+    storage, maps = Storage(sources, codecs, (clock,)), Maps(capture, encode, decode, expand)
+    return Wiring(storage, maps, fast=Fast(shared=shared), calibration=Calibration(fit=FIT), cost=cost)
 
 
 def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
-    """XQuant for MHA: the source is X itself."""
+    """Wire XQuant for MHA: the source is X itself."""
 
     def capture(weights, constants, projected, positions):
         return {"x": projected.x}
@@ -127,11 +62,12 @@ def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
 
     width = input_width(config)
     shared = summed_first(width, config, read, lambda weights, constants: weights["v"])
-    return _independent({"x": width}, {"x": codec}, clock, capture, expand, shared)
+    cost = Cost(operations=4 * width * config.kv_width)  # two products, each multiply-accumulate two operations
+    return _independent({"x": width}, {"x": codec}, clock, capture, expand, shared, cost)
 
 
 def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
-    """XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
+    """Wire XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
     width = input_width(config)
     rank = min(width, config.kv_width)
     needs = {"down": (width, rank), "up": (rank, config.kv_width)}
@@ -148,17 +84,35 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
         return sources["v"]
 
     shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
-    wiring = _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, shared)
+    # U takes the place of W_k and W_v.
+    cost = Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width)
+    wiring = _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, shared, cost)
     return wiring.having(calibration={"kinds": dict.fromkeys(needs, "compute")})  # they stand for weights
 
 
-def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exact | Uniform:
-    """The uniform codec of section 4 for `width` channels; 16 bits mean the compute dtype itself (the identity)."""
-    if bits == 16:
-        return Exact()
-    if along == "channels":
-        check_group(group, width, least=PLANE)  # as many tokens leave the window at a time
-    return Uniform(bits=bits, along=along, group=group, dtype=scales)
+def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | None:
+    """Say how kernels read two latents of `rank` numbers, uniform per channel and per token; None for others."""
+    if not (isinstance(key, Uniform) and isinstance(value, Uniform)) or key.dtype != value.dtype:
+        return None
+    stored = PackedSpec(
+        key_bits=key.bits,
+        value_bits=value.bits,
+        key_group=key.group,
+        value_group=min(value.group, rank),
+        kv_heads=1,
+        head_dim=rank,
+        scales=value.dtype,
+        block=BLOCK,
+    )
+    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
+    epsilon = config.norm_eps if config.qk_norm else 0.0
+
+    def body(weights, constants, stored, positions) -> LatentBody:
+        arrays = uniform_body(weights, constants, stored, positions)
+        up = constants["k"]["up"].astype(weights["k"].dtype)
+        return LatentBody(arrays, positions, up, weights.get("k_bias"), weights.get("k_norm"))
+
+    return Packed(LatentSpec(stored=stored, epsilon=epsilon, **heads), body)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +147,7 @@ class LayerInput:
         value = quantiser(self.value_bits or self.bits, **per_token)
         codecs = {name: codec.build(width) for name, codec in (("k", key), ("v", value))}
         wiring = latents(config, codecs, clock._replace(sources=("k", "v")))
-        return wiring.having(fast={"packed": latent_form(key, value, width, config)})
+        return wiring.having(fast={"packed": _packed(key, value, width, config)})
 
 
 @method_factory

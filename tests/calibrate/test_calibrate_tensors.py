@@ -9,10 +9,11 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.calibrate import aqua, calibration, centre, commvq, kvquant
+from kvqjax.calibrate import aqua, centre, commvq, kvquant, needed
 from kvqjax.calibrate.commvq_em import EMSettings
 from kvqjax.calibrate.commvq_values import ValueSettings
 from kvqjax.calibrate.fisher import activations
+from kvqjax.model.rope import rotate
 
 TOKENS = np.random.default_rng(0).integers(2, 50, (3, 72))
 COMMVQ = "commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32"
@@ -84,7 +85,7 @@ def test_commvq(captured, attention, monkeypatch):
     tensors = {"keys": keys, "values": [np.asarray(v).reshape(*TOKENS.shape, 2, 16) for _, (v, _, _), _ in seen]}
     if attention:
         positions = -jnp.broadcast_to(jnp.arange(TOKENS.shape[1])[None], TOKENS.shape)  # turned back
-        queries = [kvq.rope.rotate(q, positions, model.config) for _, (_, q, _), _ in seen]
+        queries = [rotate(q, positions, model.config) for _, (_, q, _), _ in seen]
         tensors |= {"queries": queries, "outputs": model.params["layers"]["o"]}
     artifact = kvq.calibrate.from_tensors(method, model.config, **tensors, recipe=QUICK)
     if attention:
@@ -154,7 +155,7 @@ def test_what_does_not_fit_is_refused(captured):
     shape, tensors = tiny().config.kv_shape, captured[0]
     fit = kvq.calibrate.from_tensors
     bare = dataclasses.replace(shape, rope=None)
-    assert calibration(kvq.parse("kvquant;0=exact"), shape) == "kvquant"
+    assert [fit.module for fit in needed(kvq.parse("kvquant;0=exact"), shape)] == ["kvqjax.calibrate.kvquant"]
     with pytest.raises(kvq.UserError, match="needs no calibration"):
         fit("kivi", shape, **tensors)
     with pytest.raises(kvq.UserError, match="use a kvqjax model"):

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.calibrate import centre
+from kvqjax.calibrate import centre, needed
 from kvqjax.calibrate.fisher import activations
 from kvqjax.codecs import Centred, Uniform, bits_per_value
 from kvqjax.codecs.higgs import Higgs
@@ -78,9 +78,10 @@ def test_an_unknown_centre_is_refused():
 def test_calibrate_finds_what_is_asked_for(tmp_path):
     """The dispatcher takes means from methods that need no more; a stopped calibration goes on to the same means."""
     model, method = tiny(), kvq.parse("kivi:bits=2,window=32,sinks=2,centre=mean;0=exact")
-    assert centre.needs_only_means(method, model.config)
-    assert not centre.needs_only_means(kvq.parse("kivi:bits=2"), model.config)
-    assert not centre.needs_only_means(kvq.parse("aqua:centre=mean,group=32"), model.config)
+    modules = lambda text: [fit.module for fit in needed(kvq.parse(text), model.config)]  # noqa: E731
+    assert modules(str(method)) == ["kvqjax.calibrate.centre"]
+    assert modules("kivi:bits=2") == []
+    assert modules("aqua:centre=mean,group=32") == ["kvqjax.calibrate.aqua"]
     whole = centre.calibrate(model, method, TOKENS)
     assert [set(c) for c in whole.constants] == [set(), {"k"}]
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvqjax.codecs import bits_per_value, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
-from kvqjax.codecs.higgs import Higgs, group_size, higgs_codec, nearest, shipped_grid
+from kvqjax.codecs.higgs import Higgs, higgs_codec
+from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
 from kvqjax.ops import layout
 
 DATA = Path(__file__).parents[1] / "data"

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from nuq import FULL, mostly_close, round_trip, slots_of
 
-from kvqjax.codecs.nuq import Nuq, excess
+from kvqjax.codecs.nuq import Nuq
+from kvqjax.codecs.nuq_range import excess
 from kvqjax.codecs.nuq_table import fixed_signposts
 
 DATA = Path(__file__).parents[1] / "data"

@@ -1,16 +1,22 @@
 """A method of another package has a name like ours; what is wrong with one is said in one line."""
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from commands import run
+from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.codecs import Uniform
-from kvqjax.methods import KeysAndValues, Method, method_factory, registry
+from kvqjax.cache import plan
+from kvqjax.cache.artifacts import Artifact
+from kvqjax.codecs import Codec, Fit, Uniform
+from kvqjax.methods import KeysAndValues, Method, direct, method_factory, registry
 from kvqjax.methods.plugins import GROUP, Methods
 
 
@@ -61,3 +67,99 @@ def test_one_that_cannot_be_used_is_named(package):
     package(kivi="their_package:wide")
     with pytest.raises(kvq.UserError, match="is a method of kvqjax"):
         kvq.parse("kivy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gained:
+    """Their codec: uniform codes of numbers over a calibrated gain, with a kernel and XLA forms that exist already."""
+
+    inner: Uniform
+    needs: bool = True
+
+    def build(self, width: int) -> Codec:
+        inner = self.inner.build(width)
+        if not self.needs:
+            return inner
+        encode = lambda constants, x: inner.encode({}, x / constants["gain"][0])  # noqa: E731
+        decode = lambda constants, tile: inner.decode({}, tile) * constants["gain"][0]  # noqa: E731
+        return inner._replace(encode=encode, decode=decode, needs={"gain": (1,)}, fit=Fit("their_package.fitting"))
+
+    def packed(self, value, rope, shape):
+        return None if self.needs else self.inner.packed(value.inner, rope, shape)
+
+    def scores(self, shape):
+        return None if self.needs else direct._key_form(self.inner, shape)
+
+    def values(self, shape):
+        return None if self.needs else direct._value_form(self.inner, shape)
+
+
+@method_factory
+def gained(*, bits: int = 4, needs: bool = True) -> Method:
+    """Uniform codes over a calibrated gain."""
+    key, value = (Gained(inner=Uniform(bits=bits, along=along), needs=needs) for along in ("tokens", "channels"))
+    return Method(name="", layer=KeysAndValues(key=key, value=value, window=32))
+
+
+DEFAULTS = {"DEFAULT_SEQUENCES": 2, "DEFAULT_LENGTH": 32, "work": lambda model, method, count, length: 1.0}
+
+
+def _calibrate(model, method, tokens, *, state=None, advance=lambda done, total: None) -> Artifact:
+    advance(1, 1)
+    gain = jnp.full((model.config.num_layers, 1), float(len(tokens)))
+    return Artifact(method, ({"k": {"gain": gain}, "v": {"gain": gain}},), model.fingerprint, {"their": "report"})
+
+
+@pytest.fixture
+def theirs(package, monkeypatch):
+    """Their package with a codec that is calibrated by a module of theirs."""
+    fitting = types.ModuleType("their_package.fitting")
+    vars(fitting).update(DEFAULTS, calibrate=_calibrate)
+    monkeypatch.setitem(sys.modules, "their_package", types.SimpleNamespace(gained=gained, fitting=fitting))
+    monkeypatch.setitem(sys.modules, "their_package.fitting", fitting)
+    return package(gained="their_package:gained")
+
+
+def test_a_calibrated_codec_of_another_package(theirs, capsys, monkeypatch, tmp_path):
+    """Named, listed, calibrated and used from the command line; what calibrates it is found by its codec's `fit`."""
+    code, out, err = run(capsys, monkeypatch, "methods", "--json")
+    assert ("gained", "text") in [(row["method"], row["needs"]) for row in json.loads(out)], err
+    folder, choice = str(tmp_path / "made"), ("-m", "recall", "-c", "gained:bits=4")
+    code, out, err = run(capsys, monkeypatch, "calibrate", *choice, "--out", folder)
+    assert code == 0, err
+    artifact = kvq.load_artifact(folder)
+    assert (str(artifact.method), artifact.about["their"]) == ("gained:bits=4", "report")
+    ready = kvq.load("recall").with_artifact(artifact)
+    assert len(kvq.generate(ready, [[5, 6, 7]], "gained:bits=4", max_new_tokens=2).tokens[0]) == 2
+    monkeypatch.delitem(sys.modules, "their_package.fitting")
+    code, out, err = run(capsys, monkeypatch, "calibrate", *choice, "--out", folder + "2")
+    assert code == 2
+    assert "their_package.fitting, which a method names for its calibration, cannot be imported" in err
+
+
+def test_constants_that_nothing_finds_are_named():
+    model, key = tiny(), Uniform(bits=4, along="channels", group=16)
+    layer = KeysAndValues(key=_Bare(inner=key), value=key)
+    with pytest.raises(kvq.UserError, match="has constants, and no `fit`"):
+        kvq.calibrate.run(model, Method(name="bare", layer=layer), "text")
+
+
+class _Bare(Gained):
+    def build(self, width: int) -> Codec:
+        return super().build(width)._replace(fit=None)
+
+
+def test_a_codec_of_another_package_names_its_fast_path(theirs):
+    """Kernels and XLA's forms are asked of the codec's spec; logits are those of the codec it stands for."""
+    model, methods = tiny(head_dim=128, num_layers=1), ("gained:needs=false", "kivi:bits=4,window=32")
+    forms = {"packed": "planes", "direct": "heads"}
+    for name, form in forms.items():
+        caches = [kvq.init_cache(model, method, 1, 128, form=form) for method in methods]
+        theirs_, ours = (getattr(plan(cache.layout)[0].wiring.fast, name) for cache in caches)
+        assert theirs_ is not None
+        assert name == "direct" or theirs_ == ours
+    tokens, logits = jnp.asarray(np.arange(64)[None] % 50), []
+    for cache in caches:  # head by head
+        cache = kvq.forward(model, tokens, jnp.asarray([64]), cache)[1]
+        logits.append(np.asarray(kvq.forward(model, tokens[:, :1], jnp.asarray([1]), cache)[0]))
+    np.testing.assert_array_equal(*logits)

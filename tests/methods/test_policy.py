@@ -10,7 +10,7 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, plan
 from kvqjax.methods import spelled_out
-from kvqjax.methods.aqua_wiring import AquaLayer
+from kvqjax.methods.aqua_layer import AquaLayer
 
 POLICIES = (
     "exact",

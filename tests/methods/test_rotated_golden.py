@@ -14,7 +14,8 @@ from kvqjax.codecs import Uniform
 from kvqjax.codecs.balanced import Balanced, balance, imbalance
 from kvqjax.codecs.clipped import Clipped, thresholds
 from kvqjax.codecs.hadamard import hadamard
-from kvqjax.codecs.higgs import Higgs, higgs_codec, shipped_grid
+from kvqjax.codecs.higgs import Higgs, higgs_codec
+from kvqjax.codecs.higgs_grid import shipped_grid
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.rotation import matrix_of, turned
 

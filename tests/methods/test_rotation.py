@@ -2,6 +2,7 @@
 else is touched."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -142,11 +143,8 @@ def test_codecs_in_a_rotated_frame_are_near_exact(text):
     leave nothing of them. 4 bits of random vectors of 16 numbers cost up to a quarter of their size."""
     model, method = tiny(), kvq.parse(text)
     if kvq.calibrate.learns(method, model.config):
-        module = {"rotation": fitting}.get(kvq.calibrate.calibration(method, model.config))
+        module = importlib.import_module(kvq.calibrate.needed(method, model.config)[0].module)
         rows = np.asarray(tokens(4, 128, 5))
-        if module is None:
-            name = kvq.calibrate.calibration(method, model.config)
-            module = __import__(f"kvqjax.calibrate.{name}", fromlist=["calibrate"])
         model = model.with_artifact(module.calibrate(model, method, rows))
     exact, found = after(tiny(), kvq.exact())[0], after(model, method)[0]
     error = (np.square(found - exact).mean() / np.square(exact).mean()) ** 0.5

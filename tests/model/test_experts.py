@@ -15,7 +15,7 @@ from quick_commvq import METHOD, QUICK
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.calibrate import calibration
+from kvqjax.calibrate import needed
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.eval.measure_perplexity import perplexity
 from kvqjax.model import decoder, experts, weight_trees
@@ -220,7 +220,7 @@ def test_calibrations_and_evaluation(spec):
     """KVQuant's needs gradients through the routed experts; all run a layer at a time by number."""
     model, method = mixed().replace(fingerprint="weights=0"), kvq.parse(spec)
     text = np.asarray(tokens(6, 96, seed=3))
-    module = importlib.import_module(f"kvqjax.calibrate.{calibration(method, model.config)}")
+    module = importlib.import_module(needed(method, model.config)[0].module)
     fitted = model.with_artifact(module.calibrate(model, method, text, **RECIPES[spec]))
     made_up = model.replace(constants=_constants(model, method))
     about = {"window": 192, "tokens": 384, "batch": 2, "chunk": 32}

@@ -1,0 +1,156 @@
+"""Which module calibrates which layers of a method, and one artifact of what several of them found.
+
+A layer or a codec names the module that finds its constants (`Fit` of kvqjax.codecs.base). Where all layers name one
+module, it calibrates the method as it is. Otherwise each module is given a method of its own, in which the layers of
+other modules are exact, and what it finds goes back to the layers that asked for it.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
+from kvqjax.cache.state import CacheLayout, RunPlan, plan
+from kvqjax.codecs import Exact
+from kvqjax.codecs.base import Fit
+from kvqjax.methods import KeysAndValues, Method
+from kvqjax.methods.pairs import Pair
+from kvqjax.methods.spec import LayerSpec
+from kvqjax.model.config import KVShape
+
+__all__ = ["Part", "calibrated", "divided", "fitter", "forget", "needed"]
+
+EXACT = KeysAndValues(key=Exact(), value=Exact())
+Asked = dict[str, Fit]  # source, or "" for a whole layer -> what fits its constants
+
+
+class Part(NamedTuple):
+    """One module's share: a `method` that it can calibrate, and per layer number which group of constants goes back
+    ("k", "v", or "" for all of them)."""
+
+    fit: Fit
+    method: Method
+    groups: dict[int, str]
+
+
+def fitter(fit: Fit) -> ModuleType:
+    """Import the module that a fit names. Raises UserError where that fails."""
+    try:
+        return importlib.import_module(fit.module)
+    except ImportError as error:
+        raise UserError(
+            f"{fit.module}, which a method names for its calibration, cannot be imported: {error}"
+        ) from error
+
+
+def _runs(method: Method, shape: KVShape) -> tuple[RunPlan, ...]:
+    return plan(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
+
+
+def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
+    """Leave out fits whose constants another one finds as well."""
+    return tuple(fit for fit in dict.fromkeys(fits) if not any(fit.module in other.also for other in fits))
+
+
+def _asked(method: Method, run: RunPlan, spec: LayerSpec) -> Asked:
+    if isinstance(spec, Pair):
+        codecs = run.wiring.storage.codecs.items()
+        return {source: codec.fit for source, codec in codecs if codec.needs and codec.fit is not None}
+    fits = _uncovered(run.wiring.fits())
+    if len(fits) > 1:
+        names = " and ".join(fit.module for fit in fits)
+        raise UserError(f"{method}: layer {run.first} would be calibrated by {names} at once; give it one of them")
+    return {"": fits[0]} if fits else {}
+
+
+def _by_layer(method: Method, shape: KVShape) -> list[Asked]:
+    """List what every layer asks for; a fit that covers another one takes its layers too."""
+    specs, asked = method.layers(shape), []
+    for run in _runs(method, shape):
+        asked += [_asked(method, run, specs[run.first])] * run.count
+    everywhere = [fit for layer in asked for fit in layer.values()]
+
+    def cover(fit: Fit) -> Fit:
+        return next((other for other in everywhere if fit.module in other.also), fit)
+
+    return [{part: cover(fit) for part, fit in layer.items()} for layer in asked]
+
+
+def needed(method: Method, shape: KVShape) -> tuple[Fit, ...]:
+    """List what calibrates a method, each fit once and in the order of layers; () for methods without constants."""
+    return tuple(dict.fromkeys(fit for layer in _by_layer(method, shape) for fit in layer.values()))
+
+
+def divided(method: Method, shape: KVShape) -> list[Part]:
+    """Divide a method among what calibrates it."""
+    asked, specs = _by_layer(method, shape), method.layers(shape)
+    shares = dict.fromkeys((fit, part) for layer in asked for part, fit in layer.items())
+    if [part for _, part in shares] == [""]:
+        ((fit, _),) = shares
+        return [Part(fit, method, dict.fromkeys(range(len(specs)), ""))]
+
+    def own(fit: Fit, part: str) -> Part:
+        numbers = [number for number, layer in enumerate(asked) if layer.get(part) == fit]
+        layers = [_alone(specs[number], part) if number in numbers else EXACT for number in range(len(specs))]
+        alone = dataclasses.replace(method, layer=EXACT, overrides=tuple(enumerate(layers)), keep=None, boundary=0)
+        return Part(fit, alone, dict.fromkeys(numbers, part))
+
+    return [own(fit, part) for fit, part in shares]
+
+
+def _alone(spec: LayerSpec, part: str) -> LayerSpec:
+    return getattr(spec, {"k": "key", "v": "value"}[part]) if part else spec
+
+
+def calibrated(
+    method: Method,
+    shape: KVShape,
+    one: Callable[[Part, Path | None, Callable[[int, int], None]], Artifact],
+    state: Path | None,
+    advance: Callable[[int, int], None],
+) -> Artifact:
+    """Let `one(part, state, advance)` calibrate every part of a method, and give one artifact. Each part keeps its
+    progress in a file of its own beside `state` (see `forget`)."""
+    parts = divided(method, shape)
+    if len(parts) == 1 and parts[0].method is method:
+        return one(parts[0], state, advance)
+    found = []
+    for number, part in enumerate(parts):
+        tell = lambda done, total, n=number: advance(n * 1000 + 1000 * done // total, 1000 * len(parts))  # noqa: E731
+        found.append(one(part, _own_state(state, number), tell))
+    constants = tuple(_merged(run, parts, found, shape) for run in _runs(method, shape))
+    about = {"parts": [{"by": part.fit.module, **artifact.about} for part, artifact in zip(parts, found, strict=True)]}
+    return Artifact(method, constants, found[0].fingerprint, about)
+
+
+def _own_state(state: Path | None, number: int) -> Path | None:
+    return None if state is None else state.with_name(f"{state.stem}.{number}{state.suffix}")
+
+
+def forget(state: Path) -> None:
+    """Delete the progress of a calibration, that of its parts included."""
+    state.unlink(missing_ok=True)
+    number = 0
+    while (path := state.with_name(f"{state.stem}.{number}{state.suffix}")).exists():
+        path.unlink()
+        number += 1
+
+
+def _merged(run: RunPlan, parts: list[Part], found: list[Artifact], shape: KVShape) -> dict:
+    """Collect one run's constants from the parts that calibrated its layers."""
+    constants: dict = {}
+    for part, artifact in zip(parts, found, strict=True):
+        if run.first not in part.groups:
+            continue
+        group, runs = part.groups[run.first], _runs(part.method, shape)
+        place = next(n for n, other in enumerate(runs) if run.first < other.first + other.count)
+        start = run.first - runs[place].first
+        own = jax.tree.map(lambda x: x[start : start + run.count], artifact.constants[place])  # noqa: B023
+        constants |= {name: arrays for name, arrays in own.items() if group in ("", name)}
+    return constants

@@ -1,0 +1,56 @@
+"""Where KVQuant's numbers lie: keys within their channel's thresholds, values within their token's range."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax.codecs.uniform import round_toward
+
+__all__ = ["channel_range", "divisor", "excess", "normalise_keys", "stored_range", "token_range"]
+
+
+def divisor(scale: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """Replace scales of 0, of channels or tokens of one repeated number, by 1."""
+    return jnp.where(scale > 0, scale, 1.0)
+
+
+def channel_range(constants) -> tuple[Float[Array, " W"], Float[Array, " W"]]:
+    """Give centre and half range of every channel from its thresholds."""
+    upper, lower = constants["upper"].astype(jnp.float32), constants["lower"].astype(jnp.float32)
+    return (upper + lower) / 2, (upper - lower) / 2
+
+
+def normalise_keys(constants, x: Float[Array, "u W"]):
+    """Normalise keys, and mark outliers. The mask compares with the thresholds themselves, strictly, so that it is
+    exact at their edge."""
+    centre, scale = channel_range(constants)
+    outside = (x > constants["upper"][None]) | (x < constants["lower"][None])
+    return (x - centre[None]) / divisor(scale)[None], outside
+
+
+def excess(slots: int, constants, x: Float[Array, "u W"]) -> Int[Array, " u"]:
+    """Count each key token's outliers that find no slot and saturate."""
+    outside = normalise_keys(constants, x.astype(jnp.float32))[1]
+    return jnp.maximum(outside.sum(-1) - slots, 0)
+
+
+def token_range(x: Float[Array, "u W"], side: int):
+    """Find each token's largest and smallest entry [u, 1] after `side` outliers at each end, and those outliers'
+    channels."""
+    if not side:
+        return x.max(-1, keepdims=True), x.min(-1, keepdims=True), None
+    # Without the barrier XLA on CPU merges the slices below into the sort behind top_k and then sorts every token
+    # in full: measured 970 ms against 16 ms for 4096 x 1024.
+    # A third operand, because XLA's partitioner aborts on a barrier whose operands are just what top_k returns.
+    top, top_channels, _ = jax.lax.optimization_barrier((*jax.lax.top_k(x, side + 1), x))
+    bottom, bottom_channels, _ = jax.lax.optimization_barrier((*jax.lax.top_k(-x, side + 1), x))
+    channels = jnp.concatenate([top_channels[:, :side], bottom_channels[:, :side]], axis=-1)
+    return top[:, side:], -bottom[:, side:], channels
+
+
+def stored_range(high: Float[Array, "u 1"], low: Float[Array, "u 1"], dtype: str):
+    """Round each token's centre and half range to `dtype`, so that the range covers high and low around the rounded
+    centre."""
+    centre = (high / 2 + low / 2).astype(dtype)
+    stored = centre.astype(jnp.float32)
+    return centre, round_toward(jnp.maximum(high - stored, stored - low), dtype, up=True)
