@@ -23,7 +23,8 @@ Constants = dict  # constant name -> array of one layer
 
 class Codec(NamedTuple):
     """`needs` maps each calibrated constant's name to its shape without the layer axis; empty for calibration-free
-    codecs."""
+    codecs. `apart`: every group is encoded by itself and without products of matrices, whose rounding depends on their
+    shapes, so that many units at once give the same bits as one after the other."""
 
     width: int
     unit: int
@@ -31,6 +32,7 @@ class Codec(NamedTuple):
     encode: Callable[[Constants, Array], Tile]
     decode: Callable[[Constants, Tile], Array]
     needs: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - an immutable default by convention, never written to
+    apart: bool = False
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from kvqjax.methods.wiring import Clock, Wiring, keys_and_values
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
+from kvqjax.ops.xla import rounded
 
 __all__ = ["AquaLayer", "aqua", "encode_source", "predictor_inputs", "reconstruct"]
 
@@ -118,10 +119,8 @@ def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, pa
     """One source's reconstruction [u, W] of one tile, in the carry's dtype: the one function of encoder and decoder."""
     residual = codec.decode(constants.get(source, {}), payload).astype(jnp.float32)
     total = source_prediction(layer, source, constants, carry, keys) + residual
-    # Not by astype alone: XLA may drop a conversion to bfloat16 and back.
-    info = jnp.finfo(carry[source].dtype)
-    total = jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return saturated(total, carry[source].dtype)
+    dtype = carry[source].dtype
+    return saturated(rounded(total, dtype), dtype)
 
 
 def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys):

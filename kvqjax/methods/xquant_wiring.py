@@ -31,7 +31,8 @@ from kvqjax.model.decoder import heads, norm
 from kvqjax.model.rope import rotate
 from kvqjax.model.weight_trees import Layer
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.layout import PLANE, row_major
+from kvqjax.ops.layout import PLANE
+from kvqjax.ops.xla import row_major
 
 __all__ = [
     "LayerInput",
