@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.cache import CacheLayout, allocate_cache, pick, plan
-from kvqjax.cache.append import encode_tile
+from kvqjax.cache.encoding import encode_tile
 from kvqjax.hardware.aot import abstract_model
 from kvqjax.hardware.chips import chip_devices
 from kvqjax.methods import parse

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.layout import from_bits, row_major, split_bits, unpack
+from kvqjax.ops.layout import from_bits, split_bits, unpack
+from kvqjax.ops.xla import row_major
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 __all__ = ["packed_attention"]

@@ -1,6 +1,7 @@
 """What is static about a cache: one frozen value."""
 
 import dataclasses
+from typing import Any
 
 from kvqjax._errors import UserError
 from kvqjax.methods.spec import Method
@@ -18,7 +19,7 @@ class CacheLayout:
     can be is stored head by head ("heads", kvqjax/ops/head_major.py) or as planes of words ("planes"), the chip whose
     kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), which `kernels` may, and over how many devices (mesh
     axes, inside `shard_map`) the body's blocks are dealt. `heads_over` are, inside `shard_map`, the axes that share out
-    heads."""
+    heads. `rules` say how a cache that belongs to no model of ours lies on a mesh (kvqjax/parallel/rules.py)."""
 
     shape: KVShape
     method: Method
@@ -31,6 +32,7 @@ class CacheLayout:
     dealt: int = 1
     dealt_over: tuple[str, ...] = ()
     heads_over: tuple[str, ...] = ()
+    rules: Any = None
 
     def __post_init__(self):
         if self.layers not in ("scan", "unroll"):

@@ -13,7 +13,7 @@ from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 
-__all__ = ["AT_ONCE", "RunPlan", "chains", "plan"]
+__all__ = ["AT_ONCE", "Carry", "RunPlan", "carry_of", "chains", "plan"]
 
 AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
 
@@ -57,7 +57,7 @@ class RunPlan(NamedTuple):
     @property
     def carried(self) -> int:
         """Body tokens of which a reader holds what flows between layers, per row (see `Wiring.chain.copy`)."""
-        return {"layer": self.slots, "none": self.block, "all": 0}[self.wiring.chain.copy]
+        return carry_of(self.wiring).tokens(self.slots, self.block)
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunPlan:
@@ -109,7 +109,7 @@ def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
 def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
     """The runs of a layout, in layer order. Cached, so that wirings are built once."""
     runs = _plan_runs(layout, 1)
-    if any(run.wiring.chain.copy == "none" for run in runs):  # a block is then read from all layers below at once
+    if any(carry_of(run.wiring).rebuilt for run in runs):  # a block is then read from all layers below at once
         runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))
     clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
     if layout.method.keep is not None and len(clocks) > 1:
@@ -145,3 +145,22 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
             f"{layout.method}: layers that feed each other must see the same tokens; sliding windows differ"
         )
     return (tuple(range(len(runs))),)
+
+
+class Carry(NamedTuple):
+    """`held`: one layer's, for all body tokens, flows from layer to layer. `rebuilt`: it is computed anew for every
+    block from the first layer on, so blocks must be common to all layers. Neither: every layer stores its own."""
+
+    held: bool
+    rebuilt: bool
+
+    def tokens(self, slots: int, block: int) -> int:
+        """Of how many body tokens, per row, it is there at a time."""
+        return slots if self.held else block if self.rebuilt else 0
+
+
+CARRIES = {"layer": Carry(True, False), "none": Carry(False, True), "all": Carry(False, False)}
+
+
+def carry_of(wiring: Wiring) -> Carry:
+    return CARRIES[wiring.chain.copy]

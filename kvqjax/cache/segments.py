@@ -1,20 +1,23 @@
-"""One layer's attention to the encoded tokens of its body: block by block, or by what reads it as a whole."""
+"""One layer's attention, segment by segment: to the tokens that are held exactly (sinks, window, new ones), and to the
+body, block by block or by what reads it as a whole."""
 
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, large_block
+from kvqjax.cache.body_view import body_view
+from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, large_block
+from kvqjax.cache.encoding import Schedule, encode_due, gather_tile, pick
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.runs import AT_ONCE
-from kvqjax.cache.state import body_tokens
+from kvqjax.cache.state import due
 from kvqjax.cache.view import LayerView, NewTokens, expanded, payload_of, reached, rebuilt, seen, side_by_side
 from kvqjax.cache.whole_body import attend_decoded, attend_packed, attend_stored
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.methods.wiring import SharedValues
-from kvqjax.ops.attention import Partial
+from kvqjax.ops.attention import Partial, segment_attention
 from kvqjax.ops.finite import saturated
 
-__all__ = ["attend_body", "weigh"]
+__all__ = ["attend_body", "attend_exact", "recoded_units", "weigh"]
 
 MOST_PARTS = 16  # of a body that are decoded in straight code: more would take long to compile
 
@@ -22,14 +25,10 @@ MOST_PARTS = 16  # of a body that are decoded in straight code: more would take 
 def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedValues | None = None):
     """(read, first, last) as `blockwise_attention` wants them, for the encoded tokens of every row, `size` of them at a
     time; with `shared`, values as stored, to be decoded after the sum."""
-    run, sinks = view.run, view.sinks
-    ends, constants = body_tokens(run, view.state), run.wiring.maps.prepare(view.constants)
-    stored = tokens.stored
-    if stored is not None:
-        stored = jnp.pad(stored, ((0, 0), (0, run.slots - stored.shape[1])), constant_values=-1)
+    run, body, constants = view.run, body_view(view, tokens), view.run.wiring.maps.prepare(view.constants)
 
     def block(j, carry):
-        at = j * size % run.slots_here if run.wraps else jnp.minimum(j * size, run.slots_here - size)
+        at = body.at(j, size)
         payload = payload_of(run, view.state, view.layer, at, size)
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
         part = part or rebuilt(view, at, size)
@@ -38,30 +37,13 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
         carry = {
             n: jax.lax.dynamic_update_slice_in_dim(c, saturated(part[n], c.dtype), at, 1) for n, c in carry.items()
         }
-        if stored is None:
-            slots = (j * size if run.wraps else at) + jnp.arange(size)
-            index = jnp.broadcast_to(run.deal.tokens(slots)[None], (ends.shape[0], size))
-            # The last block may begin within the one before it.
-            positions, valid = index + sinks, (index < ends[:, None]) & (slots >= j * size)[None]
-        else:
-            positions = jax.lax.dynamic_slice_in_dim(stored, at, size, 1)
-            valid = positions >= 0
+        positions, valid = body.places(j, size)
         k, v = expanded(view, decoded, positions)
         if shared is not None:  # the decoded values then have no user and are never computed
             v = saturated(shared.read(view.weights, view.constants, payload, decoded)[:, :, None], v.dtype)
         return k, v, seen(view, tokens, positions, valid), carry
 
-    if stored is not None:
-        filled = jnp.where(stored >= 0, jnp.arange(1, run.slots + 1)[None], 0).max()
-        return block, jnp.int32(0), -(-filled // size)
-    if run.static and tokens.positions.shape[1] <= MOST_QUERIES:
-        return block, 0, -(-min(reached(view), run.slots_here) // size)
-    last = -(-run.deal.share(ends.max()) // size)
-    first = jnp.int32(0)
-    if run.sliding is not None:  # blocks that no query reaches any more are skipped
-        oldest = jnp.maximum((tokens.positions[:, 0] - run.sliding + 1 - sinks).min(), 0)
-        first = jnp.minimum(run.deal.share(oldest) // size, last)
-    return block, first, last
+    return block, *body.blocks(size)
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
@@ -80,11 +62,9 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     """`attend_body` with queries and outputs in the body's frame."""
     run, wiring = view.run, view.run.wiring
     shared = wiring.fast.shared if wiring.fast.shared is not None and q.shape[1] <= wiring.fast.shared.most else None
-    # Where tokens lie in a ring, are evicted or dealt, those that a query sees are not next to each other.
-    in_order = not run.wraps and tokens.stored is None and run.deal.parts == 1
-    kernels = view.chunks if in_order else "off"
-
-    few = q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None
+    body = body_view(view, tokens)
+    kernels = view.chunks if body.together else "off"
+    few = body.linear and q.shape[1] <= MOST_QUERIES
 
     def by_blocks():
         if run.static and few and not wiring.chain.carry and reached(view) <= MOST_PARTS * AT_ONCE:
@@ -97,13 +77,7 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
         return attend_stored(q, kv_heads, view, tokens, wiring.fast.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
     short = kernels == "off" or q.shape[1] < MANY_QUERIES
-    if (
-        wiring.fast.packed is not None
-        and short
-        and shared is wiring.fast.shared
-        and not run.wraps
-        and tokens.stored is None
-    ):
+    if wiring.fast.packed is not None and short and shared is wiring.fast.shared and body.linear:
         found = attend_packed(q, view, tokens, wiring.fast.packed, lambda: by_blocks()[0])
     else:
         found, carry = by_blocks()
@@ -132,3 +106,64 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
     body = jnp.zeros((q.shape[0], view.run.slots))
     body, _ = jax.lax.fori_loop(first, last, step, (body, carry))
     return Received(exact, body[:, : tokens.stored.shape[1]])
+
+
+def recoded_units(unit: int, length: int) -> int:
+    """How many units of a clock can fall due while `length` new tokens are appended, before the last of them
+    attends."""
+    return -(-(length - 1) // unit)
+
+
+def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
+    """`sources` with every unit of the clock that may fall due inside the new tokens replaced by what a reader will
+    see. Tiles are encoded one row and unit at a time, exactly as `commit` will. `carry` is [B, units, u, W] per
+    name."""
+    run, units = view.run, recoded_units(clock.unit, tokens.positions.shape[1])
+    window = pick(view.state.window, view.layer)
+
+    def one(_, row, token, slot, size, loop):
+        (sources, carry), held = loop, tokens.held[row]
+        unit = token // clock.unit - flushed[row]
+        tile = {s: gather_tile(window[s], view.new[s], (), row, token, size, held, size) for s in clock.sources}
+        part = {n: c[row, unit] for n, c in carry.items()}
+        _, recon, part = run.wiring.maps.encode(view.constants, tile, part)
+        index = token + jnp.arange(size)
+        place = jnp.where(index < held, view.sinks + index % run.ring, view.sinks + run.ring + index - held)
+        for s, x in recon.items():
+            sources = {**sources, s: sources[s].at[row, place].set(saturated(x, sources[s].dtype), mode="drop")}
+        return sources, {n: c.at[row, unit].set(saturated(part[n], c.dtype)) for n, c in carry.items()}
+
+    # Numbers that XLA knows, so that a GPU's host need not ask for them.
+    first = jnp.zeros_like(flushed)
+    place = lambda row, number: ((flushed[row] + number) * clock.unit, None)  # noqa: E731
+    schedule = Schedule(clock, first, first + units, place)
+    return encode_due((schedule,), len(flushed), clock.unit, one, (sources, carry))
+
+
+def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dict) -> tuple[list[Partial], dict]:
+    """Attention to the tokens that are held exactly. With `recode`, a token that decoding one by one would have
+    encoded before query t is shown to query t as encoded (docs/design.md, idea 2); `carry` then flows from layer to
+    layer for those."""
+    run = view.run
+    sources, positions, valid = side_by_side(view, tokens)
+    mask = seen(view, tokens, positions, valid)
+
+    def part(sources, mask):
+        k, v = expanded(view, sources, positions)
+        return segment_attention(q, k, v, mask)
+
+    if not recode and view.chunks in ("splash", "interpret") and q.shape[1] >= MANY_QUERIES:
+        k, v = expanded(view, sources, positions)
+        kept = k.shape[1] - q.shape[1]
+        new = attend_segment(q, k[:, kept:], v[:, kept:], mask[:, :, kept:], view.chunks)
+        return [segment_attention(q, k[:, :kept], v[:, :kept], mask[:, :, :kept]), new], carry
+    if not recode:
+        return [part(sources, mask)], carry
+    parts, index = [], (positions - view.sinks)[:, None, :]
+    for clock, flushed in zip(run.wiring.storage.clocks, view.state.flushed, strict=True):
+        encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
+        left = (index >= 0) & (index < encoded[:, :, None])
+        parts.append(part(sources, mask & ~left))
+        sources, carry = _recode(view, tokens, sources, clock, flushed, carry)
+        mask = mask & left
+    return [*parts, part(sources, mask)], carry

@@ -21,7 +21,19 @@ from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.methods.wiring import Clock
 from kvqjax.ops.layout import Stored, allocate
 
-__all__ = ["Cache", "Run", "allocate_cache", "body_tokens", "check_alive"]
+__all__ = [
+    "Cache",
+    "Run",
+    "admitted",
+    "allocate_cache",
+    "body_tokens",
+    "check_alive",
+    "due",
+    "finite_tokens",
+    "ring_tokens",
+    "units_due",
+    "window_tokens",
+]
 
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 
@@ -116,3 +128,33 @@ def body_tokens(run: RunPlan, state: Run) -> Int[Array, " B"]:
 def due(clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]) -> Int[Array, "*S"]:
     """Units that are encoded once a row holds `body_length` tokens after the sinks (never fewer than `flushed`)."""
     return jnp.maximum(flushed, (body_length - clock.window) // clock.unit)
+
+
+def units_due(run: RunPlan, state: Run, body_length: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
+    """`due` of every clock of a run whose rows hold `body_length` tokens after the sinks."""
+    return tuple(due(clock, body_length, f) for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True))
+
+
+def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
+    """The body token each window slot stands for, when `first` is the oldest one held."""
+    first = first[:, None]
+    return first + (jnp.arange(ring)[None] - first) % ring
+
+
+def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
+    """The body token each window slot stands for once a row has held `end` of them."""
+    return ring_tokens(ring, jnp.maximum(end - ring, 0))
+
+
+def admitted(cache: Cache, counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """How many of `counts` new tokens still fit each row, and the overflow flags after them."""
+    fits = jnp.clip(counts, 0, cache.layout.capacity - cache.lengths)
+    return fits, cache.overflow | (fits < counts)
+
+
+def finite_tokens(cache: Cache, whole: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The cache's `finite` after `counts` new tokens of each row, `whole` of which come before the first that is not
+    finite. Devices that hold other heads see other numbers: the least counts."""
+    axes = cache.layout.heads_over
+    whole = jax.lax.pmin(whole, axes) if axes else whole
+    return jnp.where(cache.nonfinite, cache.finite, cache.lengths + jnp.minimum(whole, counts))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvqjax.cache.append import pick, ring_tokens
+from kvqjax.cache.encoding import pick
 from kvqjax.cache.runs import RunPlan
-from kvqjax.cache.state import Run, body_tokens
+from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import read
 
@@ -17,7 +17,6 @@ __all__ = [
     "LayerView",
     "NewTokens",
     "expanded",
-    "first_seen",
     "payload_of",
     "reached",
     "rebuilt",
@@ -41,9 +40,9 @@ class NewTokens(NamedTuple):
 
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
-    `below` are (run, state, constants, layers) of the runs up to this layer; `chunks` says how many
-    queries attend (kvqjax/cache/chunk_paths.py). No row holds more
-    than `reach` tokens (None: than the capacity)."""
+    `below` are (run, state, constants, layers) of the runs up to this layer, where their carry is rebuilt; `chunks`
+    says how many queries attend (kvqjax/cache/chunk_paths.py). No row holds more than `reach` tokens (None: than the
+    capacity)."""
 
     run: RunPlan
     state: Run
@@ -106,10 +105,10 @@ def _passed(run: RunPlan, state: Run, constants, at, size: int, layer, carry: di
 
 
 def rebuilt(view: LayerView, at, size: int) -> dict:
-    """The carry of one block where none is held: zeros, and with `copy="none"` what the layers below make of them."""
+    """The carry of one block where none is held: zeros, and what the layers `below` make of them."""
     batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
     carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.chain.carry.items()}
-    for run, state, constants, count in view.below if view.run.wiring.chain.copy == "none" else ():
+    for run, state, constants, count in view.below:
         carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at, size), carry)
     return carry
 
@@ -118,11 +117,3 @@ def reached(view: LayerView) -> int:
     """The most body tokens that any row may have here, by what is static."""
     run = view.run
     return run.slots_here if view.reach is None else run.deal.most(min(view.reach, run.slots))
-
-
-def first_seen(view: LayerView, tokens: NewTokens, count: int):
-    """(positions [B, count], which of them each query sees) of the body's first `count` slots here."""
-    index = view.run.deal.tokens(jnp.arange(count))[None]
-    valid = index < body_tokens(view.run, view.state)[:, None]
-    positions = jnp.broadcast_to(index + view.sinks, valid.shape)
-    return positions, seen(view, tokens, positions, valid)

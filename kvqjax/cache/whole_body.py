@@ -8,14 +8,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from kvqjax.cache.body_view import body_view
 from kvqjax.cache.runs import AT_ONCE
 from kvqjax.cache.state import body_tokens
-from kvqjax.cache.view import LayerView, NewTokens, expanded, first_seen, payload_of, reached
+from kvqjax.cache.view import LayerView, NewTokens, expanded, payload_of, reached, seen
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, slots_read, summed
 from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import leading_slots
+from kvqjax.ops.xla import kept_apart
 from kvqjax.pallas_kernels.dispatch import packed_attention
 
 __all__ = ["attend_decoded", "attend_packed", "attend_stored"]
@@ -41,13 +43,14 @@ def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared:
     once."""
     run, body = view.run, view.state.body
     count = min(-(-reached(view) // run.block) * run.block, run.slots_here)
-    positions, mask = first_seen(view, tokens, count)
+    positions, valid = body_view(view, tokens).places(0, count)
+    mask = seen(view, tokens, positions, valid)
     constants = run.wiring.maps.prepare(view.constants)
     size = max(1, max(AT_ONCE, 2 * AT_ONCE // q.shape[0]) // run.block) * run.block
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     def decoded(part: slice, after):
-        stored = view.state.replace(body=jax.lax.optimization_barrier((body, after))[0])
+        stored = view.state.replace(body=kept_apart((body, after))[0])
         payload = payload_of(run, stored, view.layer, part.start, part.stop - part.start)
         found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
@@ -87,6 +90,6 @@ def attend_stored(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
         return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
 
     body = body | {"k": first("k", body["k"])}
-    mask = first_seen(view, tokens, count)[1]
+    mask = seen(view, tokens, *body_view(view, tokens).places(0, count))
     piece = math.gcd(PIECE, slots // 2)
     return attend_whole(q, body, mask, direct, kv_heads, piece, functools.partial(first, "v") if cut else None)

@@ -38,7 +38,8 @@ class Codec(NamedTuple):
     `unit` tokens at a time.
 
     `needs` maps each calibrated constant's name to its shape without the layer axis, empty for codecs without
-    calibration; `fit` says what finds them."""
+    calibration; `fit` says what finds them. `apart`: every group is encoded by itself and without products of matrices,
+    whose rounding depends on their shapes, so that many units at once give the same bits as one after the other."""
 
     width: int
     unit: int
@@ -47,6 +48,7 @@ class Codec(NamedTuple):
     decode: Callable[[Constants, Tile], Array]
     needs: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - an immutable default by convention, never written to
     fit: Fit | None = None
+    apart: bool = False
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
+from kvqjax.ops.xla import kept_apart
 
 __all__ = ["Plan", "inverse", "plan"]
 
@@ -101,8 +102,8 @@ def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[A
 def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
     """Compute H^T y of every group, y being the grid points that `codes` name. It is not divided by the group's
     width."""
-    # Behind a barrier, or XLA may select anew for every product.
-    words = jax.lax.optimization_barrier([_chosen(table, codes) for table in plan.words])
+    # Kept apart, or XLA may select anew for every product.
+    words = kept_apart([_chosen(table, codes) for table in plan.words])
     tiles = [jnp.split(word, codes.shape[-1] // plan.tile, axis=-1) for word in words]
     parts = [_tile_product(plan, words) for words in zip(*tiles, strict=True)]
     size = len(plan.outer)

@@ -98,7 +98,7 @@ def _per_channel(spec: Uniform, width: int) -> Codec:
         scale, low = (tile[name][..., None, :].astype(jnp.float32) for name in ("scale", "low"))
         return (groups * scale + low).reshape(codes.shape)
 
-    return Codec(width, spec.group, fields, encode, decode)
+    return Codec(width, spec.group, fields, encode, decode, apart=True)
 
 
 def check_group(group: int, width: int, least: int = 1) -> None:
@@ -133,7 +133,7 @@ def _per_token(spec: Uniform, width: int) -> Codec:
         scale, low = (jnp.swapaxes(tile[name], -1, -2)[..., None].astype(jnp.float32) for name in ("scale", "low"))
         return (groups * scale + low).reshape(codes.shape)
 
-    return Codec(width, 1, fields, encode, decode)
+    return Codec(width, 1, fields, encode, decode, apart=True)
 
 
 def uniform_body(weights, constants, stored, positions) -> PackedBody:

@@ -26,6 +26,7 @@ from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
+from kvqjax.ops.xla import rounded
 
 __all__ = ["UNIT", "AquaLayer", "encode_source", "predictor_inputs", "reconstruct"]
 
@@ -126,10 +127,8 @@ def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, pa
     """Reconstruct one source's tile [u, W] in the carry's dtype. Encoder and decoder both use this one function."""
     residual = codec.decode(constants.get(source, {}), payload).astype(jnp.float32)
     total = source_prediction(layer, source, constants, carry, keys) + residual
-    # Not by astype alone: XLA may drop a conversion to bfloat16 and back.
-    info = jnp.finfo(carry[source].dtype)
-    total = jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return saturated(total, carry[source].dtype)
+    dtype = carry[source].dtype
+    return saturated(rounded(total, dtype), dtype)
 
 
 def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys):

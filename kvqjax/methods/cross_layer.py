@@ -12,6 +12,7 @@ from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Maps, S
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
+from kvqjax.ops.xla import rounded
 
 __all__ = ["ACCUMULATORS", "SPACES", "Difference", "cross_layer", "stored_accumulator"]
 
@@ -25,8 +26,7 @@ def stored_accumulator(x: jax.Array, accumulator: str, group: int) -> jax.Array:
     if accumulator == "float32":
         return x
     if accumulator == "bfloat16":
-        # Not astype: XLA may drop a conversion to bfloat16 and back, and then encoder and decoder would differ.
-        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        return rounded(x, jnp.bfloat16)
     codec = Uniform(bits=int(accumulator), along="channels", group=group).build(x.shape[-1])
     return codec.decode({}, codec.encode({}, x.reshape(-1, x.shape[-1]))).reshape(x.shape)
 

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -33,6 +32,7 @@ from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.head_major import HALF, offset, tokens_per_row
 from kvqjax.ops.layout import from_bits
+from kvqjax.ops.xla import kept_apart
 
 __all__ = ["MOST_QUERIES", "PIECE", "Direct", "attend_whole", "direct_form", "slots_read", "summed"]
 
@@ -291,7 +291,7 @@ def attend_whole(
     least = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     stored = body["v"]
     if cut is not None:  # not before it is needed, or XLA copies that part of all layers at once
-        weights, stored = jax.lax.optimization_barrier((weights, stored))
+        weights, stored = kept_apart((weights, stored))
         stored = cut(stored)
     out = direct.values(weights, stored, q.dtype, piece) / least[..., None]
     lse = jnp.where(total > 0, jnp.log(least) + peak, -jnp.inf)

@@ -31,7 +31,7 @@ from kvqjax.model.weight_trees import (
     is_unrolled,
 )
 from kvqjax.ops.attention import segment_attention
-from kvqjax.ops.layout import row_major
+from kvqjax.ops.xla import row_major
 
 __all__ = [
     "Projected",

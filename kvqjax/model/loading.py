@@ -60,15 +60,18 @@ class Model(struct.PyTreeNode):
 
     The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/model/weights.py); `folder`
     is where its tokenizer lies. Both are empty for a model that was not loaded from a folder. `rules` say how it and
-    its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one.
+    its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one. Of several artifacts `constants`
+    are the newest one's and `others` those of the rest; `calibrated` are their methods in this order.
     """
 
     params: Params
     constants: Any = None
+    others: tuple[Any, ...] = ()
     config: ModelConfig = struct.field(pytree_node=False, kw_only=True)
     fingerprint: str = struct.field(pytree_node=False, default="")
     folder: str = struct.field(pytree_node=False, default="")
     rules: Any = struct.field(pytree_node=False, default=None)
+    calibrated: tuple[Any, ...] = struct.field(pytree_node=False, default=())
 
     def __repr__(self) -> str:
         config, leaves = self.config, [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")]
@@ -78,7 +81,7 @@ class Model(struct.PyTreeNode):
             f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
             f"{config.vocab_size} tokens",
             f"{sum(math.prod(leaf.shape) for leaf in leaves):,} numbers in {kinds or 'no arrays'}",
-            *(["with calibrated constants"] if jax.tree.leaves(self.constants) else []),
+            *(["with calibrated constants"] if jax.tree.leaves((self.constants, self.others)) else []),
             *([f"on a mesh of {self.rules.mesh.size} devices"] if self.rules else []),
         ]
         return f"Model({Path(self.folder).name or config.architecture}: {', '.join(facts)})"
@@ -110,13 +113,17 @@ class Model(struct.PyTreeNode):
         return ids
 
     def with_artifact(self, artifact) -> "Model":
-        """This model with the artifact's `constants`. Raises UserError when the artifact's `fingerprint` differs."""
+        """This model with the artifact's `constants` beside those of artifacts of other methods: each cache takes its
+        method's. Raises UserError when the artifact's `fingerprint` differs."""
         ours, theirs = (_parts(value) for value in (self.fingerprint, artifact.fingerprint))
         for field in dict.fromkeys([*ours, *theirs]):
             if ours.get(field) != theirs.get(field):
                 got, wanted = theirs.get(field, "none"), ours.get(field, "none")
                 raise UserError(f"artifact is for another model: fingerprint {field} is {got}, the model's is {wanted}")
-        return dataclasses.replace(self, constants=artifact.constants)
+        held = dict(zip(self.calibrated, (self.constants, *self.others), strict=False))
+        held.pop(artifact.method, None)
+        methods = (artifact.method, *held)
+        return dataclasses.replace(self, constants=artifact.constants, calibrated=methods, others=tuple(held.values()))
 
 
 def _parts(text: str) -> dict[str, str]:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax.ops.xla import filled_by
+
 __all__ = ["Partial", "blockwise_attention", "merge", "merge_over", "segment_attention", "tiled_attention", "total_lse"]
 
 
@@ -135,9 +137,7 @@ def tiled_attention(
         done = _finish(state).out.astype(out.dtype)
         return state, jax.lax.dynamic_update_slice_in_dim(out, done, row * queries, 1)
 
-    # Not zeros: XLA would make those of all unrolled layers at once.
-    blank = (_start(_grouped(q[:, :queries], k.shape[2]), q.shape[-1]), q)
-    blank = jax.tree.map(lambda x: jnp.full(x.shape, q[0, 0, 0, 0], x.dtype), blank)
+    blank = filled_by(q, (_start(_grouped(q[:, :queries], k.shape[2]), q.shape[-1]), q))
     return jax.lax.fori_loop(0, len(tiles), step, blank)[1]
 
 

@@ -97,6 +97,43 @@ def _write_piece(field, array, index, token, piece, wanted):
     return jax.lax.dynamic_update_slice(array, row_major(new), start)
 
 
+def pieces(tokens: int, piece: int, step: int) -> int:
+    """The most pieces of `piece` tokens that a stretch of `tokens` from any multiple of `step` on is part of."""
+    return -(-(tokens + piece - step) // piece)
+
+
+def placed(codes: Num[Array, "u W"], offset, count: int) -> tuple[Num[Array, "n W"], Bool[Array, " n"]]:
+    """The codes from `offset` on among `count` tokens that are else 0, and which tokens they are."""
+    place = jnp.arange(count)
+    blank = jnp.zeros((count, codes.shape[1]), codes.dtype)
+    return jax.lax.dynamic_update_slice(blank, codes, (offset, 0)), (place >= offset) & (place < offset + len(codes))
+
+
+def _write_rows(field, array, index, token, tile, wanted):
+    """Put many tokens `tile` [K, u, D] into the rows that they are parts of, as one piece."""
+    heads, tokens, dim = tile.shape
+    pair = 2 * HALF
+    if not (field.packed and tokens_per_row(field.bits) == 2):
+        start, shape = (*index, 0, token, 0), (1,) * len(index) + tile.shape
+        new = tile.astype(jnp.int32) - offset(field.bits) if field.packed else saturated(tile, array.dtype)
+        new, old = new.astype(array.dtype).reshape(shape), jax.lax.dynamic_slice(array, start, shape)
+    else:
+        count = min(pieces(tokens, pair, 32), array.shape[-2] // HALF)
+        first = jnp.minimum(token // pair, array.shape[-2] // HALF - count)
+        flat = jnp.swapaxes(tile, 0, 1).reshape(tokens, heads * dim).astype(jnp.int32)
+        codes, here = placed(flat, token - first * pair, count * pair)
+        planes = jnp.moveaxis(codes.reshape(count, 2, HALF, heads, dim), (1, 3), (0, 1))
+        here = jnp.moveaxis(here.reshape(count, 2, HALF), 1, 0)[:, None, ..., None]
+        start = (*index, 0, first * HALF, 0)
+        old = jax.lax.dynamic_slice(array, start, (1,) * len(index) + (heads, count * HALF, dim))
+        held = _split_pair(old.astype(jnp.int32).reshape(heads, count, HALF, dim))
+        lower, upper = (jnp.where(mine, x, y) for mine, x, y in zip(here, planes, held, strict=True))
+        new = _as_pair(lower, upper).astype(array.dtype).reshape(old.shape)
+    if wanted is not None:
+        new = jnp.where(wanted, new, old)
+    return jax.lax.dynamic_update_slice(array, row_major(new), start)
+
+
 def write(
     field,
     stored: tuple[Array, ...],
@@ -106,8 +143,11 @@ def write(
     wanted: Bool[Array, ""] | None = None,
 ) -> tuple[Array, ...]:
     """Store one tile at (layer, row) = `index` from body token `token`; where `wanted` is False, nothing. As
-    `kvqjax.ops.layout.write`, whose tiles these are: u is 1, or u and `token` are multiples of 32 and u divides 128."""
+    `kvqjax.ops.layout.write`, whose tiles these are: u is 1, or u and `token` are multiples of 32 and u divides 128
+    or is more than 256."""
     tile, (array,) = _split(tile, field.heads), stored
+    if tile.shape[1] > 2 * HALF:
+        return (_write_rows(field, array, index, token, tile, wanted),)
     for first in range(0, tile.shape[1], HALF):
         array = _write_piece(field, array, index, token + first, tile[:, first : first + HALF], wanted)
     return (array,)

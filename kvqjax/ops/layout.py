@@ -31,6 +31,7 @@ from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import row_major
 
 __all__ = [
+    "FEW",
     "PLANE",
     "Field",
     "allocate",
@@ -40,7 +41,6 @@ __all__ = [
     "leading_slots",
     "logical_bits",
     "read",
-    "row_major",
     "slot_rows",
     "split_bits",
     "to_bits",
@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 PLANE = 32  # tokens per plane: the rows of a block of words
+FEW = 256  # tokens that are written plane by plane
 
 Stored = tuple  # the arrays of one field, one per plane set
 
@@ -190,10 +191,34 @@ def _write_codes(field, stored, index, token, tile, wanted):
     shift = 0
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         part = (tile >> shift) & ((1 << bits) - 1)
-        for first in range(0, tile.shape[0], PLANE):
-            words = _write_plane(field, words, part[first : first + PLANE], index, token + first, bits, wanted)
+        if tile.shape[0] <= FEW:
+            for first in range(0, tile.shape[0], PLANE):
+                words = _write_plane(field, words, part[first : first + PLANE], index, token + first, bits, wanted)
+        else:
+            words = _write_blocks(field, words, part, index, token, bits, wanted)
         yield words
         shift += bits
+
+
+def _write_blocks(field, words, codes, index, token, bits, wanted):
+    """Put many tokens' codes into the blocks that they are parts of, as one piece."""
+    rows, per = words.shape[-1 if field.along_lanes else -2], 1024 // bits
+    count = min(head_major.pieces(len(codes), per, PLANE), rows // PLANE)
+    first = jnp.minimum(token // per, rows // PLANE - count)
+    codes, here = head_major.placed(codes, token - first * per, count * per)
+    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, :, None, None]
+    pack = lambda x: (x.reshape(count, -1, PLANE, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
+    full = jnp.where(here, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
+    codes, mask = (pack(x).reshape(count * PLANE, -1) for x in (codes, full))
+    start, codes, mask = (
+        ((*index, 0, first * PLANE), codes.T, mask.T)
+        if field.along_lanes
+        else ((*index, first * PLANE, 0), codes, mask)
+    )
+    shape = (1,) * len(index) + codes.shape
+    old = jax.lax.dynamic_slice(words, start, shape)
+    new = _chosen(wanted, (old & ~mask.reshape((1,) * len(index) + mask.shape)) | codes.reshape(shape), old)
+    return jax.lax.dynamic_update_slice(words, row_major(new), start)
 
 
 def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:

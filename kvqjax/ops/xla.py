@@ -1,10 +1,16 @@
-"""What XLA must be told so that it leaves arrays where and as they are."""
+"""What XLA must be told so that it leaves arrays where and as they are: every workaround has a name here."""
+
+from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-__all__ = ["row_major"]
+__all__ = ["depending_on", "filled_by", "kept_apart", "rounded", "row_major", "rows_if", "unknown_zero"]
+
+Tree = TypeVar("Tree")
 
 
 def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
@@ -17,3 +23,43 @@ def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
     if not (mesh.empty or mesh.are_all_axes_manual):
         return x
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def kept_apart(tree: Tree) -> Tree:
+    """`tree`, each part of which is ready before any is used: XLA neither merges what comes before with what comes
+    after, nor computes either anew for every user."""
+    return jax.lax.optimization_barrier(tree)
+
+
+def depending_on(x: Array, new: dict[str, Array]) -> dict[str, Array]:
+    """`new`, made to depend on `x`. What a layer outside a loop captures is ready before its attention has read the
+    body: without this, XLA copies the body so that `append` may write at the same time. It must be data, since an
+    optimization barrier is gone when XLA's CPU backend places copies."""
+    never = jnp.isposinf(x.reshape(-1)[0]) & jnp.isneginf(x.reshape(-1)[0])
+    return {name: jnp.where(never, jnp.zeros_like(y), y) for name, y in new.items()}
+
+
+def unknown_zero(counts: Int[Array, " B"]) -> Int[Array, ""]:
+    """Zero, made of counts that are never negative, so that XLA cannot know it. XLA unrolls a loop of one turn: it
+    would copy that layer's weights out of the stack before a decode loop, and compile a layer's products anew."""
+    return jnp.minimum(counts[0], 0)
+
+
+def filled_by(x: Array, shapes: Tree) -> Tree:
+    """Arrays of these shapes and dtypes to be overwritten, filled with one number of `x`. Zeros would be ready at once,
+    and XLA would make those of all unrolled layers at the start."""
+    number = x.reshape(-1)[0]
+    return jax.tree.map(lambda like: jnp.full(like.shape, number, like.dtype), shapes)
+
+
+def rows_if(wanted: Bool[Array, ""], rows: int) -> Int[Array, ""]:
+    """How many rows a loop goes over: none instead of a `cond`, since XLA for GPUs copies whatever passes through the
+    branch that leaves it as it is."""
+    return jnp.where(wanted, rows, 0)
+
+
+def rounded(x: Float[Array, "*S"], dtype: DTypeLike) -> Float[Array, "*S"]:
+    """`x` rounded to the numbers that `dtype` has, in its own dtype. XLA may drop a conversion there and back, and an
+    encoder and a decoder would then differ."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)

@@ -125,7 +125,7 @@ class Rules:
         axes = self.sequence if layout.dealt > 1 else ()
         shape = _share(layout.shape, self.size(self.kv_heads))
         heads = self.width if self.size(self.width) > 1 else ()
-        return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads)
+        return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads, rules=None)
 
     def cache_layout(self, layout: CacheLayout, batch: int) -> CacheLayout:
         """The layout of a cache of `batch` rows that is dealt as these rules say. Raises UserError when the method

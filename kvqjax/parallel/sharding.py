@@ -32,13 +32,13 @@ from kvqjax.cache.runs import plan
 from kvqjax.cache.state import Cache
 from kvqjax.methods import MethodLike, parse
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
-from kvqjax.model.config import ModelConfig
+from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_codes import CodedWeight, place_codes
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules, shares_heads
 
-__all__ = ["over_mesh", "rules_for", "shard"]
+__all__ = ["of_constants", "on_parts", "over_mesh", "rules_for", "shard"]
 
 
 def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
@@ -51,10 +51,12 @@ def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
     return Mesh(np.asarray(devices[: math.prod(shape)]).reshape(shape), names)
 
 
-def _divided(config: ModelConfig) -> dict[str, int]:
+def _divided(config: KVShape) -> dict[str, int]:
     """What a mesh's `model` must divide beside the KV heads."""
-    experts = config.experts
     parts = {f"{config.num_heads} heads": config.num_heads}
+    if not isinstance(config, ModelConfig):
+        return parts
+    experts = config.experts
     if config.dense_layers:
         parts[f"MLP width {config.mlp_width}"] = config.mlp_width
     if experts is not None:
@@ -64,9 +66,9 @@ def _divided(config: ModelConfig) -> dict[str, int]:
     return parts
 
 
-def rules_for(config: ModelConfig, method: MethodLike, size: MeshSize, devices=None) -> Rules:
-    """Rules for a model and the caches of `method` on `size.devices` devices (the first of jax.devices()). An empty
-    list of devices stands for ones that are only planned with.
+def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None) -> Rules:
+    """Rules for a model, or for the shape of another one, and the caches of `method` on `size.devices` devices (the
+    first of jax.devices()). An empty list of devices stands for ones that are only planned with.
 
     Raises UserError when heads, MLP or experts cannot be split over `size.model`, or devices are missing. A vocabulary
     that it does not divide is not split."""
@@ -76,9 +78,10 @@ def rules_for(config: ModelConfig, method: MethodLike, size: MeshSize, devices=N
         raise UserError(f"mesh model={model} must divide {named}, and divide or be a multiple of {kv} KV heads")
     parts = min(model, kv)
     rules = Rules(mesh=_mesh((size.data, size.seq, parts, model // parts), devices))
-    if config.vocab_size % model:
+    if not isinstance(config, ModelConfig) or config.vocab_size % model:
         rules = dataclasses.replace(rules, vocabulary=())
-    layout = CacheLayout(shape=config.kv_shape, method=parse(method), capacity=1, dtype="float32")
+    shape = config.kv_shape if isinstance(config, ModelConfig) else config.alone
+    layout = CacheLayout(shape=shape, method=parse(method), capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
         stored = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in plan(layout))
         columns = rules.width if stored and config.kv_width % model == 0 else ()
@@ -92,36 +95,50 @@ def _restored(result, layout: CacheLayout):
     return jax.tree.map(lambda x: x.replace(layout=layout) if is_cache(x) else x, result, is_leaf=is_cache)
 
 
+def of_constants(rules: Rules, constants):
+    """Specs of calibrated constants: rotations are a head's own, all others are on every device."""
+
+    def spec(path, _):
+        own = any(getattr(key, "key", None) == ROTATIONS for key in path)
+        return PartitionSpec(None, rules.kv_heads) if own else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, constants)
+
+
+def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: tuple, out):
+    """`function(cache, *arguments)` on every device's part of them; `specs` are the arguments', `out` the results'."""
+    layout = cache.layout
+
+    def local(cache, *arguments):
+        return _restored(function(cache.replace(layout=rules.local_layout(layout)), *arguments), layout)
+
+    own = (rules.cache(cache), *specs)
+    return jax.shard_map(local, mesh=rules.mesh, in_specs=own, out_specs=out, check_vma=False)(cache, *arguments)
+
+
 def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[str, ...]):
     """`function(model, cache, *arguments)` on every device's part. `arguments` are arrays with rows in front, or
     pending sources; `out` names the results: "logits" [B, V], "chunk" [B, T, V], "cache" or "pending"."""
-    rules, layout = model.rules, cache.layout
+    rules = model.rules
     rows = PartitionSpec(rules.batch)
     source = PartitionSpec(None, rules.batch, None, rules.kv_heads)
     specs = {
         "logits": PartitionSpec(rules.batch, rules.vocabulary),
         "chunk": PartitionSpec(rules.batch, None, rules.vocabulary),
         "cache": rules.cache(cache),
-        "pending": tuple(dict.fromkeys(run.wiring.storage.sources, source) for run in plan(layout)),
+        "pending": tuple(dict.fromkeys(run.wiring.storage.sources, source) for run in plan(cache.layout)),
     }
 
-    def local(model, cache, *arguments):
+    def local(cache, model, *arguments):
         inside = model.replace(config=rules.local_config(model.config), rules=None)
-        result = function(inside, cache.replace(layout=rules.local_layout(layout)), *arguments)
-        return _restored(result, layout)
+        return function(inside, cache, *arguments)
 
-    def of_constant(path, _):
-        own = any(getattr(key, "key", None) == ROTATIONS for key in path)
-        return PartitionSpec(None, rules.kv_heads) if own else PartitionSpec()
-
-    constants = jax.tree_util.tree_map_with_path(of_constant, model.constants)
+    constants = of_constants(rules, model.constants)
     placed = model.replace(params=rules.parameters(model.params), constants=constants)
-    given = tuple(specs["pending"] if isinstance(x, tuple) else rows for x in arguments)
+    given = (placed, *(specs["pending"] if isinstance(x, tuple) else rows for x in arguments))
     results = tuple(specs[name] for name in out)
     results = results[0] if len(results) == 1 else results
-    return jax.shard_map(
-        local, mesh=rules.mesh, in_specs=(placed, specs["cache"], *given), out_specs=results, check_vma=False
-    )(model, cache, *arguments)
+    return on_parts(local, rules, cache, model, *arguments, specs=given, out=results)
 
 
 def _placed(parameter, sharding: NamedSharding):
@@ -138,5 +155,5 @@ def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, mode
     params = jax.tree.map(
         lambda spec, x: _placed(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
     )
-    constants = jax.device_put(whole.constants, rules.everywhere)
-    return whole.replace(params=params, constants=constants, rules=rules)
+    constants, others = jax.device_put((whole.constants, whole.others), rules.everywhere)
+    return whole.replace(params=params, constants=constants, others=others, rules=rules)

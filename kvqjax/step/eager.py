@@ -1,14 +1,19 @@
 """How public functions run outside jit: as one kept program each, because a loop that is called by itself is compiled
-at each call. Inside a user's jit they are plain functions."""
+at each call; on one device or on every device's part of a mesh. Inside a user's jit they are plain functions."""
 
 import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from kvqjax._errors import UserError
+from kvqjax.cache.state import Cache
+from kvqjax.model.loading import Model
+from kvqjax.parallel.sharding import over_mesh
+from kvqjax.step.constants import with_own_constants
 
-__all__ = ["kept_program"]
+__all__ = ["kept_program", "run_step"]
 
 
 @jax.custom_jvp
@@ -45,3 +50,16 @@ def kept_program(
         return (plain if inside else compiled)(*arguments, **options)
 
     return call
+
+
+def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):
+    """`step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh."""
+    model = with_own_constants(model, cache.layout.method)
+    arguments = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32), arguments)
+    step = functools.partial(step, **options)
+    if model.rules is None:
+        return step(model, cache, *arguments)
+    return over_mesh(step, model, cache, *arguments, out=out)
+
+
+run_step = kept_program(_placed, static_argnums=(0,), static_argnames=("out", "within", "last", "reach"))

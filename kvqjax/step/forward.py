@@ -12,16 +12,16 @@ from kvqjax.cache.state import Cache
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.loading import Model
 from kvqjax.ops.finite import saturated
+from kvqjax.ops.xla import depending_on, unknown_zero
+from kvqjax.step.constants import run_constants
 from kvqjax.step.doors import check_new_tokens, check_pending
+from kvqjax.step.eager import run_step
 from kvqjax.step.layer_step import (
     attend_one,
     begin,
     check_capacity,
-    depending_on,
     first_flow,
-    run_constants,
 )
-from kvqjax.step.placed import run_step
 
 __all__ = ["attend", "commit", "forward", "last_logits"]
 
@@ -82,10 +82,7 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
 
 def _scanned(step, loop, count: int, cache: Cache):
     """`step` over `count` layers of stacked weights: (loop, new sources [count, B, T, W])."""
-    # Zero, which XLA cannot know: the loop over a single layer is unrolled, and a constant number would let it copy
-    # that layer's weights out of the stack before a decode loop.
-    zero = jnp.minimum(cache.lengths[0], 0)
-    return jax.lax.scan(step, loop, zero + jnp.arange(count))
+    return jax.lax.scan(step, loop, unknown_zero(cache.lengths) + jnp.arange(count))
 
 
 def _unrolled(step, loop, count: int, cache: Cache):

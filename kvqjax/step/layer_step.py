@@ -1,7 +1,6 @@
 """One layer's attention over a cache: what our decoder's step and the door for other models (kvqjax/step/layers.py)
 share."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -11,18 +10,18 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.chunk_paths import kernels_of
 from kvqjax.cache.eviction import Received, no_mass
-from kvqjax.cache.exact_tokens import attend_exact, recoded_units
-from kvqjax.cache.runs import RunPlan, chains, plan
-from kvqjax.cache.segments import attend_body, weigh
-from kvqjax.cache.state import Cache, check_alive, due
+from kvqjax.cache.keeping import read_as
+from kvqjax.cache.runs import RunPlan, carry_of, chains, plan
+from kvqjax.cache.segments import attend_body, attend_exact, recoded_units, weigh
+from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.model.decoder import Projected
 from kvqjax.ops.attention import merge, merge_over, total_lse
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
-from kvqjax.ops.layout import row_major
+from kvqjax.ops.xla import row_major
+from kvqjax.step.constants import run_constants
 
 __all__ = [
     "Call",
@@ -30,10 +29,8 @@ __all__ = [
     "attend_one",
     "begin",
     "check_capacity",
-    "depending_on",
     "first_flow",
     "is_known",
-    "run_constants",
     "slab",
 ]
 
@@ -59,31 +56,6 @@ class Call(NamedTuple):
     tokens: NewTokens
     recode: bool
     reach: int | None = None
-
-
-def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
-    """Calibrated constants of every run, given for the runs or for the stacks that an artifact holds. Raises UserError,
-    at trace time, for missing or misshapen ones."""
-    runs, stacks = plan(layout), plan(dataclasses.replace(layout, layers="scan"))
-    given = given or tuple({} for _ in runs)
-    if len(given) == len(stacks) != len(runs):
-        given = tuple(
-            jax.tree.map(lambda a, i=index: a[i : i + 1], constants)
-            for stack, constants in zip(stacks, given, strict=True)
-            for index in range(stack.count)
-        )
-    if len(given) != len(runs):
-        raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
-    for run, constants in zip(runs, given, strict=True):
-        for group, names in run.wiring.wanted().items():
-            for name, shape in names.items():
-                array = constants.get(group, {}).get(name)
-                if array is None:
-                    hint = "run `kvqjax calibrate` and load the artifact"
-                    raise UserError(f"layer {run.first} needs the calibrated constant {group}.{name}; {hint}")
-                if array.shape != (run.count, *shape):
-                    raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
-    return given
 
 
 def is_known(*arrays) -> bool:
@@ -116,7 +88,7 @@ def begin(
         raise UserError(f"within={within!r}; known: chunk, step")
     runs, sinks = plan(cache.layout), cache.layout.method.sinks
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
-    tokens = NewTokens(positions, counts, cache.lengths - sinks, **_eviction(cache, positions, within))
+    tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
     return Call(_in_step(cache), runs, run_constants(constants, cache.layout), tokens, recode, reach)
 
@@ -131,29 +103,13 @@ def _in_step(cache: Cache) -> Cache:
     return cache.replace(runs=tuple(runs))
 
 
-def _eviction(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict:
-    """`stored` and `oldest` of `NewTokens`: what the body holds, and from where on each query of a draft sees it."""
-    if not cache.kept:
-        return {}
-    if within == "chunk" or positions.shape[1] == 1:
-        return {"stored": cache.kept["positions"]}
-    if "mass" in cache.kept:
-        raise UserError(
-            "keep=h2o drops tokens by what every earlier query attended to, so a draft cannot be verified at once; "
-            "with keep=streaming it can"
-        )
-    run, sinks = plan(cache.layout)[0], cache.layout.method.sinks
-    clock = run.wiring.storage.clocks[0]
-    units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
-    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}
-
-
 def first_flow(call: Call) -> Flow:
     """What enters the first layer: zeros."""
     cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
     dtype, unit = cache.layout.dtype, runs[0].wiring.storage.clocks[0].unit
-    holding = [run for run in runs if run.wiring.chain.copy == "layer"]
-    body = slab(holding, (cache.batch, max(run.slots_here for run in runs)), dtype)
+    body = slab(
+        [run for run in runs if carry_of(run.wiring).held], (cache.batch, max(run.slots_here for run in runs)), dtype
+    )
     tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
     return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))
 
@@ -190,14 +146,9 @@ def attend_one(
 
 
 def _below(call: Call, number: int, index) -> tuple:
-    """(run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present one."""
+    """(run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present one,
+    where what they carry is computed anew."""
+    if not carry_of(call.runs[number].wiring).rebuilt:
+        return ()
     counts = [*(run.count for run in call.runs[:number]), index]
     return tuple(zip(call.runs, call.cache.runs, call.constants, counts, strict=False))
-
-
-def depending_on(x: Array, new: dict) -> dict:
-    """`new`, made to depend on `x`. What a layer outside a loop captures is ready before its attention has read the
-    body: without this, XLA copies the body so that `append` may write at the same time. It must be data, since an
-    optimization barrier is gone when XLA's CPU backend places copies."""
-    never = jnp.isposinf(x.reshape(-1)[0]) & jnp.isneginf(x.reshape(-1)[0])
-    return {name: jnp.where(never, jnp.zeros_like(y), y) for name, y in new.items()}

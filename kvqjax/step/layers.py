@@ -5,22 +5,28 @@ out, new[l] = attend_layer(cache, l, q, k, v, counts)       for every layer; the
 cache = append(cache, new, counts)
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.runs import RunPlan, plan
-from kvqjax.cache.state import Cache
+from kvqjax.cache.state import Cache, Leaf
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected
 from kvqjax.model.rope import rotate
 from kvqjax.ops.finite import saturated
+from kvqjax.ops.xla import depending_on
+from kvqjax.parallel.rules import Rules
+from kvqjax.parallel.sharding import of_constants, on_parts
+from kvqjax.step.constants import run_constants
 from kvqjax.step.eager import kept_program
 from kvqjax.step.layer_step import (
     Call,
@@ -28,9 +34,7 @@ from kvqjax.step.layer_step import (
     attend_one,
     begin,
     check_capacity,
-    depending_on,
     first_flow,
-    run_constants,
 )
 
 __all__ = ["New", "append", "attend_layer", "below_first", "ready_queries"]
@@ -40,7 +44,7 @@ class New(struct.PyTreeNode):
     """One layer's new tokens: `sources` {name: [B, T, W]} is what `append` stores, `flow` is for the layer above. What
     a scan over layers returns has the layers' axis in front."""
 
-    sources: dict[str, Array]
+    sources: dict[str, Leaf]  # Float[B, T, W]
     flow: Flow
 
 
@@ -78,7 +82,32 @@ def attend_layer(
 
 
 def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: str):
-    """`attend_layer` after its checks."""
+    """`attend_layer` after its checks, on one device or on every device's part of the cache's mesh."""
+    attend, rules = functools.partial(_attend_here, within=within), cache.layout.rules
+    below = below.flow if isinstance(below, New) else below
+    given = q, k, v, counts, below, run_constants(constants, cache.layout)
+    if rules is None:
+        return attend(layer, cache, *given)
+    run = plan(cache.layout)[_place(plan(cache.layout), layer)[0]]
+    heads, new = PartitionSpec(rules.batch, None, rules.kv_heads), _specs(rules, run.wiring.storage.sources)
+    flow = PartitionSpec() if below is None else new.flow
+    specs = heads, heads, heads, PartitionSpec(rules.batch), flow, of_constants(rules, given[-1])
+    if isinstance(layer, int):
+        attend = functools.partial(attend, layer)
+        return on_parts(attend, rules, cache, *given, specs=specs, out=(heads, new))
+    attend_traced = lambda cache, layer, *given: attend(layer, cache, *given)  # noqa: E731
+    return on_parts(attend_traced, rules, cache, layer, *given, specs=(PartitionSpec(), *specs), out=(heads, new))
+
+
+def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
+    """Where one layer's new tokens lie on a mesh, or with `lead` those of all layers, by the sources' names."""
+    tokens, body = (PartitionSpec(*lead, rules.batch, *rest) for rest in ((None, rules.kv_heads), (rules.sequence,)))
+    rows = PartitionSpec(*lead, rules.batch)
+    return New(sources=dict.fromkeys(names, tokens), flow=Flow._make((body, rows, rows)))
+
+
+def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, *, within: str):
+    """`_attend` on one device's part."""
     counts = counts.astype(jnp.int32)
     call = begin(cache, counts, q.shape[1], constants, within)
     number, index = _place(call.runs, layer)
@@ -118,10 +147,10 @@ def _place(runs: tuple[RunPlan, ...], layer) -> tuple[int, Int[Array, ""] | int]
     raise UserError(f"layer {layer} does not exist in a cache of {runs[-1].first + runs[-1].count} layers")
 
 
-def _flow_below(call: Call, layer, below: New | Flow | None) -> Flow:
+def _flow_below(call: Call, layer, below: Flow | None) -> Flow:
     """What flows into `layer`; only the first one may do without what the layer beneath returned."""
     if below is not None:
-        return below.flow if isinstance(below, New) else below
+        return below
     flow = first_flow(call)
     first = not isinstance(layer, jax.core.Tracer) and int(layer) == 0
     if jax.tree.leaves(flow) and not first:
@@ -146,9 +175,22 @@ def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B
 
 @kept_program
 def _append(cache: Cache, new, counts, constants) -> Cache:
-    """`append` after its checks."""
+    """`append` after its checks, on one device or on every device's part of the cache's mesh."""
+    fixed, rules = run_constants(constants, cache.layout), cache.layout.rules
+    if rules is None:
+        return _append_here(cache, new, counts, fixed)
+    if isinstance(new, New):
+        own = _specs(rules, new.sources, None)
+    else:
+        new = list(new)
+        own = [_specs(rules, x.sources) if isinstance(x, New) else _specs(rules, x).sources for x in new]
+    specs = own, PartitionSpec(rules.batch), of_constants(rules, fixed)
+    return on_parts(_append_here, rules, cache, new, counts, fixed, specs=specs, out=rules.cache(cache))
+
+
+def _append_here(cache: Cache, new, counts, fixed) -> Cache:
+    """`_append` on one device's part."""
     pending, mass = _by_runs(cache, new, plan(cache.layout))
-    fixed = run_constants(constants, cache.layout)
     return caches.commit(cache, (*pending, *(() if mass is None else (mass,))), counts.astype(jnp.int32), fixed)
 
 

@@ -21,10 +21,8 @@ from kvqjax.model.rope import check_length
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.parallel.rules import Rules
+from kvqjax.step.constants import run_constants, with_own_constants
 from kvqjax.step.doors import check_counts, check_model
-from kvqjax.step.layer_step import (
-    run_constants,
-)
 from kvqjax.verdicts.choose import choose, over_devices
 
 __all__ = ["check_constants", "empty_cache", "init_cache", "planned_layout"]
@@ -42,6 +40,7 @@ def init_cache(
     form: str | None = None,
     target: str | None = None,
     kernels: str | Kernels = "auto",
+    sharding: Rules | None = None,
 ) -> Cache:
     """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape.
 
@@ -52,10 +51,12 @@ def init_cache(
     them best. `target` names the chip that programs on this cache are for; by default the one that holds the model's
     weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights). `kernels` is
     "auto" (those that this chip checked and found faster; for a chip that is not here the table's word), "off", or the
-    name of those to force: "pallas", "splash", "cudnn". Warns where the model's key bias makes this method useless."""
+    name of those to force: "pallas", "splash", "cudnn". `sharding` are the rules of a mesh for a shape's cache
+    (kvqjax.parallel.sharding.rules_for); a model's lies as the model does. Warns where the model's key bias makes this
+    method useless."""
     check_counts(batch=batch, capacity=capacity)
-    options = {"dtype": dtype, "layers": layers, "form": form, "target": target, "kernels": kernels}
-    return empty_cache(model, planned_layout(model, parse(method), batch, capacity, **options), batch)
+    options = {"dtype": dtype, "layers": layers, "form": form, "target": target, "sharding": sharding}
+    return empty_cache(model, planned_layout(model, parse(method), batch, capacity, kernels=kernels, **options), batch)
 
 
 def planned_layout(
@@ -70,7 +71,7 @@ def planned_layout(
 
 def empty_cache(model: Model | KVShape, layout: CacheLayout, batch: int) -> Cache:
     """An empty cache of this layout, on the model's devices."""
-    rules = None if isinstance(model, KVShape) else model.rules
+    rules = layout.rules if isinstance(model, KVShape) else model.rules
     return allocate_cache(layout, batch) if rules is None else _allocator(layout, batch, rules)()
 
 
@@ -84,13 +85,18 @@ def _plain_layout(
     layers=None,
     form=None,
     target=None,
+    sharding=None,
 ) -> tuple[CacheLayout, Any, Rules | None]:
     """The layout before kernels are chosen, an array that lies where the model does, and the mesh's rules."""
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))
-        shape, rules, stored = model.alone, None, "scan"
+        shape, rules, stored = model.alone, sharding, "scan"
     else:
         check_model(model)
+        if sharding is not None:
+            raise UserError(
+                "sharding= is for the cache of a KVShape; a model's lies as the model does: shard(model, ...)"
+            )
         if advice := bias_advice(method, model.config):
             warnings.warn(advice, stacklevel=5)
         held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
@@ -107,6 +113,7 @@ def _plain_layout(
         layers=layers or stored,
         form=form or stored_form(target),
         target=target,
+        rules=sharding,
     )
     return layout if rules is None else rules.cache_layout(layout, batch), held, rules
 
@@ -121,4 +128,5 @@ def _allocator(layout: CacheLayout, batch: int, rules: Rules):
 def check_constants(model: Model, method: Method) -> None:
     """Raise UserError where the model lacks a calibrated constant of `method`, or has one of another shape."""
     dtype = str(model.params["embed"].dtype)
-    run_constants(model.constants, CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype))
+    layout = CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype)
+    run_constants(with_own_constants(model, method).constants, layout)

@@ -26,12 +26,13 @@ from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.cache.redeal import dealt_anew
 from kvqjax.cache.state import check_alive
-from kvqjax.methods import spelled_out
+from kvqjax.methods import Method, spelled_out
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.step.constants import with_own_constants
 from kvqjax.verdicts.choose import choose, over_devices
 
 __all__ = ["load_cache", "save_cache"]
@@ -68,11 +69,11 @@ def _constants(constants) -> str:
     return digest.hexdigest()[:16]
 
 
-def _about(model: Model | KVShape, constants, form: int = FORMAT) -> dict[str, str]:
+def _about(model: Model | KVShape, constants, method: Method, form: int = FORMAT) -> dict[str, str]:
     """What a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
     if isinstance(model, KVShape):
         return {"config": _digest(model.alone), "constants": _constants(constants)}
-    own = _constants(model.constants if constants is None else constants)
+    own = _constants(with_own_constants(model, method).constants if constants is None else constants)
     return {"fingerprint": model.fingerprint, "config": _digest(model.config, form), "constants": own}
 
 
@@ -94,7 +95,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
         raise UserError(f"{path}: a cache that lies on several hosts cannot be saved")
     text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
     text |= {"batch": cache.batch, "dealt": layout.dealt}
-    write_folder(Path(path), text | _about(model, constants), _stored(convert(cache, **CANONICAL)))
+    write_folder(Path(path), text | _about(model, constants, layout.method), _stored(convert(cache, **CANONICAL)))
 
 
 def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
@@ -141,7 +142,8 @@ def load_cache(
     compute dtype, naming the field."""
     path = Path(path)
     text = read_description(path, "cache")
-    wanted = _about(model, constants, text["format"])
+    stored, rules = _layout(path, text, model), None if isinstance(model, KVShape) else model.rules
+    wanted = _about(model, constants, stored.method, text["format"])
     if not isinstance(model, KVShape):
         wanted |= {"dtype": str(model.params["embed"].dtype)}
     elif text["dtype"] not in ("bfloat16", "float16", "float32"):
@@ -149,7 +151,6 @@ def load_cache(
     for field, value in wanted.items():
         if text.get(field) != value:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
-    stored, rules = _layout(path, text, model), None if isinstance(model, KVShape) else model.rules
     layout = dataclasses.replace(stored, dealt=1)
     if rules is not None:
         layout = rules.cache_layout(layout, text["batch"])

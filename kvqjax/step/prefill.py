@@ -8,26 +8,27 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
-from kvqjax.cache.admission import admitted, finite_tokens
-from kvqjax.cache.append import flush_layer, remember
-from kvqjax.cache.eviction import Chosen
+from kvqjax.cache.append import remember
+from kvqjax.cache.flush import flush_layer
+from kvqjax.cache.keeping import Entering, entering
 from kvqjax.cache.runs import RunPlan, plan
-from kvqjax.cache.state import Cache, Run, due
+from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, units_due
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.loading import Model
 from kvqjax.ops.finite import leading
+from kvqjax.ops.xla import unknown_zero
+from kvqjax.step.constants import run_constants
 from kvqjax.step.doors import check_new_tokens
+from kvqjax.step.eager import run_step
 from kvqjax.step.forward import (
     last_logits,
 )
 from kvqjax.step.layer_step import (
     check_capacity,
     is_known,
-    run_constants,
     slab,
 )
-from kvqjax.step.placed import run_step
-from kvqjax.step.prompt import Path, chosen_tokens, exact_layer, path_of
+from kvqjax.step.prompt import Path, exact_layer, path_of, received_by
 
 __all__ = ["prefill"]
 
@@ -52,32 +53,29 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     path = path_of(layout, tokens.shape[1])
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
-    chosen, kept = chosen_tokens(model, cache, constants, h, counts)
-    carry = slab(runs, tokens.shape if chosen is None else chosen.token.shape, layout.dtype)
+    mass = functools.partial(received_by, model, runs, constants, h, counts)
+    into = entering(cache, counts, mass, tokens.shape[1])
+    carry = slab(runs, (len(counts), into.length), layout.dtype)
     states, whole = [], counts
     for run, state, own in zip(runs, cache.runs, constants, strict=True):
         (h, carry, whole), state = _prefill_run(
-            model, run, state, own, (h, carry, whole), counts, path, layout.method.sinks, chosen
+            model, run, state, own, (h, carry, whole), counts, path, layout.method.sinks, into
         )
         states.append(state)
     finite = finite_tokens(cache, whole, counts)
     done = cache.replace(
-        runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=kept
+        runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=into.kept
     )
     return last_logits(model, h, counts), done
 
 
 def _prefill_run(
-    model, run: RunPlan, state: Run, constants, flow: tuple, counts, path: Path, sinks: int, chosen: Chosen | None
+    model, run: RunPlan, state: Run, constants, flow: tuple, counts, path: Path, sinks: int, into: Entering
 ):
-    """One run of layers over the whole prompt: attention, then encoding, layer by layer; where there is a choice, of
-    the `chosen` tokens as if they were the whole prompt. `flow` goes from layer to layer: hidden states, the method's
-    carry, and how many tokens come before the first that is not finite."""
-    empty = jnp.zeros_like(counts)
-    held = empty - sinks
-    targets = tuple(
-        due(clock, held + counts, f) for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True)
-    )
+    """One run of layers over the whole prompt: attention, then encoding of what goes `into` the body, layer by layer.
+    `flow` goes from layer to layer: hidden states, the method's carry, and how many tokens come before the first that
+    is not finite."""
+    empty, schedules = jnp.zeros_like(counts), into.schedules((run,), state)
 
     def step(index, loop):
         (h, carry, whole), body, exact = loop
@@ -85,20 +83,17 @@ def _prefill_run(
         fixed = caches.pick(constants, index)
         new, h, finite, _ = exact_layer(model, run, weights, fixed, h, counts, path)
         whole = jnp.minimum(whole, leading(finite))
-        if run.slots and chosen is None:
-            body, new, carry = flush_layer(run, body, index, new, held, targets, fixed, carry)
-        elif run.slots and chosen is not None and chosen.token.shape[1]:
-            picked = {name: jnp.take_along_axis(x, chosen.token[:, :, None], 1) for name, x in new.items()}
-            body, _, carry = flush_layer(run, body, index, picked, empty, (chosen.units,), fixed, carry)
+        if run.slots and into.length:
+            body, encoded, carry = flush_layer(run, body, index, into.sources(new), into.held, schedules, fixed, carry)
+            new = into.rest(new, encoded)
         blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
         fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
         fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         return (h, carry, whole), body, jax.tree.map(put, exact, (fresh.sinks, fresh.window))
 
-    # How many layers XLA cannot know: it would unroll a single one, whose products then are others than those of the
-    # layers above it and compile once more.
-    count = run.count if weight_trees.is_unrolled(model.params) else run.count + jnp.minimum(counts[0], 0)
+    count = run.count if weight_trees.is_unrolled(model.params) else run.count + unknown_zero(counts)
     loop = flow, state.body, (state.sinks, state.window)
     flow, body, (kept, window) = decoder.over_layers(model.params, 0, count, step, loop)
-    return flow, Run(body=body, sinks=kept, window=window, flushed=targets if run.slots else state.flushed)
+    flushed = units_due(run, state, counts - sinks) if run.slots else state.flushed
+    return flow, Run(body=body, sinks=kept, window=window, flushed=flushed)

@@ -8,21 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.cache import pick
-from kvqjax.cache.append import window_tokens
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.chunk_paths import SCORES, by_splash, kernels_of
-from kvqjax.cache.eviction import Chosen, choose, received
-from kvqjax.cache.runs import RunPlan, plan
-from kvqjax.cache.state import Cache, due
+from kvqjax.cache.eviction import received
+from kvqjax.cache.runs import RunPlan
 from kvqjax.cache.view import visible
 from kvqjax.model import decoder
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import Partial, blockwise_attention, tiled_attention
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
+from kvqjax.ops.xla import filled_by
 from kvqjax.pallas_kernels import splash
 
-__all__ = ["Path", "chosen_tokens", "exact_layer", "path_of"]
+__all__ = ["Path", "exact_layer", "path_of", "received_by"]
 
 CHUNK, LARGE = 512, 2048  # prompt tokens at a time: where one core does the work, and where there are many
 
@@ -46,12 +45,9 @@ def path_of(layout: CacheLayout, length: int) -> Path:
     return Path(kernels, chunk) if there else small
 
 
-def chosen_tokens(model: Model, cache: Cache, constants, h, counts) -> tuple[Chosen | None, dict]:
-    """The prompt tokens that enter the body, and the bookkeeping of it, where tokens are evicted."""
-    keep, runs, sinks = cache.layout.method.keep, plan(cache.layout), cache.layout.method.sinks
+def received_by(model: Model, runs: tuple[RunPlan, ...], constants, h: Float[Array, "B T E"], counts):
+    """The attention mass that each of a prompt's tokens receives in all layers, [B, T]."""
     path = Path("off", min(CHUNK, h.shape[1]))  # no kernel gives what each token received
-    if keep is None or not cache.kept:
-        return None, cache.kept
 
     def step(run, fixed, index, loop):
         h, mass = loop
@@ -59,15 +55,10 @@ def chosen_tokens(model: Model, cache: Cache, constants, h, counts) -> tuple[Cho
         _, h, _, more = exact_layer(model, run, weights, pick(fixed, index), h, counts, path, weighing=True)
         return h, mass + more
 
-    mass = jnp.zeros(h.shape[:2])
-    if keep.rule == "h2o":
-        for run, fixed in zip(runs, constants, strict=True):
-            one = functools.partial(step, run, fixed)
-            h, mass = decoder.over_layers(model.params, 0, run.count, one, (h, mass))
-    clock = runs[0].wiring.storage.clocks[0]
-    leaving = due(clock, counts - sinks, jnp.zeros_like(counts)) * clock.unit
-    window = window_tokens(runs[0].ring, counts - sinks)
-    return choose(keep.rule, cache.kept, mass, leaving, window, clock.unit, sinks)
+    loop = h, jnp.zeros(h.shape[:2])
+    for run, fixed in zip(runs, constants, strict=True):
+        loop = decoder.over_layers(model.params, 0, run.count, functools.partial(step, run, fixed), loop)
+    return loop[1]
 
 
 class _Prompt(NamedTuple):
@@ -153,10 +144,8 @@ def _by_chunks(make, starts, h: Float[Array, "B T E"]):
         put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1)  # noqa: E731
         return jax.tree.map(put, found, make(start)), None
 
-    # Not zeros: XLA would make those of all unrolled layers at once.
-    blank = jax.tree.map(
-        lambda x: jnp.full((h.shape[0], h.shape[1], *x.shape[2:]), h[0, 0, 0], x.dtype), jax.eval_shape(make, starts[0])
-    )
+    whole = lambda x: jax.ShapeDtypeStruct((*h.shape[:2], *x.shape[2:]), x.dtype)  # noqa: E731
+    blank = filled_by(h, jax.tree.map(whole, jax.eval_shape(make, starts[0])))
     return jax.lax.scan(step, blank, starts)[0]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._timing import alternating_seconds
-from kvqjax.cache.append import pick
+from kvqjax.cache.encoding import pick
 from kvqjax.cache.segments import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.ops.attention import Partial

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.cache.append import pick
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
+from kvqjax.cache.encoding import pick
 from kvqjax.cache.state import body_tokens
 from kvqjax.methods import exact, parse
 from kvqjax.model.config import KVShape, RopeConfig

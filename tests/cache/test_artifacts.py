@@ -101,3 +101,33 @@ def test_a_bias_that_a_model_lacks_is_no_difference():
     assert calibrated_part(old, tiny().config) == calibrated_part(new, tiny().config)
     biased = tiny(qkv_bias=True).config
     assert calibrated_part(old, biased) != calibrated_part(new, biased)
+
+
+def test_a_model_carries_several_artifacts(tmp_path):
+    """Every cache takes its own method's constants, one of another window those of the same codecs, and one without
+    calibration none; inside jit as well, and a saved cache names those that filled it."""
+    specs = "kvquant:bits=2", "commvq:bits=2,rounds=2,levels=16,hidden=16,window=32,unit=32", "kvquant:bits=4"
+    model, alone = tiny(), {}
+    for spec in specs:
+        artifact = Artifact(kvq.parse(spec), _constants(tiny(), kvq.parse(spec)), "")
+        alone[spec] = tiny().with_artifact(artifact)
+        model = model.with_artifact(artifact)
+    text, counts = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6] * 12]), jnp.asarray([96])
+    for spec, source in {**{s: s for s in specs}, "kvquant:bits=2,window=32": specs[0], "kivi": specs[0]}.items():
+        cache = kvq.init_cache(model, spec, 1, 128)
+        logits, full = jax.jit(kvq.forward)(model, text, counts, cache)
+        own = kvq.init_cache(alone[source], spec, 1, 128)
+        wanted = jax.jit(kvq.forward)(
+            alone[source].replace(constants=()) if spec == "kivi" else alone[source], text, counts, own
+        )
+        np.testing.assert_array_equal(logits, wanted[0])
+        jax.tree.map(np.testing.assert_array_equal, full, wanted[1])
+    kvq.save_cache(tmp_path / "cache", full := kvq.init_cache(model, specs[0], 1, 64), model)
+    back = kvq.load_cache(tmp_path / "cache", alone[specs[0]])
+    assert back.layout == full.layout
+    with pytest.raises(kvq.UserError, match="constants"):
+        kvq.load_cache(tmp_path / "cache", alone[specs[0]].with_artifact(Artifact(kvq.parse(specs[0]), (), "")))
+    again = model.with_artifact(Artifact(kvq.parse(specs[0]), (), ""))
+    assert len(again.others) == 2  # the newest of one method counts
+    with pytest.raises(kvq.UserError, match="calibrated constant"):
+        kvq.forward(again, text, counts, kvq.init_cache(again, specs[0], 1, 128))

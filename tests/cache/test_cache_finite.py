@@ -11,7 +11,7 @@ from tiny import spoiling, tiny
 
 import kvqjax as kvq
 from kvqjax.cache import body_tokens, plan
-from kvqjax.cache.append import ring_tokens
+from kvqjax.cache.state import ring_tokens
 
 attend = jax.jit(kvq.attend, static_argnames=("within", "last"))
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)

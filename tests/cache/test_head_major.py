@@ -176,3 +176,14 @@ def test_on_a_mesh():
         _, cache = kvq.forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
         found.append(kvq.forward(model, text[:, 320:], jnp.asarray([1, 1]), cache)[0])
     np.testing.assert_allclose(found[1], found[0], atol=BOUND)
+
+
+def test_a_sliding_window_s_ring_is_read_head_by_head():
+    """Rows that have gone around the ring, and one that has not; blocks are then read as they lie."""
+    model, text, logits = tiny(sliding_window=70), tokens(2, 1500), {}
+    for form in ("planes", "heads"):
+        cache = kvq.init_cache(model, "kivi:bits=4,value_group=16,window=0", 2, 4096, form=form)
+        assert plan(cache.layout)[0].wraps
+        cache = kvq.forward(model, text, jnp.asarray([1500, 300]), cache, last=True)[1]
+        logits[form] = kvq.forward(model, text[:, :1], jnp.asarray([1, 1]), cache, last=True)[0]
+    np.testing.assert_allclose(logits["heads"], logits["planes"], atol=BOUND * float(jnp.abs(logits["planes"]).max()))

@@ -51,3 +51,31 @@ def test_bits_and_refusals():
     assert logical_bits(Field(kind="group", width=10, role="scales", group=32, dtype="bfloat16")) == 5
     with pytest.raises(ValueError, match="17 bits"):
         Field(kind="codes", width=1, role="payload", bits=17)
+
+
+@pytest.mark.parametrize("heads", [0, 2])
+@pytest.mark.parametrize(("kind", "bits"), [("codes", 1), ("codes", 2), ("codes", 3), ("columns", 2), ("plain", 0)])
+def test_many_tokens_at_once_are_written_as_plane_by_plane(kind, bits, heads):
+    """From any multiple of 32 on, up to the body's end, over what stood there; or not, where it is not wanted."""
+    field = Field(
+        kind="codes" if heads and bits else kind, width=8, role="payload", bits=bits, heads=heads, dtype="float32"
+    )
+    rng, slots, at = np.random.default_rng(bits), 2048, (0, 1)
+
+    def tile(count):
+        return jnp.asarray(rng.integers(0, 2**bits, (count, 8)) if bits else rng.normal(size=(count, 8)), jnp.float32)
+
+    def plain(stored):
+        return [np.asarray(x.astype(jnp.int8) if x.dtype == jnp.int4 else x) for x in stored]
+
+    old = allocate(field, (1, 2), slots)
+    for token, part in enumerate(jnp.split(tile(slots), slots // 32)):
+        old = write(field, old, at, token * 32, part)
+    for count, token in ((512, 32), (1024, 992), (288, slots - 288), (slots, 0)):
+        new, one = tile(count), old
+        for number, part in enumerate(jnp.split(new, count // 32)):
+            one = write(field, one, at, token + number * 32, part)
+        for wanted, expected in ((None, one), (jnp.asarray(True), one), (jnp.asarray(False), old)):
+            many = write(field, old, at, jnp.int32(token), new, wanted)
+            for a, b in zip(plain(many), plain(expected), strict=True):
+                np.testing.assert_array_equal(a, b)

@@ -205,7 +205,7 @@ def test_no_second_cache_under_jit_with_donation(spec):
     assert memory.temp_size_in_bytes < 4 * block
 
 
-def test_surgery_ledger_and_saving_know_no_model():
+def test_surgery_ledger_and_saving_know_no_model(tmp_path):
     shape, counts = SHAPES["rotated outside"], jnp.asarray([70, 69])
     cache = kvq.init_cache(shape, kvq.parse("kivi:bits=4,window=0"), 2, 128)
     q, k, v = sources(2, shape, 2, 70)
@@ -216,6 +216,10 @@ def test_surgery_ledger_and_saving_know_no_model():
     assert kvq.evict(full, jnp.asarray([True, False])).lengths.tolist() == [0, 69]
     assert kvq.insert(cache, 0, full, 1).lengths.tolist() == [69, 0]
     assert kvq.ledger(full).bytes == sum(x.nbytes for x in jax.tree.leaves(full))
+    kvq.save_cache(tmp_path / "cache", full, shape)
+    for same in (kvq.fork(full), kvq.load_cache(tmp_path / "cache", shape)):
+        assert same.layout == full.layout
+        jax.tree.map(np.testing.assert_array_equal, same, full)
 
 
 SHAPE = SHAPES["rotated outside"]

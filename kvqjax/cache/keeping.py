@@ -1,0 +1,112 @@
+"""Which tokens a body keeps, said once for who writes and who reads it: all in their order, or those that a policy of
+eviction leaves (kvqjax/cache/eviction.py)."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax._errors import UserError
+from kvqjax.cache.encoding import Schedule, in_order, units_at_once
+from kvqjax.cache.eviction import Kept, Moves, choose, enter
+from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.state import Cache, Run, due, units_due, window_tokens
+
+__all__ = ["Entering", "entering", "read_as", "schedules_of"]
+
+Schedules = Callable[[Sequence[RunPlan], Run], tuple[Schedule, ...]]
+
+
+def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tuple[Schedules, Kept]:
+    """What is encoded when `counts[b]` of the pending tokens are appended, for the runs of a chain, and the bookkeeping
+    after it."""
+    held = cache.lengths - cache.layout.method.sinks
+
+    length = next(iter(pending[0].values())).shape[2]
+
+    def every(runs: Sequence[RunPlan], state: Run) -> tuple[Schedule, ...]:
+        parts = zip(runs[0].wiring.storage.clocks, state.flushed, units_due(runs[0], state, held + counts), strict=True)
+        return tuple(in_order(c, first, stop, units_at_once(runs, c, length)) for c, first, stop in parts)
+
+    keep = cache.layout.method.keep
+    if keep is None or not cache.kept:
+        return every, cache.kept
+    moves, kept = _moves(cache, keep.rule, pending, held, counts)
+
+    def moved(runs: Sequence[RunPlan], _: Run) -> tuple[Schedule, ...]:
+        clock = runs[0].wiring.storage.clocks[0]
+        place = lambda row, i: (moves.unit[row, i] * clock.unit, moves.slot[row, i])  # noqa: E731
+        return (Schedule(clock, jnp.zeros_like(moves.count), moves.count, place),)
+
+    return moved, kept
+
+
+def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves, Kept]:
+    """Which units go where, and the bookkeeping after it."""
+    run, flushed = plan(cache.layout)[0], cache.runs[0].flushed[0]
+    clock, length = run.wiring.storage.clocks[0], next(iter(pending[0].values())).shape[2]
+    most = (length + clock.unit - 1) // clock.unit
+    call = pending[-1] if len(pending) > len(cache.runs) else None
+    end, sinks = held + counts, cache.layout.method.sinks
+    window, target = window_tokens(run.ring, end), due(clock, end, flushed)
+    return enter(rule, cache.kept, call, held, window, flushed, target, most, clock.unit, sinks)
+
+
+class Entering(NamedTuple):
+    """The tokens of a fresh prompt that are encoded: `schedules(runs, state)` of them when the first is body token
+    `held[b]`; `sources(new)` are theirs, [B, R, W] of [B, T, W], and `rest(new, encoded)` is what the window gets of
+    the prompt's and of what encoding made of `sources`."""
+
+    held: Int[Array, " B"]
+    schedules: Schedules
+    sources: Callable[[dict], dict]
+    rest: Callable[[dict, dict], dict]
+    length: int
+    kept: Kept
+
+
+def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Array, "B T"]], length: int) -> Entering:
+    """What a prompt of `length` tokens, `counts[b]` of them valid, leaves in the body. `mass()` is what its tokens
+    received of attention, asked for where they are chosen by it."""
+    sinks, empty = cache.layout.method.sinks, jnp.zeros_like(counts)
+
+    def every(runs: Sequence[RunPlan], state: Run) -> tuple[Schedule, ...]:
+        parts = zip(runs[0].wiring.storage.clocks, units_due(runs[0], state, counts - sinks), strict=True)
+        return tuple(in_order(clock, empty, stop, units_at_once(runs, clock, length)) for clock, stop in parts)
+
+    keep = cache.layout.method.keep
+    if keep is None or not cache.kept:
+        return Entering(empty - sinks, every, lambda new: new, lambda new, encoded: encoded, length, cache.kept)
+    run = plan(cache.layout)[0]
+    clock, window = run.wiring.storage.clocks[0], window_tokens(run.ring, counts - sinks)
+    leaving = due(clock, counts - sinks, empty) * clock.unit
+    given = mass() if keep.rule == "h2o" else jnp.zeros((len(counts), length))
+    chosen, kept = choose(keep.rule, cache.kept, given, leaving, window, clock.unit, sinks)
+
+    def picked(new: dict) -> dict:
+        return {name: jnp.take_along_axis(x, chosen.token[:, :, None], 1) for name, x in new.items()}
+
+    def fresh(runs: Sequence[RunPlan], _: Run) -> tuple[Schedule, ...]:
+        own = runs[0].wiring.storage.clocks[0]
+        return (in_order(own, empty, chosen.units, units_at_once(runs, own, chosen.token.shape[1])),)
+
+    return Entering(empty, fresh, picked, lambda new, encoded: new, chosen.token.shape[1], kept)
+
+
+def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str, jax.Array]:
+    """`stored` and `oldest` of `NewTokens`: what the body holds, and from where on each query of a draft sees it."""
+    if not cache.kept:
+        return {}
+    if within == "chunk" or positions.shape[1] == 1:
+        return {"stored": cache.kept["positions"]}
+    if "mass" in cache.kept:
+        raise UserError(
+            "keep=h2o drops tokens by what every earlier query attended to, so a draft cannot be verified at once; "
+            "with keep=streaming it can"
+        )
+    run, sinks = plan(cache.layout)[0], cache.layout.method.sinks
+    clock = run.wiring.storage.clocks[0]
+    units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
+    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}

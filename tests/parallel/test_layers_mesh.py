@@ -1,0 +1,85 @@
+"""A cache of another model's shape on a mesh of eight devices: what `attend_layer` and `append` give on one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import _constants
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.parallel.sharding import rules_for
+
+CAPACITY, LENGTHS, NEW = 1024, (700, 300), 3
+SHAPE = tiny().config.alone
+SPLIT = {  # method -> whether KV heads lie on different devices; the last one's layers depend on each other
+    "kivi:bits=4,value_group=16,window=32,sinks=3": True,
+    "uniform:bits=4,group=32": False,
+    "aqua:bits=4,buffer=32": False,
+}
+
+
+def drawn(seed: int, length: int, heads: int):
+    return jax.random.normal(jax.random.key(seed), (SHAPE.num_layers, 2, length, heads, SHAPE.head_dim))
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def call(cache, counts, constants, length: int):
+    """Outputs of all layers for `length` new tokens, and the cache that holds them."""
+    q = drawn(1, length, SHAPE.num_heads)
+    k, v = (drawn(seed, length, SHAPE.num_kv_heads) for seed in (2, 3))
+    outs, new = [], []
+    for layer in range(SHAPE.num_layers):
+        below = new[-1] if new else None
+        out, own = kvq.attend_layer(
+            cache, layer, q[layer], k[layer], v[layer], counts, below=below, constants=constants
+        )
+        outs.append(out)
+        new.append(own)
+    return jnp.stack(outs), kvq.append(cache, new, counts, constants=constants)
+
+
+@pytest.mark.parametrize("spec", SPLIT)
+def test_a_shape_s_cache_on_a_mesh(spec):
+    method = kvq.parse(spec)
+    rules = rules_for(SHAPE, method, MeshSize(data=2, seq=2, model=2))
+    assert bool(rules.kv_heads) == SPLIT[spec]
+    constants = _constants(tiny(), method)
+    alone = kvq.init_cache(SHAPE, method, 2, CAPACITY)
+    spread = kvq.init_cache(SHAPE, method, 2, CAPACITY, sharding=rules)
+    body = jax.tree.leaves(spread.runs[0].body)[0]
+    assert len(body.sharding.device_set) == 8
+    assert body.addressable_shards[0].data.size <= body.size // 4  # rows and blocks; heads where they may be split
+    for counts, length in ((LENGTHS, max(LENGTHS)), ((NEW, 1), NEW)):
+        counts = jnp.asarray(counts)
+        wanted, alone = call(alone, counts, constants, length)
+        got, spread = call(spread, counts, constants, length)
+        valid = (jnp.arange(length)[None] < counts[:, None])[None, :, :, None, None]
+        np.testing.assert_allclose(np.where(valid, got, 0), np.where(valid, wanted, 0), atol=2e-5)
+    np.testing.assert_array_equal(spread.lengths, alone.lengths)
+    assert spread.layout.rules == rules
+    for run, other in zip(spread.runs, alone.runs, strict=True):
+        for name, x in run.window.items():
+            np.testing.assert_allclose(x, other.window[name], atol=1e-6)  # keys are rotated in another program
+
+
+def test_what_a_mesh_s_cache_goes_through(tmp_path):
+    """Surgery and saving know no mesh; a saved one comes back on one device and attends as before."""
+    method = kvq.parse("kivi:bits=4,value_group=16,window=32")
+    rules = rules_for(SHAPE, method, MeshSize(data=1, seq=2, model=2))
+    spread = kvq.init_cache(SHAPE, method, 2, 512, sharding=rules)
+    _, spread = call(spread, jnp.asarray([200, 90]), (), 200)
+    spread = kvq.crop(kvq.gather(spread, jnp.asarray([1, 0])), jnp.asarray([90, 190]))
+    kvq.save_cache(tmp_path / "cache", spread, SHAPE)
+    back = kvq.load_cache(tmp_path / "cache", SHAPE)
+    one = jnp.asarray([1, 1])
+    np.testing.assert_allclose(call(spread, one, (), 1)[0], call(back, one, (), 1)[0], atol=2e-5)
+
+
+def test_a_model_says_itself_where_its_caches_lie():
+    rules = rules_for(SHAPE, "exact", MeshSize())
+    with pytest.raises(kvq.UserError, match="shard"):
+        kvq.init_cache(tiny(), "exact", 1, 64, sharding=rules)
