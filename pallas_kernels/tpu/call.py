@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
 
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
@@ -97,20 +98,18 @@ def invoke(
     kernel: Callable[[Refs, Any, Any], None],
     plan,
     grid: tuple[int, ...],
-    scalar: tuple[jax.Array, jax.Array],
+    layer: Int[Array, ""] | int,
+    ends: Int[Array, "3 B"],
     operands: dict[str, Operand | None],
     results: tuple[tuple[int, ...], tuple[int, ...]],
     scratch: dict[str, Any],
     *,
     name: str,
     interpret: object,
-) -> tuple[jax.Array, jax.Array]:
-    """Run `kernel(refs, ends, plan)` on a grid whose last axis are the tiles, in order. `scalar` is (layer [1], ends).
-    `results` are the shapes of `refs.out` and `refs.lse` for one step of the other axes, which come first in what is
-    returned, both float32. Names in `scratch` are names in `refs`.
-
-    Copies go without bounds checks, which would be scalar work for every operand of every step: what `fetched` names
-    lies within the arrays."""
+) -> tuple[Float[Array, "*out"], Float[Array, "*lse"]]:
+    """Run `kernel(refs, ends, plan)` on a grid whose last axis are the tiles, in order. `ends` is from
+    `rows.tile_ends`. `results` are the shapes of `refs.out` and `refs.lse` for one step of the other axes. These axes
+    come first in what is returned, both float32. Names in `scratch` are names in `refs`."""
     used = {name: one for name, one in operands.items() if one is not None}
     missing, lead = dict.fromkeys(operands.keys() - used.keys()), grid[:-1]
 
@@ -132,11 +131,12 @@ def invoke(
             scratch_shapes=[scratch],
         ),
         out_shape=[jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in results],
+        # Bounds checks would be scalar work for every copy of every step: what `fetched` names lies within the arrays.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
         ),
         name=name,
         interpret=interpret,
     )
-    out, lse = call(*scalar, *(one.array for one in used.values()))
+    out, lse = call(jnp.asarray(layer, jnp.int32).reshape(1), ends, *(one.array for one in used.values()))
     return out, lse
