@@ -1,10 +1,11 @@
 """The body of the Hopper decode-attention kernel: one warpgroup reads a stretch of one row's tokens for one KV head.
 
-A tile is a block of words, 32 rows of them, and is worked off in quads of 256 tokens (`unpack`). The next tile's keys
-are copied while values are worked off, its values while keys are:
+A tile is a block of words, 32 rows of them, and is worked off in quads of 256 tokens (`unpack`): scores of a quad, then
+its softmax weights and values. The next tile's keys are copied while the last values of a tile are summed, its values
+while its first scores are computed. With one quad a tile:
 
-    copies     keys 0  values 0 |            keys 1 | values 1       keys 2 | ...
-    products                    | scores 0 | sums 0     | scores 1 | sums 1     | ...
+    copies     keys 0, values 0 |          | keys 1   | values 1 | keys 2   | values 2
+    products                    | scores 0 | values 0 | scores 1 | values 1 | scores 2 ...
 
 `keys` and `rope` compute scores, `values` sums values.
 

@@ -1,18 +1,20 @@
 """KVQuant's outliers in the TPU decode-attention kernel: what a few channels of a token change in scores and outputs.
 
-A token's dense number at channel w is s T[c] + m (s and m of a key belong to the channel, those of a value to the
-token); an outlier o takes its place, so by linearity it adds d = o - s T[c] - m there. No code need be read for that:
-an outlier lies outside its range, so its code is the outermost one on its side of the centre m. (A value's stored
-centre is rounded; by at most that much an outlier can lie inside, where the outermost signpost is as near.)
+A token's dense number at channel w is s T[c] + m, with its code c and the signposts T. Scale s and minimum m of a key
+belong to the channel, those of a value to the token. An outlier o replaces this number. Scores are linear in keys, and
+outputs in values, so that it adds the part of d = o - s T[c] - m.
+
+The code need not be read: an outlier lies outside its range, so its code is the outermost one on its side of the centre
+m. (A value's stored centre is rounded. By at most that much an outlier can lie inside, where the outermost signpost is
+as near.)
 
 With y and y~ as in `rope`, w = D h + l the slot's channel and t a token counted from its block's first,
 
     score_h,t += d (cos(t)_l y_l + sin(t)_l y~_l)         y_l being gathered along the lanes, one slot of 128 tokens
     out_h,l   += sum over t with channel l of p_h,t d     see `outlier_values`
 
-Slots come with tokens on the lanes, like scales, and are brought into lane order with them. l here is the lane within a
-lane group of 128, of one head or several.
-"""
+Slots have tokens on the lanes, as scales do, and are brought into lane order like them. l is the lane within a lane
+group of 128, of one head or several."""
 
 import math
 
