@@ -25,19 +25,8 @@ from kvqjax.verdicts.splash_trial import Splash, splash_form
 from kvqjax.verdicts.store import Verdict
 from kvqjax.verdicts.trial import SINKS, Candidate, Trial, candidates, make
 
-__all__ = [
-    "CLOSE",
-    "FEW_ON_CPU",
-    "FULL",
-    "METHODS",
-    "ON_CPU",
-    "SHAPES",
-    "all_candidates",
-    "in_float64",
-    "kernel_rows",
-    "plain_rows",
-    "unchecked",
-]
+__all__ = ["CLOSE", "FEW_ON_CPU", "FULL", "METHODS", "ON_CPU", "SHAPES", "all_candidates", "in_float64", "kernel_rows"]
+__all__ += ["plain_rows", "unchecked"]
 
 CLOSE = 1e-4  # relative error of a plain path in float32
 

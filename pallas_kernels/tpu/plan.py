@@ -10,16 +10,7 @@ from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.tpu.signposts import pair_order
 from kvqjax.pallas_kernels.tpu.unpack import token_order
 
-__all__ = [
-    "LANES",
-    "LOG2E",
-    "SHARE",
-    "VMEM_BYTES",
-    "WIDE",
-    "Plan",
-    "lane_groups",
-    "members",
-]
+__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "WIDE", "Plan", "lane_groups", "members"]
 
 LANES = 128
 LOG2E = math.log2(math.e)

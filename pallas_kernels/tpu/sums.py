@@ -7,17 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.pallas_kernels.tpu.call import Refs
-from kvqjax.pallas_kernels.tpu.columns import (
-    Place,
-    aligned,
-    columns,
-    dot,
-    filled,
-    lane_wise,
-    load_row,
-    pick,
-    quotient,
-)
+from kvqjax.pallas_kernels.tpu.columns import Place, aligned, columns, dot, filled, lane_wise, load_row, pick, quotient
 from kvqjax.pallas_kernels.tpu.plan import LANES
 
 __all__ = ["add_sums", "fold", "no_sums", "weights_of"]
