@@ -136,11 +136,11 @@ def compile_case(chip: str, name: str, work, folder: Path) -> dict:
 def measure(chip: str, name: str, folder: Path) -> dict:
     """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of
     the tile and pieces that the table chose; a tile of half or twice the size has half or twice as many pieces."""
-    from kvqjax.pallas_kernels.tpu import plan as tpu_plan
+    from kvqjax.pallas_kernels.tpu.planning import make_plan
     from kvqjax.pallas_kernels.work import Work
 
     (q, body, *_), spec = _arguments(name, chip)
-    plan = tpu_plan.make_plan(q, body, spec)
+    plan = make_plan(q, body, spec)
     found = {}
     for tile in {*TILES, plan.tile}:
         pieces = max(1, plan.pieces * tile // plan.tile)

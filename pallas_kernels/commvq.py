@@ -1,9 +1,8 @@
-"""What a decode-attention kernel on CommVQ's codes is given (arXiv 2506.18879, sections 4.1 and 4.2).
+"""What a kernel on CommVQ's codes is given (arXiv 2506.18879, sections 4.1 and 4.2).
 
-Keys before RoPE are k = prescale sum_r (C_r[A_r] + j C_r[B_r]) with one pair of levels (A, B) a round and KV head
-(kvqjax.codecs.commvq_keys). Of the values a body holds N bits a token that all heads share, and their gain: a kernel
-returns means of gain * bits, and the caller multiplies them by the codebook (kvqjax.methods.wiring.SharedValues).
-"""
+Keys before RoPE are k = prescale sum_r (C_r[A_r] + j C_r[B_r]) with one pair of levels (A, B) per round and KV head
+(kvqjax.codecs.commvq_keys). Values are stored as N bits a token, shared by all heads, and a gain. A kernel returns the
+means of gain * bits, and the caller multiplies them by the codebook (kvqjax.methods.wiring.SharedValues)."""
 
 import dataclasses
 from typing import NamedTuple
@@ -17,9 +16,10 @@ __all__ = ["CommVQBody", "CommVQSpec", "decoding_matrix"]
 
 
 class CommVQBody(NamedTuple):
-    """The stored fields of one run of layers as `kvqjax.ops.layout` writes them: S slots, words of key codes on the
-    lanes, in rows (round, A or B, head), one array per plane set, words of value bits; bfloat16 numbers as the integers
-    that hold their bits. `matrix` is what `decoding_matrix` makes of the codebook; `positions` as in `PackedBody`."""
+    """The stored fields of one run of layers as `kvqjax.ops.layout` writes them, S slots. Words of key codes lie along
+    the lanes in rows (round, A or B, head), one array per plane set; words of value bits along the rows. bfloat16
+    numbers are the integers that hold their bits. `matrix` is from `decoding_matrix`; `positions` as in
+    `PackedBody`."""
 
     key_codes: tuple[UInt[Array, "L B R2K _"], ...]
     prescale: UInt[Array, "L B _ S"]
@@ -35,7 +35,7 @@ class CommVQBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommVQSpec:
-    """R `rounds` of `levels` = V levels, N = `value_width` bits of values. `target` names the chip, as in
+    """R `rounds` of V = `levels` levels, N = `value_width` bits of values. `target` names the chip, as in
     `PackedSpec`."""
 
     rounds: int
@@ -48,7 +48,7 @@ class CommVQSpec:
 
     @property
     def bits(self) -> int:
-        """Of a level."""
+        """Bits of a level."""
         return self.levels.bit_length() - 1
 
     @property
@@ -58,8 +58,8 @@ class CommVQSpec:
 
 
 def decoding_matrix(codebook: Float[Array, "R K V D"]) -> Float[Array, "KD R2V"]:
-    """What one-hot columns of a token's levels are multiplied by to be its keys: for every head's channels (rows) the
-    levels of A and then of B (columns), round after round; bfloat16."""
+    """Return the matrix that turns one-hot columns of a token's levels into its keys, bfloat16. Rows are every head's
+    channels; columns are, round after round, the levels of A and then those of B."""
     rounds, heads, levels, dim = codebook.shape
     codebook = codebook.astype(jnp.bfloat16)
     real, imag = jnp.split(codebook, 2, axis=-1)

@@ -1,10 +1,9 @@
-"""Decode attention on packed bodies for the chip a program is compiled for: a kernel where there is one, else jnp.
+"""Attend to packed bodies on the chip that a program is compiled for: by a kernel where there is one, else in jnp.
 
-Each form of a body has one plain computation that equals its kernels: `reference` for uniform codes of keys after RoPE,
-the caller's general way of reading a body for all others. `spec.target` decides at trace time, so a program for a TPU
-or GPU can be compiled on a machine without one. The platform only guards: a program traced for one and lowered for
-something else gets the plain computation.
-"""
+Every body has one plain computation that equals its kernels: `reference` for uniform codes of keys after RoPE, the
+caller's general way of reading a body for all others. `spec.target` decides at trace time, so a program for a TPU or
+GPU can be compiled on a machine without one. The platform only guards: a program traced for one and lowered for
+something else gets the plain computation."""
 
 import functools
 import importlib
@@ -54,7 +53,8 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
 
 
 def _shared_out(kernel: Callable[..., Partial], some: int, spec: Spec) -> Callable[..., Partial]:
-    """`kernel` on `some` query heads of every KV head after the other."""
+    """Return a function that calls `kernel` repeatedly, on at most `some` query heads of each KV head at a time, and
+    puts their results together."""
 
     def attend(q, *rest) -> Partial:
         q = q.reshape(*q.shape[:2], spec.kv_heads, -1, q.shape[3])
@@ -79,8 +79,8 @@ def packed_attention(
     general: Callable[[], Partial] | None = None,
     trusted: bool = False,
 ) -> Partial:
-    """As `reference.packed_attention`, for every form of a body; kernels round the queries to bfloat16. `general()`
-    computes the same where the form is not `plain`; `trusted` as in `path`."""
+    """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries to bfloat16.
+    `general()` computes the same where the spec is not `plain`; `trusted` as in `path`."""
     length, group = q.shape[1], q.shape[2] // spec.kv_heads
     chosen = path(spec, group, body.slots, length, trusted)
     if isinstance(spec, PackedSpec) and spec.plain:

@@ -1,9 +1,8 @@
-"""What a decode-attention kernel on HIGGS bodies is given (arXiv 2411.17525, section 3; AQUA-KV, arXiv 2501.19392).
+"""What a kernel on HIGGS bodies is given (arXiv 2411.17525, section 3; AQUA-KV, arXiv 2501.19392).
 
-A group of h channels of a token is x = s H^T y / h: H is the Hadamard matrix of order h in Sylvester's natural order,
-y the grid points that codes of consecutive pairs of entries name, s the scale of the token and group. Groups hold whole
-heads; keys are stored before RoPE.
-"""
+A group of h channels of a token is x = s H^T y / h. H is the Hadamard matrix of order h in Sylvester's natural order, y
+the grid points that the codes of consecutive pairs of entries index, s the scale of the token and group. Groups hold
+whole heads; keys are stored before RoPE."""
 
 import dataclasses
 from typing import NamedTuple
@@ -17,7 +16,7 @@ __all__ = ["HiggsBody", "HiggsSpec", "HiggsStored"]
 
 class HiggsStored(NamedTuple):
     """The stored fields of one run of layers: V = K*D/2 codes of a token, packed as in `kvqjax.ops.layout`, one array
-    per plane set; a scale per group, as the integers that hold its bits."""
+    per plane set; a scale per group, as the integer that holds its bits."""
 
     key_codes: tuple[UInt[Array, "L B _ V"], ...]
     key_scale: UInt[Array, "L B groups S"]
@@ -26,7 +25,7 @@ class HiggsStored(NamedTuple):
 
 
 class HiggsBody(NamedTuple):
-    """What is stored, the grids of n points of two numbers, and `positions` as in `PackedBody`."""
+    """The stored fields, the grids of points of two numbers, and `positions` as in `PackedBody`."""
 
     stored: HiggsStored
     key_grid: Float[Array, "n 2"]
@@ -40,7 +39,7 @@ class HiggsBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiggsSpec:
-    """`key_bits` and `value_bits` are per code, that is per pair of channels; `group` channels share a scale of the
+    """`key_bits` and `value_bits` are per code, that is per pair of channels. `group` channels share a scale of the
     dtype `scales`. `target` names the chip, as in `PackedSpec`."""
 
     key_bits: int

@@ -1,9 +1,8 @@
-"""What a decode-attention kernel on packed latents is given (XQuant, arXiv 2508.10395, section 3.3).
+"""What a kernel on packed latents is given (XQuant, arXiv 2508.10395, section 3.3).
 
-A body holds two latents of every token, x = X U_k with a scale per channel of a group of tokens and y = X U_v with a
-scale per token. Keys are made anew from x, k = RoPE(norm(x F + b)), F [R, K*D]; values are left as they are: a kernel
-returns means of y, which all heads share, and the caller multiplies them (kvqjax.methods.wiring.SharedValues).
-"""
+A body holds two latents of every token: x = X U_k with a scale per channel of a group of tokens, and y = X U_v with a
+scale per token. Keys are rematerialised from x: k = RoPE(norm(x F + b)), F [R, K*D]. Values are not: a kernel returns
+the means of y, which all heads share, and the caller multiplies them (kvqjax.methods.wiring.SharedValues)."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,8 +15,8 @@ __all__ = ["LatentBody", "LatentSpec"]
 
 
 class LatentBody(NamedTuple):
-    """The latents as stored, keys' and values', and what keys are made with. `positions` as in `PackedBody`. `bias` and
-    `gain` (QK-norm) are None where the model has none."""
+    """The stored latents of keys and of values, and what keys are made with: `up` is F, `bias` b, `gain` that of
+    QK-norm (None where the model has none). `positions` as in `PackedBody`."""
 
     stored: PackedBody
     positions: Int[Array, " n"]
@@ -32,8 +31,8 @@ class LatentBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """`stored` describes the latents as keys and values of one head of R channels; `kv_heads` and `head_dim` are the
-    model's, `epsilon` is that of its QK-norm, 0 where it has none. `target` names the chip, as in `PackedSpec`."""
+    """`stored` describes the latents as keys and values of one head of R channels. `kv_heads` and `head_dim` are the
+    model's; `epsilon` is that of its QK-norm, 0 without one. `target` names the chip, as in `PackedSpec`."""
 
     stored: PackedSpec
     kv_heads: int

@@ -1,15 +1,13 @@
-"""What a decode-attention kernel on packed keys and values is given: a body's arrays and a static description.
+"""What a kernel on packed keys and values is given: a body's arrays and a static description.
 
-- uniform (KIVI, arXiv 2402.02750): x_hat = code * scale + low, keys with one scale and minimum per channel for
-  `key_group` consecutive tokens, values with one per token for `value_group` consecutive channels.
-- nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low, one table of 2^b signposts for keys and one for
-  values; the scale and centre (`low`) of a key channel are constants of the layer, those of a value belong to its
-  token. Outliers then take the place of what the codes say: `key_slots` and `value_slots` of them per token.
+- uniform (KIVI, arXiv 2402.02750): x_hat = code * scale + low. Keys have one scale and minimum per channel for
+  `key_group` consecutive tokens, values one per token for `value_group` consecutive channels.
+- nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low, with one table of 2^b signposts for keys and
+  one for values. Scale and centre (`low`) of a key channel are constants of the layer, those of a value its token's.
+  `key_slots` and `value_slots` outliers per token then replace what their codes say.
 
 Keys may be stored before RoPE (`PackedSpec.rope`); the body then says where each stretch of tokens begins. The arrays
-are laid out as `kvqjax.ops.layout` writes them: all KV heads side by side on the lanes, head h in lanes h*D to (h+1)*D
-- 1.
-"""
+are laid out as `kvqjax.ops.layout` writes them, all KV heads side by side: head h lies in lanes h*D to (h+1)*D - 1."""
 
 import dataclasses
 import math
@@ -38,12 +36,12 @@ KINDS = {
 
 
 def family(target: str) -> str:
-    """What kind of chip a target is: "cpu", "gpu" or "tpu"."""
+    """Say what kind of chip a target is: "cpu", "gpu" or "tpu"."""
     return "cpu" if target == "cpu" else "gpu" if target.startswith("sm") else "tpu"
 
 
 def target_of(array) -> str:
-    """The target of the chip an array lies on; "cpu" for abstract arrays and tracers, which lie nowhere."""
+    """Return the target of the chip that an array lies on; "cpu" for abstract arrays and tracers, which lie nowhere."""
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return "cpu"
     kind = next(iter(array.devices())).device_kind
@@ -51,27 +49,30 @@ def target_of(array) -> str:
 
 
 class Rope(NamedTuple):
-    """How keys stored before RoPE are to be rotated: the angle per position of each pair of channels (i, i + D/2), and
-    what cos and sin are multiplied by."""
+    """How keys stored before RoPE are rotated: the angle per position of each pair of channels (i, i + D/2), and the
+    factor of cos and sin."""
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
 
 
 class Signposts(NamedTuple):
-    """The sorted numbers that codes index (nuq)."""
+    """The sorted numbers that nuq codes index."""
 
     key: Float[Array, " 2**key_bits"]
     value: Float[Array, " 2**value_bits"]
 
 
 class PackedBody(NamedTuple):
-    """The stored fields of one run of layers. W = K*D lanes, S slots; codes of b bits have S*b/32 rows of words, one
-    array per plane set (`kvqjax.ops.layout.split_bits`). Scales and minima are numbers of the spec's `scales`, 16-bit
-    ones as the integers that hold their bits; where `key_group` is 0 those of keys are the layer's constants, [W]
-    float32. `positions` of keys before RoPE: where in the sequence the first token of every S/n slots stands; they
-    follow each other from there on, and n divides S into multiples of the spec's `unit`. Outliers are 16-bit words, the
-    values of a token's slots before their channels (kvqjax.codecs.nuq_outliers)."""
+    """The stored fields of one run of layers; W = K*D lanes, S slots.
+
+    Codes of b bits have S*b/32 rows of words, one array per plane set (`kvqjax.ops.layout.split_bits`). Scales and
+    minima have the dtype `scales` of the spec, 16-bit ones as the integers that hold their bits. Where `key_group` is
+    0, those of keys are the layer's constants, [W] float32.
+
+    `positions` are given for keys before RoPE: the position of the first token of every S/n slots. The others follow it
+    one by one. n divides S into multiples of the spec's `unit`. Outliers are 16-bit words: the values of a token's
+    slots, then their channels (kvqjax.codecs.nuq_outliers)."""
 
     key_codes: tuple[UInt[Array, "L B _ W"], ...]
     key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
@@ -92,8 +93,8 @@ class PackedBody(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedSpec:
     """Everything static about a call. `block` tokens are read at a time: a multiple of the layout's block, not
-    necessarily a divisor of the slots. `target` names the chip the program is compiled for. `rope` is None for keys
-    after RoPE; `datatype` is "uniform" or "nuq"; `key_group` is 0 where all tokens share the keys' scales."""
+    necessarily a divisor of the slots. `target` names the chip that the program is compiled for. `rope` is None for
+    keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales."""
 
     key_bits: int
     value_bits: int
@@ -133,7 +134,7 @@ class PackedSpec:
 
     @property
     def plain(self) -> bool:
-        """Uniform codes of keys after RoPE: the form that `reference` reads."""
+        """Whether these are uniform codes of keys after RoPE: the bodies that `reference` reads."""
         return self.rope is None and self.datatype == "uniform" and not self.key_slots and not self.value_slots
 
     @property
@@ -143,7 +144,8 @@ class PackedSpec:
 
 
 def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
-    """(name, array, wanted shape) of every array, from the slots of the value scales and the layers and rows `lead`."""
+    """Yield (name, array, wanted shape) of every array. `lead` is (layers, rows); the value scales say how many slots
+    there are."""
     slots = body.value_scale.shape[-1]
     for name, codes, bits in (("key", body.key_codes, spec.key_bits), ("value", body.value_codes, spec.value_bits)):
         parts = split_bits(bits)
@@ -165,7 +167,7 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
 
 
 def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
-    """Raise ValueError at trace time unless the query and every array have the shapes `spec` says."""
+    """Raise ValueError at trace time unless the query and every array have the shapes that `spec` says."""
     heads, dim = q.shape[2:]
     if dim != spec.head_dim or heads % spec.kv_heads:
         raise ValueError(f"q: got {q.shape}, want [B, T, a multiple of {spec.kv_heads}, {spec.head_dim}]")

@@ -5,9 +5,8 @@ With key codes c, scale s and minimum m per channel of a group, and value codes 
     q . k_t  = q . (c_t * s) + q . m                       the second term is one product per group of tokens
     sum_t p_t v_t = sum_t p_t (e_t * r_t) + sum_t p_t n_t   the second one number per group of channels
 
-Scales are multiplied onto the codes in the loop that unpacks them: on a CPU that is free, while folding them into
-queries and probabilities makes the matrix products as small as a group.
-"""
+Scales are multiplied onto the codes in the loop that unpacks them. On a CPU that is free, while folding them into
+queries and softmax weights would make the matrix products as small as a group."""
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +29,11 @@ def packed_attention(
     spec: PackedSpec,
 ) -> Partial:
     """Attend to the packed tokens of one layer. Query t of row b sees body tokens start[b, t] <= s < stop[b, t] (none
-    where start >= stop); `start` is 0 without a sliding window, `stop` the row's valid tokens for a decoding step.
+    where start >= stop). `start` is 0 without a sliding window, `stop` the row's valid tokens for a decoding step. `q`
+    carries its rotation and not yet the D^-1/2.
 
-    Only blocks that some query sees are read, and of their tokens those that none sees may hold anything (0 x inf would
-    be NaN). `q` carries its rotation and not yet the D^-1/2.
-    """
+    Only blocks that some query sees are read. Tokens in them that no query sees may hold anything (0 x inf would be
+    NaN)."""
     if not spec.plain:
         raise ValueError(f"{spec}: this reads uniform codes of keys after RoPE only")
     check(q, body, spec)
@@ -55,14 +54,14 @@ def packed_attention(
 
 
 def _grouped(q: Float[Array, "B T H D"], spec: PackedSpec) -> Float[Array, "B K M D"]:
-    """Scaled float32 queries; the M = T*G rows of one KV head together."""
+    """Scale the queries, in float32, and put the M = T*G rows of one KV head together."""
     batch, length, heads, dim = q.shape
     q = q.astype(jnp.float32).reshape(batch, length, spec.kv_heads, heads // spec.kv_heads, dim) * dim**-0.5
     return q.transpose(0, 2, 1, 3, 4).reshape(batch, spec.kv_heads, -1, dim)
 
 
 def _read(body: PackedBody, layer, token, block: int) -> PackedBody:
-    """The stored arrays of `block` tokens from `token` of one layer, still packed."""
+    """Slice the stored arrays of `block` tokens from `token` on, of one layer, still packed."""
     slots = body.value_scale.shape[-1]
 
     def rows(array):
@@ -80,7 +79,8 @@ def _read(body: PackedBody, layer, token, block: int) -> PackedBody:
 
 
 def _unpacked(words: tuple[UInt[Array, "B _ W"], ...], bits: int, parts: int) -> Float[Array, "B parts S W/parts"]:
-    """Codes as float32, each of the `parts` lane slices by itself: words are transposed, not codes."""
+    """Unpack codes as float32, each of the `parts` lane slices by itself, so that words are transposed and not
+    codes."""
     codes, shift = jnp.uint32(0), 0
     for plane_set, part in zip(words, split_bits(bits), strict=True):
         codes = codes | (unpack(_slices(plane_set, parts), part) << shift)
@@ -89,7 +89,7 @@ def _unpacked(words: tuple[UInt[Array, "B _ W"], ...], bits: int, parts: int) ->
 
 
 def _slices(rows: Array, parts: int) -> Array:
-    """[B, rows, W] -> [B, parts, rows, W/parts]."""
+    """Reshape [B, rows, W] to [B, parts, rows, W/parts]."""
     return rows.reshape(*rows.shape[:2], parts, -1).transpose(0, 2, 1, 3)
 
 
@@ -112,7 +112,8 @@ def _scores(grouped, block: PackedBody, spec: PackedSpec) -> Float[Array, "B K M
 def _weighted(
     weights: Float[Array, "B K M S"], block: PackedBody, seen: Bool[Array, "B T S"], spec: PackedSpec
 ) -> Float[Array, "B K M D"]:
-    """Sum of the values: one product a head with the codes times their scales, and one with the minima."""
+    """Sum the values under their softmax weights: one product a head with the codes times their scales, and one with
+    the minima."""
     stored = (_floats(x, spec) for x in (block.value_scale, block.value_low))
     scale, low = (_by_head(jnp.where(seen.any(1)[:, None], x, 0.0), spec) for x in stored)
     spread = jnp.repeat(scale.swapaxes(-1, -2), spec.value_slice, axis=-1)  # [B, K, S, D]
@@ -122,14 +123,15 @@ def _weighted(
 
 
 def _by_head(x: Float[Array, "B N S"], spec: PackedSpec) -> Float[Array, "B K n S"]:
-    """What is stored for each value group, for every slice of a head's channels."""
+    """Give every slice of a head's channels the numbers of its value group."""
     parts = spec.width // spec.value_slice
     owner = jnp.arange(parts) * spec.value_slice // spec.value_group
     return x[:, owner].reshape(x.shape[0], spec.kv_heads, -1, x.shape[-1])
 
 
 def _attend_block(state, grouped, block: PackedBody, seen, spec: PackedSpec):
-    """Fold one block into the online softmax (peak, total, accumulator), `seen` being [B, T, S]."""
+    """Fold one block into the online softmax (running maximum, running sum of the weights, running sum of the values).
+    `seen` is [B, T, S]."""
     peak, total, acc = state
     scores = _scores(grouped, block, spec)
     mask = jnp.repeat(seen, scores.shape[2] // seen.shape[1], axis=1)[:, None]

@@ -1,7 +1,8 @@
-"""Attention of many queries to exact keys and values on TPUs, by JAX's own splash attention: which blocks a query sees
-is data, so one program serves every offset and length."""
+"""Attention of many queries to exact keys and values on TPUs, by JAX's own splash attention. Which blocks of keys a
+block of queries sees is data, so one program serves every offset and length."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,11 +28,12 @@ class Blocks(NamedTuple):
 
 
 def _part(length: int, most: int) -> int:
-    """The largest multiple of LANES that divides `length`, at most `most`; 0 where none does."""
+    """Return the largest multiple of LANES that divides `length`, at most `most`; 0 where there is none."""
     return max((n for n in range(LANES, most + 1, LANES) if length % n == 0), default=0)
 
 
 def block_sizes(queries: int, keys: int) -> Blocks:
+    """Choose the blocks for so many queries and keys; a size is 0 where none fits."""
     block = _part(keys, MOST_KEYS)
     return Blocks(_part(queries, MOST_QUERIES), block, _part(block, MOST_AT_ONCE))
 
@@ -42,8 +44,8 @@ def fits(queries: int, keys: int, head_dim: int) -> bool:
 
 
 def seen_blocks(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest=None):
-    """(first [N], last [N]): of the blocks of keys that each block of queries sees, where query t sees the keys
-    `newest[t] - sliding < s <= newest[t]`, from `oldest[t]` on; `last` is exclusive, and 0 where none is seen."""
+    """Return which blocks of keys each of N blocks of queries sees: the first [N], and one past the last [N], 0 where
+    it sees none. Query t sees the keys `newest[t] - sliding < s <= newest[t]`, or those from `oldest[t]` on."""
     by_block = newest.reshape(-1, blocks.queries)
     last = jnp.minimum(by_block.max(1), keys - 1) // blocks.keys + 1
     if sliding is None and oldest is None:
@@ -55,17 +57,28 @@ def seen_blocks(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: in
 
 
 def _sees(sliding: int | None, newest, key):
-    """Which keys a query sees, as splash wants it: both of one shape."""
+    """Say which keys a query sees, in the way splash asks: `newest` and `key` have one shape."""
     return key <= newest if sliding is None else (key <= newest) & (key > newest - sliding)
 
 
 def _sees_both(limits, key):
-    """The same where a number holds the oldest key above the newest one."""
+    """Say the same where one number holds the oldest key above the newest one."""
     return (key <= (limits & (MOST_LIMITED - 1))) & (key >= limits >> LIMIT_BITS)
 
 
+def _limits(newest: Int[Array, " T"], keys: int, sliding: int | None, oldest) -> tuple[Callable, Int[Array, " T"]]:
+    """Return splash's question, which keys a query sees, and the number [T] that it asks with. Raise ValueError where
+    there are too many keys for two limits in one number."""
+    if oldest is None:
+        return functools.partial(_sees, sliding), newest
+    if keys >= MOST_LIMITED:
+        raise ValueError(f"{keys} keys are too many for two limits")
+    return _sees_both, jnp.clip(newest, 0, keys - 1) + MOST_LIMITED * jnp.clip(oldest, 0, keys).astype(jnp.int32)
+
+
 def _mask(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest) -> tuple[Array, Array]:
-    """(block of keys to fetch, whether it is seen), both [1, N, M]."""
+    """Return the block of keys to fetch, and whether it is seen, for every block of queries and of keys: [1, N, M]
+    both."""
     first, last = (x[:, None] for x in seen_blocks(newest, keys, blocks, sliding, oldest))
     every = jnp.arange(keys // blocks.keys)[None]
     # A block that is not seen names one that is fetched already, so nothing is moved for it.
@@ -83,9 +96,9 @@ def splash_attention(
     interpret: bool = False,
     oldest: Int[Array, " T"] | None = None,
 ) -> Partial:
-    """Attention of T queries of every row to S keys, by head: N = B * K. Query t sees the keys up to `newest[t]`, of
-    which -1 means none, and of these the last `sliding`, or those from `oldest[t]` on, which only fewer than
-    MOST_LIMITED keys can have. The output is rounded to the queries' dtype."""
+    """Attend with T queries of every row to S keys, by head: N = B * K. Query t sees the keys up to `newest[t]` (-1:
+    none), and of these the last `sliding`, or those from `oldest[t]` on. `oldest` is possible with fewer than
+    MOST_LIMITED keys. The output is rounded to the queries' dtype."""
     # Imported where it is wanted: not every jaxlib has the compiler of TPU kernels.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
@@ -97,12 +110,7 @@ def splash_attention(
     layout = splash.QKVLayout.SEQ_MINOR if dim < LANES else splash.QKVLayout.HEAD_DIM_MINOR
     newest = newest.astype(jnp.int32)
     nearest, seen = _mask(newest, keys, blocks, sliding, oldest)
-    sees, limits = functools.partial(_sees, sliding), newest
-    if oldest is not None:
-        if keys >= MOST_LIMITED:
-            raise ValueError(f"{keys} keys are too many for two limits")
-        sees = _sees_both
-        limits = jnp.clip(newest, 0, keys - 1) + MOST_LIMITED * jnp.clip(oldest, 0, keys).astype(jnp.int32)
+    sees, limits = _limits(newest, keys, sliding, oldest)
     info: Any = (nearest, None, seen, None, limits, None)  # typed for NumPy's arrays
     kernel = splash.SplashAttentionKernel(
         MaskInfo(*info),

@@ -1,9 +1,10 @@
-"""How the TPU decode-attention kernel works a tile off, as data: what takes the fewest bundles without spills, by
-`benchmarks/tpu_bundles.py --attempt` (record of the choices made: benchmarks/records/tpu_bundles.json).
+"""How the TPU decode-attention kernel works a tile off, as data. `benchmarks/tpu_bundles.py --attempt` found what takes
+the fewest bundles without spills; `support.TABLE` has the choice for each kernel form and chip.
 
-A lane group's scores are computed first and its values summed up after them, in one go or in loops over pieces of the
-tile: what is loaded for one piece cannot fill the registers of another. Where registers abound, the scores of a lane
-group are instead computed in turn with the values of the one before (`kernel`)."""
+Every lane group (`tpu.plan`) of a tile has two steps: its scores, then its values. They are worked off
+
+- in one go, or in loops over pieces of the tile: what is loaded for one piece cannot fill the registers of another;
+- one after the other, or interleaved with the neighbouring lane group's: `tpu.kernel` has a diagram of both."""
 
 from typing import NamedTuple
 
@@ -12,8 +13,8 @@ __all__ += ["QUARTERS_IN_TURN", "SHORT", "SHORT_AHEAD", "SHORT_IN_TURN", "WHOLE"
 
 
 class Work(NamedTuple):
-    """Tokens of a tile; loops it is worked off in by every lane group; and turns of 512 tokens by which scores are
-    ahead of values, or behind them if negative, where those of two lane groups are interleaved."""
+    """Tokens of a tile; how many pieces every lane group works it off in; and where lane groups are interleaved, by how
+    many turns of 512 tokens scores are ahead of values (negative: behind). None: they are not interleaved."""
 
     tile: int
     pieces: int = 1

@@ -23,7 +23,8 @@ from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.ops.layout import array_bytes
 from kvqjax.pallas_kernels.packed import family, target_of
 from kvqjax.verdicts import survey
-from kvqjax.verdicts.choose import choose, verdict_folder
+from kvqjax.verdicts.check import verdict_folder
+from kvqjax.verdicts.choose import choose
 from kvqjax.verdicts.paths import decoding
 from kvqjax.verdicts.trial import Candidate, full, make
 

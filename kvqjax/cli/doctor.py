@@ -12,7 +12,7 @@ from kvqjax.cli.progress import announce
 from kvqjax.cli.tables import show, size
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.verdicts import store, survey
-from kvqjax.verdicts.choose import verdict_folder
+from kvqjax.verdicts.check import verdict_folder
 from kvqjax.verdicts.install import Finding, Machine, findings, this_machine
 
 __all__ = ["doctor"]

@@ -1,22 +1,20 @@
-"""From the user's word on kernels to what a cache's layout says of them. A kernel is checked when a cache is made or
-loaded, never while a program is traced; each process asks for a verdict once."""
+"""Choose which kernels a cache may use, from the user's word and what the chip found.
+
+A kernel is checked when a cache is made or loaded, never while a program is traced. Each process asks for a verdict
+once."""
 
 import dataclasses
 import functools
-import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax._folders import user_folder
-from kvqjax._version import __version__
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels, check_name
@@ -24,103 +22,17 @@ from kvqjax.pallas_kernels.forms import SPLASH, KernelForm
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.parallel.rules import Rules
-from kvqjax.verdicts.examine import Attention, Speed, examine
-from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
-from kvqjax.verdicts.splash_trial import Splash, check_splash, splash_form
-from kvqjax.verdicts.store import Key, Verdict, begin, died, find, keep
-from kvqjax.verdicts.trial import Candidate, Trial, candidates, make
+from kvqjax.verdicts.check import check_either, key_of, obtain, verdict_folder
+from kvqjax.verdicts.splash_trial import Splash, splash_form
+from kvqjax.verdicts.store import find
+from kvqjax.verdicts.trial import Candidate, candidates
 
-__all__ = ["Checker", "check", "check_either", "choose", "key_of", "obtain", "over_devices", "verdict_folder"]
-
-SIZES = (1300, 5000)  # tokens of a body, none a multiple of a tile
-TIMED = 8192
-COMMAND = "kvqjax doctor"
-CRASHED = "an earlier check ended with its process"
-
-# (candidate, target, how the plain path stores bodies) -> verdict
-Checker = Callable[[Candidate | Splash, str, str], Verdict]
-
-
-def verdict_folder() -> Path:
-    """Where this user's verdicts are kept."""
-    return user_folder("kernels")
-
-
-def key_of(candidate: Candidate | Splash, chip: str) -> Key:
-    """Name what a verdict on `candidate` on a chip of this name holds for."""
-    return Key(chip, jax.__version__, jaxlib.__version__, __version__, candidate.name)
-
-
-def check(
-    candidate: Candidate,
-    target: str,
-    stored: str,
-    *,
-    kernel: Callable[[Trial], Attention] = by_kernel,
-    timed: Callable[[Trial, Trial, int], Speed] = speed,
-    sizes: tuple[int, ...] = SIZES,
-) -> Verdict:
-    """Try the kernel of `candidate` on this process's default device. `stored` is how bodies would be stored without
-    it. What the plain path raises is raised: it says nothing of the kernel."""
-    allowed = () if candidate.form is None else (candidate.form,)
-    begun, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
-    for tokens in sizes:
-        trial = make(candidate, tokens, target, forced, seed=tokens)
-        plain = by_plain_path(trial)
-        last = tokens == sizes[-1]
-        other = trial if stored == "planes" else make(candidate, tokens, target, OFF, stored, seed=tokens)
-        other = other._replace(cache=other.cache.replace(layout=_without(other.cache.layout)))
-        clock = functools.partial(timed, trial, other, TIMED) if last else lambda: Speed(0.0, 1.0)
-        found = examine(kernel(trial), plain, queries(trial, LENGTHS if last else (1,)), clock)
-        worst = max(worst, found.error or 0.0)
-        if last or found.outcome != "faster":
-            break
-    seconds = time.perf_counter() - begun
-    times = {} if found.speed is None or not last else {"kernel_ms": found.speed.kernel, "plain_ms": found.speed.plain}
-    error = None if found.error is None else worst
-    return Verdict(outcome=found.outcome, error=error, seconds=seconds, note=found.note, **times)
-
-
-def check_either(candidate: Candidate | Splash, target: str, stored: str) -> Verdict:
-    """Try the kernel of `candidate`, ours or JAX's own, on this process's default device."""
-    return check_splash(candidate) if isinstance(candidate, Splash) else check(candidate, target, stored)
-
-
-def _without(layout: CacheLayout) -> CacheLayout:
-    return dataclasses.replace(layout, kernels=OFF)
-
-
-def obtain(folder: Path, key: Key, run: Callable[[], Verdict], tell: Callable[[str], None]) -> Verdict | None:
-    """The verdict kept in `folder`, or else the one that `run()` gives, which is kept; None, after one line through
-    `tell`, where there can be none: the plain path then serves."""
-    try:
-        found = find(folder, key)
-        if found is not None:
-            return found
-        found = Verdict(outcome="crashed", note=CRASHED) if died(folder, key) else _marked(folder, key, run)
-        keep(folder, key, found)
-    except Exception as error:  # a chip may raise anything when it goes away
-        line = next(iter(str(error).splitlines()), type(error).__name__)
-        tell(f"kernel for {key.form} not checked, the plain path serves: {line}")
-        return None
-    if not found.usable:
-        why = found.note or {"slower": "slower than the plain path"}.get(found.outcome, found.outcome)
-        tell(f"kernel for {key.form} is not used on {key.chip}: {why}; `{COMMAND}` shows more")
-    return found
-
-
-def _marked(folder: Path, key: Key, run: Callable[[], Verdict]) -> Verdict:
-    """`run()`, with a marker that outlives it only if it takes the process with it."""
-    marker = begin(folder, key)
-    try:
-        return run()
-    finally:
-        marker.unlink(missing_ok=True)
+__all__ = ["choose", "over_devices"]
 
 
 @functools.lru_cache(maxsize=256)
 def _usable(folder: Path, chip: str, candidate: Candidate | Splash, target: str, stored: str, hosts: bool) -> bool:
-    """Whether the kernel may run, asked once a process; on several `hosts` what process 0 finds counts."""
+    """Whether the kernel may run, asked once a process. On several `hosts` the verdict of process 0 counts."""
     found = None
     if not hosts or jax.process_index() == 0:
         found = obtain(folder, key_of(candidate, chip), lambda: check_either(candidate, target, stored), _warn)
@@ -129,27 +41,29 @@ def _usable(folder: Path, chip: str, candidate: Candidate | Splash, target: str,
 
 
 def _warn(line: str) -> None:
+    """Warn the user in one line."""
     warnings.warn(line, stacklevel=2)
 
 
 def _from_first(usable: bool) -> bool:
-    """Process 0's word for all."""
+    """Return what process 0 says, on every process."""
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     return bool(broadcast_one_to_all(np.asarray(usable)))
 
 
 def _chip_of(held: jax.Array) -> str:
-    """The name of the chip that an array lies on."""
+    """Return the name of the chip that an array lies on."""
     return next(iter(held.devices())).device_kind
 
 
 def _tracing() -> bool:
+    """Whether a program is being traced."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _known(folder: Path, chip: str, candidate: Candidate | Splash) -> bool:
-    """Whether a verdict is kept already that lets the kernel run: nothing runs while a program is traced."""
+    """Whether a verdict that lets the kernel run is kept already."""
     try:
         found = find(folder, key_of(candidate, chip))
     except UserError:
@@ -163,7 +77,7 @@ def _forms(found: Iterable[Candidate | Splash | None]) -> tuple[KernelForm, ...]
 
 
 def _forced(layout: CacheLayout, form: str | None, found: list[Candidate | None]) -> CacheLayout:
-    """Every body by its Pallas kernel, checked or not. Raises UserError where one has none."""
+    """Return the layout with the Pallas kernel of every body, checked or not. Raise UserError where one has none."""
     if None in found:
         raise UserError(
             f"kernels='pallas': no Pallas kernel reads the bodies of {layout.method} on {layout.target}; "
@@ -178,7 +92,8 @@ CUDNN = "no cache here is read by cuDNN yet, on NVIDIA GPUs or elsewhere: it ret
 
 
 def _splash_only(layout: CacheLayout, form: Splash | None) -> CacheLayout:
-    """Prompts and chunks by splash attention, checked or not. Raises UserError where it cannot run."""
+    """Return the layout with splash attention for prompts and chunks, checked or not. Raise UserError where it cannot
+    run."""
     if form is None:
         raise UserError(
             f"kernels='splash': it runs on TPUs, with {' or '.join(map(str, HEAD_DIMS))} channels a head; here are "
@@ -187,8 +102,21 @@ def _splash_only(layout: CacheLayout, form: Splash | None) -> CacheLayout:
     return dataclasses.replace(layout, kernels=Kernels("splash", (SPLASH,), "forced"))
 
 
+def _checked(layout: CacheLayout, tried: list[Candidate | Splash], chip: str, hosts: bool) -> set[Candidate | Splash]:
+    """Return the candidates whose kernels this chip checked, now or before, and found right and faster."""
+    try:
+        folder = verdict_folder()
+    except UserError as error:
+        _warn(f"no kernel is used: {error}")
+        return set()
+    if _tracing():
+        return {one for one in tried if _known(folder, chip, one)}
+    in_order = sorted(set(tried), key=str)  # the same on every host
+    return {one for one in in_order if _usable(folder, chip, one, layout.target, layout.form, hosts)}
+
+
 def over_devices(rules: Rules, layout: CacheLayout) -> dict[str, Any]:
-    """What `choose` must know of a mesh. One that is only planned with knows no processes."""
+    """Return what `choose` must know of a mesh. A mesh that is only planned with knows no processes."""
     return {"local": rules.local_layout(layout).shape, "hosts": getattr(rules.mesh, "is_multi_process", False)}
 
 
@@ -201,9 +129,9 @@ def choose(
     local: KVShape | None = None,
     hosts: bool = False,
 ) -> CacheLayout:
-    """The layout with its kernels chosen. `held` is an array on the chip that programs will run on, or an abstract one;
-    `form` is the user's word on how bodies are stored, None leaves it open. `local` is what one device holds of the
-    shape, and `hosts` whether the mesh spans several processes. Raises UserError for what cannot be forced."""
+    """Return the layout with its kernels chosen. `held` is an array on the chip that programs will run on, or an
+    abstract one. `form` is the user's word on how bodies are stored, None leaves it open. `local` is what one device
+    holds of the shape, `hosts` whether the mesh spans several processes. Raise UserError for what cannot be forced."""
     if isinstance(asked, Kernels):
         return dataclasses.replace(layout, kernels=asked)
     check_name(asked)
@@ -214,28 +142,16 @@ def choose(
     if asked == "splash":
         return _splash_only(layout, splash)
     if asked == "off":
-        return _without(layout)
+        return dataclasses.replace(layout, kernels=OFF)
     if asked == "auto" and layout.target == "cpu":  # spares every cache on a CPU a second plan
         return dataclasses.replace(layout, kernels=BY_TABLE)
     found = candidates(dataclasses.replace(layout, shape=shape, dealt=1))
     if asked == "pallas":
         return _forced(layout, form, found)
-    present = target_of(held) == layout.target
-    tried: set[Candidate | Splash] = {one for one in (*found, splash) if one is not None}
-    if not present or not tried:
+    tried = [one for one in (*found, splash) if one is not None]
+    if target_of(held) != layout.target or not tried:
         return dataclasses.replace(layout, kernels=BY_TABLE)
-    try:
-        folder = verdict_folder()
-    except UserError as error:
-        _warn(f"no kernel is used: {error}")
-        return dataclasses.replace(layout, kernels=Kernels("auto", (), "checked"))
-    chip = _chip_of(held)
-    if _tracing():
-        usable = {one for one in tried if _known(folder, chip, one)}
-    else:
-        usable = {
-            one for one in sorted(tried, key=str) if _usable(folder, chip, one, layout.target, layout.form, hosts)
-        }
+    usable = _checked(layout, tried, _chip_of(held), hosts)
     planes = form is None and layout.form == "heads" and all(one in usable for one in found)
-    kernels = Kernels("auto", _forms(one for one in (*found, splash) if one in usable), "checked")
+    kernels = Kernels("auto", _forms(one for one in tried if one in usable), "checked")
     return dataclasses.replace(layout, form="planes" if planes else layout.form, kernels=kernels)

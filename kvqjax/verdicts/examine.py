@@ -1,5 +1,6 @@
-"""One kernel against the plain path: the same results, the same at every call, and sooner. Pure but for the clock: both
-sides are functions, so that a test can hand in a kernel that is wrong, races, crashes or is slow."""
+"""Compare one kernel with the plain path: it must give the same results, the same at every call, and sooner. Pure but
+for the clock: both sides are functions, so that a test can hand in a kernel that is wrong, races, crashes or is slow.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from kvqjax.ops.attention import Partial
+from kvqjax.verdicts.store import Verdict
 
 __all__ = ["MOST", "Speed", "examine", "worst_error"]
 
@@ -18,24 +20,15 @@ Attention = Callable[[jax.Array], Partial]
 
 
 class Speed(NamedTuple):
-    """Milliseconds of a call."""
+    """Milliseconds of a call of the kernel and of the plain path."""
 
     kernel: float
     plain: float
 
 
-class Examined(NamedTuple):
-    """`outcome` as in `store.OUTCOMES`."""
-
-    outcome: str
-    error: float | None = None
-    speed: Speed | None = None
-    note: str = ""
-
-
 def worst_error(got: Partial, want: Partial) -> float:
-    """The largest relative error of a query: its output's, by norm, or that of the sum of its weights. Infinite where
-    something is not finite that should be, or a query that sees nothing gives something."""
+    """Return the largest relative error of a query: of its output, by norm, or of the sum of its softmax weights. It is
+    infinite where something is not finite that should be, or where a query that sees nothing gives something."""
     out, lse, right, whole = (np.asarray(x, np.float64) for x in (*got, *want))
     if out.shape != right.shape or lse.shape != whole.shape:
         return float("inf")
@@ -51,11 +44,13 @@ def worst_error(got: Partial, want: Partial) -> float:
 
 
 def _line(error: BaseException) -> str:
+    """Say in one line what was raised."""
     text = next(iter(str(error).splitlines()), "").strip()
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
 def _alike(one: Partial, other: Partial) -> bool:
+    """Whether two results are equal bit for bit."""
     return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
@@ -67,9 +62,9 @@ def examine(
     *,
     repeats: int = REPEATS,
     most: float = MOST,
-) -> Examined:
+) -> Verdict:
     """Compare `kernel` with `plain` on every array of queries, `repeats` times, and then by what `timed()` says. What
-    the kernel raises is a finding; what the plain path raises is raised, for it says nothing of the kernel."""
+    the kernel raises is a finding. What the plain path raises is raised, because it says nothing of the kernel."""
     wanted = [jax.block_until_ready(plain(q)) for q in queries]
     worst = 0.0
     try:
@@ -77,11 +72,12 @@ def examine(
             first = jax.block_until_ready(kernel(q))
             worst = max(worst, worst_error(first, want))
             if worst > most:
-                return Examined("wrong", worst, note=f"a query of {q.shape[1]} is off by {worst:.2%}")
+                return Verdict(outcome="wrong", error=worst, note=f"a query of {q.shape[1]} is off by {worst:.2%}")
             for _ in range(repeats - 1):
                 if not _alike(first, jax.block_until_ready(kernel(q))):
-                    return Examined("wrong", worst, note="results differ from call to call")
+                    return Verdict(outcome="wrong", error=worst, note="results differ from call to call")
         speed = timed()
     except Exception as error:  # a compiler or a chip may raise anything
-        return Examined("failed", None, note=_line(error))
-    return Examined("faster" if speed.kernel < speed.plain else "slower", worst, speed)
+        return Verdict(outcome="failed", note=_line(error))
+    outcome = "faster" if speed.kernel < speed.plain else "slower"
+    return Verdict(outcome=outcome, error=worst, kernel_ms=speed.kernel, plain_ms=speed.plain)

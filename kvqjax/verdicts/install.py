@@ -1,8 +1,7 @@
-"""What can be wrong with an installation before any kernel is: found by reading versions and files, not by guessing.
+"""Find what can be wrong with an installation before any kernel is, by reading versions and files, not by guessing.
 
-Each finding is one line and says what to do. `findings` takes what it judges as arguments, so that every one of them
-can be provoked without such a machine.
-"""
+Each finding is one line and says what to do. `findings` takes a description of the machine, so that a test can provoke
+every finding without such a machine."""
 
 import glob
 import importlib.util
@@ -27,15 +26,15 @@ PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 class Finding(NamedTuple):
-    """`bad` findings make `kvqjax doctor` end with exit code 1, others are remarks."""
+    """One line for the user. A `bad` one makes `kvqjax doctor` end with exit code 1, others are remarks."""
 
     bad: bool
     text: str
 
 
 class Machine(NamedTuple):
-    """What is installed and plugged in. `packages` by name, those that are absent left out; `driver` the NVIDIA
-    driver's version, "" where there is none; `holders` the processes that hold a TPU's device files."""
+    """What is installed and plugged in. `packages` has versions by name, without those that are absent; `driver` is the
+    NVIDIA driver's version, "" where there is none; `holders` are the processes that hold a TPU's device files."""
 
     packages: dict[str, str]
     platform: str
@@ -49,6 +48,7 @@ class Machine(NamedTuple):
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of the packages that matter, by name."""
     found = {"kvqjax": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     for name in (*PLUGINS, "libtpu"):
         try:
@@ -59,7 +59,7 @@ def _versions() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """The version of the NVIDIA driver that the kernel has loaded."""
+    """Return the version of the NVIDIA driver that the operating system has loaded."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
             found = re.search(r"(?:Kernel Module|for \w+)\s+(\d+\.\d+[\d.]*)", file.read())
@@ -74,7 +74,7 @@ def _driver() -> str:
 
 
 def _holders() -> tuple[int, ...]:
-    """Other processes of ours that have a TPU's device file open."""
+    """Return the other processes of this user that have a TPU's device file open."""
     found = set()
     for link in glob.glob("/proc/[0-9]*/fd/*"):
         process = int(link.split("/")[2])
@@ -87,7 +87,7 @@ def _holders() -> tuple[int, ...]:
 
 
 def this_machine() -> Machine:
-    """What JAX and the operating system say of this machine."""
+    """Describe this machine by what JAX and the operating system say of it."""
     devices = jax.local_devices()
     tpu = bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))
     return Machine(
@@ -104,6 +104,7 @@ def this_machine() -> Machine:
 
 
 def _gpu_findings(machine: Machine) -> list[Finding]:
+    """List what is wrong with the drivers and plugins of an NVIDIA GPU."""
     found = []
     plugins = [name for name in PLUGINS if name in machine.packages]
     if machine.nvidia and not plugins:
@@ -123,6 +124,7 @@ def _gpu_findings(machine: Machine) -> list[Finding]:
 
 
 def _tpu_findings(machine: Machine) -> list[Finding]:
+    """List what keeps JAX from a TPU that is there."""
     if not machine.tpu or machine.platform == "tpu":
         return []
     if "libtpu" not in machine.packages and importlib.util.find_spec("libtpu") is None:
@@ -134,7 +136,7 @@ def _tpu_findings(machine: Machine) -> list[Finding]:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """What is wrong with an installation, or worth a remark."""
+    """List what is wrong with an installation, or worth a remark."""
     found = [*_gpu_findings(machine), *_tpu_findings(machine)]
     if machine.packages["jax"] != machine.packages["jaxlib"]:
         versions = f"jax {machine.packages['jax']} and jaxlib {machine.packages['jaxlib']}"

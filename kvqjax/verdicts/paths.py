@@ -1,4 +1,4 @@
-"""The two ways to attend to a trial's bodies, queries for both, and their speed."""
+"""Attend to a trial's bodies in two ways, by the kernel and by the plain path; make queries for both, and time both."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ LENGTHS = (1, 3)  # new tokens of a call
 
 
 def _attend(trial: Trial, q: jax.Array) -> Partial:
-    """Attention of new tokens to the body alone, by what the cache's layout names."""
+    """Attend with new tokens' queries [B, T, H, D] to the body alone, in the way that the cache's layout names."""
     run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
@@ -42,25 +42,25 @@ _attend_compiled = jax.jit(_attend)
 
 @jax.jit
 def _precisely(trial: Trial, q: jax.Array) -> Partial:
-    """In float32 throughout: a TPU's matrix unit rounds float32 to bfloat16 unless it is told not to."""
+    """Attend in float32 throughout. A TPU's matrix unit rounds float32 to bfloat16 unless it is told not to."""
     with jax.default_matmul_precision("highest"):
         return _attend(trial, q.astype(jnp.float32))
 
 
 def by_kernel(trial: Trial) -> Attention:
-    """Attention as decoding has it."""
+    """Return attention as decoding does it: a function of the queries."""
     return functools.partial(_attend_compiled, trial)
 
 
 def by_plain_path(trial: Trial) -> Attention:
-    """Attention to the same arrays without a kernel, in float32."""
+    """Return attention to the same arrays without a kernel, in float32."""
     layout = dataclasses.replace(trial.cache.layout, kernels=OFF)
     return functools.partial(_precisely, trial._replace(cache=trial.cache.replace(layout=layout)))
 
 
 def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[jax.Array]:
-    """Queries [B, T, H, D] for every T of `lengths` that the kernel takes, so short that no token takes all the weight:
-    larger scores would make the plain path's own rounding a matter of percents."""
+    """Make queries [B, T, H, D] for every T of `lengths` that the kernel takes. They are so short that no token takes
+    all the weight: with larger scores the plain path's own rounding would be a matter of percents."""
     run, random = trial.run, np.random.default_rng(seed)
     shape, plain = run.shape, by_plain_path(trial)
     most, found = np.log(run.slots) + SPREAD, []
@@ -78,19 +78,19 @@ def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> 
 
 @functools.partial(jax.jit, static_argnames="inner")
 def _chain(trial: Trial, q: jax.Array, *, inner: int) -> jax.Array:
-    """`inner` calls that feed each other, so that none of them can be left out; a query hardly changes."""
+    """Attend `inner` times, each call fed by the one before so that none can be left out. The query hardly changes."""
     step = lambda _, x: q + (1e-3 * _attend(trial, x).out).astype(q.dtype)  # noqa: E731
     return jax.lax.fori_loop(0, inner, step, q)
 
 
 def decoding(trial: Trial, inner: int) -> Callable[[], jax.Array]:
-    """A call that attends `inner` times with one new token a row."""
+    """Return a call that attends `inner` times with one new token a row."""
     shape = trial.cache.layout.shape
     q = jnp.ones((trial.cache.batch, 1, shape.num_heads, shape.head_dim), jnp.bfloat16)
     return functools.partial(_chain, trial, q, inner=inner)
 
 
 def speed(kernel: Trial, plain: Trial, tokens: int, *, rounds: int = 5, inner: int = 8) -> Speed:
-    """Median milliseconds of a call with one new token, bodies of `tokens` tokens, both sides in turn."""
+    """Measure the median milliseconds of a call with one new token on bodies of `tokens` tokens, both sides in turn."""
     sides = [decoding(full(trial, tokens, plain.cache.batch), inner) for trial in (kernel, plain)]
     return Speed(*(1e3 * statistics.median(spent) / inner for spent in alternating_seconds(sides, rounds)))

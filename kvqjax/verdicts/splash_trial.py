@@ -1,10 +1,11 @@
-"""JAX's own kernels checked as ours are: splash attention, for prompts and chunks on TPUs."""
+"""Check JAX's own kernel as ours are: splash attention, for prompts and chunks on TPUs."""
 
+import dataclasses
 import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ QUERIES, KEYS = 512, 2048
 
 
 class Splash(NamedTuple):
-    """What a verdict on splash attention holds for: the heads of a layer."""
+    """What a verdict on splash attention holds for: the heads of a layer. It stands beside `trial.Candidate`."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,7 +45,7 @@ class Splash(NamedTuple):
 
 
 def splash_form(layout: CacheLayout, shape: KVShape) -> Splash | None:
-    """The form that chunks on a cache would take, of which a device holds `shape`; None where there is none."""
+    """Return what chunks on a cache would take, of which a device holds `shape`; None where splash cannot run."""
     known = family(layout.target) == "tpu" and shape.head_dim in HEAD_DIMS
     return Splash(shape.num_heads, shape.num_kv_heads, shape.head_dim) if known else None
 
@@ -58,8 +59,8 @@ class _Body(NamedTuple):
 
 
 def _body(form: Splash, random: np.random.Generator) -> _Body:
-    """Signed, offset by channel, some channels ten times as large, a few outliers; queries that see nothing among
-    others, and a last block that is partly seen."""
+    """Make a body: signed numbers, offset by channel, some channels ten times as large, a few outliers. Some queries
+    see nothing, and a last block is partly seen."""
     size = (1, KEYS, form.num_kv_heads, form.head_dim)
 
     def vectors():
@@ -73,12 +74,14 @@ def _body(form: Splash, random: np.random.Generator) -> _Body:
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _by_splash(body: _Body, q, interpret: bool = False) -> Partial:
+    """Attend by splash attention with queries [1, T, H, D]."""
     k, v = (jnp.swapaxes(x[0], 0, 1) for x in (body.k, body.v))
     return splash_attention(q, k, v, body.newest, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _plain(body: _Body, q, dtype: str) -> Partial:
+    """Attend by plain products in `dtype`."""
     seen = jnp.arange(KEYS)[None, None] <= body.newest[None, :, None]
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         q, k, v = (x.astype(dtype) for x in (q, body.k, body.v))
@@ -86,6 +89,7 @@ def _plain(body: _Body, q, dtype: str) -> Partial:
 
 
 def _speed(kernel: Attention, plain: Attention, q) -> Speed:
+    """Measure the median milliseconds of a call of both sides."""
     spent = alternating_seconds([lambda: kernel(q), lambda: plain(q)], 5)
     return Speed(*(1e3 * statistics.median(times) for times in spent))
 
@@ -101,7 +105,4 @@ def check_splash(
     ours, precise = functools.partial(kernel, body), functools.partial(_plain, body, dtype="float32")
     rounded = functools.partial(_plain, body, dtype="bfloat16")
     found = examine(ours, precise, [q], lambda: timed(ours, rounded, q))
-    times: dict[str, Any] = {"seconds": time.perf_counter() - begun}
-    if found.speed is not None:
-        times |= {"kernel_ms": found.speed.kernel, "plain_ms": found.speed.plain}
-    return Verdict(outcome=found.outcome, error=found.error, note=found.note, **times)
+    return dataclasses.replace(found, seconds=time.perf_counter() - begun)

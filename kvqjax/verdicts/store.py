@@ -1,8 +1,7 @@
-"""Verdicts on kernels as files: one JSON file a verdict, written whole or not at all, whoever else writes.
+"""Keep verdicts on kernels as files: one JSON file each, written whole or not at all, whoever else writes.
 
-Its name is a digest of what the verdict holds for, so another chip, version or kernel form has another file. While a
-check runs, a marker lies beside it. A marker whose process is gone says that the check killed it.
-"""
+A file's name is a digest of what its verdict holds for, so another chip, version or kernel form has another file. While
+a check runs, a marker lies beside it. A marker whose process is gone says that the check killed it."""
 
 import dataclasses
 import hashlib
@@ -25,7 +24,7 @@ LONGEST = 3600  # seconds after which a check is not under way any more, whoever
 
 
 class Key(NamedTuple):
-    """What a verdict holds for: the chip's name, versions, and the kernel form."""
+    """What a verdict holds for: the chip's name, versions, and the printed name of a candidate."""
 
     chip: str
     jax: str
@@ -35,15 +34,16 @@ class Key(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its file, without the ending."""
+        """Name of its file, without the ending."""
         digest = hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
         return re.sub(r"[^a-z0-9]+", "-", f"{self.chip} {self.form}".lower()).strip("-")[:80] + f"-{digest}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`outcome` is one of OUTCOMES; `error` the worst query's relative error; milliseconds of a call of the kernel and
-    of the plain path; `seconds` that the check took; `note` says more in one line. None: not known."""
+    """What a check found. `outcome` is one of OUTCOMES; `error` the worst query's relative error; `kernel_ms` and
+    `plain_ms` the milliseconds of a call; `seconds` the time the check took; `note` says more in one line. None: not
+    known."""
 
     outcome: str
     error: float | None = None
@@ -68,7 +68,7 @@ def _number(value: Any) -> bool:
 
 
 def _read(text: str, key: Key) -> Verdict | None:
-    """The verdict in a file's text; None for garbage and for what holds for something else."""
+    """Read a verdict from a file's text; None for garbage and for a verdict on something else."""
     try:
         data = json.loads(text)
         numbers = {name: data[name] for name in ("error", "kernel_ms", "plain_ms", "seconds")}
@@ -82,12 +82,13 @@ def _read(text: str, key: Key) -> Verdict | None:
 
 
 def _is_ours(path: Path) -> bool:
+    """Whether a file belongs to this user."""
     return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
 
 
 def find(folder: Path, key: Key) -> Verdict | None:
-    """The verdict kept for `key`; None where there is none, or one that cannot be understood. Raises UserError for a
-    file of another user, which is not believed, and for a folder that cannot be read."""
+    """Return the verdict kept for `key`; None where there is none, or one that cannot be understood. Raise UserError
+    for a file of another user, which is not believed, and for a folder that cannot be read."""
     path = folder / f"{key.name}.json"
     try:
         if path.exists():
@@ -125,7 +126,7 @@ def _is_dead(marker: Path) -> bool:
 
 
 def _write(path: Path, data: dict) -> None:
-    """Write a JSON file whole or not at all. Raises UserError where it cannot be written."""
+    """Write a JSON file whole or not at all. Raise UserError where it cannot be written."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,8 +140,8 @@ def _write(path: Path, data: dict) -> None:
 
 
 def begin(folder: Path, key: Key) -> Path:
-    """Mark that a check runs, and return the marker, to be deleted when it ended. Raises UserError where nothing can be
-    written: then no check may run either, since a crash would go unnoticed and come back every time."""
+    """Mark that a check runs, and return the marker, to be deleted when it ends. Raise UserError where nothing can be
+    written. Then no check may run either, because a crash would go unnoticed and come back every time."""
     process = os.getpid()
     marker = folder / f"{key.name}.begun-{socket.gethostname()}-{process}"
     _write(marker, {"host": socket.gethostname(), "process": process, "time": time.time()})
@@ -148,7 +149,7 @@ def begin(folder: Path, key: Key) -> Path:
 
 
 def keep(folder: Path, key: Key, verdict: Verdict) -> None:
-    """Write a verdict in place of what was there, and take away the markers of dead checks."""
+    """Write a verdict in place of the one before, and delete the markers of dead checks."""
     data = {"format": FORMAT, "about": key._asdict()} | dataclasses.asdict(verdict)
     _write(folder / f"{key.name}.json", data)
     for marker in filter(_is_dead, list(folder.glob(f"{key.name}.begun-*"))):
@@ -156,7 +157,7 @@ def keep(folder: Path, key: Key, verdict: Verdict) -> None:
 
 
 def every(folder: Path) -> dict[Path, tuple[Key, Verdict] | None]:
-    """All files of verdicts, None for those that cannot be understood."""
+    """Read all files of verdicts; None for those that cannot be understood."""
     found: dict[Path, tuple[Key, Verdict] | None] = {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -171,8 +172,8 @@ def every(folder: Path) -> dict[Path, tuple[Key, Verdict] | None]:
 
 
 def reset(folder: Path) -> int:
-    """Delete every verdict and marker of this user's folder; how many files there were. Raises UserError where one
-    cannot be deleted."""
+    """Delete every verdict and marker of this user's folder, and return how many files there were. Raise UserError
+    where one cannot be deleted."""
     files = [*folder.glob("*.json"), *folder.glob("*.begun-*")]
     try:
         for path in files:

@@ -1,4 +1,4 @@
-"""Every kernel form that concerns a chip, each with its verdict; on a CPU, every plain path against float64."""
+"""List every kernel that concerns a chip, each with its verdict; on a CPU, compare every plain path with float64."""
 
 import dataclasses
 import functools
@@ -19,26 +19,15 @@ from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import read
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.support import COMPILED, lookup, verified
-from kvqjax.verdicts.choose import TIMED, Checker, check_either, key_of, obtain
+from kvqjax.verdicts.check import TIMED, Checker, check_either, key_of, obtain
 from kvqjax.verdicts.examine import Attention, worst_error
 from kvqjax.verdicts.paths import by_kernel, speed
 from kvqjax.verdicts.splash_trial import Splash, splash_form
 from kvqjax.verdicts.store import Verdict
 from kvqjax.verdicts.trial import SINKS, Candidate, Trial, candidates, make
 
-__all__ = [
-    "CLOSE",
-    "FEW_ON_CPU",
-    "FULL",
-    "METHODS",
-    "ON_CPU",
-    "SHAPES",
-    "all_candidates",
-    "in_float64",
-    "kernel_rows",
-    "plain_rows",
-    "unchecked",
-]
+__all__ = ["CLOSE", "FEW_ON_CPU", "FULL", "METHODS", "ON_CPU", "SHAPES", "all_candidates", "in_float64", "kernel_rows"]
+__all__ += ["plain_rows", "unchecked"]
 
 CLOSE = 1e-4  # relative error of a plain path in float32
 
@@ -94,7 +83,7 @@ def _level(candidate: Candidate | Splash, target: str, chip: str, verdict: Verdi
 
 @functools.lru_cache(maxsize=16)
 def exact_milliseconds(shape: KVShape, target: str) -> float:
-    """Of a decode step's attention over exact bfloat16 keys and values, as this chip's plain path has it."""
+    """Measure a decode step's attention over exact bfloat16 keys and values by this chip's plain path."""
     candidate = Candidate(None, exact().layer, dataclasses.replace(shape, qk_norm=False, qkv_bias=False))
     trial = make(candidate, 600, target, OFF, stored_form(target))
     return speed(trial, trial, TIMED).plain
@@ -126,7 +115,7 @@ def kernel_rows(
 
 
 def in_float64(trial: Trial, q: jax.Array) -> Partial:
-    """Attention in float64 to the keys and values that the body decodes to, in numpy."""
+    """Attend in float64, in numpy, to the keys and values that the body decodes to."""
     run, cache = trial.run, trial.cache
     constants = run.wiring.maps.prepare(pick(trial.constants, 0))
     body = cache.runs[0].body
@@ -154,7 +143,7 @@ def in_float64(trial: Trial, q: jax.Array) -> Partial:
 def plain_rows(
     methods: tuple[str, ...], attention: Callable[[Trial], Attention] = by_kernel
 ) -> Iterator[dict[str, Any]]:
-    """A row for every method: the path that this CPU decodes by, in float32, against float64."""
+    """Yield a row for every method: the path that this CPU decodes by, in float32, against float64."""
     for text in methods:
         trial = make(Candidate(None, parse(text).layer, SMALL[0]), 600, "cpu", OFF, dtype="float32")
         rng = np.random.default_rng(0)
@@ -164,7 +153,7 @@ def plain_rows(
 
 
 def unchecked(platform: str) -> str:
-    """What this machine cannot say, in one line."""
+    """Say in one line what this machine cannot check."""
     if platform == "cpu":
         return (
             "not checked on a CPU: Pallas kernels for TPUs and GPUs, their speed, and anything of cuDNN; methods whose "

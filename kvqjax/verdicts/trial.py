@@ -1,9 +1,8 @@
-"""Bodies to try a kernel on: filled by the cache's own encoder, read by the very functions that decoding uses.
+"""Make bodies to try a kernel on: filled by the cache's own encoder, read by the very functions that decoding uses.
 
 Keys and values are signed, with an offset for every channel, every 17th channel ten times as large, and a few single
-outliers. Rows are full, ragged, nearly empty and empty; the last tile is partly filled. Queries are rounded to
-bfloat16 beforehand, as kernels do, so that both sides are given the same.
-"""
+outliers. Rows are full, ragged, nearly empty and empty; the last tile is partly filled. Queries are rounded to bfloat16
+beforehand, as kernels do, so that both sides get the same."""
 
 import dataclasses
 from collections.abc import Callable
@@ -49,12 +48,14 @@ class Candidate(NamedTuple):
 
 
 class _Single(NamedTuple):
+    """A layout, and how its body is read while packed."""
+
     layout: CacheLayout
     packed: Any
 
 
 def single_layer(candidate: Candidate, capacity: int, target: str, kernels: Kernels, stored: str = "planes") -> _Single:
-    """The layout of a cache of one such layer, and how its body is read while packed."""
+    """Return the layout of a cache of one layer of `candidate`, and how its body is read while packed."""
     layout = CacheLayout(
         shape=candidate.shape,
         method=Method(name="trial", layer=candidate.spec, sinks=SINKS),
@@ -108,13 +109,13 @@ MADE_UP: dict[str, Callable] = {
 
 
 def made_up(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """A constant of that name and shape that a codec can work with: valid, random and quick to have."""
+    """Return a random constant of this name and shape that a codec can work with, quickly made."""
     plain = lambda random, shape: random.normal(size=shape) * shape[-2] ** -0.5  # noqa: E731
     return MADE_UP.get(name, plain)(random, shape)
 
 
 def _constants(run: RunPlan, dtype: str, random: np.random.Generator) -> dict:
-    """Made-up calibrated constants of one layer, [1, ...] each."""
+    """Make up the calibrated constants of one layer, [1, ...] each."""
 
     def array(name: str, about):
         return jnp.asarray(made_up(name, about.shape, random), about.dtype)
@@ -124,7 +125,7 @@ def _constants(run: RunPlan, dtype: str, random: np.random.Generator) -> dict:
 
 
 def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
-    """What reading a body may ask of a layer's weights: dtypes of the projections, biases, and the keys' norm."""
+    """Make up what reading a body asks of a layer's weights: dtypes of the projections, biases, and the keys' norm."""
     numbers = lambda size, around: jnp.asarray(around + 0.3 * random.normal(size=size), dtype)  # noqa: E731
     weights = {name: jnp.zeros((), dtype) for name in ("k", "v")}
     weights |= {name: numbers(shape.kv_width, 0.0) for name in ("k_bias", "v_bias") if shape.qkv_bias}
@@ -132,6 +133,7 @@ def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
 
 
 def _sources(run: RunPlan, rows: int, tokens: int, dtype: str, random: np.random.Generator) -> dict:
+    """Make up the vectors of `rows` rows of `tokens` tokens that the method stores."""
     found = {}
     for name, width in run.wiring.storage.sources.items():
         x = random.normal(size=(1, rows, tokens, width))
@@ -151,7 +153,8 @@ def make(
     seed: int = 0,
     dtype: str = "bfloat16",
 ) -> Trial:
-    """A cache whose bodies hold up to `tokens` tokens, in rows that are full, ragged, nearly empty and empty."""
+    """Fill a cache of one layer with up to `tokens` tokens a row, in rows that are full, ragged, nearly empty and
+    empty."""
     random = np.random.default_rng(seed)
     layout = dataclasses.replace(single_layer(candidate, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
     run = plan(layout)[0]
@@ -165,7 +168,7 @@ def make(
 
 
 def full(trial: Trial, tokens: int, rows: int) -> Trial:
-    """The trial's layer with `rows` bodies of `tokens` tokens, all taken and all zero: enough for a clock."""
+    """Return the trial with `rows` bodies of `tokens` tokens, all taken and all zero: enough for a clock."""
     layout = dataclasses.replace(trial.cache.layout, capacity=SINKS + tokens)
     cache = allocate_cache(layout, rows)
     run = plan(layout)[0]

@@ -1,8 +1,7 @@
-"""Around a Hopper decode-attention kernel: how queries and bounds are laid out for it, and how its splits are merged.
+"""Call a Hopper decode-attention kernel: lay queries and bounds out for it, and merge its splits.
 
 The grid is (row, KV head, split). Each program writes a normalised output, transposed, and a log-sum-exp for the R
-query rows of its head, and the splits of the token axis are merged by the log-sum-exps outside.
-"""
+query rows of its head. The splits of the token axis are merged by their log-sum-exps outside the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,13 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def default_splits(tiles: int, pairs: int, resident: int) -> int:
-    """Programs for each of the `pairs` of row and head: enough to put `resident` on every multiprocessor."""
+    """Return how many programs share each of the `pairs` of row and head: enough to put `resident` on every
+    multiprocessor."""
     return max(1, min(tiles, -(-MULTIPROCESSORS * resident // pairs)))
 
 
 def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"]:
-    """Queries as columns, the T*G of a KV head padded to a multiple of 8."""
+    """Lay queries out as columns: the T*G rows of a KV head, padded to a multiple of 8."""
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     q = q.transpose(0, 2, 4, 1, 3).reshape(batch, kv_heads, dim, -1)
@@ -31,18 +31,18 @@ def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"
 
 
 def _bounds(start, stop, group: int, rows: int) -> Int[Array, "B 2 R"]:
-    """First and last + 1 visible token of every column; nothing for the columns of padding."""
+    """Return first and last + 1 visible token of every column; nothing for the columns of padding."""
     both = jnp.repeat(jnp.stack([start, stop], 1), group, axis=2)
     return jnp.pad(both, ((0, 0), (0, 0), (0, rows - both.shape[-1]))).astype(jnp.int32)
 
 
 def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start, stop) -> Partial:
-    """Run a kernel body for queries of `shape` [B, T, H, D]. `plan` has kv_heads, rows, tile and splits; the body takes
-    references to the same trees as `operands` and `memory` (its scratch memory) and to ([3, B] first tile, last tile
-    + 1 and layer; [B, 2, R] bounds), out and lse:
+    """Run a kernel body for queries of `shape` [B, T, H, D]. `plan` has kv_heads, rows, tile and splits. `operands` are
+    trees of arrays, `memory` one of scratch memory; the body takes references to the same trees:
 
         kernel((ends, bounds), operands, memory, (out, lse), plan)
-    """
+
+    `ends` [3, B] are first tile, last tile + 1 and layer; `bounds` [B, 2, R] is from `_bounds`."""
     operands, given = jax.tree.flatten(operands)
     scratch, held = jax.tree.flatten(memory)
 
@@ -76,7 +76,7 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
 
 
 def _merge(out: Float[Array, "B K N D R"], lse: Float[Array, "B K N R"], shape: tuple[int, ...]) -> Partial:
-    """One result of N splits, with the columns brought back to [B, T, H]."""
+    """Merge N splits into one result, and bring columns back to [B, T, H]."""
     batch, length, heads, dim = shape
     peak = lse.max(2, keepdims=True)
     weights = jnp.exp(lse - peak)

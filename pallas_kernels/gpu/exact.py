@@ -1,8 +1,7 @@
-"""Decode attention on exact bfloat16 keys and values, split over tokens: what packed kernels are measured against.
+"""Decode attention on exact bfloat16 keys and values, split over tokens: the yardstick of packed kernels.
 
-The same skeleton as `kernel` without unpacking: keys are the left operand of the scores as they lie in shared
-memory, values, transposed, that of the output. benchmarks/decode_attention.py calls it; the cache does not.
-"""
+The same skeleton as `kernel` without unpacking: keys are the left operand of the scores as they lie in shared memory,
+values, transposed, that of the output. benchmarks/decode_attention.py calls it; the cache does not."""
 
 import dataclasses
 import math
@@ -26,7 +25,7 @@ RESIDENT = 3  # programs that a multiprocessor's shared memory holds
 
 
 class Operands(NamedTuple):
-    """In device memory."""
+    """Arrays in device memory."""
 
     queries: Any  # [B, K, D, R] bf16
     keys: Any  # [L, B, S, K*D] bf16
@@ -34,7 +33,7 @@ class Operands(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """In shared memory."""
+    """Shared memory for one tile."""
 
     raw: Any  # [1, R, D] bf16: the queries
     key: Any  # [1, TILE, D] bf16
@@ -43,6 +42,8 @@ class Tile(NamedTuple):
 
 
 class Memory(NamedTuple):
+    """Shared memory, and the barriers that say that a copy has arrived."""
+
     held: Tile
     keys_here: Any
     values_here: Any
@@ -50,6 +51,9 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
+    """Static choices of one call: sizes, query rows of a KV head (a multiple of 8), programs that share a row's
+    tokens."""
+
     kv_heads: int
     dim: int
     slots: int
@@ -58,6 +62,7 @@ class Plan:
     tile: int = TILE
 
     def first_token(self, tile):
+        """Return the first token of a tile; the last tile may begin within the one before it."""
         return jnp.minimum(tile * self.tile, self.slots - self.tile)
 
 
@@ -71,8 +76,8 @@ def exact_attention(
     *,
     splits: int | None = None,
 ) -> Partial:
-    """Attend to one layer, all KV heads side by side on the last axis W = K*D; query t of row b sees tokens start[b, t]
-    <= s < stop[b, t]. D is a multiple of 64, S at least TILE."""
+    """Attend to one layer, whose KV heads lie side by side on the last axis W = K*D. Query t of row b sees tokens
+    start[b, t] <= s < stop[b, t]. D is a multiple of 64, S at least TILE."""
     batch, slots, width = keys.shape[1:]
     kv_heads, dim = width // q.shape[-1], q.shape[-1]
     if slots < TILE or dim % 64:
@@ -85,6 +90,7 @@ def exact_attention(
 
 
 def memory(plan: Plan) -> Memory:
+    """Declare shared memory and barriers."""
     held = Tile(
         tiled((1, plan.rows, plan.dim), jnp.bfloat16),
         tiled((1, TILE, plan.dim), jnp.bfloat16),
@@ -95,7 +101,7 @@ def memory(plan: Plan) -> Memory:
 
 
 def _kernel(limits, data: Operands, memory: Memory, results, plan: Plan):
-    """Grid (row, head, split)."""
+    """Attend to the tiles of one program. Grid (row, head, split)."""
     (ends, bounds), (out, lse) = limits, results
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     begin, end = gpu_parts.share(ends, row, split, plan.splits)
@@ -127,7 +133,7 @@ def _kernel(limits, data: Operands, memory: Memory, results, plan: Plan):
 
 
 def _fold(memory: Memory, plan: Plan, fetch, ends, limits, state: State) -> State:
-    """Fold one tile into the running softmax."""
+    """Fold one tile into the online softmax."""
     tile, end = ends
     held = gpu_parts.hidden(memory.held, tile)
     plgpu.barrier_wait(memory.keys_here)

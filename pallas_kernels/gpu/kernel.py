@@ -1,11 +1,15 @@
 """The body of the Hopper decode-attention kernel: one warpgroup reads a stretch of one row's tokens for one KV head.
 
-A tile is a block of words, 32 rows of them, worked off in quads of 256 tokens (`unpack`). The next tile's keys are
-on their way while values are worked off, its values while keys are. `keys` and `rope` compute scores,
-`values` sums values.
+A tile is a block of words, 32 rows of them, and is worked off in quads of 256 tokens (`unpack`): scores of a quad, then
+its softmax weights and values. The next tile's keys are copied while the last values of a tile are summed, its values
+while its first scores are computed. With one quad a tile:
 
-Shapes in comments: R query rows (a multiple of 8), D channels.
-"""
+    copies     keys 0, values 0 |          | keys 1   | values 1 | keys 2   | values 2
+    products                    | scores 0 | values 0 | scores 1 | values 1 | scores 2 ...
+
+`keys` and `rope` compute scores, `values` sums values.
+
+Shapes in comments: R query rows (a multiple of 8), D channels."""
 
 import math
 from typing import Any, NamedTuple
@@ -26,7 +30,7 @@ __all__ = ["Memory", "Operands", "kernel", "memory"]
 
 
 class Operands(NamedTuple):
-    """In device memory. What a plan does not need is None."""
+    """Arrays in device memory. What a plan does not need is None."""
 
     queries: Any  # [B, K, D, R] f32, holding bfloat16 numbers
     key_codes: tuple  # of [L, B, rows, K*D] u32
@@ -41,7 +45,7 @@ class Operands(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory and barriers."""
+    """Shared memory, and the barriers that say that a copy has arrived."""
 
     keys: Any
     values: gpu_values.Values
@@ -51,10 +55,12 @@ class Memory(NamedTuple):
 
 
 def _keys(plan):
+    """Return the module that computes scores: `rope` for keys before RoPE, else `keys`."""
     return gpu_rope if plan.spec.rope else gpu_keys
 
 
 def memory(plan) -> Memory:
+    """Declare shared memory and barriers."""
     codes = len(plan.plane_sets)
     keys = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
     barriers = (keys, codes + 2, 2 if plan.signposts else 1)
@@ -63,7 +69,7 @@ def memory(plan) -> Memory:
 
 
 def kernel(limits, data: Operands, held: Memory, results, plan):
-    """Grid (row, head, split)."""
+    """Attend to the tiles of one program. Grid (row, head, split)."""
     (ends, bounds), (out, lse) = limits, results
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     begin, end = gpu_parts.share(ends, row, split, plan.splits)
@@ -101,7 +107,7 @@ def _fetch(copies, data: Operands, target, here, plan, where, tile) -> None:
 
 
 def _fold(data: Operands, held: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State) -> State:
-    """Fold one quad into the running softmax."""
+    """Fold one quad into the online softmax."""
     keys, values = gpu_parts.hidden((held.keys, held.values), quad.tile)
     tables = [data.tables.at[i] if plan.signposts else None for i in range(2)]
     more_to_come = (quad.part == plan.quads - 1) & (quad.tile + 1 < end)
@@ -129,7 +135,7 @@ def _fold(data: Operands, held: Memory, plan, fetch, quad: Quad, end, queries, l
 
 
 def _masked(scores, plan, quad: Quad, limits) -> list:
-    """Scores in powers of two; NEVER where a query must not look."""
+    """Turn the scores of a quad into base-2 logarithms, NEVER where a query does not see the token."""
     factor = plan.spec.head_dim**-0.5 * math.log2(math.e)
     first = (quad.tile * plan.quads + quad.part) * (STEPS * STEP)
     masked = []

@@ -1,9 +1,8 @@
-"""Scores of packed keys after RoPE in a Hopper kernel.
+"""Compute scores of packed keys after RoPE in a Hopper kernel.
 
-Key scales fold into the query: for every group of 128 tokens, two products' worth, there is a scaled query. What the
-minima add to a score is one product per group, and so is what 2^e adds to the codes (`unpack`): both with a left
-operand that is the same on all rows, so that the result needs no moving.
-"""
+Key scales fold into the query: every group of 128 tokens, two products' worth, has a scaled query. What the minima add
+to a score is one product per group, and so is what 2^e adds to the codes (`unpack`). Both have a left operand that is
+the same on all rows, so that the result needs no moving."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ LANES = 64  # channels whose words are loaded at a time
 
 
 class Keys(NamedTuple):
-    """Shared memory; in device memory the fields of `PackedBody` of these names."""
+    """Shared memory for the keys of a tile."""
 
     codes: tuple  # of [1, 32, D] u32, one per plane set
     factors: Any  # [1, 2, N, D] u16: scales and minima of the N groups of a tile
@@ -35,11 +34,12 @@ class Keys(NamedTuple):
 
 
 def words(plan) -> tuple:
-    """Memory for the words of a tile."""
+    """Declare memory for the words of a tile, one array per plane set."""
     return tuple(tiled((1, HALF, plan.spec.head_dim), jnp.uint32) for _ in plan.plane_sets)
 
 
 def memory(plan) -> Keys:
+    """Declare the shared memory of `Keys`."""
     rows, dim = plan.rows, plan.spec.head_dim
     return Keys(
         words(plan),
@@ -50,13 +50,13 @@ def memory(plan) -> Keys:
 
 
 def copies(data, keys: Keys, plan, where, tile):
-    """(source, target) of all that a tile's keys need."""
+    """Yield (source, target) of everything that a tile's keys need."""
     yield from word_copies(data.key_codes, keys.codes, plan, where, tile)
     yield from factor_copies(data, keys, plan, where, tile)
 
 
 def word_copies(sources: tuple, targets: tuple, plan, where, tile):
-    """The words of every plane set."""
+    """Yield (source, target) of the words of every plane set."""
     layer, row, head = where
     lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     for source, target, part in zip(sources, targets, plan.plane_sets, strict=True):
@@ -64,7 +64,7 @@ def word_copies(sources: tuple, targets: tuple, plan, where, tile):
 
 
 def factor_copies(data, keys, plan, where, tile):
-    """Scales and minima of a tile's groups."""
+    """Yield (source, target) of scales and minima of a tile's groups."""
     layer, row, head = where
     lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     groups = pl.ds(tile * plan.groups, plan.groups)
@@ -73,13 +73,13 @@ def factor_copies(data, keys, plan, where, tile):
 
 
 def start(data, keys: Keys, plan, where, queries, barrier) -> None:
-    """Before the first tile."""
+    """Write what all tiles share, before the first one: the queries."""
     del data, plan, where, barrier
     put_transposed(keys.raw.at[0], queries.astype(jnp.bfloat16))
 
 
 def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
-    """Once the keys of a tile are here: write the queries times each group's scales."""
+    """Write the queries times the scales of each of a quad's groups, once the keys of its tile have arrived."""
     for i in range(GROUPS):
         scale = numbers(load(keys.factors.at[0, quad.part * GROUPS + i], ROWS, optimized=False))
         scaled = queries * lax.broadcast_in_dim(scale, queries.shape, [0])
@@ -87,7 +87,7 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
 
 
 def _constants(keys: Keys, plan, quad: Quad, i: int):
-    """The sum of the scaled query over its channels, and q . m; both on all rows, [64, R]."""
+    """Return the sum of a group's scaled query over its channels, and q . m; both on all rows, [64, R]."""
     shape = (STEP, plan.spec.head_dim)
     low = load(keys.factors.at[1, quad.part * GROUPS + i], COLUMNS, optimized=False)
     low = lax.broadcast_in_dim(lax.bitcast_convert_type(low, jnp.bfloat16), shape, [1])
@@ -96,7 +96,7 @@ def _constants(keys: Keys, plan, quad: Quad, i: int):
 
 
 def scores(keys: Keys, plan, quad: Quad, table) -> list:
-    """q . k of the steps of a quad, each [64, R]."""
+    """Return q . k of the steps of a quad, [64, R] each."""
     del table
     bits, found = plan.spec.key_bits, []
     constants = [_constants(keys, plan, quad, i) for i in range(GROUPS)]

@@ -31,12 +31,13 @@ __all__ = ["Plan", "packed_attention", "resident", "tile_tokens"]
 
 
 def tile_tokens(bits: int) -> int:
-    """Tokens of a tile: a block of the widest plane set. A body must have as many."""
+    """Return the tokens of a tile: a block of the widest plane set. A body must have as many."""
     return 1024 // split_bits(bits)[0]
 
 
 def resident(spec: PackedSpec) -> int:
-    """Programs that a multiprocessor's registers and shared memory hold (benchmarks/records/gpu_registers.json)."""
+    """Return how many programs a multiprocessor's registers and shared memory hold
+    (benchmarks/records/gpu_registers.json)."""
     return 3 if spec.plain and spec.key_bits != 3 else 2
 
 
@@ -54,7 +55,7 @@ class Plan:
 
     @property
     def plane_sets(self) -> tuple[int, ...]:
-        """Bits of each, for keys and values alike."""
+        """Bits of each plane set, for keys and values alike."""
         return split_bits(self.spec.key_bits)
 
     @property
@@ -81,11 +82,12 @@ class Plan:
         return self.spec.value_group == self.spec.head_dim
 
     def word_rows(self, tile, bits: int):
-        """Where the block of a plane set lies that a tile is in."""
+        """Return the rows of words of a tile in a plane set of `bits`."""
         return pl.ds(lax.div(tile * self.tile, 1024 // bits) * HALF, HALF)
 
 
 def _check(spec: PackedSpec) -> None:
+    """Raise ValueError for bodies that this kernel does not read."""
     if spec.key_bits != spec.value_bits or spec.key_bits not in (2, 3, 4) or spec.scales != "bfloat16":
         raise ValueError(
             f"keys of {spec.key_bits} and values of {spec.value_bits} bits with {spec.scales} scales; "
@@ -109,8 +111,8 @@ def packed_attention(
     *,
     splits: int | None = None,
 ) -> Partial:
-    """As `reference.packed_attention`, with the queries rounded to bfloat16. `splits` programs share a row's tokens; by
-    default as many as fill the chip. ValueError for bodies this kernel does not read."""
+    """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16. `splits` programs share a
+    row's tokens; by default as many as fill the chip. Raise ValueError for bodies that this kernel does not read."""
     check(q, body, spec)
     _check(spec)
     batch, slots = q.shape[0], body.value_scale.shape[-1]
@@ -123,7 +125,7 @@ def packed_attention(
 
 
 def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
-    """Of a body's arrays nothing moves."""
+    """Lay out the operands; none of a body's arrays is copied."""
     scale, low = (x.reshape(*x.shape[:3], -1, STEP) for x in (body.value_scale, body.value_low))
     operands = Operands(queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low)
     if spec.rope is not None:

@@ -1,8 +1,7 @@
-"""What the Hopper decode-attention kernels share: layouts of registers, the online softmax's state, its end.
+"""Share what the Hopper decode-attention kernels have in common: layouts of registers, the online softmax and its end.
 
 Products run with operands swapped: 64 tokens (scores) or channels (sums of values) lie on the rows of a WGMMA
-instruction, and the R query rows of a KV head, padded to a multiple of 8, are its columns. Nothing is padded to 64.
-"""
+instruction, and the R query rows of a KV head, padded to a multiple of 8, are its columns. Nothing is padded to 64."""
 
 import functools
 import inspect
@@ -25,7 +24,7 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 class State(NamedTuple):
-    """Running softmax of R columns. The sums over tokens stay spread over the rows of a product until the end."""
+    """The online softmax of R columns. Sums over tokens stay spread over the rows of a product until the end."""
 
     peak: Any  # [R], in powers of two
     total: Any  # [M, R] sum of the weights
@@ -34,14 +33,14 @@ class State(NamedTuple):
 
 
 def tiled(shape: tuple[int, ...], dtype, swizzle: int = 128):
-    """Shared memory swizzled as products and transposed accesses want it, cut along the lanes into tiles of `swizzle`
-    bytes."""
+    """Declare shared memory swizzled as products and transposed accesses want it, cut along the lanes into tiles of
+    `swizzle` bytes."""
     tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
 
 
 def share(ends, row, split, splits: int):
-    """First tile of one of the programs that share a row, and the one after its last."""
+    """Return the first tile of program `split` of those that share a row, and one past its last."""
     first, last = ends[0, row], ends[1, row]
     each = lax.div(last - first + splits - 1, splits)
     begin = first + split * each
@@ -49,13 +48,13 @@ def share(ends, row, split, splits: int):
 
 
 def load(ref, layout, *, optimized: bool = True):
-    """`plgpu.load` of all of a reference: an index was demanded before JAX 0.12, and is refused since."""
+    """Load all of a reference. (`plgpu.load` demanded an index before JAX 0.12, and refuses it since.)"""
     index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
 def _store(ref, x):
-    """ref[...] = x in device memory; JAX 0.12 wants to be told that it may write less than whole cache lines."""
+    """Store to device memory. (JAX 0.12 must be told that it may write less than whole cache lines.)"""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:
@@ -63,18 +62,18 @@ def _store(ref, x):
 
 
 def load_limits(bounds, row, shape: tuple[int, int]):
-    """First and last + 1 visible token of every column, over all rows of a product."""
+    """Load first and last + 1 visible token of every column, on all rows of a product."""
     limits = [load(bounds.at[row, i], COLUMNS, optimized=False) for i in range(2)]
     return [lax.broadcast_in_dim(x, shape, [1]) for x in limits]
 
 
 def visible(slot, limits):
-    """Which tokens `slot` a column may see."""
+    """Say which tokens `slot` a column sees."""
     return (slot >= limits[0]) & (slot < limits[1])
 
 
 def begin_state(tokens: int, dim: int, rows: int) -> State:
-    """Nothing seen yet."""
+    """Return the online softmax of nothing seen yet."""
     spread = plgpu.layout_cast(jnp.zeros((tokens, rows), jnp.float32), plgpu.Layout.WGMMA)
     acc = plgpu.layout_cast(jnp.zeros((CHANNELS, rows), jnp.float32), plgpu.Layout.WGMMA)
     peak = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), COLUMNS)
@@ -82,18 +81,18 @@ def begin_state(tokens: int, dim: int, rows: int) -> State:
 
 
 def along(vector, like):
-    """A number for each column, over all rows of `like`."""
+    """Repeat a number for each column over all rows of `like`."""
     return lax.broadcast_in_dim(vector, like.shape, [1])
 
 
 def put_transposed(ref, x):
-    """ref[...] = x.T for a matrix in WGMMA's layout."""
+    """Store x.T into `ref` for a matrix in WGMMA's layout."""
     ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def product(*pairs):
-    """The sum of left @ right.T over pairs of them, in float32; `right` [R, K] lies in shared memory, `left` [M, K]
-    there or in registers."""
+    """Sum left @ right.T over pairs of them, in float32. `right` [R, K] lies in shared memory, `left` [M, K] there or
+    in registers."""
 
     def run(acc):
         for left, right in pairs:
@@ -105,25 +104,27 @@ def product(*pairs):
 
 
 def numbers(bits16):
-    """float32 numbers of stored bfloat16 bits."""
+    """Turn stored bfloat16 bits into float32."""
     return lax.bitcast_convert_type(bits16, jnp.bfloat16).astype(jnp.float32)
 
 
 def row_index(shape: tuple[int, int]):
-    """On every row its number."""
+    """Return the number of every row, on all its columns."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA)
 
 
 def hidden(memory, natural):
-    """References with their leading 1 taken away by an index that is always 0, which the compiler does not know: it
-    would compute the addresses of all operands before the loop, and keep them in more registers than there are."""
+    """Take the leading 1 of references away by an index that is always 0, in a way that the compiler does not see
+    through. It would otherwise compute the addresses of all operands before the loop, and keep them in more registers
+    than there are."""
     nought = lax.shift_right_logical(natural, 31)
     return jax.tree.map(lambda ref: ref.at[nought], memory, is_leaf=lambda x: hasattr(x, "at"))
 
 
 def fold(state: State, scores, write_weights, weigh) -> State:
-    """The running softmax with the scores of more tokens, a list of [M, R]. `write_weights(peak)` puts their weights
-    into shared memory and returns what `total` and `low` grow by; `weigh()` gives the sums of values."""
+    """Fold the scores of more tokens, a list of [M, R], into the online softmax. `write_weights(peak)` puts their
+    softmax weights into shared memory and returns what `total` and `low` grow by; `weigh()` returns the weighted sums
+    of values."""
     peak = jnp.maximum(state.peak, functools.reduce(jnp.maximum, scores).max(0))
     decay = jnp.exp2(state.peak - peak)
     total, low = write_weights(peak)

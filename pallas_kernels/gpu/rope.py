@@ -1,12 +1,11 @@
-"""Scores of packed keys before RoPE in a Hopper kernel: uniform codes (KIVI*) and signposts (KVQuant).
+"""Compute scores of packed keys before RoPE in a Hopper kernel: uniform codes (KIVI*) and signposts (KVQuant).
 
     R(p + o) k . q = R(o) k . R(-p) q       R(p): the rotation to position p
 
-The query, rotated to its own position outside, is rotated back to the first token p of every group of 128; the keys are
+The query, rotated to its own position outside, is rotated back to the first token p of every group of 128. The keys are
 rotated by their offset o within the group, by a table of cos and sin that is the same for all groups. So keys are
 decoded and rotated in registers, two bfloat16 at a time: one multiply-add for scale and minimum, two for the rotation.
-Channels are taken 32 pairs at a time, channel i and i + D/2 being a pair, which bounds the registers.
-"""
+Channels are taken 32 pairs at a time, which bounds the registers; channel i and i + D/2 are a pair."""
 
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ PAIRS = 64  # of a head of 128 channels
 
 
 class Keys(NamedTuple):
-    """Shared memory."""
+    """Shared memory for the keys of a tile."""
 
     codes: tuple  # of [1, 32, D] u32, one per plane set
     factors: Any  # [1, 2, N, D] u16: scales and minima of the N groups of a tile; with signposts of all tokens, N = 1
@@ -40,25 +39,27 @@ class Keys(NamedTuple):
 
 
 def _angles(positions, spec) -> Float[Array, "N D"]:
-    """cos, then sin, of every pair at N positions."""
+    """Return cos, then sin, of every pair at N positions."""
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(spec.rope.frequencies, jnp.float32)[None]
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
 
 
 def turns(body, spec) -> Float[Array, "_ D"]:
-    """How the query is rotated back for every group of a body, with the factor of the rope."""
+    """Return the rotation of the query back to the first token of every group of a body, times the factor of the
+    rope."""
     slots, count = body.value_scale.shape[-1], body.positions.shape[0]
     first = body.positions[:, None] + jnp.arange(0, slots // count, GROUP, dtype=jnp.int32)[None]
     return _angles(first.reshape(-1), spec) * spec.rope.factor
 
 
 def offsets(spec) -> BFloat16[Array, "256 _"]:
-    """The rotation within a group: for each half of it 64 rows of cos and 64 of sin."""
+    """Return the rotation within a group: for each half of it 64 rows of cos, then 64 of sin."""
     table = _angles(jnp.arange(GROUP), spec).reshape(2, STEP, 2, -1)
     return table.transpose(0, 2, 1, 3).reshape(2 * GROUP, -1).astype(jnp.bfloat16)
 
 
 def memory(plan) -> Keys:
+    """Declare the shared memory of `Keys`."""
     dim = plan.spec.head_dim
     return Keys(
         gpu_keys.words(plan),
@@ -70,7 +71,7 @@ def memory(plan) -> Keys:
 
 
 def copies(data, keys: Keys, plan, where, tile):
-    """(source, target) of all that a tile's keys need."""
+    """Yield (source, target) of everything that a tile's keys need."""
     groups = plan.tile // GROUP
     yield data.turns.at[pl.ds(tile * groups, groups)], keys.turns.at[0]
     yield from gpu_keys.word_copies(data.key_codes, keys.codes, plan, where, tile)
@@ -79,7 +80,7 @@ def copies(data, keys: Keys, plan, where, tile):
 
 
 def start(data, keys: Keys, plan, where, queries, barrier) -> None:
-    """Before the first tile: what all tiles share."""
+    """Copy what all tiles share, before the first one: offsets, and scales that hold for all tokens."""
     del queries
     plgpu.copy_gmem_to_smem(data.offsets, keys.offsets.at[0], barrier)
     if plan.signposts:
@@ -88,7 +89,8 @@ def start(data, keys: Keys, plan, where, queries, barrier) -> None:
 
 
 def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
-    """Once the keys of a tile are here: write the queries rotated back to the first token of each group."""
+    """Write the queries rotated back to the first token of each of a quad's groups, once the keys of its tile have
+    arrived."""
     first, second = queries[:PAIRS], queries[PAIRS:]
     for i in range(GROUPS):
         turn = keys.turns.at[quad.part * GROUPS + i]
@@ -99,7 +101,7 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
 
 
 def _decoded(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
-    """Keys of the four steps of a quad, LANES channels from `lane`, as bfloat16."""
+    """Decode the keys of the four steps of a quad, LANES channels from `lane` on, as bfloat16."""
     bits, lanes = plan.spec.key_bits, pl.ds(lane, LANES)
     nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
     if plan.signposts:
@@ -117,14 +119,14 @@ def _decoded(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
 
 
 def _turned(keys: Keys, step: int, lane: int, first, second):
-    """Both halves of pairs of channels rotated by their tokens' offsets."""
+    """Rotate both halves of pairs of channels by their tokens' offsets."""
     rows = (pl.ds(step % 2 * GROUP + at, STEP) for at in (0, STEP))
     cos, sin = (load(keys.offsets.at[x, pl.ds(lane, LANES)], plgpu.Layout.WGMMA) for x in rows)
     return first * cos - second * sin, second * cos + first * sin
 
 
 def scores(keys: Keys, plan, quad: Quad, table) -> list:
-    """q . k of the steps of a quad, each [64, R]."""
+    """Return q . k of the steps of a quad, [64, R] each."""
     found = [0.0] * STEPS
     for lane in range(0, PAIRS, LANES):
         first, second = (_decoded(keys, plan, quad, table, at) for at in (lane, PAIRS + lane))

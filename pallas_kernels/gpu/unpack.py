@@ -1,13 +1,12 @@
-"""Packed words to bfloat16 codes in the registers of a Hopper warpgroup.
+"""Unpack words to bfloat16 codes in the registers of a Hopper warpgroup.
 
-A product takes 64 consecutive tokens, two neighbouring planes of a block (`kvqjax.ops.layout`); a quad is four steps of
-them, 256 tokens. Its codes are brought together in 16-bit numbers, one for four tokens 64 apart: nibble i of them
-holds the code of step ORDER[i]. Codes of 2 bits lie so in the words already, those of 4 bits are picked from both
-halves of a word, those of 3 bits from the two words of their plane sets.
+A product takes 64 consecutive tokens: two neighbouring planes of a block (`kvqjax.ops.layout`). A quad is four such
+steps, 256 tokens. Its codes are brought together in 16-bit numbers, one for four tokens 64 apart: nibble i holds the
+code of step ORDER[i]. Codes of 2 bits already lie so in the words, those of 4 bits are picked from both halves of a
+word, those of 3 bits from the two words of their plane sets.
 
 A code c becomes the bfloat16 number 2^e + c by or-ing it into the mantissa of 2^e, two at a time: a mask and an or (one
-instruction) and in some places a shift. Where in the mantissa it lands decides e.
-"""
+instruction) and in some places a shift. Where in the mantissa it lands decides e."""
 
 import functools
 from typing import Any, NamedTuple
@@ -29,14 +28,14 @@ ORDER = {2: (0, 1, 2, 3), 3: (0, 1, 2, 3), 4: (0, 2, 1, 3)}  # its own inverse
 
 
 class Quad(NamedTuple):
-    """The tile it is in, and which part of it it is; numbers in registers."""
+    """A quad: its tile, and which part of the tile it is; numbers in registers."""
 
     tile: Any
     part: Any
 
 
 def _halves(words: list, bits: int, quad: Quad, layout) -> list:
-    """The 16-bit halves of the words of each plane set that hold the codes of a quad."""
+    """Return the 16-bit halves of the words of each plane set that hold the codes of a quad."""
     if bits == 4:
         return [half(words[0], upper, layout) for upper in range(2)]
     found = [half(words[0], quad.part, layout)]
@@ -46,13 +45,14 @@ def _halves(words: list, bits: int, quad: Quad, layout) -> list:
 
 
 def half_bits(bits: int) -> tuple[int, ...]:
-    """Bits of a code in each of `_halves`."""
+    """Return the bits of a code in each of `_halves`."""
     return (4, 4) if bits == 4 else split_bits(bits)
 
 
 def to_nibbles(permute, *words, bits: int, later: int = 0):
-    """Words of `_halves` to those of a quad, `later` 1 for the planes of odd number. Two bits may have anything in the
-    upper bits of a nibble. After the halves of 3 bits comes where the quad's single bits begin."""
+    """Turn words of `_halves` into those of a quad. `later` is 1 for the planes of odd number. With 3 bits, a word that
+    says where the quad's single bits begin follows the halves. With 2 bits, the upper bits of a nibble are
+    arbitrary."""
     del permute
     halves, begin = words[: len(half_bits(bits))], words[len(half_bits(bits)) :]
     if later:
@@ -69,18 +69,21 @@ def to_nibbles(permute, *words, bits: int, later: int = 0):
 
 
 def _nibbles(halves: list, quad: Quad, **static):
+    """Apply `to_nibbles` to arrays of halves."""
     begin = ((8 * quad.part).astype(jnp.uint32),) if static["bits"] == 3 else ()
     return packed(functools.partial(to_nibbles, **static), jnp.uint16, *halves, scalars=begin)[0]
 
 
 def key_nibbles(words, bits: int, quad: Quad):
-    """[64, N] from the words of every plane set, references to [32, N]: tokens on the rows."""
+    """Return a quad's nibbles of keys, tokens on the rows: [64, N], from references to the words of every plane set,
+    [32, N]."""
     halves = _halves([load(x, TWICE) for x in words], bits, quad, TWICE)
     return _nibbles([twice(x, part) for x, part in zip(halves, half_bits(bits), strict=True)], quad, bits=bits)
 
 
 def value_nibbles(words, bits: int, quad: Quad):
-    """[N, 64] likewise: tokens on the columns."""
+    """Return a quad's nibbles of values, tokens on the columns: [N, 64], from references to the words of every plane
+    set, [32, N]."""
     layout = plgpu.Layout.WGMMA_TRANSPOSED
     halves = _halves([load(x.transpose((1, 0)), layout) for x in words], bits, quad, layout)
     halves = [plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in halves]
@@ -88,13 +91,13 @@ def value_nibbles(words, bits: int, quad: Quad):
 
 
 def place(nibble: int, bits: int) -> tuple[int, int]:
-    """By how much a nibble of a quad is shifted right, and at which bit of the mantissa it then lies."""
+    """Return by how much a nibble of a quad is shifted right, and at which bit of the mantissa it then lies."""
     bit = 4 if nibble and bits < 4 else 0
     return 4 * nibble - bit, bit
 
 
 def to_codes(permute, word, nibble: int, bits: int):
-    """Two numbers 2^e + c of a word."""
+    """Turn a word of a quad into two numbers 2^e + c."""
     del permute
     shift, bit = place(nibble, bits)
     moved = word >> shift if shift else word
@@ -103,11 +106,11 @@ def to_codes(permute, word, nibble: int, bits: int):
 
 
 def codes(nibbles, step: int, bits: int):
-    """2^e + the codes of one step of a quad, bfloat16."""
+    """Return 2^e + the codes of one step of a quad, bfloat16."""
     change = functools.partial(to_codes, nibble=ORDER[bits][step], bits=bits)
     return packed(change, jnp.bfloat16, nibbles)[0]
 
 
 def base(step: int, bits: int) -> float:
-    """2^e of `codes`."""
+    """Return the 2^e of `codes`."""
     return float(1 << 7 - place(ORDER[bits][step], bits)[1])

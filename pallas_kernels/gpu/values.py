@@ -1,7 +1,5 @@
-"""The weighted sum of packed values in a Hopper kernel: one scale and minimum per token fold into the weights.
-
-The 64 rows of a product are channels, its inner dimension is 64 tokens.
-"""
+"""Sum up packed values under their softmax weights in a Hopper kernel. One scale and minimum per token fold into the
+weights. The 64 rows of a product are channels, its inner dimension is 64 tokens."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ __all__ = ["Values", "copies", "memory", "weigh", "write_weights"]
 
 
 class Values(NamedTuple):
-    """Shared memory."""
+    """Shared memory for the values of a tile."""
 
     codes: tuple  # of [1, 32, D] u32, one per plane set
     factors: Any  # [1, 2, steps, 64] u16: scales and minima of a tile
@@ -28,12 +26,13 @@ class Values(NamedTuple):
 
 
 def memory(plan) -> Values:
+    """Declare the shared memory of `Values`."""
     factors = plgpu.SMEM((1, 2, plan.tile // STEP, STEP), jnp.uint16)
     return Values(gpu_keys.words(plan), factors, tiled((1, STEPS, plan.rows, STEP), jnp.bfloat16))
 
 
 def copies(data, values: Values, plan, where, tile):
-    """(source, target) of all that a tile's values need."""
+    """Yield (source, target) of everything that a tile's values need."""
     yield from gpu_keys.word_copies(data.value_codes, values.codes, plan, where, tile)
     layer, row, head = where
     steps, owner = plan.tile // STEP, head if plan.own_scales else 0
@@ -42,8 +41,9 @@ def copies(data, values: Values, plan, where, tile):
 
 
 def write_weights(values: Values, plan, quad: Quad, scores, peak):
-    """Write the weights times the values' scales; return the sum over steps of the weights, and of what all channels
-    get: weight times minimum, less what the codes' 2^e adds. Both [64, R]."""
+    """Write a quad's softmax weights times the values' scales; `peak` is the running maximum. Return two sums over the
+    steps, [64, R] each: of the weights, and of what every channel gets (weight times minimum, less what the codes' 2^e
+    adds)."""
     total = low = jnp.zeros_like(scores[0])
     for step, score in enumerate(scores):
         weight = jnp.exp2(score - along(peak, score))
@@ -59,7 +59,7 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
 
 
 def weigh(values: Values, plan, quad: Quad, table) -> tuple:
-    """The sum of the codes, or of their signposts, under their weights: [64, R] for 64 channels each."""
+    """Sum the codes of a quad, or the signposts they index, under their weights: [64, R] for every 64 channels."""
     bits = plan.spec.value_bits
 
     def run(acc, first):

@@ -1,9 +1,8 @@
-"""Code on the registers of a Hopper warpgroup, where Pallas has no operation for it.
+"""Run code on the registers of a Hopper warpgroup, where Pallas has no operation for it.
 
 A 32-bit register of an array in WGMMA's layout holds two 16-bit neighbours of a row. Functions on such words are
 written once, for anything that has &, |, << and >>: here they become instructions, in tests/gpu_simulator.py they run
-on numpy's uint32.
-"""
+on numpy's uint32."""
 
 import dataclasses
 from collections.abc import Callable
@@ -57,15 +56,15 @@ class _Word:
 
 
 def _permute(low: _Word, high: _Word, selector) -> _Word:
-    """Four of the eight bytes of two words: nibble i of the selector's lower half names byte i of the result."""
+    """Pick four of the eight bytes of two words: nibble i of the selector's lower half names byte i of the result."""
     if not isinstance(selector, _Word):
         selector = _Word(mgpu.c(selector, _i32()))
     return _Word(mgpu.utils.prmt(low.value, high.value, selector.value))
 
 
 def packed(change: Callable, dtype, *arrays: jax.Array, scalars: tuple = ()) -> tuple[jax.Array, ...]:
-    """Arrays of 16-bit numbers from `change(permute, *words, *scalars) -> words`, applied to every register; `arrays`
-    are 16-bit, in WGMMA's layout and of one shape, `scalars` are uint32."""
+    """Apply `change(permute, *words, *scalars) -> words` to every register of arrays of 16-bit numbers, and return
+    arrays of `dtype`. `arrays` are in WGMMA's layout and of one shape, `scalars` are uint32."""
     layout, shape = plgpu.Layout.WGMMA, arrays[0].shape
     probe = change(_probe, *[np.zeros((), np.uint32)] * (len(arrays) + len(scalars)))
     kinds = (layout,) * len(arrays) + (plgpu.Layout.WG_SPLAT(()),) * len(scalars)
@@ -87,14 +86,14 @@ def packed(change: Callable, dtype, *arrays: jax.Array, scalars: tuple = ()) -> 
 
 
 def _probe(low, high, selector):
-    """Stands for `_permute` where only the number of results is of interest."""
+    """Stand in for `_permute` where only the number of results matters."""
     del high, selector
     return low
 
 
 def half(words: jax.Array, upper, layout) -> jax.Array:
-    """Of 32-bit words in `layout` the lower or, where `upper` is 1, the upper halves, uint16: one permutation for two,
-    also where `upper` is a number in a register."""
+    """Return the lower halves of 32-bit words in `layout`, or the upper ones where `upper` is 1, as uint16. One
+    permutation for two words, also where `upper` is a number in a register."""
 
     @plgpu.inline_mgpu(
         arg_types=(layout, plgpu.Layout.WG_SPLAT(())),
@@ -113,8 +112,8 @@ def half(words: jax.Array, upper, layout) -> jax.Array:
 
 
 def twice(halves: jax.Array, bits: int) -> jax.Array:
-    """[64, N] of 16-bit numbers [32, N] in the layout TWICE: the numbers, and then the numbers shifted right by `bits`.
-    What the shift moves from a neighbour into the upper bits of a number stays there."""
+    """Return [64, N] from 16-bit numbers [32, N] in the layout TWICE: the numbers, then the numbers shifted right by
+    `bits`. Bits that the shift moves in from a neighbour stay in the upper bits of a number."""
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
@@ -134,7 +133,7 @@ def twice(halves: jax.Array, bits: int) -> jax.Array:
 
 
 def beside(left: jax.Array, right: jax.Array) -> jax.Array:
-    """[M, N] and [M, N] as [M, 2N]."""
+    """Put [M, N] and [M, N] together as [M, 2N]."""
     layout, (rows, columns) = plgpu.Layout.WGMMA, left.shape
 
     @plgpu.inline_mgpu(

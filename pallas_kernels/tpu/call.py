@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
 
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
@@ -88,6 +89,11 @@ def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY
     return Operand(body, body._replace(**specs))
 
 
+def _result(shape: tuple[int, ...], lead: int) -> pl.BlockSpec:
+    """Make the spec of a result of which every step of the `lead` first axes of the grid writes its own [shape]."""
+    return pl.BlockSpec((*[1] * lead, *shape), lambda *at: (*at[:lead], *(0,) * len(shape)))
+
+
 def memory(*shape: int, dtype=jnp.float32):
     """Declare scratch memory of this shape."""
     return pltpu.VMEM(shape, dtype)
@@ -97,46 +103,43 @@ def invoke(
     kernel: Callable[[Refs, Any, Any], None],
     plan,
     grid: tuple[int, ...],
-    scalar: tuple[jax.Array, jax.Array],
+    layer: Int[Array, ""] | int,
+    ends: Int[Array, "3 B"],
     operands: dict[str, Operand | None],
     results: tuple[tuple[int, ...], tuple[int, ...]],
     scratch: dict[str, Any],
     *,
     name: str,
     interpret: object,
-) -> tuple[jax.Array, jax.Array]:
-    """Run `kernel(refs, ends, plan)` on a grid whose last axis are the tiles, in order. `scalar` is (layer [1], ends).
-    `results` are the shapes of `refs.out` and `refs.lse` for one step of the other axes, which come first in what is
-    returned, both float32. Names in `scratch` are names in `refs`.
-
-    Copies go without bounds checks, which would be scalar work for every operand of every step: what `fetched` names
-    lies within the arrays."""
-    used = {name: one for name, one in operands.items() if one is not None}
-    missing, lead = dict.fromkeys(operands.keys() - used.keys()), grid[:-1]
+) -> tuple[Float[Array, "*out"], Float[Array, "*lse"]]:
+    """Run `kernel(refs, ends, plan)` on a grid whose last axis are the tiles, in order. `ends` is from
+    `rows.tile_ends`. `results` are the shapes of `refs.out` and `refs.lse` for one step of the other axes. These axes
+    come first in what is returned, both float32. Names in `scratch` are names in `refs`."""
+    used, lead = {name: one for name, one in operands.items() if one is not None}, grid[:-1]
 
     def body(_, ends, *refs):
         *given, out, lse, held = refs
-        kernel(Refs(**missing, **dict(zip(used, given, strict=True)), out=out, lse=lse, **held), ends, plan)
+        named = dict.fromkeys(operands) | dict(zip(used, given, strict=True)) | held
+        kernel(Refs(**named, out=out, lse=lse), ends, plan)
 
-    def result(shape):
-        return pl.BlockSpec((*[1] * len(lead), *shape), lambda *at: (*at[: len(lead)], *(0,) * len(shape)))
-
-    semantics = [*[pltpu.PARALLEL] * len(lead), pltpu.ARBITRARY]
     call = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
             in_specs=[one.spec for one in used.values()],
-            out_specs=[result(shape) for shape in results],
+            out_specs=[_result(shape, len(lead)) for shape in results],
             scratch_shapes=[scratch],
         ),
         out_shape=[jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in results],
+        # Bounds checks would be scalar work for every copy of every step: what `fetched` names lies within the arrays.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
+            dimension_semantics=[*[pltpu.PARALLEL] * len(lead), pltpu.ARBITRARY],
+            vmem_limit_bytes=VMEM_BYTES,
+            disable_bounds_checks=True,
         ),
         name=name,
         interpret=interpret,
     )
-    out, lse = call(*scalar, *(one.array for one in used.values()))
+    out, lse = call(jnp.asarray(layer, jnp.int32).reshape(1), ends, *(one.array for one in used.values()))
     return out, lse

@@ -1,4 +1,7 @@
-"""What the steps of the TPU decode-attention kernel share: codes of a column of tokens, and rows across lanes."""
+"""Share what the steps of the TPU kernels have in common: slices, loops, products, and the codes of a tile in columns.
+
+A tile of tokens is worked off in blocks (where all arrays start afresh), a block in columns (the tokens of one
+product)."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,28 +15,12 @@ from kvqjax.pallas_kernels.tpu import signposts as tpu_signposts
 from kvqjax.pallas_kernels.tpu import unpack as tpu_unpack
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 
-__all__ = [
-    "Place",
-    "columns",
-    "dot",
-    "each",
-    "filled",
-    "groups_met",
-    "key_rows",
-    "lane_wise",
-    "load_row",
-    "owners",
-    "pick",
-    "place_of",
-    "quotient",
-    "some",
-    "within",
-    "words_of",
-]
+__all__ = ["Place", "aligned", "columns", "dot", "filled", "groups_met", "key_rows", "lane_wise", "load_row", "loop"]
+__all__ += ["owners", "pick", "place_of", "quotient", "words_of", "zero_beyond"]
 
 
 class Place(NamedTuple):
-    """A lane group, its lanes, and the first of its columns of 128 lanes."""
+    """A lane group: its number, the slice of its lanes, and the number of its first 128 lanes."""
 
     group: Any
     lanes: Any
@@ -41,54 +28,56 @@ class Place(NamedTuple):
 
 
 def place_of(group, plan: Plan) -> Place:
+    """Return the place of lane group number `group`, which may be traced."""
     lanes = pl.ds(pl.multiple_of(group * plan.lanes, LANES), plan.lanes)
     return Place(group, lanes, group * (plan.lanes // LANES))
 
 
 def dot(a, b, axis: int):
-    """a @ b (axis 0) or a @ b.T (axis 1), float32 sums."""
+    """Multiply a @ b (axis 0) or a @ b.T (axis 1) with float32 sums."""
     return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def quotient(x, divisor: int):
-    """x // divisor of natural numbers; // itself asks for the sign, whose lowering asks for a TPU at hand."""
+    """Divide natural numbers: x // divisor. The operator // also handles signs, and its lowering asks for a TPU at
+    hand."""
     return jax.lax.div(x, jnp.full_like(x, divisor))
 
 
 def lane_wise(operation, x):
-    """[M, S] to [M, 128]: columns of 128 lanes put together by `operation`."""
+    """Reduce [M, S] to [M, 128]: `operation` combines the columns of 128 lanes."""
     return functools.reduce(operation, (x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)))
 
 
-def within(x, first, limit: int, axis: int):
-    """`x`, zero where `first` + the index along `axis` reaches `limit`: what lies beyond an array must not reach a
-    product, 0 * NaN being NaN."""
+def zero_beyond(x, first, limit: int, axis: int):
+    """Return `x` with zeros where `first` + the index along `axis` reaches `limit`. What lies beyond an array must not
+    reach a product, because 0 * NaN is NaN."""
     index = first + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where(index < limit, x, jnp.zeros_like(x))
 
 
-def some(number, count: int):
-    """`count` rows, or lanes, or tokens, from a multiple of it on: number `number` of such stretches, which may be
-    traced."""
+def aligned(number, count: int):
+    """Return the `number`-th aligned slice of length `count`; `number` may be traced."""
     return pl.ds(number * count if isinstance(number, int) else pl.multiple_of(number * count, count), count)
 
 
-def each(count: int, step) -> None:
-    """A loop: a step of its own keeps its registers to itself."""
+def loop(count: int, step) -> None:
+    """Call `step(number)` for 0 to `count` - 1 in a loop of its own, which keeps its registers to itself."""
     jax.lax.fori_loop(0, count, lambda number, _: step(number), None)
 
 
 def words_of(words, bits: int, place: Place, index, plan: Plan) -> list:
-    """The words of block `index` of the tile, of every plane set."""
+    """Load the words of block `index` of the tile in a lane group: one array [rows, W] for every plane set."""
     stored = []
     for ref, part in zip(words, split_bits(bits), strict=True):
         rows = plan.block * part // 32
-        stored.append(ref[0, 0, some(index, rows), place.lanes])
+        stored.append(ref[0, 0, aligned(index, rows), place.lanes])
     return stored
 
 
 def columns(words, signposts, bits: int, place: Place, index, plan: Plan, mixed: bool):
-    """Codes of block `index` of the tile, [column, W] at a time: narrow integers if `mixed`, else bfloat16."""
+    """Yield the codes of block `index` of the tile, [column, W] at a time: narrow integers if `mixed`, else bfloat16.
+    With `signposts` the codes are replaced by the numbers they index."""
     stored = words_of(words, bits, place, index, plan)
     if signposts is None:
         pieces = tpu_unpack.chunks(stored, bits, plan.base, plan.ways)
@@ -103,17 +92,18 @@ def columns(words, signposts, bits: int, place: Place, index, plan: Plan, mixed:
 
 
 def groups_met(plan: Plan, i: int) -> list[int]:
-    """Groups that tokens of column `i` of a block belong to, counted from the block's first."""
+    """List the key groups that tokens of column `i` of a block belong to, counted from the block's first."""
     return sorted({int(token) // plan.group for token in plan.order[i * plan.column : (i + 1) * plan.column]})
 
 
 def owners(refs, plan: Plan, i: int):
-    """Group of every token of column `i` of a block, counted from the block's first, [1, column]."""
+    """Return the key group of every token of column `i` of a block, counted from the block's first: [1, column]."""
     return quotient(refs.order[:, i * plan.column : (i + 1) * plan.column], plan.group)
 
 
 def pick(pieces: list, owner, names: list[int]):
-    """For every lane the piece of its own group: `owner` holds one of `names` per lane."""
+    """Choose for every lane the piece of its own group. `owner` holds one of `names` per lane; piece i is for
+    names[i]."""
     chosen = pieces[0]
     for piece, name in zip(pieces[1:], names[1:], strict=True):
         chosen = jnp.where(owner == name, piece, chosen)
@@ -121,19 +111,20 @@ def pick(pieces: list, owner, names: list[int]):
 
 
 def load_row(ref, row, rows: int, column, width: int):
-    """A row of `rows`, `width` lanes from column `column` of 128 on, of an array written as columns of 128 lanes one
-    below the other: [8, width]. 128 lanes at a time, the load itself fills all rows of a register."""
+    """Load row `row` of an array [rows, n] that is stored as columns of 128 lanes, one below the other. Return `width`
+    lanes from column `column` on, on 8 equal rows: [8, width]. Loading 128 lanes at a time fills all rows of a register
+    for free."""
     pieces = [ref[pl.ds((column + i) * rows + row, 1), :] for i in range(width // LANES)]
     return jnp.concatenate([jnp.broadcast_to(piece, (8, LANES)) for piece in pieces], axis=1)
 
 
 def key_rows(refs, plan: Plan, lane_group, part) -> tuple:
-    """Factors and minima of the keys of group `part` of the tile in a lane group, on the query rows: [M, W] twice."""
+    """Load the scales and minima of key group `part` of the tile in a lane group, on all query rows: [M, W] twice."""
     row, column = part if plan.spec.key_group else 0, lane_group * (plan.lanes // LANES)
     rows = (load_row(ref, row, plan.key_rows, column, plan.lanes) for ref in (refs.factors, refs.zeros))
     return tuple(filled(x, plan) for x in rows)
 
 
 def filled(rows, plan: Plan):
-    """[8, S] as often as it takes to fill the query rows [M, S]."""
+    """Repeat [8, S] until it fills the query rows: [M, S]."""
     return jnp.concatenate([rows] * (plan.rows // 8))

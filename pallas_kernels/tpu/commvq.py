@@ -1,20 +1,20 @@
 """Decode attention on CommVQ's codes as a Pallas TPU kernel: codebook rows are summed by products with one-hot columns
 that never leave the chip.
 
-The grid is (row, tile). Per tile of S tokens, with tokens on the lanes: the levels of all keys are unpacked once, then
+The grid is (row, tile). Per tile of S tokens, with tokens on the lanes, the levels of all keys are unpacked once. Then
 for each KV head
 
     K^T = matrix @ one-hot columns          on the matrix unit, [D, S], float32 sums over 2R levels a token
     k   = K * cos + swap(K) * sin           tables of offsets inside a tile: the same for every tile
     scores = prescale * (q . k)             the query being rotated back by the tile's first position
 
-and, after the online softmax of all query heads, out = sum_t p_t gain_t bits_t. The columns are what a product holds
-still, so that the codebook passes by once for 256 tokens; they are made as pairs of halves of 32-bit words, one
-comparison and one choice for sixteen levels of 128 tokens.
+and, after the online softmax of all query heads, out = sum_t p_t gain_t bits_t.
 
-Codebook rows are rounded to bfloat16, so a key is off by 2^-9 of the sum of its rows' sizes at most; it is rounded once
-more, like the query, before they meet.
-"""
+The one-hot columns are what a product holds still, so that the codebook passes by once for 256 tokens. They are made as
+pairs of halves of 32-bit words: one comparison and one choice for sixteen levels of 128 tokens.
+
+Codebook rows are rounded to bfloat16, so a key is off by 2^-9 of the sum of its rows' sizes at most. Key and query are
+rounded once more before they are multiplied."""
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,7 @@ from kvqjax.pallas_kernels.tpu.commvq_kernel import kernel
 from kvqjax.pallas_kernels.tpu.commvq_plan import CommVQPlan, plan_commvq
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles, swapped
-from kvqjax.pallas_kernels.tpu.rows import row_bounds, tile_ends
-from kvqjax.pallas_kernels.tpu.tile import NEVER
+from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, tile_ends
 
 __all__ = ["packed_attention"]
 
@@ -46,9 +45,9 @@ def packed_attention(
     *,
     interpret: object = False,
 ) -> Partial:
-    """Means of gain * bits [B, T, H, N] under attention to the decoded keys, and the log-sum-exp. Query t of row b sees
-    body tokens start[b, t] <= s < stop[b, t]; `q` carries its rotation and not yet the D^-1/2. Queries, keys and
-    codebook are rounded to bfloat16 before they are multiplied."""
+    """Return the means of gain * bits [B, T, H, N] under attention to the decoded keys, and the log-sum-exp. Query t of
+    row b sees body tokens start[b, t] <= s < stop[b, t]. `q` carries its rotation and not yet the D^-1/2. Queries, keys
+    and codebook are rounded to bfloat16 before they are multiplied."""
     group = q.shape[2] // spec.kv_heads
     plan = plan_commvq(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group)
     rows, width = plan.groups * plan.rows, spec.value_width
@@ -56,19 +55,20 @@ def packed_attention(
         kernel,
         plan,
         (q.shape[0], plan.tiles),
-        (jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, plan.tile, plan.slots)),
+        layer,
+        tile_ends(start, stop, plan.tile, plan.slots),
         _operands(q, row_bounds(start, stop, plan, group), body, plan),
         ((rows, width), (rows, 1)),
         _scratch(plan),
         name=f"packed_attention_commvq_k{spec.bits}v{width // (spec.kv_heads * spec.head_dim)}_{plan.tile}",
         interpret=interpret,
     )
-    return _collect(out, lse, q.shape, plan)
+    return collect_groups(out, lse, q.shape[1], plan)
 
 
 def _queries(q, positions, plan: CommVQPlan) -> Float[Array, "B tiles P M W"]:
-    """Scaled queries of the heads of every group, each in its own head's lanes and zero elsewhere, rotated back by the
-    first position of every tile."""
+    """Scale the queries, rotate them back by the first position of every tile, and lay out those of a group of heads:
+    each in its own head's lanes, zero elsewhere."""
     batch, length, count, dim = q.shape
     each = plan.slots // len(positions) // plan.tile
     first = (positions[:, None] + jnp.arange(each)[None] * plan.tile).reshape(-1)
@@ -82,22 +82,9 @@ def _queries(q, positions, plan: CommVQPlan) -> Float[Array, "B tiles P M W"]:
 
 
 def _cos_sin(positions, plan: CommVQPlan) -> tuple:
-    """[n, D/2] each, float32."""
+    """Return cosine and sine of every pair at n positions, [n, D/2] float32 each."""
     turn = angles(positions, np.asarray(plan.spec.rope.frequencies, np.float64))
     return jnp.cos(turn), jnp.sin(turn)
-
-
-def _collect(out, lse, shape: tuple[int, ...], plan: CommVQPlan) -> Partial:
-    """Bring query rows back to [B, T, H]."""
-    batch, length, count, _ = shape
-    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)
-
-    def rows(x):
-        x = x.reshape(batch, plan.groups, plan.rows, -1)[:, :, : plan.used]
-        x = x.reshape(batch, plan.spec.kv_heads, length, count // plan.spec.kv_heads, -1)
-        return x.transpose(0, 2, 1, 3, 4).reshape(batch, length, count, -1)
-
-    return Partial(rows(out), rows(lse)[..., 0])
 
 
 def _operands(q, bounds, body: CommVQBody, plan: CommVQPlan) -> dict[str, Operand | None]:

@@ -16,9 +16,9 @@ TILE = 1024  # tokens of a block of value bits
 
 @dataclasses.dataclass(frozen=True)
 class CommVQPlan:
-    """Static choices of one call: `shared` KV heads are scored together and have `used` query rows; value bits come
-    `ways` to a word (see tpu_unpack); keys are made for `chunk` tokens from `depth` levels at a
-    time, and rotated for `slice` tokens."""
+    """Static choices of one call: `shared` KV heads are scored together and have `used` query rows. Value bits come
+    `ways` to a word (`unpack`). Keys are made for `chunk` tokens from `depth` levels at a time, and rotated for `slice`
+    tokens."""
 
     spec: CommVQSpec
     slots: int
@@ -56,32 +56,32 @@ class CommVQPlan:
 
     @property
     def steps(self) -> list[range]:
-        """The levels of a token for one head that products take at a time."""
+        """The levels of a token for one head, in the ranges that one product takes."""
         count = self.depth // self.spec.levels
         return [range(first, min(first + count, self.spec.codes)) for first in range(0, self.spec.codes, count)]
 
     @property
     def summands(self) -> int:
-        """Sums of products that are kept apart until keys are rotated."""
+        """How many sums of products are kept apart until keys are rotated."""
         return min(2, len(self.steps))
 
     @property
     def order(self) -> np.ndarray:
-        """Token at each position of a tile, [columns, 128]: the unpacked value bits, put together such that the planes
-        of column c are c, c + 8, c + 16 and c + 24 whatever `ways` is. Words of keys are brought into this order."""
+        """Token at each position of a tile, [columns, 128]. Unpacked value bits are put together such that the planes
+        of column c are c, c + 8, c + 16 and c + 24 for every `ways`. Words of keys are brought into this order."""
         pieces = token_order(1, self.ways, TILE).reshape(4 // self.ways, TILE // LANES, -1)
         return np.concatenate(list(pieces), axis=1)
 
     @property
     def places(self) -> np.ndarray:
-        """Of every position of a tile: which of its column's four planes it is of, the row of words, the column:
-        [3, columns, 128]."""
+        """Where the token at every position of a tile is stored, [3, columns, 128]: which of its column's four planes,
+        the row of words, the column."""
         planes, rows = self.order // PLANE, self.order % PLANE
         return np.stack([planes // len(planes), rows, planes % len(planes)])
 
 
 def plan_commvq(spec: CommVQSpec, slots: int, stretch: int, per_head: int) -> CommVQPlan:
-    """The plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
+    """Make the plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
     follow each other."""
     if slots % TILE or stretch % TILE:
         raise ValueError(f"{slots} slots in stretches of {stretch}; want multiples of {TILE}")

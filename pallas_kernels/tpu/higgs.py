@@ -1,9 +1,9 @@
-"""Decode attention on HIGGS bodies as a Pallas TPU kernel (see `higgs_plan` for how the transform is taken apart).
+"""Decode attention on HIGGS bodies as a Pallas TPU kernel (see `higgs_plan` for the factors of the transform).
 
-The grid is (row, tile). A code is looked up as one word of 32 bits, which holds both numbers of its pair as bfloat16:
-the grid lies along the lanes and is gathered from. Words of rows of tokens, read as bfloat16, are rows of first and of
-second numbers in turn, and stay so: queries have rows for the first and for the second channels of pairs, and a token
-has two lanes of scores and of weights. Per tile:
+The kernel's grid is (row, tile). The codec's grid of points lies along the lanes, and codes are looked up by gathering
+words of 32 bits, each with both numbers of a point as bfloat16. Such words of [tokens, pairs] are, read as bfloat16,
+rows of first and of second numbers in turn, and stay so: queries have rows for the first and for the second channels of
+pairs, and a token has two lanes of scores and of softmax weights. Per tile:
 
     z      = y H_(D/2)                             on the matrix unit, all heads
     scores = s_t (q' . z cos + q'~ . z sin)        tables of offsets in a chunk; q' is the query rotated back by the
@@ -25,7 +25,7 @@ from kvqjax.pallas_kernels.tpu.higgs_kernel import kernel
 from kvqjax.pallas_kernels.tpu.higgs_plan import HiggsPlan, plan_higgs
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles, swapped
-from kvqjax.pallas_kernels.tpu.rows import row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import by_head, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
 __all__ = ["packed_attention"]
@@ -42,8 +42,8 @@ def packed_attention(
     tile: int | None = None,
     interpret: object = False,
 ) -> Partial:
-    """As `reference.packed_attention`. Queries, grids and transformed keys are rounded to bfloat16 before they are
-    multiplied."""
+    """Attend as `reference.packed_attention` does. Queries, grids and transformed keys are rounded to bfloat16 before
+    they are multiplied."""
     group = q.shape[2] // spec.kv_heads
     plan = plan_higgs(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group, tile)
     ends = tile_ends(start, stop, plan.tile, plan.slots)
@@ -51,7 +51,8 @@ def packed_attention(
         kernel,
         plan,
         (q.shape[0], plan.tiles),
-        (jnp.asarray(layer, jnp.int32).reshape(1), ends),
+        layer,
+        ends,
         _operands(q, row_bounds(start, stop, plan, group), body, plan),
         ((2 * plan.rows, plan.lanes), (plan.rows, 1)),
         _scratch(plan),
@@ -62,8 +63,8 @@ def packed_attention(
 
 
 def _queries(q, plan: HiggsPlan) -> Float[Array, "B rows lanes"]:
-    """Scaled queries q | q~: rows for the first channels of pairs, then for the second ones; a head's pairs as often
-    as heads share 128 lanes."""
+    """Scale queries and lay them out as q | q~: rows for the first channels of pairs, then for the second ones. A
+    head's pairs are repeated for every head that shares 128 lanes."""
     batch, length, _, dim = q.shape
     q = q.astype(jnp.float32).reshape(batch, length, plan.spec.kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(batch, plan.used, dim) * (LOG2E * dim**-0.5 / plan.spec.group)
@@ -76,14 +77,14 @@ def _queries(q, plan: HiggsPlan) -> Float[Array, "B rows lanes"]:
 
 
 def _rates(plan: HiggsPlan) -> np.ndarray:
-    """Angle per position of the first and second channels of the pairs on 128 lanes, [2 * 128]."""
+    """Return the angle per position of the first, then of the second channels of the pairs on 128 lanes, [2 * 128]."""
     rates = np.tile(np.asarray(plan.spec.rope.frequencies, np.float64), 2).reshape(plan.pairs, 2)
     return np.tile(rates.T, (1, LANES // plan.pairs)).reshape(-1)
 
 
 def _rope_inputs(body: HiggsBody, plan: HiggsPlan) -> tuple:
-    """Cosine and sine of every chunk's first position, [tiles, chunks * 4, 128]; of every offset in a chunk, cos | sin,
-    [2C, 2 * 128]."""
+    """Return cosine and sine of every chunk's first position, [tiles, chunks * 4, 128], and cos | sin of every offset
+    in a chunk, [2C, 2 * 128]."""
     positions, rates = body.positions, _rates(plan)
     each = plan.slots // len(positions) // plan.chunk
     first = (positions[:, None] + jnp.arange(each)[None] * plan.chunk).reshape(-1)
@@ -98,52 +99,48 @@ def _rope_inputs(body: HiggsBody, plan: HiggsPlan) -> tuple:
 
 
 def _maps(body: HiggsBody, plan: HiggsPlan) -> tuple:
-    """Signs of the queries for every 128 codes [N, M, 128], the transform within heads, the matrix that gives a token's
-    scales to its two lanes, and both grids as words."""
+    """Return the signs of the queries for every 128 codes [N, M, 128], the transform within heads, the matrix that
+    gives a token's scales to its two lanes, and both grids as words."""
     signs = np.repeat(plan.between, plan.pairs, axis=0)  # [codes, heads]
     signs = np.repeat(signs, plan.used // plan.spec.kv_heads, axis=1).reshape(plan.parts, LANES, plan.used)
     signs = np.pad(signs.transpose(0, 2, 1), ((0, 0), (0, plan.rows - plan.used), (0, 0)))
     onehot = jnp.asarray(np.repeat(np.eye(LANES), 2, axis=1), jnp.bfloat16)
     words = [_words(grid) for grid in (body.key_grid, body.value_grid)]
-    return jnp.asarray(signs, jnp.float32), jnp.asarray(plan.within, jnp.bfloat16), onehot, *words
+    return jnp.asarray(signs, jnp.float32), jnp.asarray(plan.transform, jnp.bfloat16), onehot, *words
 
 
 def _words(grid: Float[Array, "n 2"]) -> UInt[Array, "8 _"]:
-    """Sum and difference of a point's numbers (H_2) as the low and high half of a word, on whole registers of lanes."""
+    """Write a grid as words [8, 128 or 256]: sum and difference of a point's numbers (H_2) are the low and the high
+    half."""
     first, second = grid[:, 0].astype(jnp.float32), grid[:, 1].astype(jnp.float32)
     row = jnp.pad(_halves(first + second, first - second), (0, -len(grid) % LANES))
     return jnp.broadcast_to(row[None], (8, row.size))
 
 
 def _halves(low, high) -> UInt[Array, "*S"]:
-    """Words of two bfloat16 numbers."""
+    """Write two arrays of bfloat16 numbers as the low and high halves of words."""
     low, high = (to_bits(x.astype(jnp.bfloat16)).astype(jnp.uint32) for x in (low, high))
     return low | (high << jnp.uint32(16))
 
 
 def _collect(out, lse, shape: tuple[int, ...], plan: HiggsPlan) -> Partial:
     """Transform the summed values, take every head's own channels, and bring query rows back to [B, T, H]."""
-    (batch, length, count, dim), spec = shape, plan.spec
-    heads, groups = spec.group // dim, spec.groups
-    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)[:, : plan.used, 0]
+    (batch, length, _, dim), spec = shape, plan.spec
+    heads, groups, sizes = spec.group // dim, spec.groups, (spec.kv_heads, length)
+    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)[:, : plan.used]
     out = out.reshape(batch, 2, plan.rows, groups, spec.group // 2)[:, :, : plan.used]
     # A row's own group, then of its transform the row's own head: [B, 2, group, head, row of a head, group / 2]
     out = out.reshape(batch, 2, groups, heads, -1, groups, spec.group // 2)
     out = jnp.diagonal(out, axis1=2, axis2=5)  # [B, 2, head, row, group / 2, groups]
     matrix = jnp.asarray(hadamard(spec.group // 2), jnp.float32).reshape(heads, plan.pairs, -1) / spec.group
     out = jnp.einsum("bchrng,hpn->bghrpc", out, matrix, precision=jax.lax.Precision.HIGHEST)
-
-    def rows(x, last: int):
-        x = x.reshape(batch, spec.kv_heads, length, count // spec.kv_heads, last)
-        return x.transpose(0, 2, 1, 3, 4).reshape(batch, length, count, last)
-
-    return Partial(rows(out, dim), rows(lse, 1)[..., 0])
+    return Partial(by_head(out.reshape(batch, -1, dim), *sizes), by_head(lse, *sizes)[..., 0])
 
 
 def _operands(q, bounds, body: HiggsBody, plan: HiggsPlan) -> dict[str, Operand | None]:
     """Declare what the kernel reads. N columns of 128 codes, M query rows, S tokens of the tile, C of a chunk."""
     queries, (turns, table) = _queries(q, plan), _rope_inputs(body, plan)
-    signs, within, onehot, key_words, value_words = _maps(body, plan)
+    signs, transform, onehot, key_words, value_words = _maps(body, plan)
     return {
         "queries": by_row(queries),  # [1, 2M, 2*128] f32: q | q~, scaled, on every head's lanes
         "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
@@ -151,7 +148,7 @@ def _operands(q, bounds, body: HiggsBody, plan: HiggsPlan) -> dict[str, Operand 
         "turns": by_tile(turns),
         "table": whole(table),  # [2C, 2*128] f32, or bf16 as words [C, 2*128]: cos | sin of a chunk's offsets
         "signs": whole(signs),  # [N, M, 128] f32
-        "within": whole(within),  # [128, 128] bf16: the transform within heads
+        "transform": whole(transform),  # [128, 128] bf16: the transform within heads
         "onehot": whole(onehot),  # [128, 256] bf16: gives a token's numbers to its two lanes
         "key_words": whole(key_words),  # [8, 128 or 256] u32: the grid, a pair of numbers to a word
         "value_words": whole(value_words),

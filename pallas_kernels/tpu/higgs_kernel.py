@@ -1,9 +1,9 @@
-"""The body of the TPU kernel on HIGGS bodies: one tile of tokens (see `higgs` for the mathematics).
+"""The body of the TPU kernel on HIGGS bodies: one tile of tokens (see `higgs` for the mathematics and for the shapes of
+the operands).
 
-Shapes in comments: N columns of 128 codes, M query rows (a multiple of 8), S tokens of the tile, C of a chunk. Rows of
-2M are those of first channels, then of second ones; rows and lanes of 2S or 2C are a token's first and second channels
-in turn. Scores are base-2 logarithms.
-"""
+Shapes in comments: N columns of 128 codes, M query rows (a multiple of 8), S tokens of the tile, C of a chunk. 2M rows
+are those for first channels, then for second ones. 2S or 2C rows or lanes are a token's first and second channels in
+turn. Scores are base-2 logarithms."""
 
 import functools
 
@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.ops.layout import from_bits
 from kvqjax.pallas_kernels.tpu.call import Refs
-from kvqjax.pallas_kernels.tpu.columns import dot, each, quotient, some, within
+from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop, quotient, zero_beyond
 from kvqjax.pallas_kernels.tpu.higgs_lookup import by_steps
 from kvqjax.pallas_kernels.tpu.higgs_plan import SPREAD
 from kvqjax.pallas_kernels.tpu.plan import LANES
@@ -25,7 +25,7 @@ __all__ = ["kernel"]
 
 
 def kernel(refs: Refs, ends, plan):
-    """Grid (row, tile). `refs`: `higgs`, `ends`: `rows.tile_ends`."""
+    """Attend to one tile. Grid (row, tile); `refs` as declared in `higgs`, `ends` from `rows.tile_ends`."""
 
     def work(tile):
         _spread_scales(refs, plan, tile)
@@ -37,30 +37,30 @@ def kernel(refs: Refs, ends, plan):
 
 
 def _both(x):
-    """Rows of queries for first and for second channels."""
+    """Repeat [M, n] for the rows of first and of second channels: [2M, n]."""
     return jnp.concatenate([x, x])
 
 
 def _spread_scales(refs: Refs, plan, tile):
-    """This tile's scales on both lanes of every token."""
+    """Write this tile's scales on both lanes of every token: [groups, S] to [groups, 2S]."""
     groups, body = plan.spec.groups, refs.body
 
     def spread(piece):
-        stored = (x[0, 0, :, some(piece, SPREAD)] for x in (body.key_scale, body.value_scale))
+        stored = (x[0, 0, :, aligned(piece, SPREAD)] for x in (body.key_scale, body.value_scale))
         both = from_bits(jnp.concatenate(list(stored)), plan.spec.scales)
         if plan.slots % plan.tile:
-            both = within(both, tile * plan.tile + piece * SPREAD, plan.slots, 1)
+            both = zero_beyond(both, tile * plan.tile + piece * SPREAD, plan.slots, 1)
         for first in range(0, SPREAD, LANES):
             wide = dot(both[:, first : first + LANES], refs.onehot[...], 0)
-            lanes = some(piece * (SPREAD // LANES) + first // LANES, 2 * LANES)
+            lanes = aligned(piece * (SPREAD // LANES) + first // LANES, 2 * LANES)
             refs.key_scales[:, lanes] = wide[:groups]
             refs.value_scales[:, lanes] = wide[groups:]
 
-    each(plan.tile // SPREAD, spread)
+    loop(plan.tile // SPREAD, spread)
 
 
 def _own_rows(scales, plan):
-    """The scales [groups, n] of every query row's group: [M, n]."""
+    """Give every query row the scales of its own group: [groups, n] to [M, n]."""
     if plan.spec.groups == 1:
         return jnp.broadcast_to(scales, (plan.rows, scales.shape[1]))
     row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
@@ -71,7 +71,7 @@ def _own_rows(scales, plan):
 
 
 def _score(refs: Refs, plan, tile):
-    """Scores of the tile, and their maxima."""
+    """Write the scores of the tile, and their maxima into `top`."""
 
     def begin(_):
         refs.products[...] = jnp.zeros(refs.products.shape)
@@ -82,7 +82,7 @@ def _score(refs: Refs, plan, tile):
 
 
 def _turned(refs: Refs, plan, chunk, part):
-    """The queries, rotated back by the chunk's first position, with the signs of a column: [2M, 2*128] bf16."""
+    """Rotate the queries back by the chunk's first position and give them the signs of a column: [2M, 2*128] bf16."""
     cos, sin = (
         jnp.concatenate([jnp.broadcast_to(refs.turns[0, pl.ds(4 * chunk + i, 1)], (plan.rows, LANES)) for i in half])
         for half in ((0, 1), (2, 3))
@@ -93,29 +93,29 @@ def _turned(refs: Refs, plan, chunk, part):
 
 
 def _meet(refs: Refs, plan, chunk, part, words):
-    """Transform a column of the chunk's keys within heads, turn them by their offsets, add what queries make of them to
-    the scores."""
+    """Add what a column of the chunk's keys gives to the products: transform the keys within heads, rotate them by
+    their offsets, multiply by the queries."""
     queries = _turned(refs, plan, chunk, part)
     if plan.staged:
         numbers = pltpu.bitcast(words[:, :LANES], jnp.bfloat16)
-        refs.keys[...] = dot(numbers, refs.within[...], 0).astype(refs.keys.dtype)
+        refs.keys[...] = dot(numbers, refs.transform[...], 0).astype(refs.keys.dtype)
     for token in range(0, plan.chunk, plan.piece // 2):
         tokens, rows = slice(token, token + plan.piece // 2), slice(2 * token, 2 * token + plan.piece)
         cells = refs.table[rows] if plan.wide else pltpu.bitcast(refs.table[tokens], jnp.bfloat16)
         if plan.staged:
             keys = refs.keys[rows]
         else:
-            keys = dot(pltpu.bitcast(words[tokens, :LANES], jnp.bfloat16), refs.within[...], 0).astype(cells.dtype)
+            keys = dot(pltpu.bitcast(words[tokens, :LANES], jnp.bfloat16), refs.transform[...], 0).astype(cells.dtype)
         both = jnp.concatenate([keys * cells[:, :LANES], keys * cells[:, LANES:]], axis=1)
         refs.products[:, rows] = refs.products[:, rows] + dot(queries, both.astype(jnp.bfloat16), 1)
 
 
 def _write_scores(refs: Refs, plan, tile, chunk):
-    """Scale and mask the chunk's scores."""
+    """Scale and mask the chunk's products and write them as scores."""
 
     def write(piece):
         lanes = pl.ds(pl.multiple_of(chunk * (2 * plan.chunk) + piece * LANES, LANES), LANES)
-        scores = _paired(refs.products[:, some(piece, LANES)], plan) * _own_rows(refs.key_scales[:, lanes], plan)
+        scores = _paired(refs.products[:, aligned(piece, LANES)], plan) * _own_rows(refs.key_scales[:, lanes], plan)
         token = quotient(jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1), 2) + tile * plan.tile
         token = token + chunk * plan.chunk + piece * (LANES // 2)
         seen = (token >= refs.bounds[0, :, 0:1]) & (token < refs.bounds[0, :, 1:2])
@@ -124,34 +124,36 @@ def _write_scores(refs: Refs, plan, tile, chunk):
         refs.top[...] = jnp.maximum(refs.top[...], scores)
 
     if plan.staged:
-        each(2 * plan.chunk // LANES, write)
+        loop(2 * plan.chunk // LANES, write)
     else:
         for piece in range(2 * plan.chunk // LANES):
             write(piece)
 
 
 def _paired(products, plan):
-    """What first channels give on even lanes and second ones on odd lanes, added up on both: [2M, 128] to [M, 128]."""
+    """Add the products of first channels (even lanes) and of second ones (odd lanes); both lanes get the sum: [2M, 128]
+    to [M, 128]."""
     odd = _odd(LANES)
     own = jnp.where(odd, products[plan.rows :], products[: plan.rows])
     return own + jnp.where(odd, pltpu.roll(own, 1, 1), pltpu.roll(own, LANES - 1, 1))
 
 
 def _odd(lanes: int):
+    """Say which lanes are odd, [1, lanes]."""
     return (jax.lax.broadcasted_iota(jnp.int32, (1, lanes), 1) & jnp.int32(1)) == 1
 
 
 def _raise_peak(refs: Refs, plan):
-    """Raise the running maxima to this tile's, and rescale what was summed up before."""
+    """Raise the running maximum to this tile's, and rescale the running sums to it."""
     peak = jnp.maximum(refs.peak[...], refs.top[...].max(-1, keepdims=True))
-    decay = jnp.exp2(refs.peak[...] - peak)
+    rescale = jnp.exp2(refs.peak[...] - peak)
     refs.peak[...] = peak
-    refs.total[...] = refs.total[...] * decay
-    refs.out[0] = refs.out[0] * _both(decay)
+    refs.total[...] = refs.total[...] * rescale
+    refs.out[0] = refs.out[0] * _both(rescale)
 
 
 def _weigh(refs: Refs, plan, chunk):
-    """Scores of a chunk to weights of its values."""
+    """Write the softmax weights of a chunk, times the value scales; add the weights to their running sum."""
     total, odd = jnp.zeros((plan.rows, LANES)), _odd(LANES)
     for first in range(0, 2 * plan.chunk, LANES):
         lanes = pl.ds(pl.multiple_of(chunk * (2 * plan.chunk) + first, LANES), LANES)
@@ -164,12 +166,12 @@ def _weigh(refs: Refs, plan, chunk):
 
 
 def _sum_values(refs: Refs, plan):
-    """Add the tile's values, weighted, to the running sums."""
+    """Add the tile's weighted values to the running sums."""
 
     def use(_, first, words):
         for i in range(plan.value_columns):
             numbers = pltpu.bitcast(words[:, i * LANES : (i + 1) * LANES], jnp.bfloat16)
-            lanes = some(first + i, LANES)
+            lanes = aligned(first + i, LANES)
             refs.out[0, :, lanes] = refs.out[0, :, lanes] + dot(refs.weights[...], numbers, 0)
 
     begin, end = functools.partial(_weigh, refs, plan), lambda _: None

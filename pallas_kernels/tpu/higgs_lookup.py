@@ -1,4 +1,4 @@
-"""Codes of a tile looked up in the grid, chunk by chunk, for the TPU kernel on HIGGS bodies (see `higgs`)."""
+"""Look the codes of a tile up in the grid, chunk by chunk, for the TPU kernel on HIGGS bodies (see `higgs`)."""
 
 import functools
 import operator
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kvqjax.ops.layout import PLANE, split_bits
-from kvqjax.pallas_kernels.tpu.columns import each, quotient, some
+from kvqjax.pallas_kernels.tpu.columns import aligned, loop, quotient
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.signposts import gathered
 
@@ -16,8 +16,8 @@ __all__ = ["by_steps"]
 
 
 def _planes(ref, part: int, count: int, lanes, chunk):
-    """The fields of `part` bits of a chunk's `count` planes of 32 tokens, [32, 128] each, as words with more bits
-    above."""
+    """Yield the fields of `part` bits of a chunk's `count` planes of 32 tokens, [32, 128] each. Bits above the field
+    are arbitrary."""
     blocks, planes = max(1, count * part // 32), 32 // part  # of words that a chunk reaches, planes in a block
     first = quotient(chunk * part * count, 32) * PLANE
     place = jax.lax.rem(chunk, jnp.int32(max(1, planes // count))) * (count * part)  # where a block has more
@@ -29,7 +29,7 @@ def _planes(ref, part: int, count: int, lanes, chunk):
 
 
 def _numbers(words, table, bits: int, count: int, lanes, chunk):
-    """The words that the codes of a chunk of `count` planes name, on 128 lanes: [C, 128] uint32."""
+    """Look up the codes of a chunk of `count` planes on 128 lanes: words of two numbers, [C, 128] uint32."""
     parts = split_bits(bits)
     sets, found = [_planes(ref, part, count, lanes, chunk) for ref, part in zip(words, parts, strict=True)], []
     for fields in zip(*sets, strict=True):
@@ -43,16 +43,16 @@ def _numbers(words, table, bits: int, count: int, lanes, chunk):
 
 
 def by_steps(numbers, plan, codes, table, bits: int, beside: int, begin, use, end) -> None:
-    """For every chunk `begin(chunk)`, `use(chunk, first, words)` for `beside` columns from `first` on, with the words
-    of `numbers` that hold theirs, and `end(chunk)`. They were looked up one step before: that takes the units that
-    permute lanes, the rest the matrix and vector units."""
+    """Call, for every chunk, `begin(chunk)`, then `use(chunk, first, words)` for every `beside` columns from `first`
+    on, then `end(chunk)`. `words` [C, beside * 128] are the numbers of these columns. They were looked up one step
+    before, into the half of `numbers` that is not in use: looking up keeps other units busy than `use` does."""
     steps = plan.parts // beside
     last = plan.tile // plan.chunk * steps - 1
 
     def look_up(number):
         chunk, first = quotient(number, steps), jax.lax.rem(number, jnp.int32(steps)) * beside
         for i in range(beside):
-            words = _numbers(codes, table, bits, plan.chunk // PLANE, some(first + i, LANES), chunk)
+            words = _numbers(codes, table, bits, plan.chunk // PLANE, aligned(first + i, LANES), chunk)
             numbers[jax.lax.rem(number, jnp.int32(2)), :, i * LANES : (i + 1) * LANES] = words
 
     def step(chunk, turn):
@@ -65,8 +65,8 @@ def by_steps(numbers, plan, codes, table, bits: int, beside: int, begin, use, en
         if steps == 1:  # all that is done for a chunk can be scheduled together
             step(chunk, jnp.int32(0))
         else:
-            each(steps, functools.partial(step, chunk))
+            loop(steps, functools.partial(step, chunk))
         end(chunk)
 
     look_up(jnp.int32(0))
-    each(plan.tile // plan.chunk, visit)
+    loop(plan.tile // plan.chunk, visit)

@@ -1,12 +1,11 @@
-"""Static choices of one call of the TPU kernel on HIGGS bodies, and the matrices that it takes transforms apart with.
+"""Static choices of one call of the TPU kernel on HIGGS bodies, and the factors of its transform.
 
-Sylvester's matrices are Kronecker products, so that of a group of n heads of D channels, each D/2 pairs, is
+Sylvester's matrices are Kronecker products. For a group of n heads of D channels, each D/2 pairs,
 
     H = H_n (x) H_(D/2) (x) H_2        heads, pairs of a head, the two channels of a pair.
 
-H_2 goes into the grid, once; H_(D/2) is a product per token (keys) or one of the sums (values); H_n commutes with RoPE,
-which turns all heads alike, and goes into the queries.
-"""
+H_2 goes into the grid, once. H_(D/2) is one product per token (keys) or one for all (sums of values). H_n commutes with
+RoPE, which rotates all heads alike, and goes into the queries."""
 
 import dataclasses
 import math
@@ -27,9 +26,9 @@ SPREAD = 256  # tokens whose scales are spread at a time
 
 @dataclasses.dataclass(frozen=True)
 class HiggsPlan:
-    """Static choices of one call: `used` query rows, T*G for each KV head; tokens per tile. Rows of numbers are the two
-    channels of a pair in turn, so that a token has two, and two lanes of the scores. The tokens of a `chunk` are looked
-    up together, and have a first position of their own."""
+    """Static choices of one call: `used` query rows, T*G for each KV head; tokens of a tile; tokens of a `chunk`, which
+    are looked up together and have a first position of their own. A token has two rows (the two channels of a pair in
+    turn) wherever numbers lie on rows, and two lanes of the scores."""
 
     spec: HiggsSpec
     slots: int
@@ -48,7 +47,7 @@ class HiggsPlan:
 
     @property
     def shared(self) -> int:
-        """All KV heads are handled together."""
+        """KV heads that are handled together: all."""
         return self.spec.kv_heads
 
     @property
@@ -63,13 +62,13 @@ class HiggsPlan:
 
     @property
     def value_columns(self) -> int:
-        """Columns of values that are worked off together: a lane permutation takes long, and many fill the time."""
+        """Columns of values that are worked off together: a lane permutation takes long, and several fill the time."""
         return math.gcd(self.parts, VALUES)
 
     @property
     def staged(self) -> bool:
-        """Whether transformed keys go through memory, and scores are written in a loop: slower, but with fewer
-        registers, of which many query rows and wide codes want many; float32 has smaller chunks."""
+        """Whether transformed keys go through memory, and scores are written in a loop. Slower, but with fewer
+        registers: many query rows and wide codes need that. float32 has smaller chunks and does not."""
         return self.rows > 32 or (self.spec.key_bits > 4 and not self.wide)
 
     @property
@@ -93,19 +92,20 @@ class HiggsPlan:
         return self.spec.target in WIDE
 
     @property
-    def within(self) -> np.ndarray:
+    def transform(self) -> np.ndarray:
         """The transform within the heads on 128 lanes, [128, 128]."""
         return np.kron(np.eye(LANES // self.pairs), hadamard(self.pairs))
 
     @property
     def between(self) -> np.ndarray:
-        """How the heads of a query meet transformed heads of keys: [KV heads, KV heads], 0 between groups."""
+        """The signs with which the heads of a query meet transformed heads of keys, [KV heads, KV heads]; 0 between
+        groups."""
         return np.kron(np.eye(self.spec.groups), hadamard(self.spec.group // self.spec.head_dim))
 
 
 def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: int | None = None) -> HiggsPlan:
-    """The plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
-    follow each other. ValueError for what the kernel does not take."""
+    """Make the plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
+    follow each other. Raise ValueError for what the kernel does not take."""
     heads, dim = spec.group // spec.head_dim, spec.head_dim
     if heads * dim != spec.group or spec.width % spec.group or heads & (heads - 1) or dim & (dim - 1):
         raise ValueError(f"{spec}: want groups of a power of two heads of a power of two channels")

@@ -1,8 +1,27 @@
-"""The body of the TPU decode-attention kernel: one tile of tokens, all lane groups (see `tpu` for the mathematics).
+"""The body of the TPU decode-attention kernel: one tile of tokens, all lane groups (see `packed` for the mathematics
+and for the shapes of the operands).
 
-Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S tokens of the tile, N
-key groups of the tile, C rows of value scales. Scores are base-2 logarithms.
-"""
+Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S tokens of the tile.
+Scores are base-2 logarithms.
+
+A lane group has two steps: its scores (unpack keys, multiply with queries) and its values (unpack values, multiply with
+softmax weights). The weights need the maximum over all scores of the tile, so one step follows the other. In turn:
+
+    time ->   scores 0 | values 0 | scores 1 | values 1 | scores 2 | values 2
+
+Interleaved (`Plan.ahead` is a number), the values of lane group n and the scores of lane group n + 1 are worked off
+together, TURN tokens of each in turn. They do not wait for each other, so the matrix unit is never idle:
+
+    time ->   scores 0 | values 0 | values 1 | values 2
+                       | scores 1 | scores 2 |
+
+    within one of these steps (s: TURN tokens of scores n + 1, v: of values n):
+
+    ahead =  0         s0 v0 s1 v1 s2 v2 s3 v3
+    ahead =  1         s0 s1 v0 s2 v1 s3 v2 v3
+    ahead = -1         v0 s0 v1 s1 v2 s2 v3 s3
+
+Scores n + 1 are written over scores n. So the weights of a piece are computed before its first turn."""
 
 import itertools
 
@@ -11,7 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kvqjax.pallas_kernels.tpu.call import Refs
-from kvqjax.pallas_kernels.tpu.columns import Place, each, place_of, some
+from kvqjax.pallas_kernels.tpu.columns import Place, aligned, loop, place_of
 from kvqjax.pallas_kernels.tpu.outlier_values import add_values
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E, members
 from kvqjax.pallas_kernels.tpu.scores import rotated_scores, unrotated_scores
@@ -24,7 +43,7 @@ TURN = 512  # tokens of scores, and of values, in turn: so that every matrix uni
 
 
 def kernel(refs: Refs, ends, plan, *, per_split: int):
-    """Grid (row, split, tile). `refs`: `packed`, `ends`: `rows.tile_ends`."""
+    """Attend to one tile. Grid (row, split, tile); `refs` as declared in `packed`, `ends` from `rows.tile_ends`."""
     row, split, step = (pl.program_id(axis) for axis in range(3))
     tile = split * per_split + step
 
@@ -49,19 +68,18 @@ def kernel(refs: Refs, ends, plan, *, per_split: int):
 
 
 def _attend(refs: Refs, plan):
-    """Fold the tile into the running softmax of every lane group: its scores, then its values."""
+    """Fold the tile into the online softmax of every lane group: first its scores, then its values."""
 
     def step(group):
         place = place_of(group, plan)
         peak = _raised(refs, place, _scored(refs, plan, place))
         fold(refs, plan, place, peak, _summed(refs, plan, place, peak))
 
-    each(plan.lane_groups, step)
+    loop(plan.lane_groups, step)
 
 
 def _attend_interleaved(refs: Refs, plan):
-    """As `_attend`; the scores of a lane group are computed in turn with the values of the one before, so that no
-    matrix unit waits for the last results of either."""
+    """Do the same with the scores of a lane group in turn with the values of the one before (diagram above)."""
     first, last = place_of(jnp.int32(0), plan), place_of(jnp.int32(plan.lane_groups - 1), plan)
     count, ahead = TURN // plan.column, plan.ahead
 
@@ -91,7 +109,8 @@ def _attend_interleaved(refs: Refs, plan):
 
 
 def _pieces(plan, work, carry):
-    """`work(blocks, carry)` for every piece of the tile in turn, `blocks` being the numbers of its blocks."""
+    """Call `work(blocks, carry)` for every piece of the tile in turn and return the last carry. `blocks` are the
+    numbers of the piece's blocks."""
     count = plan.blocks // plan.pieces
     if plan.pieces == 1:
         return work(members(0, count), carry)
@@ -99,12 +118,12 @@ def _pieces(plan, work, carry):
 
 
 def _scored(refs: Refs, plan, place: Place):
-    """Write the scores of the tile; their maxima, [M, 128]."""
+    """Write the scores of the tile and return the maxima of their lanes, [M, 128]."""
     return _pieces(plan, lambda blocks, top: _last(_score(refs, plan, place, blocks, top)), _no_top(plan))
 
 
 def _summed(refs: Refs, plan, place: Place, peak):
-    """The sums of the tile, its scores being written."""
+    """Return the tile's sums (`sums.no_sums`) once its scores are written."""
 
     def piece(blocks, sums):
         return _last(add_sums(refs, plan, place, weights_of(refs, plan, peak, blocks), blocks, sums))
@@ -113,16 +132,17 @@ def _summed(refs: Refs, plan, place: Place, peak):
 
 
 def _last(found):
+    """Run a generator to its end and return the last thing it yields."""
     *_, last = found
     return last
 
 
 def _score(refs: Refs, plan, place: Place, blocks, top):
-    """Write scores [M, S] of these blocks in lane order, a column at a time; yields the maxima so far, [M, 128]."""
+    """Write the scores [M, S] of these blocks in lane order, a column at a time. Yield the maxima so far, [M, 128]."""
     score = rotated_scores if plan.spec.rope is None else unrotated_scores
     for index in blocks:
         for number, found in zip(plan.columns(index), score(refs, plan, place, index), strict=True):
-            tokens = some(number, plan.column)
+            tokens = aligned(number, plan.column)
             scores = jnp.minimum(found, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores
             for lane in range(0, plan.column, LANES):
@@ -131,9 +151,10 @@ def _score(refs: Refs, plan, place: Place, blocks, top):
 
 
 def _raised(refs: Refs, place: Place, top):
-    """The running maximum of a lane group after this step, [M, 1]."""
+    """Return the running maximum of a lane group after this tile, [M, 1]."""
     return jnp.maximum(refs.peak[place.group], top.max(-1, keepdims=True))
 
 
 def _no_top(plan):
+    """Return the maxima of no scores, [M, 128]."""
     return jnp.full((plan.rows, LANES), NEVER)

@@ -1,16 +1,15 @@
 """Decode attention on packed latents as a Pallas TPU kernel: keys are rematerialised tile by tile and never leave the
 chip's vector memory.
 
-The grid is (row, tile). Per tile of S tokens: the key latents are unpacked once, then for each group of heads
+The grid is (row, tile). Per tile of S tokens the key latents are unpacked once. Then for each group of heads
 
     K = x F_p + b                                  on the matrix unit, [S, W]
-    k = K * cos + swap(K) * sin                    tables of offsets inside a tile: the same for every tile,
+    k = K * cos + swap(K) * sin                    tables of offsets inside a tile: the same for every tile
     scores = q_p . k                               the query being rotated back by the tile's first position
 
-and, after the online softmax of all query heads, out = sum_t p_t y_t over the value latents, codes first, scales and
-minima folded into the weights as in `tpu`. The columns of F are put in an order in which the first channels of the
-pairs of all heads of a group lie in other lanes than the second ones, so that a rotation moves no lanes.
-"""
+and, after the online softmax of all query heads, out = sum_t p_t y_t over the value latents, scales and minima folded
+into the weights as in `packed`. The columns of F are ordered such that the first channels of the pairs of all heads of
+a group lie in other lanes than the second ones, so that a rotation moves no lanes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +22,7 @@ from kvqjax.pallas_kernels.tpu.latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu.latents_plan import LatentPlan, plan_latents
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles
-from kvqjax.pallas_kernels.tpu.rows import row_bounds, tile_ends
-from kvqjax.pallas_kernels.tpu.tile import NEVER
+from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, tile_ends
 
 __all__ = ["packed_attention"]
 
@@ -41,9 +39,9 @@ def packed_attention(
     tile: int | None = None,
     interpret: object = False,
 ) -> Partial:
-    """Means of the value latents [B, T, H, R] under attention to the rematerialised keys, and the log-sum-exp. Query t
-    of row b sees body tokens start[b, t] <= s < stop[b, t]; `q` carries its rotation and not yet the D^-1/2. Queries,
-    latents and keys are rounded to bfloat16 before they are multiplied."""
+    """Return the means of the value latents [B, T, H, R] under attention to the rematerialised keys, and the
+    log-sum-exp. Query t of row b sees body tokens start[b, t] <= s < stop[b, t]. `q` carries its rotation and not yet
+    the D^-1/2. Queries, latents and keys are rounded to bfloat16 before they are multiplied."""
     slots, group = body.slots, q.shape[2] // spec.kv_heads
     plan = plan_latents(spec, slots, slots // len(body.positions), q.shape[1] * group, ways, tile)
     parts = plan.parts
@@ -51,24 +49,25 @@ def packed_attention(
         kernel,
         plan,
         (q.shape[0], parts.tiles),
-        (jnp.asarray(layer, jnp.int32).reshape(1), tile_ends(start, stop, parts.tile, parts.slots)),
+        layer,
+        tile_ends(start, stop, parts.tile, parts.slots),
         _operands(q, row_bounds(start, stop, plan, group), body, plan),
         ((parts.rows, spec.rank), (parts.rows, 1)),
         _scratch(plan),
         name=f"packed_attention_latents_k{parts.spec.key_bits}v{parts.spec.value_bits}_{parts.tile}",
         interpret=interpret,
     )
-    return _collect(out, lse, q.shape, plan)
+    return collect_groups(out, lse, q.shape[1], plan)
 
 
 def _halves(x, plan: LatentPlan):
-    """[..., K*D] with the first channels of the pairs of each group of heads before the second ones."""
+    """Order [..., K*D] such that in each group of heads the first channels of all pairs come before the second ones."""
     x = x.reshape(*x.shape[:-1], plan.groups, plan.shared, 2, plan.spec.head_dim // 2)
     return jnp.swapaxes(x, -2, -3).reshape(*x.shape[:-4], -1)
 
 
 def _queries(q, plan: LatentPlan) -> Float[Array, "B P M W"]:
-    """Scaled queries of the heads of every group, each in its own head's lanes and zero elsewhere."""
+    """Scale the queries and lay out those of a group of heads: each in its own head's lanes, zero elsewhere."""
     batch, length, count, dim = q.shape
     group = count // plan.spec.kv_heads
     q = q.astype(jnp.float32).reshape(batch, length, plan.groups, plan.shared, group, 2, dim // 2)
@@ -79,13 +78,13 @@ def _queries(q, plan: LatentPlan) -> Float[Array, "B P M W"]:
 
 
 def _cos_sin(positions, plan: LatentPlan) -> tuple:
-    """[n, W/2] each, float32."""
+    """Return cosine and sine of every pair of a group of heads at n positions, [n, W/2] float32 each."""
     turn = angles(positions, np.asarray(plan.spec.rope.frequencies, np.float64))
     return tuple(jnp.tile(f(turn), (1, plan.shared)) for f in (jnp.cos, jnp.sin))
 
 
 def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
-    """Cosine and sine of the first position of every stretch of every tile."""
+    """Return cosine and sine of the first position of every stretch of every tile."""
     each = plan.parts.slots // len(positions) // plan.stretch
     first = (positions[:, None] + jnp.arange(each)[None] * plan.stretch).reshape(-1)
     wanted = plan.parts.tiles * (plan.parts.tile // plan.stretch)
@@ -94,9 +93,9 @@ def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
 
 
 def _tables(plan: LatentPlan) -> dict:
-    """Token of every lane of a block, the one-hot matrix that brings value scales into that order, the one that gives
-    key scales to rows; cosine and sine of every token's offset in its stretch, [S, W/2]; each row's own lanes, [M, W].
-    """
+    """Return what is the same for all tiles: token of every lane of a block, the one-hot matrices that bring value
+    scales into that order and key scales to rows, cosine and sine of every token's offset in its stretch [S, W/2], and
+    each row's own lanes [M, W]."""
     parts = plan.parts
     spread = np.zeros((plan.pattern.size, parts.tile // parts.spec.key_group), np.float32)
     spread[np.arange(plan.pattern.size), plan.pattern] = 1
@@ -111,26 +110,12 @@ def _tables(plan: LatentPlan) -> dict:
 
 
 def _maps(body: LatentBody, plan: LatentPlan) -> dict:
-    """The up-projection [R, K*D] bfloat16, and bias and gain [2, K*D] float32."""
+    """Return the up-projection [R, K*D] bfloat16, and bias and gain [2, K*D] float32."""
     width, dim = plan.spec.width, plan.spec.head_dim
     bias = jnp.zeros(width) if body.bias is None else body.bias.astype(jnp.float32)
     gain = jnp.ones(dim) if body.gain is None else body.gain.astype(jnp.float32)
     rows = jnp.stack([bias, jnp.tile(gain, plan.spec.kv_heads)])
     return {"up": _halves(body.up.astype(jnp.bfloat16), plan), "maps": _halves(rows, plan)}
-
-
-def _collect(out, lse, shape: tuple[int, ...], plan: LatentPlan) -> Partial:
-    """Bring query rows back to [B, T, H]."""
-    batch, length, count, _ = shape
-    group = count // plan.spec.kv_heads
-    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)
-
-    def rows(x):
-        x = x.reshape(batch, plan.groups, plan.rows, -1)[:, :, : plan.used]
-        x = x.reshape(batch, plan.groups, plan.shared, length, group, -1)
-        return x.transpose(0, 3, 1, 2, 4, 5).reshape(batch, length, count, -1)
-
-    return Partial(rows(out), rows(lse)[..., 0])
 
 
 def _operands(q, bounds, body: LatentBody, plan: LatentPlan) -> dict[str, Operand | None]:

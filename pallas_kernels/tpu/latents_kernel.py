@@ -1,8 +1,8 @@
-"""The body of the TPU kernel on packed latents: one tile of tokens (see `latents` for the mathematics).
+"""The body of the TPU kernel on packed latents: one tile of tokens (see `latents` for the mathematics and for the
+shapes of the operands).
 
 Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its lanes, S tokens of the tile, N
-key groups of the tile, C rows of value scales, R the rank. Scores are base-2 logarithms.
-"""
+key groups of the tile, C rows of value scales, R the rank. Scores are base-2 logarithms."""
 
 import functools
 
@@ -13,19 +13,19 @@ from jax.experimental import pallas as pl
 from kvqjax.ops.layout import from_bits
 from kvqjax.pallas_kernels.tpu.call import Refs
 from kvqjax.pallas_kernels.tpu.columns import (
+    aligned,
     columns,
     dot,
-    each,
     filled,
     lane_wise,
     load_row,
+    loop,
     place_of,
-    some,
-    within,
     words_of,
+    zero_beyond,
 )
 from kvqjax.pallas_kernels.tpu.plan import LANES
-from kvqjax.pallas_kernels.tpu.softmax import over_tiles, soften
+from kvqjax.pallas_kernels.tpu.softmax import over_tiles, to_weights
 from kvqjax.pallas_kernels.tpu.tile import NEVER, order_scales, write_limits
 from kvqjax.pallas_kernels.tpu.unpack import chunks, offset
 
@@ -33,15 +33,15 @@ __all__ = ["kernel"]
 
 
 def kernel(refs: Refs, ends, plan):
-    """Grid (row, tile). `refs`: `latents`, `ends`: `rows.tile_ends`."""
+    """Attend to one tile. Grid (row, tile); `refs` as declared in `latents`, `ends` from `rows.tile_ends`."""
 
     def work(tile):
         _prepare(refs, plan, tile)
-        each(plan.groups, lambda group: _score_group(refs, plan, group))
-        soften(refs)
+        loop(plan.groups, lambda group: _score_group(refs, plan, group))
+        to_weights(refs)
         if plan.apart:
-            each(plan.parts.lane_groups, lambda part: _sum_minima(refs, plan, part))
-        each(plan.parts.lane_groups, lambda part: _sum_latents(refs, plan, part))
+            loop(plan.parts.lane_groups, lambda part: _sum_minima(refs, plan, part))
+        loop(plan.parts.lane_groups, lambda part: _sum_latents(refs, plan, part))
 
     over_tiles(refs, ends, work)
 
@@ -50,19 +50,20 @@ def _prepare(refs: Refs, plan, tile) -> None:
     """Write limits, value scales and key latents of tile number `tile`."""
     write_limits(refs, plan.parts, tile)
     order_scales(refs, plan.parts, tile)
-    each(plan.parts.lane_groups, lambda part: _spread_scales(refs, plan, tile, part))
-    each(plan.parts.lane_groups, lambda part: _unpack_latents(refs, plan, part))
+    loop(plan.parts.lane_groups, lambda part: _spread_scales(refs, plan, tile, part))
+    loop(plan.parts.lane_groups, lambda part: _unpack_latents(refs, plan, part))
 
 
 def _spread_scales(refs: Refs, plan, tile, part):
-    """Key scales and minima of 128 channels, on the rows that repeat themselves in every chunk of unpacked codes."""
+    """Write key scales and minima of 128 channels on the 8 rows that repeat themselves in every chunk of unpacked
+    codes."""
     parts, place = plan.parts, place_of(part, plan.parts)
     scale, low = (
         from_bits(x[0, 0, :, place.lanes], parts.spec.scales) for x in (refs.body.key_scale, refs.body.key_low)
     )
     if parts.slots % parts.tile:
         limit = parts.slots // parts.spec.key_group
-        scale, low = (within(x, tile * x.shape[0], limit, 0) for x in (scale, low))
+        scale, low = (zero_beyond(x, tile * x.shape[0], limit, 0) for x in (scale, low))
     factor = dot(refs.spread[...], scale, 0)
     refs.factors[:, place.lanes] = factor
     zero = dot(refs.spread[...], low, 0) - offset(parts.spec.key_bits, parts.ways) * factor
@@ -70,7 +71,7 @@ def _spread_scales(refs: Refs, plan, tile, part):
 
 
 def _unpack_latents(refs: Refs, plan, part):
-    """128 channels of the tile's key latents as bfloat16 numbers, tokens in lane order."""
+    """Write 128 channels of the tile's key latents as bfloat16 numbers, tokens in lane order."""
     parts, place = plan.parts, place_of(part, plan.parts)
     for index in range(parts.tile // parts.block):
         for i, codes in enumerate(_codes(refs, plan, place, index)):
@@ -83,23 +84,23 @@ def _unpack_latents(refs: Refs, plan, part):
 
 
 def _codes(refs: Refs, plan, place, index: int):
-    """Key codes of block `index` of the tile, [32 * ways, 128] at a time."""
+    """Yield the key codes of block `index` of the tile, [32 * ways, 128] at a time."""
     parts, bits = plan.parts, plan.parts.spec.key_bits
     return chunks(words_of(refs.body.key_codes, bits, place, index, parts), bits, parts.base, parts.ways)
 
 
 def _score_group(refs: Refs, plan, group):
-    """Write the scores of one group of heads, and their maxima. The two steps are loops of their own: side by side they
-    would want more registers than there are."""
+    """Write the scores of one group of heads, and their maxima into `top`. The two steps are loops of their own: side
+    by side they would need more registers than there are."""
     for piece in range(plan.lanes // plan.columns):
-        each(plan.parts.tile // plan.chunk, functools.partial(_multiply, refs, plan, group, piece))
+        loop(plan.parts.tile // plan.chunk, functools.partial(_multiply, refs, plan, group, piece))
     step = functools.partial(_score, refs, plan, group)
     top = jax.lax.fori_loop(0, plan.parts.tile // plan.slice, step, jnp.full((plan.rows, LANES), NEVER))
-    refs.top[some(group, plan.rows)] = top.max(-1, keepdims=True)
+    refs.top[aligned(group, plan.rows)] = top.max(-1, keepdims=True)
 
 
 def _turned_back(refs: Refs, plan, group, number):
-    """The queries of a group, rotated back by the first position of slice `number`'s stretch: [M, W] bf16."""
+    """Rotate the queries of a group back by the first position of slice `number`'s stretch: [M, W] bf16."""
     stretch = jax.lax.div(number, jnp.int32(plan.stretch // plan.slice))
     cos, sin = (refs.turns[0, pl.ds(2 * stretch + i, 1)] for i in range(2))
     first, second = refs.queries[0, group, :, : plan.half], refs.queries[0, group, :, plan.half :]
@@ -108,10 +109,10 @@ def _turned_back(refs: Refs, plan, group, number):
 
 
 def _multiply(refs: Refs, plan, group, piece: int, chunk):
-    """Keys of a group of heads before bias and rotation: one chunk of tokens, as many columns as the matrix unit has,
-    and as many latents at a time."""
-    tokens, here = some(chunk, plan.chunk), some(piece, plan.columns)
-    across = some(group * (plan.lanes // plan.columns) + piece, plan.columns)
+    """Make keys of a group of heads, before bias and rotation, for one chunk of tokens: as many columns, and as many
+    latents at a time, as the matrix unit has."""
+    tokens, here = aligned(chunk, plan.chunk), aligned(piece, plan.columns)
+    across = aligned(group * (plan.lanes // plan.columns) + piece, plan.columns)
     for depth in range(0, plan.spec.rank, plan.columns):
         inner = slice(depth, depth + plan.columns)
         product = dot(refs.latents[tokens, inner], refs.up[inner, across], 0)
@@ -119,8 +120,9 @@ def _multiply(refs: Refs, plan, group, piece: int, chunk):
 
 
 def _score(refs: Refs, plan, group, number, top):
-    """Rotate the keys of a slice of tokens by their offsets and meet them with the queries."""
-    tokens, lanes = some(number, plan.slice), some(group, plan.lanes)
+    """Add the bias, rotate the keys of a slice of tokens by their offsets, multiply them by the queries and write the
+    scores. Return the maxima so far, [M, 128]."""
+    tokens, lanes = aligned(number, plan.slice), aligned(group, plan.lanes)
     cos, sin = refs.cos[tokens], refs.sin[tokens]
     keys = refs.products[tokens] + refs.maps[0:1, lanes]
     size = None
@@ -131,24 +133,24 @@ def _score(refs: Refs, plan, group, number, top):
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
     scores = dot(_turned_back(refs, plan, group, number), rotated.astype(jnp.bfloat16), 1)
     scores = jnp.minimum(scores if size is None else scores * size, refs.limits[:, tokens])
-    refs.scores[some(group, plan.rows), tokens] = scores
+    refs.scores[aligned(group, plan.rows), tokens] = scores
     return jnp.maximum(top, lane_wise(jnp.maximum, scores))
 
 
 def _own_rows(ref, parts, part, begin: int):
-    """Value scales or minima of 128 channels for the tokens of the column from `begin` on, on all query rows."""
+    """Load value scales, or minima, of 128 channels for the column of tokens from `begin` on, on all query rows."""
     row = jax.lax.div(part * LANES, jnp.int32(parts.spec.value_group))
     return filled(load_row(ref, row, parts.value_rows, begin // LANES, parts.column), parts)
 
 
 def _minima(refs: Refs, parts, part, begin: int):
-    """What the minima of 128 channels add up to over a column of tokens, weighted: [P*M, 128]."""
+    """Multiply the minima of 128 channels by the weights of a column of tokens: [P*M, 128], to be summed over lanes."""
     weights = refs.scores[:, begin : begin + parts.column]
     return lane_wise(jnp.add, weights * _own_rows(refs.lows, parts, part, begin))
 
 
 def _sum_minima(refs: Refs, plan, part):
-    """Add the minima of 128 channels of the tile's value latents, weighted, to the running means."""
+    """Rescale the running sums of 128 channels and add the tile's weighted minima."""
     parts, lanes = plan.parts, place_of(part, plan.parts).lanes
     lows = jnp.zeros((parts.rows, LANES))
     for begin in range(0, parts.tile, parts.column):
@@ -157,8 +159,8 @@ def _sum_minima(refs: Refs, plan, part):
 
 
 def _sum_latents(refs: Refs, plan, part):
-    """Add 128 channels of the tile's value latents, weighted, to the running means: all of them, or without the
-    minima where those are summed apart."""
+    """Add 128 channels of the tile's weighted value latents to the running sums: all of them, or without the minima
+    where those are summed apart."""
     parts, place = plan.parts, place_of(part, plan.parts)
     lows, product = jnp.zeros((parts.rows, LANES)), jnp.zeros((parts.rows, LANES))
     for index in range(parts.tile // parts.block):

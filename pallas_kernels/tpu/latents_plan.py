@@ -6,7 +6,8 @@ import math
 import numpy as np
 
 from kvqjax.pallas_kernels.latents import LatentSpec
-from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE, Plan, cheapest_ways
+from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE, Plan
+from kvqjax.pallas_kernels.tpu.planning import cheapest_ways
 
 __all__ = ["TILE", "LatentPlan", "plan_latents"]
 
@@ -15,10 +16,10 @@ TILE = 1024
 
 @dataclasses.dataclass(frozen=True)
 class LatentPlan:
-    """Static choices of one call. `parts` sees the latents as heads of 128 channels with all query rows each; `shared`
-    KV heads are rematerialised together and have `used` query rows; products take `chunk` tokens, and `columns`
-    latents and lanes of keys at a time, as many as the matrix unit has; `slice` tokens are rotated at a time. Every
-    `stretch` tokens of a tile have a first position of their own."""
+    """Static choices of one call. `parts` takes the latents as heads of 128 channels that all query rows attend to.
+    `shared` KV heads are rematerialised together and have `used` query rows. Products take `chunk` tokens and, of
+    latents and key lanes, `columns` at a time, as many as the matrix unit has. `slice` tokens are rotated at a time.
+    Every `stretch` tokens of a tile have a first position of their own."""
 
     parts: Plan
     spec: LatentSpec
@@ -50,18 +51,19 @@ class LatentPlan:
 
     @property
     def apart(self) -> bool:
-        """Whether the minima of values are summed in a loop of their own: slower, but with fewer registers, of which
-        many query rows want many, and so do two plane sets on a v6e."""
+        """Whether the minima of values are summed in a loop of their own. Slower, but with fewer registers: many query
+        rows need that, and two plane sets on a v6e."""
         return self.parts.rows > 32 or (self.spec.target == "v6e" and self.spec.stored.value_bits == 3)
 
     @property
     def pattern(self) -> np.ndarray:
-        """Key group of each of the 8 rows that repeat themselves in every unpacked chunk of a tile: [chunks * 8]."""
+        """Key group of each of the 8 rows that repeat themselves in every unpacked chunk of a tile, [chunks * 8]."""
         return self.parts.tile_order.reshape(-1, 32 * self.parts.ways)[:, :8].reshape(-1) // self.parts.spec.key_group
 
 
 def _heads_together(spec: LatentSpec, per_head: int) -> int:
-    """As few KV heads as fill two registers of lanes and, where that can be, eight query rows."""
+    """Return how many KV heads are rematerialised together: as few as fill two registers of lanes and, where that can
+    be, eight query rows."""
     fill = math.lcm(2 * LANES, spec.head_dim) // spec.head_dim
     return next((n for n in range(fill, spec.kv_heads, fill) if spec.kv_heads % n == 0 and n * per_head % 8 == 0), fill)
 
@@ -69,7 +71,7 @@ def _heads_together(spec: LatentSpec, per_head: int) -> int:
 def plan_latents(
     spec: LatentSpec, slots: int, stretch: int, per_head: int, ways: int | None = None, tile: int | None = None
 ) -> LatentPlan:
-    """The plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
+    """Make the plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
     follow each other."""
     heads = _heads_together(spec, per_head)
     if spec.kv_heads % heads or spec.rank % LANES or spec.stored.value_group % LANES:

@@ -1,8 +1,7 @@
-"""What outliers of values change in the outputs of the TPU decode-attention kernel (see `outliers`).
+"""Add what outliers of values change in the outputs of the TPU decode-attention kernel (see `outliers`).
 
-Weights times changes, of all heads that share a tile, meet one matrix per slot that says which lane each of 128 tokens
-names: a scatter as a product.
-"""
+Softmax weights times changes, of several lane groups at once, are multiplied by one one-hot matrix per slot that says
+which lane each of 128 tokens names: a scatter as a product."""
 
 import math
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.pallas_kernels.tpu.columns import dot, each, filled, load_row, some
+from kvqjax.pallas_kernels.tpu.columns import aligned, dot, filled, load_row, loop
 from kvqjax.pallas_kernels.tpu.outliers import difference, padded, split
 from kvqjax.pallas_kernels.tpu.plan import LANES, SHARE, Plan
 
@@ -27,13 +26,13 @@ def add_values(refs, plan: Plan) -> None:
         column = jax.lax.rem(turn, jnp.int32(columns))
         _add_column(refs, plan, first, heads, column)
 
-    each(plan.lane_groups // heads * columns, step)
+    loop(plan.lane_groups // heads * columns, step)
 
 
 def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
-    """The part of 128 tokens of the tile and of `heads` lane groups from `first` on."""
+    """Add the part of 128 tokens of the tile, column number `column`, for `heads` lane groups from `first` on."""
     rows, total = padded(plan.spec.value_slots), jnp.zeros((heads * plan.rows, LANES))
-    lanes = some(column, LANES)
+    lanes = aligned(column, LANES)
     value, _, owner = split(refs.value_slots[:, lanes])
     scale, low = (
         jnp.concatenate([load_row(ref, 0, 1, column, LANES)] * (rows // 8)) for ref in (refs.scales, refs.lows)
@@ -53,13 +52,14 @@ def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
 
 
 def _scaled(weights, shares, plan: Plan, slot: int):
-    """Weights of some lane groups [n, M, 128] times what a slot changes in each, [n*M, 128] bfloat16."""
+    """Multiply the weights of n lane groups [n, M, 128] by what a slot changes in each: [n*M, 128] bfloat16."""
     own = (filled(jnp.broadcast_to(shares[i, slot : slot + 1], (8, LANES)), plan) for i in range(weights.shape[0]))
     return jnp.concatenate([weights[i] * share for i, share in enumerate(own)]).astype(jnp.bfloat16)
 
 
 def _onehot(lane):
-    """[128 lanes, 128 tokens] bfloat16: 1 where a token's slot names the lane; `lane` [8, 128] of equal rows."""
+    """Return [128 lanes, 128 tokens] bfloat16 with 1 where a token's slot names the lane; `lane` is [8, 128] of equal
+    rows."""
     row = jax.lax.broadcasted_iota(jnp.int32, lane.shape, 0).astype(jnp.float32)
     ones = [jnp.where(lane - first == row, 1.0, 0.0) for first in range(0, LANES, 8)]
     return jnp.concatenate(ones).astype(jnp.bfloat16)

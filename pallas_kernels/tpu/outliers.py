@@ -1,18 +1,20 @@
 """KVQuant's outliers in the TPU decode-attention kernel: what a few channels of a token change in scores and outputs.
 
-A token's dense number at channel w is s T[c] + m (s and m of a key belong to the channel, those of a value to the
-token); an outlier o takes its place, so by linearity it adds d = o - s T[c] - m there. No code need be read for that:
-an outlier lies outside its range, so its code is the outermost one on its side of the centre m. (A value's stored
-centre is rounded; by at most that much an outlier can lie inside, where the outermost signpost is as near.)
+A token's dense number at channel w is s T[c] + m, with its code c and the signposts T. Scale s and minimum m of a key
+belong to the channel, those of a value to the token. An outlier o replaces this number. Scores are linear in keys, and
+outputs in values, so that it adds the part of d = o - s T[c] - m.
+
+The code need not be read: an outlier lies outside its range, so its code is the outermost one on its side of the centre
+m. (A value's stored centre is rounded. By at most that much an outlier can lie inside, where the outermost signpost is
+as near.)
 
 With y and y~ as in `rope`, w = D h + l the slot's channel and t a token counted from its block's first,
 
     score_h,t += d (cos(t)_l y_l + sin(t)_l y~_l)         y_l being gathered along the lanes, one slot of 128 tokens
     out_h,l   += sum over t with channel l of p_h,t d     see `outlier_values`
 
-Slots come with tokens on the lanes, like scales, and are brought into lane order with them. l here is the lane within a
-lane group of 128, of one head or several.
-"""
+Slots have tokens on the lanes, as scales do, and are brought into lane order like them. l is the lane within a lane
+group of 128, of one head or several."""
 
 import math
 
@@ -22,7 +24,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from kvqjax.pallas_kernels.tpu.call import memory
-from kvqjax.pallas_kernels.tpu.columns import dot, each, filled, key_rows, some, within
+from kvqjax.pallas_kernels.tpu.columns import aligned, dot, filled, key_rows, loop, zero_beyond
 from kvqjax.pallas_kernels.tpu.plan import LANES, SHARE, Plan
 from kvqjax.pallas_kernels.tpu.rope import turned
 
@@ -33,7 +35,7 @@ SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for
 
 
 def padded(slots: int) -> int:
-    """Rows that `slots` slots take: whole registers of 16-bit numbers."""
+    """Return how many rows `slots` slots take: whole registers of 16-bit numbers."""
     return -(-slots // 16) * 16
 
 
@@ -71,34 +73,34 @@ def _order_slots(refs, plan: Plan, tile, given, slots, count: int) -> None:
     def bring(number):
         _stage(refs.staged, given, plan, tile, number, slots.shape[0] // 3, count)
         staged = refs.staged[: slots.shape[0]]
-        slots[:, some(number, plan.period)] = dot(staged, refs.onehot[...], 0)
+        slots[:, aligned(number, plan.period)] = dot(staged, refs.onehot[...], 0)
 
     # A loop: all of a tile's words at once would not fit the registers.
-    each(plan.tile // plan.period, bring)
+    loop(plan.tile // plan.period, bring)
 
 
 def _stage(staged, given, plan: Plan, tile, number, rows: int, count: int) -> None:
-    """Values, lanes and lane groups of the slots of a tile's period `number` one below the other, as bfloat16: exact,
-    as all are small."""
+    """Write values, lanes and lane groups of the slots of the tile's period `number` one below the other, as bfloat16.
+    All are small, so that this is exact."""
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
-    words = given[0, 0, :, some(number, plan.period)].astype(jnp.int32)
+    words = given[0, 0, :, aligned(number, plan.period)].astype(jnp.int32)
     values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)
     channels = words[count : 2 * count]
     parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
     for i, part in enumerate((values, *(x.astype(jnp.float32) for x in parts))):
         part = part.astype(jnp.bfloat16)
         first = tile * plan.tile + number * plan.period
-        inside = within(part, first, plan.slots, 1) if plan.slots % plan.tile else part
+        inside = zero_beyond(part, first, plan.slots, 1) if plan.slots % plan.tile else part
         staged[i * rows : i * rows + part.shape[0]] = inside
 
 
 def rates(plan: Plan) -> np.ndarray:
-    """Turns per position on every lane of a lane group, [1, W] float32."""
+    """Return full turns per position on every lane of a lane group, [1, W] float32."""
     return (np.tile(plan.frequencies, 2 * plan.shared)[None] / (2 * np.pi)).astype(np.float32)
 
 
 def _cosine(turns):
-    """cos(2 pi turns)."""
+    """Compute cos(2 pi turns)."""
     x = 0.25 - jnp.abs(turns - jnp.floor(turns + 0.5))
     square, series = x * x, jnp.full(x.shape, SINE[-1])
     for factor in reversed(SINE[:-1]):
@@ -107,7 +109,7 @@ def _cosine(turns):
 
 
 def _take(table, lanes):
-    """table[i, lanes[i]] along the lanes: [8, 128] of either, `lanes` in registers of 8 rows."""
+    """Gather table[i, lanes[i]] along the lanes, [8, 128] at a time; `table` is [8, 128], `lanes` [8n, 128]."""
     rows = [
         jnp.take_along_axis(table, lanes[first : first + 8], axis=1, mode="promise_in_bounds")
         for first in range(0, lanes.shape[0], 8)
@@ -116,35 +118,36 @@ def _take(table, lanes):
 
 
 def split(slots):
-    """Values, lanes and lane groups of slots [3R, n]."""
+    """Split slots [3R, n] into values, lanes and lane groups."""
     return jnp.split(slots, 3)
 
 
 def difference(value, scale, centre, ends, which: int):
-    """Outliers less their dense numbers."""
+    """Subtract the dense numbers from outliers: what they change. `which` is 0 for keys, 1 for values."""
     end = jnp.where(value > centre, ends[which, 1], ends[which, 0])
     return value - scale * end - centre
 
 
 def add_keys(refs, plan: Plan) -> None:
-    """Add what outliers of keys change to `added`."""
+    """Write `added` [P, M, S]: what outliers of keys add to the scores of every lane group."""
     refs.added[...] = jnp.zeros(refs.added.shape)
     rate = jnp.broadcast_to(refs.rates[...], (8, LANES))
     rows = padded(plan.spec.key_slots)
 
     def wave(number):
-        lanes = some(number, LANES)
-        own = some(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
+        lanes = aligned(number, LANES)
+        own = aligned(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
         index = split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
         token = jnp.broadcast_to(refs.order[:, own].astype(jnp.float32), index.shape)
         turns = _take(rate, index) * token
         refs.waves[:rows, lanes], refs.waves[rows:, lanes] = _cosine(turns), _cosine(turns - 0.25)
 
-    each(plan.tile // LANES, wave)
-    each(plan.lane_groups, lambda group: _add_group(refs, plan, group))
+    loop(plan.tile // LANES, wave)
+    loop(plan.lane_groups, lambda group: _add_group(refs, plan, group))
 
 
 def _add_group(refs, plan: Plan, group) -> None:
+    """Add what outliers of keys add to the scores of one lane group."""
     rows = padded(plan.spec.key_slots)
     scale, centre = (x[:8] for x in key_rows(refs, plan, group, 0))
     for first in range(0, plan.tile, LANES):
@@ -162,7 +165,8 @@ def _add_group(refs, plan: Plan, group) -> None:
 
 
 def _gathered(refs, plan: Plan, both, first: int):
-    """What the slots of 128 tokens add to the scores of a lane group, [M, 128]; `both` holds y and y~ as halves."""
+    """Return what the slots of 128 tokens add to the scores of a lane group, [M, 128]. `both` holds y and y~ as halves
+    of words, [M, 128]."""
     rows, lanes, total = padded(plan.spec.key_slots), slice(first, first + LANES), 0.0
     for slot in range(plan.spec.key_slots):
         lane, cos, sin = (
@@ -177,7 +181,7 @@ def _gathered(refs, plan: Plan, both, first: int):
 
 
 def _take_rows(table, index):
-    """table[:, index] for [M, 128] and an index [8, 128] whose rows are equal."""
+    """Gather table[:, index] for a table [M, 128] and an index [8, 128] of equal rows."""
     rows = [
         jnp.take_along_axis(table[first : first + 8], index, axis=1, mode="promise_in_bounds")
         for first in range(0, table.shape[0], 8)

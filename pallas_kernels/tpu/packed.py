@@ -1,20 +1,17 @@
 """Decode attention on packed keys and values as a Pallas TPU kernel (same contract as `reference.packed_attention`).
 
-The grid is (row, split, tile): a tile of tokens of all KV heads is fetched at once and worked off by lane groups, the
-smallest whole number of heads that fills the 128 lanes; the queries of the heads that share one are laid block-
-diagonally, so the kernel sees one head of `lanes` channels. Per tile, with codes c and e, scale s and minimum m of a
-key group g, r and n of a value:
+The grid is (row, split, tile). A tile of tokens of all KV heads is fetched at once and worked off by lane groups: as
+few whole heads as fill the 128 lanes. The queries of the heads that share a lane group are laid out block-diagonally,
+so the kernel sees one head of `lanes` channels. Per tile, with codes c and e, scale s and minimum m of a key group g,
+scale r and minimum n of a value:
 
     scores_t = (q * s_g) . c_t + q . m_g            scaled queries of the groups a product of tokens meets are stacked
     out      = sum_t (p_t r_t) e_t + sum_t p_t n_t  likewise for the channel groups of a head
 
-Where groups are of fewer than 128 tokens, key scales multiply the codes instead (`keys`).
+Where groups are of fewer than 128 tokens, key scales multiply the codes instead (`keys`). `rope` says how keys before
+RoPE are scored, `signposts` how KVQuant's codes become numbers, `outliers` what its outliers add.
 
-`rope` says how keys before RoPE are scored, `signposts` how KVQuant's codes become numbers, `outliers` what
-its outliers add.
-
-The products run in bfloat16 with float32 sums. Tiles outside a row's bounds are neither fetched nor computed.
-"""
+The products run in bfloat16 with float32 sums. Tiles outside a row's bounds are neither fetched nor computed."""
 
 import functools
 from collections.abc import Callable
@@ -29,7 +26,8 @@ from kvqjax.pallas_kernels.tpu import outliers as tpu_outliers
 from kvqjax.pallas_kernels.tpu import rope as tpu_rope
 from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, fetched, invoke, memory, of_body, scalars, whole
 from kvqjax.pallas_kernels.tpu.kernel import kernel
-from kvqjax.pallas_kernels.tpu.plan import LANES, Plan, make_plan
+from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
+from kvqjax.pallas_kernels.tpu.planning import make_plan
 from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.signposts import pair_table
 from kvqjax.pallas_kernels.work import Work
@@ -50,9 +48,9 @@ def packed_attention(
     splits: int = 1,
     interpret: object = False,
 ) -> Partial:
-    """As `reference.packed_attention`, with the queries rounded to bfloat16. Tiles of `work` are a multiple of the
-    plan's block and of eight key groups; `splits` programs share a row's tokens where the batch alone does not fill the
-    chip."""
+    """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16. `splits` programs share a
+    row's tokens where the batch alone does not fill the chip. Tiles of `work` are a multiple of the plan's block and of
+    eight key groups."""
     check(q, body, spec)
     if (spec.datatype == "nuq") != (spec.key_group == 0) or (spec.datatype == "nuq" and spec.rope is None):
         raise ValueError(f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only")
@@ -73,7 +71,8 @@ def packed_attention(
         functools.partial(kernel, per_split=per_split),
         plan,
         (q.shape[0], plan.splits, per_split),
-        (jnp.asarray(layer, jnp.int32).reshape(1), ends),
+        layer,
+        ends,
         _operands(q, start, stop, body, plan, tile),
         ((plan.lane_groups, plan.rows, plan.lanes), (plan.lane_groups, plan.rows, 1)),
         _scratch(plan),
@@ -89,7 +88,9 @@ def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> d
     P lane groups, M query rows of a lane group, W its lanes, N key groups of the tile, C rows of value scales."""
     spec, group = plan.spec, q.shape[2] // plan.spec.kv_heads
     outliers = body.signposts is not None and (spec.key_slots > 0 or spec.value_slots > 0)
-    scale, low = (x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low))  # rows of a register
+    scale, low = (
+        x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low)
+    )  # constants of a layer are [1, W]
     stored = body._replace(key_scale=scale, key_low=low, positions=None, signposts=None)
     table, turns = _rope(body, plan)
     key, value = _signposts(body, plan)
@@ -131,7 +132,7 @@ def _signposts(body: PackedBody, plan: Plan) -> tuple[Operand | None, ...]:
 
 
 def _outermost(body: PackedBody) -> Float[Array, "2 2"]:
-    """Return the lowest and the highest signpost of keys and of values, as rounded as codes are read."""
+    """Return the lowest and the highest signpost of keys and of values, rounded to bfloat16 as codes read them."""
     tables = body.signposts or ()
     return jnp.stack([x.astype(jnp.bfloat16).astype(jnp.float32)[jnp.array([0, -1])] for x in tables])
 

@@ -6,25 +6,11 @@ import math
 import numpy as np
 
 from kvqjax.ops.layout import split_bits
-from kvqjax.pallas_kernels.forms import form_of
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
-from kvqjax.pallas_kernels.support import lookup
+from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.tpu.signposts import pair_order
-from kvqjax.pallas_kernels.tpu.unpack import fitting_ways, token_order
-from kvqjax.pallas_kernels.work import HALVES_AHEAD, HALVES_IN_TURN, SHORT, SHORT_IN_TURN, Work
+from kvqjax.pallas_kernels.tpu.unpack import token_order
 
-__all__ = [
-    "LANES",
-    "LOG2E",
-    "SHARE",
-    "VMEM_BYTES",
-    "WIDE",
-    "Plan",
-    "cheapest_ways",
-    "lane_groups",
-    "make_plan",
-    "members",
-]
+__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "WIDE", "Plan", "lane_groups", "members"]
 
 LANES = 128
 LOG2E = math.log2(math.e)
@@ -34,15 +20,14 @@ VMEM_BYTES = 64 * 2**20  # of a v7x core and of a v5p
 
 
 def members(number, count: int) -> list:
-    """The numbers of what is in stretch `number`, which may be traced, of `count` each."""
+    """List the numbers of the `count` members of stretch `number`, which may be traced."""
     return [number * count + i for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one call: query rows of a lane group (padded to 8), tokens per tile, fields per word (see
-    tpu_unpack), lanes that are handled together, parallel splits of the token axis, and how a tile is worked off (see
-    tpu_work)."""
+    """Static choices of one call: padded query rows of a lane group, tokens of a tile, fields of a word (`unpack`),
+    lanes that are handled together, programs that share a row's tokens, and how a tile is worked off (`work`)."""
 
     spec: PackedSpec
     slots: int
@@ -57,11 +42,12 @@ class Plan:
 
     @property
     def lane_groups(self) -> int:
+        """How many groups of lanes there are."""
         return lane_groups(self.spec)
 
     @property
     def shared(self) -> int:
-        """Heads of a lane group."""
+        """KV heads of a lane group."""
         return self.lanes // self.spec.head_dim
 
     @property
@@ -86,37 +72,38 @@ class Plan:
         return self.spec.key_group or self.block
 
     def groups(self, index) -> list:
-        """Numbers of the groups of block `index` of a tile."""
+        """List the numbers, within a tile, of the key groups of block `index`."""
         return members(index, self.block // self.group)
 
     def columns(self, index) -> list:
-        """Numbers of the columns of block `index` of a tile."""
+        """List the numbers, within a tile, of the columns of block `index`."""
         return members(index, self.block // self.column)
 
     @property
     def column(self) -> int:
-        """Tokens of one product: what a matrix unit takes at once, but for signposts, whose making needs registers."""
+        """Tokens of one product: what a matrix unit takes at once. Signposts get fewer, because making them needs
+        registers."""
         widest = 256 if self.spec.target in ("v6e", "v7x") and self.spec.datatype == "uniform" else LANES
         return max(32 * self.ways, widest)
 
     @property
     def frequencies(self) -> np.ndarray:
-        """Angle per position of each pair of channels, for keys before RoPE."""
+        """Angle per position of each pair of channels, [D/2]; none for keys after RoPE."""
         return np.asarray(() if self.spec.rope is None else self.spec.rope.frequencies, np.float64)
 
     @property
     def mixed(self) -> bool:
-        """Whether the matrix unit takes narrow codes beside bfloat16 queries as fast as bfloat16 ones."""
+        """Whether the matrix unit multiplies narrow codes by bfloat16 queries as fast as bfloat16 by bfloat16."""
         return self.spec.target == "v7x" and self.ways > 2
 
     @property
     def spread(self) -> float:
-        """What products of queries and keys are multiplied by to be scores as base-2 logarithms."""
+        """The factor that turns products of queries and keys into scores as base-2 logarithms."""
         return LOG2E * self.spec.head_dim**-0.5 * (1.0 if self.spec.rope is None else self.spec.rope.factor)
 
     @property
     def paired(self) -> bool:
-        """Whether signposts are gathered two at a time (see tpu_signposts): where 16-bit numbers cannot be compared, or
+        """Whether signposts are gathered two at a time (`signposts`): where 16-bit numbers cannot be compared, or
         comparing them spills."""
         scarce = self.spec.target == "v7x" and 3 in (self.spec.key_bits, self.spec.value_bits)
         return self.spec.datatype == "nuq" and (self.wide or scarce)
@@ -128,8 +115,8 @@ class Plan:
 
     @property
     def multiplied(self) -> bool:
-        """Whether codes of keys are multiplied by their scales. Else queries are, once for every group: cheaper where
-        a product meets few groups, but each of them has its own rows in it."""
+        """Whether key scales multiply the codes. Otherwise they multiply the queries, once for every key group. That is
+        cheaper where a product meets few groups, because each group has its own rows in it."""
         return self.spec.rope is not None or (0 < self.spec.key_group < LANES and (self.ways == 2 or not self.wide))
 
     @property
@@ -139,16 +126,17 @@ class Plan:
 
     @property
     def tiles(self) -> int:
+        """Tiles of a row."""
         return -(-self.slots // self.tile)
 
     @property
     def order(self) -> np.ndarray:
-        """Token at each position of a block."""
+        """Token at each position of a block, [block]."""
         return pair_order(self.base, self.block) if self.paired else token_order(self.base, self.ways, self.block)
 
     @property
     def tile_order(self) -> np.ndarray:
-        """Token at each position of a tile."""
+        """Token at each position of a tile, [tile]."""
         return np.concatenate([self.order + first for first in range(0, self.tile, self.block)])
 
     @property
@@ -179,50 +167,8 @@ class Plan:
         return self.spec.head_dim // self.spec.value_slice
 
 
-def cheapest_ways(spec: PackedSpec) -> int:
-    """The cheapest unpacking by the schedules of benchmarks/records: v6e and v7x convert narrow integers fast, v5e and
-    v5p or codes into a mantissa faster."""
-    most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
-    if spec.datatype == "nuq" or (spec.target in WIDE and most == 8):
-        return 2
-    return most if spec.rope is None and spec.key_group >= LANES else 4  # 8 spill where codes of keys are multiplied
-
-
 def lane_groups(spec: PackedSpec) -> int:
-    """Groups of lanes that are handled one after the other: as few whole heads as fill 128 lanes. The matrix units of
-    v6e and v7x could take 256 at once, but the registers can't: it spills."""
+    """Return how many groups of lanes are handled one after the other. A group is as few whole heads as fill 128 lanes.
+    The matrix units of v6e and v7x could take 256 lanes at once, but that spills registers."""
     lanes = math.lcm(spec.head_dim, LANES)
     return spec.width // lanes if spec.width % lanes == 0 else 1
-
-
-def _rows(spec: PackedSpec, per_head: int) -> int:
-    """Query rows of a lane group, a multiple of 8, with `per_head` = T*G rows of a KV head."""
-    return -(-spec.width // lane_groups(spec) // spec.head_dim * per_head // 8) * 8
-
-
-def work_of(spec: PackedSpec, per_head: int) -> Work:
-    """Return how a tile is worked off with `per_head` query rows of a KV head: the table's choice, or a usual one."""
-    entry = lookup(form_of(spec), spec.target)
-    if per_head <= 8 and entry is not None and entry.work is not None:
-        return entry.work
-    if spec.rope is None and spec.key_group >= 128:
-        return {"v6e": HALVES_AHEAD, "v7x": HALVES_IN_TURN}.get(spec.target, SHORT_IN_TURN)
-    return SHORT
-
-
-def make_plan(
-    q, body: PackedBody, spec: PackedSpec, ways: int | None = None, work: Work | None = None, splits: int = 1
-) -> Plan:
-    """The plan of a call; what is None is what `work` chose, tiles being halved until half of a small chip's vector
-    memory holds the words of two."""
-    slots, lanes = body.value_scale.shape[-1], spec.width // lane_groups(spec)
-    per_head = q.shape[1] * q.shape[2] // spec.kv_heads
-    rows = _rows(spec, per_head)
-    chosen = work or work_of(spec, per_head)
-    tile = chosen.tile
-    while not work and 2 * tile * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
-        tile //= 2
-    tile = min(tile, slots)
-    splits, ways = min(splits, -(-slots // tile)), ways or cheapest_ways(spec)
-    plan = Plan(spec, slots, rows, per_head, tile, ways, lanes, splits, ahead=chosen.ahead)
-    return dataclasses.replace(plan, pieces=math.gcd(chosen.pieces, plan.blocks))

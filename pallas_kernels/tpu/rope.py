@@ -28,19 +28,20 @@ DIGIT = 10  # bits of the lower digit of a position
 
 
 def swapped(q: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """q~: a head's halves exchanged, the second negated."""
+    """Return q~: a head's halves exchanged, the second negated."""
     first, second = jnp.split(q, 2, axis=-1)
     return jnp.concatenate([second, -first], axis=-1)
 
 
 def _across(pairs, plan: Plan) -> np.ndarray:
-    """A number per pair on every lane, [D/2] -> [1, W]: a head's pairs twice, the heads of a lane group in turn."""
+    """Spread a number per pair of channels over the lanes of a lane group, [D/2] -> [1, W]: a head's pairs twice, one
+    head after the other."""
     return np.tile(np.asarray(pairs), 2 * plan.shared)[None]
 
 
 def table(plan: Plan) -> Float[Array, "block C"]:
-    """cos | sin (C = 2W) of every token of a block, counted from its first, in lane order. As float32 (`wide`) the
-    tokens of a product that lie in lower halves of words come first: `rotated` takes them apart."""
+    """Return cos | sin (C = 2W) of every token of a block, counted from its first, in lane order. As float32 (`wide`)
+    the tokens of a product that lie in lower halves of words come first: `rotated` takes them apart."""
     order = plan.order
     if plan.wide:
         order = order.reshape(-1, plan.column // 2, 2).swapaxes(1, 2).reshape(-1)
@@ -50,15 +51,16 @@ def table(plan: Plan) -> Float[Array, "block C"]:
 
 
 def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"]:
-    """Positions times rates [C], modulo full turns. In two digits, because float32 resolves the angle of position 2^19
-    to no more than 2^-5."""
+    """Multiply positions by rates [C], modulo full turns. A position is split into two digits, because float32 resolves
+    the angle of position 2^19 to no more than 2^-5."""
     high, low = (x[:, None].astype(jnp.float32) for x in (positions >> DIGIT, positions & (1 << DIGIT) - 1))
     turn = (1 << DIGIT) * rates % (2 * np.pi)
     return high * turn[None].astype(np.float32) + low * rates[None].astype(np.float32)
 
 
 def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles rows 128"]:
-    """cos | sin of every block's first position, 128 lanes a row. ValueError unless blocks are contiguous."""
+    """Return cos | sin of every block's first position, 128 lanes a row. Raise ValueError unless blocks are
+    contiguous."""
     stretch = plan.slots // len(positions)
     if stretch % plan.block:
         raise ValueError(f"positions of every {stretch} tokens; this kernel takes {plan.block} in a row")
@@ -70,7 +72,7 @@ def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles rows 1
 
 
 def turned(refs, plan: Plan, group, index):
-    """y and y~ of a lane group for a block of the tile, [M, W] float32 each."""
+    """Rotate the queries of a lane group back to the first position of a block: y and y~, [M, W] float32 each."""
     parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
     q, other = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)
     each = plan.lanes // LANES
@@ -80,7 +82,8 @@ def turned(refs, plan: Plan, group, index):
 
 
 def rotated(codes, refs, plan: Plan, place: Place, index, i: int):
-    """Codes of column `i` of a block to keys times cos and sin, [column, W] to [column, 2W] bfloat16."""
+    """Turn the codes of column `i` of a block, [column, W], into keys times cos and times sin, [column, 2W]
+    bfloat16."""
     cells = refs.table[i * plan.column : (i + 1) * plan.column]
     parts = [slice(0, plan.lanes), slice(plan.lanes, 2 * plan.lanes)]
     if not plan.wide:

@@ -1,4 +1,4 @@
-"""Queries and bounds as rows of the TPU decode-attention kernels, the tiles of a body, and results back as heads."""
+"""Lay queries out as rows of the TPU kernels, find the tiles that a row sees, and bring results back to heads."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -8,12 +8,12 @@ from kvqjax.pallas_kernels.tpu.plan import Plan
 from kvqjax.pallas_kernels.tpu.rope import swapped
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["collect", "lane_queries", "row_bounds", "tile_ends"]
+__all__ = ["by_head", "collect", "collect_groups", "lane_queries", "row_bounds", "tile_ends"]
 
 
 def lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
-    """Queries of the heads of every lane group, each in its own head's lanes and zero elsewhere; for keys before RoPE
-    q~ beside q, 2W lanes."""
+    """Lay out the queries of every lane group: each head's in its own lanes, zero elsewhere. For keys before RoPE q~
+    follows beside q, 2W lanes."""
     batch, length, heads, dim = q.shape
     group, shared = heads // plan.spec.kv_heads, plan.shared
     q = q.astype(jnp.bfloat16).reshape(batch, length, plan.lane_groups, shared, group, dim)
@@ -25,23 +25,23 @@ def lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
 
 
 def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
-    """First and last visible token of every query row; nothing for the rows of padding.
-    `plan.shared` KV heads of `group` query heads each are together."""
+    """Return first and last + 1 visible token of every query row, nothing for padding. `plan.shared` KV heads of
+    `group` query heads each are together in a group of M rows."""
     both = jnp.stack([start, stop], -1).astype(jnp.int32)
     rows = jnp.tile(jnp.repeat(both, group, axis=1), (1, plan.shared, 1))
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
 
 
 def tile_ends(start, stop, tile: int, slots: int) -> Int[Array, "3 B"]:
-    """First tile of every row of `slots` tokens, the one after its last, and the last that is fetched: the first if it
-    sees none. All within the row, also where a row starts to see beyond it."""
+    """Return per row of the batch: first visible tile, one past the last, and the last tile to fetch (never out of
+    bounds, even for rows that see nothing)."""
     tiles = -(-slots // tile)
     first, end = jnp.minimum(start.min(1) // tile, tiles - 1), jnp.minimum(-(-stop.max(1) // tile), tiles)
     return jnp.stack([first, end, jnp.maximum(end - 1, first)]).astype(jnp.int32)
 
 
 def collect(out, lse, shape: tuple[int, ...], plan: Plan) -> Partial:
-    """Merge the splits, take every head's own lanes, and bring rows back to [B, T, H]."""
+    """Merge the splits by their log-sum-exps, take every head's own lanes, and bring rows back to [B, T, H]."""
     batch, length, heads, dim = shape
     group, shared = heads // plan.spec.kv_heads, plan.shared
     peak = lse.max(1, keepdims=True)
@@ -55,3 +55,20 @@ def collect(out, lse, shape: tuple[int, ...], plan: Plan) -> Partial:
     out = out.transpose(0, 2, 1, 5, 3, 4).reshape(shape)
     lse = lse[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group)
     return Partial(out, lse.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads))
+
+
+def by_head(x: Float[Array, "B R N"], kv_heads: int, length: int) -> Float[Array, "B T H N"]:
+    """Bring rows, R = K*T*G in the order (KV head, token, query head of it), back to tokens and heads."""
+    x = x.reshape(x.shape[0], kv_heads, length, -1, x.shape[-1])
+    return x.transpose(0, 2, 1, 3, 4).reshape(x.shape[0], length, -1, x.shape[-1])
+
+
+def collect_groups(out, lse, length: int, plan) -> Partial:
+    """Bring the results of groups of heads back to [B, T, H], without the rows of padding. A plan's groups have `used`
+    of `rows` query rows each."""
+
+    def used(x):
+        x = x.reshape(x.shape[0], plan.groups, plan.rows, -1)[:, :, : plan.used]
+        return by_head(x.reshape(x.shape[0], -1, x.shape[-1]), plan.spec.kv_heads, length)
+
+    return Partial(used(out), used(jnp.where(lse > NEVER / 2, lse, -jnp.inf))[..., 0])

@@ -1,8 +1,9 @@
-"""Scores of a lane group in the TPU decode-attention kernel, a block of the tile at a time (see `packed`, `rope`)."""
+"""Compute the scores of a lane group in the TPU decode-attention kernel, a block of the tile at a time (see `packed`,
+`rope`)."""
 
 import jax.numpy as jnp
 
-from kvqjax.pallas_kernels.tpu.columns import Place, columns, dot, groups_met, key_rows, owners, pick, some
+from kvqjax.pallas_kernels.tpu.columns import Place, aligned, columns, dot, groups_met, key_rows, owners, pick
 from kvqjax.pallas_kernels.tpu.keys import halves, packed, slab_keys
 from kvqjax.pallas_kernels.tpu.plan import Plan
 from kvqjax.pallas_kernels.tpu.rope import rotated, turned
@@ -11,7 +12,8 @@ __all__ = ["rotated_scores", "unrotated_scores"]
 
 
 def _scaled_queries(refs, plan: Plan, place: Place, index):
-    """For each group of a block: the queries scaled, [M, W] bf16, and what its minima add, [M, 1] f32."""
+    """Yield for each key group of a block the queries times its scales, [M, W] bf16, and what its minima add, [M, 1]
+    f32."""
     q = refs.queries[0, place.group].astype(jnp.float32)
     for group in plan.groups(index):
         factor, zero = key_rows(refs, plan, place.group, group)
@@ -19,7 +21,8 @@ def _scaled_queries(refs, plan: Plan, place: Place, index):
 
 
 def rotated_scores(refs, plan: Plan, place: Place, index):
-    """Scores of a block's columns before their limits, [M, column] each in lane order."""
+    """Yield the scores of a block's columns, for keys stored after RoPE: [M, column] each in lane order, not yet cut to
+    limits."""
     if plan.multiplied:
         yield from _multiplied_scores(refs, plan, place, index)
         return
@@ -33,7 +36,7 @@ def rotated_scores(refs, plan: Plan, place: Place, index):
 
 
 def _multiplied_scores(refs, plan: Plan, place: Place, index):
-    """As `rotated_scores`, where scales multiply the codes."""
+    """Do the same where scales multiply the codes, not the queries."""
     found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, False)
     for i, codes in enumerate(found):
         keys = (
@@ -45,10 +48,10 @@ def _multiplied_scores(refs, plan: Plan, place: Place, index):
 
 
 def unrotated_scores(refs, plan: Plan, place: Place, index):
-    """As `rotated_scores`, for keys before RoPE."""
+    """Yield the scores of a block's columns, for keys stored before RoPE."""
     queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
     found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
     for i, (number, codes) in enumerate(zip(plan.columns(index), found, strict=True)):
         scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
-        tokens = some(number, plan.column)
+        tokens = aligned(number, plan.column)
         yield scores + refs.added[place.group, :, tokens] if plan.spec.key_slots else scores

@@ -1,14 +1,13 @@
-"""Packed words to signposts inside a TPU kernel (KVQuant's non-uniform codes), as bfloat16 and exactly.
+"""Unpack words to signposts inside a TPU kernel (KVQuant's non-uniform codes), as bfloat16 and exactly.
 
 Two ways, the cheaper one by chip (benchmarks/records/tpu_bundles.json):
 
 - by selection: the bits of a code choose among the 2^b signposts, two codes of a word at a time as 16-bit numbers;
-- in pairs: two neighbouring codes of a word are one index into a table of the signposts' pairs, each a word of two
-  bfloat16 numbers, which lies along the lanes and is gathered from: a table of 2^(2b) entries, or of fewer that are
-  used. For chips whose vector units compare 32 bits at a time.
+- in pairs: two neighbouring codes of a word are one index into a table of pairs of signposts, a word of two bfloat16
+  numbers each. The table lies along the lanes and is gathered from. For chips whose vector units compare 32 bits at a
+  time.
 
-Either yields two tokens a word, in an order of its own: `token_order` of two ways, or `pair_order`.
-"""
+Both yield two tokens a word, in an order of their own: `token_order` of two ways, or `pair_order`."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,8 @@ LANES = 128
 
 
 def pair_order(base: int, block: int) -> np.ndarray:
-    """order[i] = token at position i of `block` tokens that were unpacked in pairs: planes 2j and 2j + 1 alternate."""
+    """Return the token at each position of `block` tokens that are unpacked in pairs, [block]: planes 2j and 2j + 1
+    alternate."""
     planes = 32 // base
     plane = np.arange(planes).reshape(-1, 1, 2)
     order = (plane * PLANE + np.arange(PLANE)[None, :, None]).reshape(-1)
@@ -32,7 +32,8 @@ def pair_order(base: int, block: int) -> np.ndarray:
 
 
 def _places(bits: int) -> list[tuple[int, int, int]]:
-    """(width, lowest bit of the code, first bit of its region of an index) of every plane set."""
+    """List for every plane set its bits, the lowest bit of the code that it holds, and the first bit of its region of
+    an index."""
     base, low, places = split_bits(bits)[0], 0, []
     for i, part in enumerate(split_bits(bits)):
         places.append((part, low, 2 * base * i))
@@ -41,8 +42,7 @@ def _places(bits: int) -> list[tuple[int, int, int]]:
 
 
 def pair_table(signposts: jax.Array, bits: int) -> jax.Array:
-    """[2^b] signposts to what pairs of codes are read as, uint32 [8, 128 or 256]; entries that no index names are
-    any."""
+    """Return the table of pairs, uint32 [8, 128 or 256], from [2^b] signposts. Unreferenced entries are arbitrary."""
     base, index = split_bits(bits)[0], np.arange(max(LANES, 1 << 2 * bits if bits == 4 else 0))
     codes = [
         sum((index >> region + base * i & (1 << part) - 1) << low for part, low, region in _places(bits))
@@ -54,8 +54,8 @@ def pair_table(signposts: jax.Array, bits: int) -> jax.Array:
 
 
 def chunks(words: list[jax.Array], bits: int, table, paired: bool):
-    """The signposts of a block's words, [rows, W] uint32 of each plane set, as successive bfloat16 [64, W]. `table` is
-    a reference to a `pair_table`, or to the signposts as float32 scalars [1, 2^b]."""
+    """Yield the signposts of a block's words, [rows, W] uint32 of each plane set, as successive bfloat16 [64, W].
+    `table` is a reference to a `pair_table`, or to the signposts as float32 scalars [1, 2^b]."""
     base = split_bits(bits)[0]
     for block in spread_sets(words, bits, base):
         if paired:
@@ -67,7 +67,7 @@ def chunks(words: list[jax.Array], bits: int, table, paired: bool):
 
 
 def _selected(block, bits: int, first: int, table) -> jax.Array:
-    """Signposts of the codes whose lowest bit lies `first` bits up in both halves of the words."""
+    """Select the signposts of the codes whose lowest bit lies `first` bits up in both halves of the words."""
     tests = []
     for words, part in zip(block, split_bits(bits), strict=True):
         half = pltpu.bitcast(words >> jnp.uint32(first), jnp.int16)
@@ -80,7 +80,7 @@ def _selected(block, bits: int, first: int, table) -> jax.Array:
 
 
 def _pair_index(block, bits: int, first: int) -> jax.Array:
-    """Index of the pair of codes that begins `first` bits up in every word."""
+    """Return the index of the pair of codes that begins `first` bits up in every word."""
     base, index = split_bits(bits)[0], jnp.uint32(0)
     for words, (part, _, region) in zip(block, _places(bits), strict=True):
         mask = ((1 << part) - 1) * (1 | 1 << base) << region
@@ -91,7 +91,7 @@ def _pair_index(block, bits: int, first: int) -> jax.Array:
 
 
 def gathered(index: jax.Array, table) -> jax.Array:
-    """table[index], a register of 8 rows of 128 lanes at a time; a table of 256 is gathered from twice."""
+    """Return table[index], a register of 8 rows of 128 lanes at a time; a table of 256 is gathered from twice."""
     rows = []
     for row in range(0, index.shape[0], 8):
         pieces = [_look_up(index[row : row + 8, i : i + LANES], table) for i in range(0, index.shape[1], LANES)]
@@ -100,6 +100,7 @@ def gathered(index: jax.Array, table) -> jax.Array:
 
 
 def _look_up(index: jax.Array, table) -> jax.Array:
+    """Return table[index] for one register of indices, [8, 128]."""
     take = {"axis": 1, "mode": "promise_in_bounds"}
     if table.shape[1] == LANES:
         return jnp.take_along_axis(table[...], index, **take)

@@ -1,10 +1,9 @@
-"""The running softmax of TPU kernels that score all query rows of a tile before they sum its values. Scores are base-2
+"""The online softmax of TPU kernels that score all query rows of a tile before they sum its values. Scores are base-2
 logarithms.
 
-Shapes: M query rows, S tokens of the tile, W lanes of the output. `refs` holds out [1, M, W] (the accumulator as well;
-it may have all rows several times, one set below the other), lse [1, M, 1], peak, total and top [M, 1], and scores
-[M, S].
-"""
+Shapes: M query rows, S tokens of the tile, W lanes of the output. `refs` holds out [1, M, W] (the running sum of
+weighted values; it may have all rows several times, one set below the other), lse [1, M, 1], scores [M, S], and per row
+[M, 1]: peak (running maximum), total (running sum of the weights) and top (this tile's maximum)."""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -12,12 +11,12 @@ from jax.experimental import pallas as pl
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["over_tiles", "soften"]
+__all__ = ["over_tiles", "to_weights"]
 
 
 def over_tiles(refs, ends, work) -> None:
-    """On a grid (row, tile): `work(tile)` for every tile that a row sees, `ends` holding the first of them and the one
-    after the last; before it what is summed up is empty, after it normalised."""
+    """Call `work(tile)` for every tile that a row sees, on a grid (row, tile). The running sums are emptied before the
+    first tile and normalised after the last. `ends` is from `rows.tile_ends`."""
     row, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(tile == 0)
@@ -38,17 +37,17 @@ def over_tiles(refs, ends, work) -> None:
         refs.lse[0] = jnp.where(seen, jnp.log(refs.total[...]) + refs.peak[...] / LOG2E, NEVER)
 
 
-def soften(refs) -> None:
-    """Scores to weights under the raised maxima, `top` being this tile's; it becomes what was summed up before must be
-    multiplied by."""
+def to_weights(refs) -> None:
+    """Turn this tile's scores into softmax weights in place. On entry `top` is the tile's row maximum; on exit it is
+    the factor that rescales the running sums."""
     rows, tokens = refs.scores.shape
     peak = jnp.maximum(refs.peak[...], refs.top[...])
-    decay = jnp.exp2(refs.peak[...] - peak)
+    rescale = jnp.exp2(refs.peak[...] - peak)
     total = jnp.zeros((rows, LANES))
     for lane in range(0, tokens, LANES):
         weights = jnp.exp2(refs.scores[:, lane : lane + LANES] - peak)
         refs.scores[:, lane : lane + LANES] = weights
         total = total + weights
     refs.peak[...] = peak
-    refs.top[...] = decay
-    refs.total[...] = refs.total[...] * decay + total.sum(-1, keepdims=True)
+    refs.top[...] = rescale
+    refs.total[...] = refs.total[...] * rescale + total.sum(-1, keepdims=True)

@@ -1,8 +1,8 @@
-"""What the TPU decode-attention kernel prepares once per tile of tokens, for all lane groups, and how it is read back.
+"""Prepare what all lane groups of a tile share: which tokens a row sees, and scales and minima laid out for the
+products.
 
-Shapes as in `kernel`: P lane groups, M query rows of a lane group, W its lanes, S tokens of the tile, N key groups
-of the tile, C rows of value scales.
-"""
+Shapes as declared in `packed`: P lane groups, M query rows of a lane group, W its lanes, S tokens of the tile, N key
+groups of the tile, C rows of value scales. Lane order is the order in which unpacked tokens come (`unpack`)."""
 
 import math
 
@@ -12,19 +12,19 @@ from kvqjax.ops.layout import from_bits
 from kvqjax.pallas_kernels.tpu import keys as tpu_keys
 from kvqjax.pallas_kernels.tpu import outliers as tpu_outliers
 from kvqjax.pallas_kernels.tpu.call import Refs
-from kvqjax.pallas_kernels.tpu.columns import dot, each, some, within
+from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop, zero_beyond
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.unpack import offset
 
 __all__ = ["NEVER", "order_scales", "prepare", "write_limits"]
 
-# What is prepared at once, more of which would fill the registers: tokens of value scales, key scales
+# How much is prepared at once, so that it fits the registers: tokens of value scales, numbers of key scales.
 TOKENS, NUMBERS = 2048, 16 * 1024
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
 
 
 def prepare(refs: Refs, plan, tile) -> None:
-    """Write limits, scales and factors of tile number `tile`."""
+    """Write limits, scales and minima of tile number `tile`, and what its outliers add."""
     write_limits(refs, plan, tile)
     order_scales(refs, plan, tile)
     _fold_constants(refs, plan, tile)
@@ -34,7 +34,7 @@ def prepare(refs: Refs, plan, tile) -> None:
 
 
 def write_limits(refs, plan, tile):
-    """What every row may see of this tile, once for all lane groups."""
+    """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. Scores are cut to them."""
     first, last = refs.bounds[0, :, 0:1], refs.bounds[0, :, 1:2]
     for base in range(0, plan.tile, plan.block):
         token = refs.order[...] + (tile * plan.tile + base)
@@ -42,15 +42,16 @@ def write_limits(refs, plan, tile):
 
 
 def order_scales(refs, plan, tile):
-    """Bring this tile's value scales and minima into lane order, once for all lane groups."""
+    """Bring this tile's value scales and minima into lane order: [C, S] to [S/128 * C, 128]. The offset of the codes is
+    taken off the minima."""
     count, width = plan.value_rows, math.gcd(plan.tile, TOKENS)
 
     def step(number):
-        tokens = some(number, width)
+        tokens = aligned(number, width)
         stored = [ref[0, 0, :, tokens] for ref in (refs.body.value_scale, refs.body.value_low)]
         both = from_bits(jnp.concatenate(stored), plan.spec.scales)  # [2C, width]
         if plan.slots % plan.tile:
-            both = within(both, tile * plan.tile + number * width, plan.slots, 1)
+            both = zero_beyond(both, tile * plan.tile + number * width, plan.slots, 1)
         pieces = [both[:, first : first + plan.period] for first in range(0, width, plan.period)]
         product = dot(jnp.concatenate(pieces), refs.onehot[...], 0)
         for i in range(len(pieces)):
@@ -59,11 +60,11 @@ def order_scales(refs, plan, tile):
             _write_columns(refs.scales, scale, column)
             _write_columns(refs.lows, low - _offset(plan.spec.value_bits, plan) * scale, column)
 
-    each(plan.tile // width, step)
+    loop(plan.tile // width, step)
 
 
 def _offset(bits: int, plan) -> int:
-    """What must be subtracted from an unpacked code; signposts are themselves."""
+    """Return the offset of an unpacked code; codes that index signposts have none."""
     return 0 if plan.spec.datatype == "nuq" else offset(bits, plan.ways)
 
 
@@ -71,18 +72,19 @@ def _write_columns(ref, x, first):
     """Write [rows, lanes] as columns of 128 lanes, one below the other, from column `first` on."""
     rows = x.shape[0]
     for i in range(x.shape[1] // LANES):
-        ref[some(first + i, rows)] = x[:, i * LANES : (i + 1) * LANES]
+        ref[aligned(first + i, rows)] = x[:, i * LANES : (i + 1) * LANES]
 
 
 def _fold_constants(refs: Refs, plan, tile):
-    """Key scales and minima of this tile as what queries are multiplied by, once for all lane groups."""
+    """Write this tile's key scales and minima for the queries, or for the codes, to be multiplied by: [N, P*W] to
+    [P*W/128 * N, 128]. The offset of the codes is taken off the minima."""
     spec, rows = plan.spec, plan.key_rows
     most = max(NUMBERS // (max(rows, 8) * plan.lanes), 1)
     groups = math.gcd(plan.lane_groups, 1 << most.bit_length() - 1)
     width = groups * plan.lanes
 
     def step(number):
-        lanes = some(number, width)
+        lanes = aligned(number, width)
         if spec.key_group:
             stored = (ref[0, 0, :, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
             key = (from_bits(x, spec.scales).astype(jnp.float32) for x in stored)
@@ -90,11 +92,11 @@ def _fold_constants(refs: Refs, plan, tile):
             key = (ref[:, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
         scale, low = (x * (1.0 if plan.multiplied else plan.spread) for x in key)
         if spec.key_group and plan.slots % plan.tile:
-            scale, low = (within(x, tile * rows, plan.slots // spec.key_group, 0) for x in (scale, low))
+            scale, low = (zero_beyond(x, tile * rows, plan.slots // spec.key_group, 0) for x in (scale, low))
         zero = low - _offset(spec.key_bits, plan) * scale
         if plan.slabs:
             tpu_keys.store_patterns(refs, scale, zero, lanes)
         _write_columns(refs.factors, scale, number * (width // LANES))
         _write_columns(refs.zeros, zero, number * (width // LANES))
 
-    each(plan.lane_groups // groups, step)
+    loop(plan.lane_groups // groups, step)

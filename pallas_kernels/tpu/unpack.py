@@ -1,18 +1,17 @@
-"""Packed words to codes inside a TPU kernel, in the token order that is cheapest on the vector unit.
+"""Unpack words to codes inside a TPU kernel, in the token order that is cheapest on the vector unit.
 
-A word of the plane layout holds 32/bits codes of tokens 32 apart. Cut into `ways` fields of 32/ways bits, it gives one
-code per field after one shift and one mask, and the fields come apart for free when the words are reinterpreted as
-narrow numbers:
+A word of the plane layout holds 32/bits codes of tokens 32 apart. It is cut into `ways` fields of 32/ways bits. One
+shift and one mask leave one code in every field, and reinterpreting words as narrow numbers takes the fields apart for
+free:
 
 - ways = 8: nibbles, signed 4-bit integers (codes of up to 4 bits)
 - ways = 4: bytes, signed 8-bit integers (up to 8 bits)
 - ways = 2: halves that become bfloat16 without a conversion, codes being or-ed into the mantissa of a power of two
             (up to 4 bits); for chips that convert narrow integers slowly
 
-The codes of one word come out next to each other: lane order differs from token order within a block, which attention
-does not mind as long as keys, values, scales and positions agree. `token_order` says where each went. Plane sets
-narrower than `base` bits are first spread to that width, so that all widths can be brought into one order.
-"""
+The codes of one word come out next to each other. So lane order differs from token order within a block. Attention does
+not mind as long as keys, values, scales and positions agree: `token_order` says where each token went. Plane sets
+narrower than `base` bits are first spread to that width, so that all widths come in one order."""
 
 import functools
 import operator
@@ -30,25 +29,27 @@ NARROW = {8: jnp.int4, 4: jnp.int8}
 
 
 def fitting_ways(bits: int) -> int:
-    """Most fields of a word that each hold a code."""
+    """Return the most fields of a word that can each hold a code of `bits`."""
     return 8 if bits <= 4 else 4
 
 
 def _mantissa(bits: int) -> tuple[int, int]:
-    """Where codes go in a bfloat16 (lowest bit), and the exponent that makes the lowest of them count 1: the number is
-    2^bits + code."""
+    """Return the lowest bit of codes in a bfloat16's mantissa, and the exponent at which that bit counts 1. The number
+    is then 2^bits + code."""
     return 7 - bits, 127 + bits
 
 
 def offset(bits: int, ways: int) -> int:
-    """What must be subtracted from an unpacked code. Small, so that little is lost where it meets rounded factors."""
+    """Return what must be subtracted from an unpacked code. It is small, so that little is lost where it meets rounded
+    factors."""
     if ways == 2:
         return 1 << bits
     return -(1 << bits - 1) if bits * ways == 32 else 0  # a code that fills its field is read as signed
 
 
 def token_order(base: int, ways: int, block: int) -> np.ndarray:
-    """order[i] = token at position i of `block` unpacked tokens of plane sets spread to `base` bits."""
+    """Return the token at each position of `block` unpacked tokens, [block]; their plane sets are spread to `base`
+    bits."""
     planes = 32 // base
     parts = planes // ways
     # [chunk, word row, field] -> plane chunk + field*parts, row
@@ -58,12 +59,12 @@ def token_order(base: int, ways: int, block: int) -> np.ndarray:
 
 
 def _repeated(field: int, ways: int) -> jax.Array:
-    """The same bits in every field of a word."""
+    """Return a word with the same bits in every field."""
     return jnp.uint32(sum(field << 32 // ways * i for i in range(ways)))
 
 
 def _spread(words: jax.Array, bits: int, base: int) -> list[jax.Array]:
-    """[32, W] words of `bits`-bit planes to the base/bits arrays of words whose planes are `base` bits apart."""
+    """Spread [32, W] words of `bits`-bit planes to base/bits arrays of words whose planes are `base` bits apart."""
     if bits == base:
         return [words]
     halves, low = [words & jnp.uint32(0xFFFF), words >> jnp.uint32(16)], 16
@@ -75,14 +76,14 @@ def _spread(words: jax.Array, bits: int, base: int) -> list[jax.Array]:
 
 
 def _moved(words: jax.Array, shift: int) -> jax.Array:
-    """Words shifted right, or left where `shift` is negative."""
+    """Shift words right, or left where `shift` is negative."""
     if shift == 0:
         return words
     return words >> jnp.uint32(shift) if shift > 0 else words << jnp.uint32(-shift)
 
 
 def _fields(sets, bits: int, first: int, ways: int) -> jax.Array:
-    """The codes whose lowest bit lies `first` bits up in their fields, [32*ways, W]: bfloat16, int8 or int4."""
+    """Take the codes whose lowest bit lies `first` bits up in their fields: [32*ways, W] bfloat16, int8 or int4."""
     low, exponent = _mantissa(bits) if ways == 2 else (0, 0)
     codes = []
     for words, part in zip(sets, split_bits(bits), strict=True):
@@ -97,8 +98,8 @@ def _fields(sets, bits: int, first: int, ways: int) -> jax.Array:
 
 
 def spread_sets(words: list[jax.Array], bits: int, base: int):
-    """A block's words, [rows, W] uint32 of each plane set, as successive tuples of [32, W] whose planes are all `base`
-    bits apart."""
+    """Yield a block's words, [rows, W] uint32 of each plane set, as tuples of [32, W] whose planes are all `base` bits
+    apart."""
     sets = []
     for rows, part in zip(words, split_bits(bits), strict=True):
         blocks = [rows[first : first + PLANE] for first in range(0, rows.shape[0], PLANE)]
@@ -107,7 +108,8 @@ def spread_sets(words: list[jax.Array], bits: int, base: int):
 
 
 def chunks(words: list[jax.Array], bits: int, base: int, ways: int):
-    """The codes of a block's words, [rows, W] uint32 of each plane set, as successive [32*ways, W] in `token_order`."""
+    """Yield the codes of a block's words, [rows, W] uint32 of each plane set, as successive [32*ways, W] in
+    `token_order`."""
     for block in spread_sets(words, bits, base):
         for first in range(0, 32 // ways, base):
             yield _fields(block, bits, first, ways)

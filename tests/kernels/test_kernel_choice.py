@@ -18,8 +18,9 @@ from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.step import new_cache, persist
+from kvqjax.verdicts import check as check_module
 from kvqjax.verdicts import choose, store
-from kvqjax.verdicts.choose import check
+from kvqjax.verdicts.check import check, verdict_folder
 from kvqjax.verdicts.examine import Speed
 from kvqjax.verdicts.paths import by_kernel, by_plain_path, queries
 from kvqjax.verdicts.store import Verdict
@@ -51,7 +52,7 @@ def chip(tmp_path, monkeypatch):
         for module in (new_cache, persist, choose):
             monkeypatch.setattr(module, "target_of", lambda x: "cpu" if isinstance(x, jax.core.Tracer) else target)
         monkeypatch.setattr(choose, "_chip_of", lambda held: f"imitated {target}")
-        monkeypatch.setattr(choose, "check", fake)
+        monkeypatch.setattr(check_module, "check", fake)
         monkeypatch.setattr(choose, "splash_form", lambda layout, shape: None)  # tests/kernels/test_splash.py has those
         choose._usable.cache_clear()
         return checked
@@ -81,7 +82,7 @@ def test_auto_checks_once_and_keeps_the_verdict(chip):
     choose._usable.cache_clear()  # another process
     chosen()
     assert len(checked) == 1
-    assert len(store.every(choose.verdict_folder())) == 1
+    assert len(store.every(verdict_folder())) == 1
 
 
 @pytest.mark.parametrize("outcome", ["slower", "wrong", "failed"])
@@ -176,7 +177,7 @@ def test_process_0_counts_for_all(chip, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     heard = []
     monkeypatch.setattr(choose, "_from_first", lambda own: heard.append(own) or True)
-    assert choose._usable(choose.verdict_folder(), "chip", candidate_of(), "v6e", "planes", True)
+    assert choose._usable(verdict_folder(), "chip", candidate_of(), "v6e", "planes", True)
     assert (heard, checked) == ([False], [])
 
 
@@ -327,7 +328,7 @@ def test_a_compiled_plan_says_whose_word_it_took(capsys, monkeypatch):
 
 def test_the_clock_of_a_check_runs(monkeypatch):
     """On a CPU both sides are plain paths, here one of planes and one of bodies head by head."""
-    monkeypatch.setattr(choose, "TIMED", 512)
+    monkeypatch.setattr(check_module, "TIMED", 512)
     found = check(candidate_of(), "v6e", "heads", sizes=(300,))
     assert found.outcome in ("faster", "slower")
     assert min(found.kernel_ms, found.plain_ms) > 0

@@ -13,7 +13,7 @@ from kvqjax.cache.chunk_paths import kernels_of
 from kvqjax.ops.attention import segment_attention
 from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
 from kvqjax.step import new_cache
-from kvqjax.verdicts import choose, splash_trial
+from kvqjax.verdicts import check, choose, splash_trial
 from kvqjax.verdicts.examine import Speed
 from kvqjax.verdicts.store import Verdict
 
@@ -108,7 +108,7 @@ def tpu(tmp_path, monkeypatch):
 
     def become(outcome: str):
         verdict = Verdict(outcome=outcome, error=0.0, seconds=0.1)
-        monkeypatch.setattr(choose, "check_splash", lambda form: verdict)
+        monkeypatch.setattr(check, "check_splash", lambda form: verdict)
         choose._usable.cache_clear()
 
     yield become

@@ -15,7 +15,7 @@ import pytest
 import kvqjax as kvq
 from kvqjax.ops.attention import Partial
 from kvqjax.verdicts import store
-from kvqjax.verdicts.choose import obtain
+from kvqjax.verdicts.check import obtain
 from kvqjax.verdicts.examine import Speed, examine, worst_error
 from kvqjax.verdicts.store import Key, Verdict
 
@@ -61,7 +61,7 @@ def off_by(**change):
 )
 def test_a_wrong_kernel_is_found(kernel):
     found = examine(kernel, plain, QUERIES, lambda: FASTER)
-    assert (found.outcome, found.speed) == ("wrong", None)
+    assert (found.outcome, found.kernel_ms, found.plain_ms) == ("wrong", None, None)
     assert found.error > 0.01
     assert "off by" in found.note
 
@@ -98,7 +98,7 @@ def test_a_crash_is_a_finding_and_one_of_the_plain_path_is_not():
 
 def test_a_slower_kernel_is_not_used():
     found = examine(plain, plain, QUERIES, lambda: SLOWER)
-    assert (found.outcome, found.speed) == ("slower", SLOWER)
+    assert (found.outcome, found.kernel_ms, found.plain_ms) == ("slower", SLOWER.kernel, SLOWER.plain)
     assert not Verdict(outcome="slower").usable
     assert Verdict(outcome="slower").sound
 
@@ -236,7 +236,7 @@ def test_processes_that_write_at_once_leave_whole_files(tmp_path):
 def test_no_home_is_one_line(monkeypatch):
     from pathlib import Path
 
-    from kvqjax.verdicts.choose import verdict_folder
+    from kvqjax.verdicts.check import verdict_folder
 
     def none():
         raise RuntimeError("Could not determine home directory.")

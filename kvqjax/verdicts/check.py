@@ -1,0 +1,101 @@
+"""Check one kernel on this process's device, and keep what was found: a verdict."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jaxlib
+
+from kvqjax._folders import user_folder
+from kvqjax._version import __version__
+from kvqjax.pallas_kernels.choice import OFF, Kernels
+from kvqjax.verdicts.examine import Attention, Speed, examine
+from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
+from kvqjax.verdicts.splash_trial import Splash, check_splash
+from kvqjax.verdicts.store import Key, Verdict, begin, died, find, keep
+from kvqjax.verdicts.trial import Candidate, Trial, make
+
+__all__ = ["TIMED", "Checker", "check", "check_either", "key_of", "obtain", "verdict_folder"]
+
+SIZES = (1300, 5000)  # tokens of a body, none a multiple of a tile
+TIMED = 8192
+COMMAND = "kvqjax doctor"
+CRASHED = "an earlier check ended with its process"
+
+# (candidate, target, how the plain path stores bodies) -> verdict
+Checker = Callable[[Candidate | Splash, str, str], Verdict]
+
+
+def verdict_folder() -> Path:
+    """Return the folder of this user's verdicts."""
+    return user_folder("kernels")
+
+
+def key_of(candidate: Candidate | Splash, chip: str) -> Key:
+    """Name what a verdict on `candidate` on a chip of this name holds for."""
+    return Key(chip, jax.__version__, jaxlib.__version__, __version__, candidate.name)
+
+
+def check(
+    candidate: Candidate,
+    target: str,
+    stored: str,
+    *,
+    kernel: Callable[[Trial], Attention] = by_kernel,
+    timed: Callable[[Trial, Trial, int], Speed] = speed,
+    sizes: tuple[int, ...] = SIZES,
+) -> Verdict:
+    """Try the kernel of `candidate` on this process's default device. `stored` is how bodies would be stored without
+    it. What the plain path raises is raised: it says nothing of the kernel."""
+    allowed = () if candidate.form is None else (candidate.form,)
+    begun, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
+    for tokens in sizes:
+        trial = make(candidate, tokens, target, forced, seed=tokens)
+        plain = by_plain_path(trial)
+        last = tokens == sizes[-1]
+        other = trial if stored == "planes" else make(candidate, tokens, target, OFF, stored, seed=tokens)
+        without = dataclasses.replace(other.cache.layout, kernels=OFF)
+        other = other._replace(cache=other.cache.replace(layout=without))
+        clock = functools.partial(timed, trial, other, TIMED) if last else lambda: Speed(0.0, 1.0)
+        found = examine(kernel(trial), plain, queries(trial, LENGTHS if last else (1,)), clock)
+        worst = max(worst, found.error or 0.0)
+        if last or found.outcome != "faster":
+            break
+    error = None if found.error is None else worst
+    return dataclasses.replace(found, error=error, seconds=time.perf_counter() - begun)
+
+
+def check_either(candidate: Candidate | Splash, target: str, stored: str) -> Verdict:
+    """Try the kernel of `candidate`, ours or JAX's own, on this process's default device."""
+    return check_splash(candidate) if isinstance(candidate, Splash) else check(candidate, target, stored)
+
+
+def obtain(folder: Path, key: Key, run: Callable[[], Verdict], tell: Callable[[str], None]) -> Verdict | None:
+    """Return the verdict kept in `folder`, or else the one that `run()` gives, which is kept. None, after one line
+    through `tell`, where there can be none: the plain path then serves."""
+    try:
+        found = find(folder, key)
+        if found is not None:
+            return found
+        found = Verdict(outcome="crashed", note=CRASHED) if died(folder, key) else _marked(folder, key, run)
+        keep(folder, key, found)
+    except Exception as error:  # a chip may raise anything when it goes away
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        tell(f"kernel for {key.form} not checked, the plain path serves: {line}")
+        return None
+    if not found.usable:
+        why = found.note or {"slower": "slower than the plain path"}.get(found.outcome, found.outcome)
+        tell(f"kernel for {key.form} is not used on {key.chip}: {why}; `{COMMAND}` shows more")
+    return found
+
+
+def _marked(folder: Path, key: Key, run: Callable[[], Verdict]) -> Verdict:
+    """Call `run()` with a marker beside its verdict. The marker outlives it only if the check ends the process."""
+    marker = begin(folder, key)
+    try:
+        return run()
+    finally:
+        marker.unlink(missing_ok=True)

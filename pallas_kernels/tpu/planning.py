@@ -1,0 +1,55 @@
+"""Plan a call of the TPU decode-attention kernel: how words are cut, how large tiles are, how they are worked off."""
+
+import dataclasses
+import math
+
+from kvqjax.pallas_kernels.forms import form_of
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
+from kvqjax.pallas_kernels.support import lookup
+from kvqjax.pallas_kernels.tpu.plan import LANES, VMEM_BYTES, WIDE, Plan, lane_groups
+from kvqjax.pallas_kernels.tpu.unpack import fitting_ways
+from kvqjax.pallas_kernels.work import HALVES_AHEAD, HALVES_IN_TURN, SHORT, SHORT_IN_TURN, Work
+
+__all__ = ["cheapest_ways", "make_plan"]
+
+
+def cheapest_ways(spec: PackedSpec) -> int:
+    """Return how many fields a word is cut into: the cheapest by the records in benchmarks/records. v6e and v7x convert
+    narrow integers fast; v5e and v5p are faster at or-ing codes into a mantissa."""
+    most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
+    if spec.datatype == "nuq" or (spec.target in WIDE and most == 8):
+        return 2
+    return most if spec.rope is None and spec.key_group >= LANES else 4  # 8 spill where codes of keys are multiplied
+
+
+def work_of(spec: PackedSpec, per_head: int) -> Work:
+    """Return how a tile is worked off with `per_head` query rows of a KV head: the table's choice, or a usual one."""
+    entry = lookup(form_of(spec), spec.target)
+    if per_head <= 8 and entry is not None and entry.work is not None:
+        return entry.work
+    if spec.rope is None and spec.key_group >= 128:
+        return {"v6e": HALVES_AHEAD, "v7x": HALVES_IN_TURN}.get(spec.target, SHORT_IN_TURN)
+    return SHORT
+
+
+def _rows(spec: PackedSpec, per_head: int) -> int:
+    """Return the query rows of a lane group, a multiple of 8, with `per_head` = T*G rows of a KV head."""
+    return -(-spec.width // lane_groups(spec) // spec.head_dim * per_head // 8) * 8
+
+
+def make_plan(
+    q, body: PackedBody, spec: PackedSpec, ways: int | None = None, work: Work | None = None, splits: int = 1
+) -> Plan:
+    """Make the plan of a call. What is None is the table's choice; its tiles are halved until half of a small chip's
+    vector memory holds the words of two."""
+    slots, lanes = body.value_scale.shape[-1], spec.width // lane_groups(spec)
+    per_head = q.shape[1] * q.shape[2] // spec.kv_heads
+    rows = _rows(spec, per_head)
+    chosen = work or work_of(spec, per_head)
+    tile = chosen.tile
+    while not work and 2 * tile * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
+        tile //= 2
+    tile = min(tile, slots)
+    splits, ways = min(splits, -(-slots // tile)), ways or cheapest_ways(spec)
+    plan = Plan(spec, slots, rows, per_head, tile, ways, lanes, splits, ahead=chosen.ahead)
+    return dataclasses.replace(plan, pieces=math.gcd(chosen.pieces, plan.blocks))
