@@ -18,7 +18,7 @@ from kvqjax.methods.direct import MOST_QUERIES, PIECE, Direct, attend_whole, slo
 from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.ops.attention import Partial, segment_attention
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.layout import leading_slots, read
+from kvqjax.ops.layout import leading_slots, read, row_major
 from kvqjax.pallas_kernels.dispatch import packed_attention
 
 __all__ = ["LayerView", "NewTokens", "attend_body", "attend_exact", "recoded_units", "visible", "weigh"]
@@ -267,8 +267,8 @@ def _attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared
     def scores(rows, _):
         made = []
         for part in parts:
-            k = decoded(part, made[-1] if made else rows)[2][0]
-            made.append(jnp.einsum("bkxd,bskd->bkxs", rows, k, preferred_element_type=jnp.float32))
+            k = row_major(jnp.swapaxes(decoded(part, made[-1] if made else rows)[2][0], 1, 2))
+            made.append(jnp.einsum("bkxd,bksd->bkxs", rows, k, preferred_element_type=jnp.float32))
         return [jnp.concatenate(made, -1)]
 
     def values(weights, _, dtype, piece):
@@ -318,15 +318,16 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
 def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """`attend_body` with queries and outputs in the body's frame."""
     run, wiring = view.run, view.run.wiring
-    shared = wiring.shared if wiring.shared is not None and q.shape[1] <= wiring.shared.most else None
+    few = q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None
+    at_once = run.static and few and not wiring.carry and _reached(view) <= MOST_PARTS * AT_ONCE
+    shared = (wiring.summed if at_once else None) or wiring.shared
+    shared = shared if shared is not None and q.shape[1] <= shared.most else None
     # Where tokens lie in a ring, are evicted or dealt, those that a query sees are not next to each other.
     in_order = not run.wraps and tokens.stored is None and run.deal.parts == 1
     kernels = view.chunks if in_order else "off"
 
-    few = q.shape[1] <= MOST_QUERIES and not run.wraps and tokens.stored is None
-
     def by_blocks():
-        if run.static and few and not wiring.carry and _reached(view) <= MOST_PARTS * AT_ONCE:
+        if at_once:
             return _attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
         size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.carry))

@@ -108,7 +108,8 @@ class Wiring(NamedTuple):
     under their source's name. `copy` says how a reader has the carry: "layer", one layer's for all body tokens flows
     from layer to layer; "none", it is computed anew for every block from the first layer on; "all", it is not needed,
     because every layer stores what it reconstructs. `packed` is set where a body can be attended to without decoding
-    it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them.
+    it (KIVI's and KVQuant's codecs); `shared` where attention may sum the stored values before decoding them, `summed`
+    where it does so on a GPU only, without a kernel.
     `direct` is set where a body stored head by head can be attended to at once (kvqjax.methods.direct).
     `kinds` names the constants that a model holds other than as float32: their dtype, "compute" being the model's.
     `prepare(constants)` adds to a layer's constants what reading its body wants made of them once.
@@ -126,6 +127,7 @@ class Wiring(NamedTuple):
     needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
     packed: Packed | None = None
     shared: SharedValues | None = None
+    summed: SharedValues | None = None
     copy: str = "layer"
     direct: Direct | None = None
     kinds: dict[str, str] = {}  # noqa: RUF012 - never written to

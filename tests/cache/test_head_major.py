@@ -173,3 +173,16 @@ def test_on_a_mesh():
         _, cache = kvq.forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
         found.append(kvq.forward(model, text[:, 320:], jnp.asarray([1, 1]), cache)[0])
     np.testing.assert_allclose(found[1], found[0], atol=BOUND)
+
+
+def test_values_summed_before_their_transform(monkeypatch):
+    """HIGGS on a GPU: grid points are summed and the sum is transformed, part after part, as in a loop that decodes."""
+    monkeypatch.setattr(segments, "AT_ONCE", 1)
+    model, method = tiny(), kvq.parse("higgs:bits=2,buffer=32,seed=1")
+    forward.clear_cache()
+    wanted, got = (filled(model, method, form, "scan", 2100) for form in ("planes", "heads"))
+    runs = plan(got[2].layout)
+    assert all(run.static and run.wiring.summed is not None and run.slots >= 2 * run.block for run in runs)
+    for a, b in zip(got[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=5 * BOUND * max(1.0, np.abs(b).max()))
+    assert plan(wanted[2].layout)[0].wiring.shared is None
