@@ -14,6 +14,7 @@ diag(gain) [W_k|W_v]. Made from the weights alone by kvqjax.calibrate.xquant. MH
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,14 @@ def cross_layer(
         # A loop also where there is no matmul: XLA computes a plain sum once more inside the users of Xhat, from the
         # accumulator it is about to overwrite, and copies all of it for every block to be able to.
         pairs = [a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"])]
-        x, carried = jax.lax.map(lambda pair: update(own, *pair), tuple(pairs))
+
+        def tile_by_tile(*pairs):
+            return jax.lax.map(lambda pair: update(own, *pair), pairs)
+
+        def at_once(*pairs):  # on a GPU a loop would take longer to launch than to run
+            return jax.lax.optimization_barrier(jax.vmap(functools.partial(update, own))(*pairs))
+
+        x, carried = jax.lax.platform_dependent(*pairs, cuda=at_once, default=tile_by_tile)
         shape = carry["x"].shape
         return recon | {"x": x.reshape(shape)}, {"x": carried.reshape(shape)}
 

@@ -78,3 +78,17 @@ def test_a_step_costs_what_the_longest_row_holds():
     assert found["attention_over_bound"] <= 2.3
     assert found["bytes_over_bound"] <= 1.2
     assert found["temp_gb"] <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("cache", "depths"),
+    [("higgs:bits=2", "1,2"), ("kvquant:bits=3", "1,2"), ("xquant:bits=2", "3,4"), ("commvq:bits=1", "1,2")],
+)
+def test_what_is_decoded_is_written_once_and_narrow(cache, depths):
+    """128K tokens on a GPU: decisions by the host only about what is encoded, few kernels, no float32 bodies."""
+    if reason := _missing("h100"):
+        pytest.skip(reason)
+    found = _counted("step_cost", "--chip=h100", f"--cache={cache}", "--context=131072", f"--layers={depths}")
+    assert found["bytes_over_bound"] <= 4
+    assert found["launches"] <= 100 * 32
+    assert found["syncs"] <= 5
