@@ -67,7 +67,7 @@ def test_a_chunk_costs_what_the_page_says():
         assert found[field] <= ALLOWANCE * known[field], field
 
 
-def test_a_step_costs_what_the_longest_row_holds():
+def test_a_step_on_an_h100_costs_what_the_longest_row_holds():
     """8K tokens in a cache of 128K on a GPU: half of the attention's bytes are values copied
     (kvqjax/cache/reach.py)."""
     if reason := _missing("h100"):
@@ -84,7 +84,7 @@ def test_a_step_costs_what_the_longest_row_holds():
     ("cache", "depths"),
     [("higgs:bits=2", "1,2"), ("kvquant:bits=3", "1,2"), ("xquant:bits=2", "3,4"), ("commvq:bits=1", "1,2")],
 )
-def test_what_is_decoded_is_written_once_and_narrow(cache, depths):
+def test_an_h100_writes_what_it_decodes_once_and_narrow(cache, depths):
     """128K tokens on a GPU: decisions by the host only about what is encoded, few kernels, no float32 bodies."""
     if reason := _missing("h100"):
         pytest.skip(reason)
