@@ -277,7 +277,6 @@ def _attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared
             payload, found, (_, v) = decoded(part, total)
             if shared is not None:
                 v = saturated(shared.read(view.weights, view.constants, payload, found)[:, :, None], dtype)
-            v = jnp.where(mask[:, :, part].any(1)[:, :, None, None], v, 0)
             rows = weights[..., part].reshape(v.shape[0], v.shape[2], -1, v.shape[1])  # shared values are one head's
             own = summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights.shape[:3], -1)
             total = total + own if number else own
