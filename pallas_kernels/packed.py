@@ -20,7 +20,7 @@ from kvqjax.ops.layout import slot_rows, split_bits
 
 __all__ = ["KINDS", "TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "family", "target_of"]
 
-TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm90")
+TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100")
 # How the chips' names begin (`device_kind`), longer ones first; any other gets the path that runs everywhere.
 KINDS = {
     "TPU v5 lite": "v5e",
@@ -30,6 +30,10 @@ KINDS = {
     "TPU7x": "v7x",
     "Tesla T4": "sm75",
     "NVIDIA A100": "sm80",
+    "NVIDIA A10": "sm86",
+    "NVIDIA L4": "sm89",
+    "NVIDIA GeForce RTX 40": "sm89",
+    "NVIDIA B200": "sm100",
     "NVIDIA H100": "sm90",
     "NVIDIA H200": "sm90",
 }

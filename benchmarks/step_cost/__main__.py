@@ -2,7 +2,8 @@
 
     python -m benchmarks.step_cost --chip h100 --model llama-3.1-8b --cache kivi:bits=2,group=128 --context 131072
 
-GPUs (h100, h200, a100-80) need JAX's CUDA plugin, TPUs (v5e, v6e, v7x) libtpu; `make aot` makes environments with both.
+GPUs (h100, h200, a100-80, and l4 and t4, which the page leaves out) need JAX's CUDA plugin, TPUs (v5e, v6e, v7x)
+libtpu; `make aot` makes environments with both.
 `--held 8192` counts rows that hold fewer tokens than fit, through the static length that `generate` would choose then.
 `python -m benchmarks.step_cost.page` computes the missing rows of docs/speed.md and writes it.
 """
@@ -21,6 +22,7 @@ from benchmarks.step_cost.listings import listings
 from benchmarks.step_cost.row import CHIPS, Row, measure
 
 app = typer.Typer(add_completion=False)
+SMALL = ("l4", "t4")  # chips whose memory is too small for most rows of the page
 
 
 def report(row: Row, found: dict) -> str:
@@ -50,7 +52,7 @@ def report(row: Row, found: dict) -> str:
 
 @app.command()
 def main(
-    chip: Annotated[str, typer.Option(help="h100, h200, a100-80, v5e, v6e or v7x")] = "h100",
+    chip: Annotated[str, typer.Option(help="h100, h200, a100-80, l4, t4, v5e, v6e or v7x")] = "h100",
     model: Annotated[str, typer.Option(help="a name, folder or config.json")] = "llama-3.1-8b",
     cache: Annotated[str, typer.Option(help="a method, as everywhere")] = "exact",
     context: Annotated[int, typer.Option(help="tokens a row holds, which is its capacity too")] = 131072,
@@ -61,8 +63,8 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON")] = False,
 ) -> None:
     """Compile one row and print its account."""
-    if chip not in CHIPS:
-        raise typer.BadParameter(f"{chip}; known: {', '.join(CHIPS)}", param_hint="--chip")
+    if chip not in (*CHIPS, *SMALL):
+        raise typer.BadParameter(f"{chip}; known: {', '.join((*CHIPS, *SMALL))}", param_hint="--chip")
     if held is not None and held > context:
         raise typer.BadParameter(f"{held} is more than the context, {context}", param_hint="--held")
     row = Row(chip, model, cache, context, batch)

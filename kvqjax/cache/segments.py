@@ -61,24 +61,26 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
 def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
     """`attend_body` with queries and outputs in the body's frame."""
     run, wiring = view.run, view.run.wiring
-    shared = wiring.fast.shared if wiring.fast.shared is not None and q.shape[1] <= wiring.fast.shared.most else None
-    body = body_view(view, tokens)
+    fast, body = wiring.fast, body_view(view, tokens)
     kernels = view.chunks if body.together else "off"
     few = body.linear and q.shape[1] <= MOST_QUERIES
+    at_once = run.static and few and not wiring.chain.carry and reached(view) <= MOST_PARTS * AT_ONCE
+    shared = (fast.summed if at_once else None) or fast.shared
+    shared = shared if shared is not None and q.shape[1] <= shared.most else None
 
     def by_blocks():
-        if run.static and few and not wiring.chain.carry and reached(view) <= MOST_PARTS * AT_ONCE:
+        if at_once:
             return attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
         size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.chain.carry))
         return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, kernels)
 
-    if wiring.fast.direct is not None and few:
-        return attend_stored(q, kv_heads, view, tokens, wiring.fast.direct), carry
+    if fast.direct is not None and few:
+        return attend_stored(q, kv_heads, view, tokens, fast.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
     short = kernels == "off" or q.shape[1] < MANY_QUERIES
-    if wiring.fast.packed is not None and short and shared is wiring.fast.shared and body.linear:
-        found = attend_packed(q, view, tokens, wiring.fast.packed, lambda: by_blocks()[0])
+    if fast.packed is not None and short and shared is fast.shared and body.linear:
+        found = attend_packed(q, view, tokens, fast.packed, lambda: by_blocks()[0])
     else:
         found, carry = by_blocks()
     if shared is not None:

@@ -17,7 +17,7 @@ from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import leading_slots
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.xla import kept_apart, row_major
 from kvqjax.pallas_kernels.dispatch import packed_attention
 
 __all__ = ["attend_decoded", "attend_packed", "attend_stored"]
@@ -59,8 +59,8 @@ def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared:
     def scores(rows, _):
         made = []
         for part in parts:
-            k = decoded(part, made[-1] if made else rows)[2][0]
-            made.append(jnp.einsum("bkxd,bskd->bkxs", rows, k, preferred_element_type=jnp.float32))
+            k = row_major(jnp.swapaxes(decoded(part, made[-1] if made else rows)[2][0], 1, 2))
+            made.append(jnp.einsum("bkxd,bksd->bkxs", rows, k, preferred_element_type=jnp.float32))
         return [jnp.concatenate(made, -1)]
 
     def values(weights, _, dtype, piece):
@@ -69,7 +69,6 @@ def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared:
             payload, found, (_, v) = decoded(part, total)
             if shared is not None:
                 v = saturated(shared.read(view.weights, view.constants, payload, found)[:, :, None], dtype)
-            v = jnp.where(mask[:, :, part].any(1)[:, :, None, None], v, 0)
             rows = weights[..., part].reshape(v.shape[0], v.shape[2], -1, v.shape[1])  # shared values are one head's
             own = summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights.shape[:3], -1)
             total = total + own if number else own

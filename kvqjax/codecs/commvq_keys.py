@@ -139,8 +139,8 @@ def _encode(spec: CommVQKeys, codebook, x):
     return {"codes": codes.reshape(-1, x.shape[0]).T, "prescale": prescale[None]}
 
 
-def _gathered(codebook, codes):
-    """Sum C[A] + j C[B] over all rounds, [..., n, C, 2g] float32."""
+def _gathered(codebook, codes, unroll: bool = False):
+    """Sum C[A] + j C[B] over all rounds, [..., n, C, 2g] float32. `unroll`: no loop over the rounds."""
     rounds, groups, levels, width = codebook.shape
     codes = codes.astype(jnp.int32)
     codes = jnp.moveaxis(codes.reshape(*codes.shape[:-1], rounds, 2, groups), (-3, -2), (0, 1))  # [R, 2, ..., n, C]
@@ -151,7 +151,8 @@ def _gathered(codebook, codes):
         rows = book.astype(jnp.float32).reshape(groups * levels, width)
         return total + rows.at[pair + first].get(mode="promise_in_bounds"), None
 
-    total = jax.lax.scan(add, jnp.zeros((*codes.shape[1:], width), jnp.float32), (codebook, codes))[0]
+    start = jnp.zeros((*codes.shape[1:], width), jnp.float32)
+    total = jax.lax.scan(add, start, (codebook, codes), unroll=unroll)[0]
     return total[0] + quarter_turn(total[1])
 
 
@@ -162,8 +163,11 @@ def _decode(spec: CommVQKeys, constants, tile):
     def gathered(constants, codes):
         return _gathered(constants["codebook"], codes)
 
+    def fused(constants, codes):  # XLA for GPUs sums all rounds in one kernel, while a loop writes every partial sum
+        return _gathered(constants["codebook"], codes, unroll=True)
+
     codes = tile["codes"].astype(jnp.uint32)
-    total = jax.lax.platform_dependent(constants, codes, tpu=multiplied, default=gathered)
+    total = jax.lax.platform_dependent(constants, codes, tpu=multiplied, cuda=fused, default=gathered)
     prescale = jnp.swapaxes(tile["prescale"], -1, -2).astype(jnp.float32)
     return ungroup_pairs(total, spec.head_dim, spec.pairs) * prescale
 

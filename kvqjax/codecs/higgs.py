@@ -20,13 +20,14 @@ when they are read. With one dimension, groups of one head and random signs that
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
-from kvqjax.codecs import higgs_tpu
+from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.codecs.hadamard import has_hadamard, transform
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
@@ -37,9 +38,10 @@ from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 
-__all__ = ["Higgs", "higgs_codec"]
+__all__ = ["Higgs", "higgs_codec", "summed_form"]
 
 NORMS = ("plain", "corrected", "unbiased")
+FORMS = {"tpu": higgs_tpu, "cuda": higgs_gpu}  # how a platform decodes otherwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         return transformed(y[..., :group], True).reshape(*lead, groups * group)
 
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
-    forms = {} if plan is None else {"tpu": functools.partial(higgs_tpu.inverse, plan)}
+    forms = {} if plan is None else {name: functools.partial(form.inverse, plan) for name, form in FORMS.items()}
 
     def decode(_, tile):
         x = jax.lax.platform_dependent(tile["codes"].astype(jnp.uint32), **forms, default=gathered)
@@ -178,3 +180,28 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         return (blocks.reshape(*lead, groups * group) * signs.reshape((1,) * len(lead) + (-1,)))[..., :width]
 
     return Codec(width, 1, _fields(spec, groups, groups * vectors, int(math.log2(count))), encode, decode)
+
+
+def summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
+    """Describe vectors of `width` channels as they are summed before they are transformed: (N, read, finish).
+
+    read(tile) gives [..., n, N], grid points times their scale; finish takes a weighted sum of them, [..., N], to the
+    same sum [..., width] of what `decode` gives, the transform being linear."""
+    points = shipped_grid(spec.bits, spec.dim)
+    group = spec.group or group_size(width)
+    groups, vectors = -(-width // group), -(-group // spec.dim)
+    signs = _signs(spec.seed, groups * group)
+
+    def read(tile):
+        codes = tile["codes"].reshape(*tile["codes"].shape[:-1], groups, 1, vectors)
+        found = jnp.concatenate([jnp.asarray(column)[codes] for column in points.T], axis=-2)
+        scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
+        return (found * scale[..., None, None]).reshape(*codes.shape[:-3], -1)
+
+    def finish(total):
+        y = total.reshape(*total.shape[:-1], groups, spec.dim, vectors)
+        y = jnp.swapaxes(y, -1, -2).reshape(*y.shape[:-2], -1)[..., :group]
+        x = transform(y, True).reshape(*total.shape[:-1], groups * group)
+        return (x * signs.reshape((1,) * (x.ndim - 1) + (-1,)))[..., :width]
+
+    return groups * spec.dim * vectors, read, finish

@@ -33,9 +33,27 @@ def split_outliers(
 def restore_outliers(
     dense: Float[Array, "*B u W"], words: UInt[Array, "*B rows u"], count: int, dtype: str
 ) -> Float[Array, "*B u W"]:
-    """Put the stored outliers back in place of what the dense codes say there."""
-    rows = dense.reshape(-1, dense.shape[-1])
-    values, channels = (a.reshape(len(rows), count) for a in split_outliers(words, count, dtype))
+    """Put the stored outliers back in place of what the dense codes say there.
+
+    On GPUs every slot is compared with every channel: that costs operations which XLA fuses into whatever made the
+    dense numbers, where a scatter would write them all to memory and read them back."""
+    values, channels = split_outliers(words, count, dtype)
+    return jax.lax.platform_dependent(dense, values, channels, cuda=_compared, default=_scattered)
+
+
+def _compared(dense, values, channels):
+    """Outliers set by a chain of selects over the slots."""
+    lanes = jnp.arange(dense.shape[-1]).reshape((1,) * (dense.ndim - 1) + (-1,))
+    for slot in range(channels.shape[-1]):
+        here = channels[..., slot : slot + 1] == lanes
+        dense = jnp.where(here, values[..., slot : slot + 1].astype(jnp.float32), dense)
+    return dense
+
+
+def _scattered(dense, values, channels):
+    """Outliers set one by one."""
+    rows, count = dense.reshape(-1, dense.shape[-1]), channels.shape[-1]
     token = jnp.arange(len(rows))[:, None]
+    values, channels = (a.reshape(len(rows), count) for a in (values, channels))
     rows = rows.at[token, channels].set(values.astype(jnp.float32), mode="drop")
     return rows.reshape(dense.shape)

@@ -57,13 +57,14 @@ class Compiled(NamedTuple):
 
 
 def layout_for(config: ModelConfig, method: Method, context: int, chip: str) -> CacheLayout:
-    """The layout of a bfloat16 cache as a chip of `DEVICES` reads it best. GPUs want every layer by itself."""
+    """The layout of a cache of 16-bit numbers as a chip of `DEVICES` reads it best: bfloat16, or float16 on a T4, which
+    has no other. GPUs want every layer by itself."""
     target = target_name(chip)
     return CacheLayout(
         shape=config.kv_shape,
         method=method,
         capacity=context,
-        dtype="bfloat16",
+        dtype="float16" if chip == "t4" else "bfloat16",
         layers="unroll" if family(target) == "gpu" else "scan",
         form=stored_form(target),
         target=target,

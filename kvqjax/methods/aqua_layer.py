@@ -8,10 +8,12 @@ heads; they are the carry. The first layer has no predictor and a codec of its o
 per channel.
 
 Encoder and decoder reconstruct with one function on one fixed tile, `unit` tokens of one row, rounded to the carry's
-dtype: so they agree bit for bit, and the chain does not drift with depth.
+dtype: so they agree bit for bit, and the chain does not drift with depth. GPUs decode all tiles of a block at once, by
+the same function: where its products sum in another order, a number may round to its neighbour.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -178,7 +180,11 @@ def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) ->
         shape = carry["k"].shape
         tiles = {source: _tiles(codecs[source], payload[source], layer.unit) for source in ("k", "v")}
         below = {source: x.reshape(-1, layer.unit, width) for source, x in carry.items()}
-        recon = jax.lax.map(lambda pair: tile_step(constants, *pair), (tiles, below))
+        step = functools.partial(tile_step, constants)
+        # On a GPU a loop over tiles would take longer to launch than to run.
+        recon = jax.lax.platform_dependent(
+            tiles, below, cuda=jax.vmap(step), default=lambda *pair: jax.lax.map(lambda one: step(*one), pair)
+        )
         recon = {source: x.reshape(shape) for source, x in recon.items()}
         return recon, recon
 

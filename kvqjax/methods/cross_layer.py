@@ -1,6 +1,7 @@
 """One layer of XQuant-CL's loop: differences of layer inputs, and the accumulator that flows upwards (formulas:
 kvqjax.methods.xquant_cl_wiring)."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Maps, S
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.xla import rounded
+from kvqjax.ops.xla import kept_apart, rounded
 
 __all__ = ["ACCUMULATORS", "SPACES", "Difference", "cross_layer", "stored_accumulator"]
 
@@ -129,7 +130,14 @@ def cross_layer(config: KVShape, codec: Codec, clock: Clock, difference: Differe
         # A loop also where there is no matmul: XLA computes a plain sum once more inside the users of Xhat, from the
         # accumulator it is about to overwrite, and copies all of it for every block to be able to.
         pairs = [a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"])]
-        x, carried = jax.lax.map(lambda pair: difference.updated(own, *pair), tuple(pairs))
+
+        def tile_by_tile(*pairs):
+            return jax.lax.map(lambda pair: difference.updated(own, *pair), pairs)
+
+        def at_once(*pairs):  # on a GPU a loop would take longer to launch than to run
+            return kept_apart(jax.vmap(functools.partial(difference.updated, own))(*pairs))
+
+        x, carried = jax.lax.platform_dependent(*pairs, cuda=at_once, default=tile_by_tile)
         shape = carry["x"].shape
         return recon | {"x": x.reshape(shape)}, {"x": carried.reshape(shape)}
 

@@ -3,12 +3,15 @@ baseline of arXiv 2501.19392, Table 1)."""
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from kvqjax.codecs import CENTRES, Uniform, centred
-from kvqjax.codecs.higgs import Higgs
+from kvqjax.codecs.higgs import Higgs, summed_form
+from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import Method, method_factory
-from kvqjax.methods.wiring import Wiring
+from kvqjax.methods.wiring import SharedValues, Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = ["HiggsLayer", "higgs"]
@@ -50,7 +53,24 @@ class HiggsLayer:
             key_rotation=self.key_rotation,
             value_rotation=self.value_rotation,
         )
-        return layer.build(config).having(fast={"reading": READING})
+        summed = None if not isinstance(value, Higgs) or value.rotated else _summed_points(value, config)
+        return layer.build(config).having(fast={"reading": READING, "summed": summed})
+
+
+def _summed_points(spec: Higgs, config: KVShape) -> SharedValues:
+    """Values summed as grid points times scales; each query head's sum is transformed."""
+    width, points, transformed = summed_form(spec, config.kv_width)
+
+    def read(weights, constants, payload, sources):
+        return points(payload["v"])
+
+    def finish(weights, constants, means):
+        heads = config.num_kv_heads
+        found = transformed(means).reshape(*means.shape[:2], heads, -1, heads, config.head_dim)
+        own = jnp.eye(heads, dtype=bool)[None, None, :, None, :, None]
+        return jnp.where(own, found, 0).sum(4).reshape(*means.shape[:3], config.head_dim)
+
+    return SharedValues(width, MOST_QUERIES, read, finish)
 
 
 @method_factory

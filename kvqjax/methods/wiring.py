@@ -85,12 +85,14 @@ class Fast(NamedTuple):
     """Faster ways to attend to a body than decoding it block by block; each is None where a body has none.
 
     `packed`: a kernel reads it as it is stored. `direct`: XLA reads all of it at once, stored head by head
-    (kvqjax.methods.direct). `shared`: values are summed before they are mapped to heads. `reading`: tokens that are
-    decoded at a time, where the body's block is smaller and divides them."""
+    (kvqjax.methods.direct). `shared`: values are summed before they are mapped to heads. `summed`: the same on a GPU
+    only, where no kernel reads the body. `reading`: tokens that are decoded at a time, where the body's block is smaller
+    and divides them."""
 
     packed: Packed | None = None
     direct: Direct | None = None
     shared: SharedValues | None = None
+    summed: SharedValues | None = None
     reading: int = 1
 
 

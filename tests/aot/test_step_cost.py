@@ -67,7 +67,7 @@ def test_a_chunk_costs_what_the_page_says():
         assert found[field] <= ALLOWANCE * known[field], field
 
 
-def test_a_step_costs_what_the_longest_row_holds():
+def test_a_step_on_an_h100_costs_what_the_longest_row_holds():
     """8K tokens in a cache of 128K on a GPU: half of the attention's bytes are values copied
     (kvqjax/cache/reach.py)."""
     if reason := _missing("h100"):
@@ -78,3 +78,17 @@ def test_a_step_costs_what_the_longest_row_holds():
     assert found["attention_over_bound"] <= 2.3
     assert found["bytes_over_bound"] <= 1.2
     assert found["temp_gb"] <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("cache", "depths"),
+    [("higgs:bits=2", "1,2"), ("kvquant:bits=3", "1,2"), ("xquant:bits=2", "3,4"), ("commvq:bits=1", "1,2")],
+)
+def test_an_h100_writes_what_it_decodes_once_and_narrow(cache, depths):
+    """128K tokens on a GPU: decisions by the host only about what is encoded, few kernels, no float32 bodies."""
+    if reason := _missing("h100"):
+        pytest.skip(reason)
+    found = _counted("step_cost", "--chip=h100", f"--cache={cache}", "--context=131072", f"--layers={depths}")
+    assert found["bytes_over_bound"] <= 4
+    assert found["launches"] <= 100 * 32
+    assert found["syncs"] <= 5

@@ -91,15 +91,31 @@ def test_equal_codes_and_logits(name, layers):
     assert all(run.wiring.fast.direct is not None for run in runs)
 
 
-@pytest.mark.parametrize("name", ["kvquant", "commvq", "aqua", "xquant-latents"])
-def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
+@pytest.fixture
+def as_gpus(monkeypatch):
+    """Turns on the forms of GPUs, in parts of one block; they need no GPU."""
+
+    def on():
+        for module in (segments, whole_body):
+            monkeypatch.setattr(module, "AT_ONCE", 1)
+        chosen = lambda *x, default=None, cuda=None, **others: (cuda or default)(*x)  # noqa: E731
+        monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+        forward.clear_cache()
+        prefill.clear_cache()
+
+    yield on
+    forward.clear_cache()
+    prefill.clear_cache()
+
+
+@pytest.mark.parametrize("name", ["kvquant", "commvq", "aqua", "xquant-latents", "xquant-cl"])
+def test_bodies_that_are_decoded_without_a_loop_over_data(name, as_gpus):
     """Block after block in straight code, or by a loop of as many turns as the capacity has blocks, as by a loop that
     ends with the longest row."""
-    for module in (segments, whole_body):
-        monkeypatch.setattr(module, "AT_ONCE", 1)
     model, method = model_and_method(name)
-    forward.clear_cache()  # programs of the usual parts
-    wanted, got = (filled(model, method, form, "scan", 2100) for form in ("planes", "heads"))
+    wanted = filled(model, method, "planes", "scan", 2100)
+    as_gpus()
+    got = filled(model, method, "heads", "scan", 2100)
     assert got[2].runs[0].body
     assert plan(got[2].layout)[-1].slots >= 2 * plan(got[2].layout)[-1].block
     for a, b in zip(got[:2], wanted[:2], strict=True):
@@ -187,3 +203,15 @@ def test_a_sliding_window_s_ring_is_read_head_by_head():
         cache = kvq.forward(model, text, jnp.asarray([1500, 300]), cache, last=True)[1]
         logits[form] = kvq.forward(model, text[:, :1], jnp.asarray([1, 1]), cache, last=True)[0]
     np.testing.assert_allclose(logits["heads"], logits["planes"], atol=BOUND * float(jnp.abs(logits["planes"]).max()))
+
+
+def test_values_summed_before_their_transform(as_gpus):
+    """HIGGS on a GPU: grid points are summed and the sum is transformed, part after part, as in a loop that decodes."""
+    model, method = tiny(), kvq.parse("higgs:bits=2,buffer=32,seed=1")
+    wanted = filled(model, method, "planes", "scan", 2100)
+    as_gpus()
+    got = filled(model, method, "heads", "scan", 2100)
+    runs = plan(got[2].layout)
+    assert all(run.static and run.wiring.fast.summed is not None and run.slots >= 2 * run.block for run in runs)
+    for a, b in zip(got[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=5 * BOUND * max(1.0, np.abs(b).max()))

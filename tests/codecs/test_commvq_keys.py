@@ -1,5 +1,6 @@
 """CommVQ's key codec: equal to the published codes, bits as stated, defined at the edges."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 
 from kvqjax.codecs import bits_per_value
-from kvqjax.codecs.commvq_keys import CommVQKeys, centre, group_pairs, nearest, truncate_rounds, ungroup_pairs
+from kvqjax.codecs.commvq_keys import (
+    CommVQKeys,
+    _gathered,
+    centre,
+    group_pairs,
+    nearest,
+    truncate_rounds,
+    ungroup_pairs,
+)
 from kvqjax.codecs.commvq_tpu import CHUNK, columns, summed_columns
 from kvqjax.ops.layout import logical_bits
 
@@ -160,6 +169,12 @@ def test_the_form_for_tpus_sums_the_same_rows(rounds, groups, levels, pairs):
     found = both(jnp.asarray(book), jnp.asarray(codes.reshape(2, 3, -1), jnp.uint32))
     bound = (2.0**-16 + 4 * rounds * 2.0**-24) * sum(np.abs(part).sum(2) for part in parts)
     assert (np.abs(np.asarray(found) - sum(part.sum(2) for part in parts)) <= bound).all()
+
+
+def test_the_form_for_gpus_sums_in_the_same_order():
+    book, codes = random_book(8, rounds=5)["codebook"], np.random.default_rng(9).integers(0, 8, (3, 7, 20))
+    loop, straight = (jax.jit(functools.partial(_gathered, unroll=n))(book, jnp.asarray(codes)) for n in (False, True))
+    np.testing.assert_array_equal(straight, loop)
 
 
 def test_decoding_gathers_on_other_chips_than_tpus():

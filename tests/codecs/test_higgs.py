@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvqjax.codecs import bits_per_value, higgs_tpu
+from kvqjax.codecs import bits_per_value, higgs_gpu, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
-from kvqjax.codecs.higgs import Higgs, higgs_codec
+from kvqjax.codecs.higgs import Higgs, higgs_codec, summed_form
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
 from kvqjax.ops import layout
 
@@ -212,21 +212,35 @@ def test_codes_are_computed_against_the_stored_scale():
     assert (codes(exact) != np.asarray(tile["codes"])).mean() > 5e-3
 
 
+@pytest.mark.parametrize("form", [higgs_tpu, higgs_gpu], ids=["tpu", "gpu"])
 @pytest.mark.parametrize(
     ("bits", "dim", "group", "groups"),
     [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (2, 1, 512, 1), (4, 1, 1024, 1), (3, 2, 96, 2), (3, 1, 12, 1)],
 )
-def test_the_form_for_tpus_is_exact_but_for_float32_sums(bits, dim, group, groups):
+def test_forms_of_chips_are_exact_but_for_float32_sums(form, bits, dim, group, groups):
     """Parts of groups, groups side by side, single groups; matrices that are not symmetric (96 and 12 are Paley's)."""
     points = shipped_grid(bits, dim)
     codes = np.random.default_rng(0).integers(0, len(points), (3, groups * group // dim))
     y = points[codes].reshape(3, groups, group).astype(np.float64)
     wanted = y @ hadamard(group)
-    x = jax.jit(functools.partial(higgs_tpu.inverse, higgs_tpu.plan(points, group, groups)))(
-        jnp.asarray(codes, jnp.uint32)
-    )
+    x = jax.jit(functools.partial(form.inverse, higgs_tpu.plan(points, group, groups)))(jnp.asarray(codes, jnp.uint32))
     bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True)
     assert (np.abs(np.asarray(x).reshape(wanted.shape) - wanted) <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("width", "options"), [(96, {}), (100, {"seed": 3}), (256, {"group": 64}), (130, {"dim": 6})], ids=str
+)
+def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
+    spec = Higgs(bits=2, **options)
+    codec, (wide, read, finish) = spec.build(width), summed_form(spec, width)
+    tile = jax.tree.map(lambda x: jnp.asarray(x)[None], jax.jit(codec.encode)({}, jnp.asarray(signed(1, 64, width))))
+    weights = np.random.default_rng(2).random((5, 64)).astype(np.float32)
+    points = np.asarray(jax.jit(read)(tile))[0]
+    assert points.shape == (64, wide)
+    decoded = np.asarray(codec.decode({}, tile))[0]
+    bound = 64 * 2.0**-22 * (weights @ np.abs(decoded)).max()
+    np.testing.assert_allclose(jax.jit(finish)(weights @ points), weights @ decoded, rtol=0, atol=bound)
 
 
 def test_grids_that_the_form_for_tpus_cannot_hold_are_gathered():

@@ -7,6 +7,7 @@ import pytest
 from nuq import FULL, mostly_close, round_trip, slots_of
 
 from kvqjax.codecs.nuq import Nuq
+from kvqjax.codecs.nuq_outliers import _compared, _scattered, split_outliers
 from kvqjax.codecs.nuq_table import look_up, nearest
 
 
@@ -168,3 +169,17 @@ def test_bad_options_are_refused(options, word):
         Nuq(**({"bits": 3, "per": "token"} | options))
     with pytest.raises(ValueError, match="width"):
         Nuq(bits=3, per="token", slots=32).build(32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_outliers_are_set_alike_on_every_chip(dtype):
+    """By selects (GPUs) and one by one; some slots of keys are unused."""
+    x, spec = synthetic(5), Nuq(bits=2, per="channel", outliers=0.02, datatype="nf", outlier_dtype=dtype)
+    tile = spec.build(256).encode(offline(x, 0.01), jnp.asarray(x))
+    parts = split_outliers(tile["outliers"], spec.slot_count(256), dtype)
+    assert (parts[1] == 256).any()
+    assert (parts[1] < 256).any()
+    dense = jnp.asarray(x) + 1
+    found = jax.jit(_compared)(dense, *parts)
+    np.testing.assert_array_equal(found, jax.jit(_scattered)(dense, *parts))
+    assert (found != dense).any()

@@ -5,6 +5,7 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, allocate_cache
+from kvqjax.cache.fitted import stored_form
 from kvqjax.hardware.chips import GPUS, slice_of, target_name
 from kvqjax.hardware.planner import DEVICES, GIB, Device, headroom, largest, parameter_shapes, plan_memory, step_bounds
 from kvqjax.model.catalogue import KNOWN, config_of
@@ -106,6 +107,7 @@ def test_every_device_has_a_compiler_and_a_target():
     for name, device in DEVICES.items():
         assert target_name(name) in TARGETS
         assert bool(device.torus[0]) != (name in GPUS), name
+        assert stored_form(target_name(name)) == ("heads" if name in GPUS else "planes"), name
         assert slice_of(name, 8).startswith(device.torus[0] or "1x1x8")
     assert {"t4", "l4", "l40s", "a10g", "b200", "v4"} <= set(DEVICES)
 

@@ -1,0 +1,36 @@
+"""HIGGS decoding for GPUs: one product instead of a chain of float32 ones. Equal to kvqjax.codecs.higgs's own form but
+for the order of its sums.
+
+Grid numbers have 11 significant bits, so that float16 holds them, and the matrix is +-1: float16 products with float32
+sums round nothing but the sums. A chain of small products does fewer operations, and writes what is between them to
+memory in float32, which takes longer. With y_j the j-th channels of all vectors, H^T y = sum_j H[j::p]^T y_j, as in
+kvqjax.codecs.higgs_tpu.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt
+
+from kvqjax.codecs.higgs_tpu import Plan
+
+__all__ = ["inverse"]
+
+
+def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
+    """H^T y of every group, y being the grid points that `codes` name; not divided by the group's width."""
+    grid = np.ascontiguousarray(plan.words.T).view(np.float16)[:, : plan.dim]
+    tiles = codes.reshape(*codes.shape[:-1], -1, plan.tile)
+    y = jnp.concatenate([jnp.asarray(column)[tiles] for column in grid.T], axis=-1)
+    matrix = _matrix(plan)
+    y = y.reshape(*codes.shape[:-1], -1, len(matrix))
+    x = jnp.einsum("...gv,vc->...gc", y, matrix, preferred_element_type=jnp.float32)
+    return (x * 2.0**-plan.raised).reshape(*codes.shape[:-1], -1)
+
+
+def _matrix(plan: Plan) -> Float[Array, "V W"]:
+    """The matrix of as many tiles as the outer one mixes; made on the chip, for a program would hold all its numbers
+    wherever it is used."""
+    inner = plan.matrix.reshape(plan.dim, 2, plan.tile, -1)[:, 0].reshape(plan.dim * plan.tile, -1)  # one of two pieces
+    outer, inner = (jnp.asarray(x, jnp.float16) for x in (plan.outer, inner))
+    size, (rows, columns) = len(plan.outer), inner.shape
+    return (outer[:, None, :, None] * inner[None, :, None, :]).reshape(size * rows, size * columns)
