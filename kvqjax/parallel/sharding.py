@@ -31,6 +31,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.state import Cache, CacheLayout, Run, RunPlan, plan
 from kvqjax.methods import MethodLike, parse
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
+from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.decoder import is_unrolled
 from kvqjax.model.experts import BY_EXPERT
@@ -210,8 +211,8 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
     return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(plan(layout), local, strict=True))
 
 
-def _is_share(whole, part, parts: int) -> bool:
-    def widened(wiring, times: int):
+def _is_share(whole: Wiring, part: Wiring, parts: int) -> bool:
+    def widened(wiring: Wiring, times: int):
         fields = {
             (source, name): dataclasses.replace(field, width=field.width * times, heads=field.heads * times)
             for source, codec in wiring.storage.codecs.items()
@@ -219,7 +220,7 @@ def _is_share(whole, part, parts: int) -> bool:
         }
         return {source: width * times for source, width in wiring.storage.sources.items()}, fields
 
-    alone = not (whole.carry or whole.wanted().keys() - {ROTATIONS})
+    alone = not (whole.chain.carry or whole.wanted().keys() - {ROTATIONS})
     return alone and widened(whole, 1) == widened(part, parts)
 
 
