@@ -86,8 +86,8 @@ class Fast(NamedTuple):
 
     `packed`: a kernel reads it as it is stored. `direct`: XLA reads all of it at once, stored head by head
     (kvqjax.methods.direct). `shared`: values are summed before they are mapped to heads. `summed`: the same on a GPU
-    only, where no kernel reads the body. `reading`: tokens that are decoded at a time, where the body's block is smaller
-    and divides them."""
+    only, where no kernel reads the body. `reading`: tokens that are decoded at a time, where the body's block is
+    smaller and divides them."""
 
     packed: Packed | None = None
     direct: Direct | None = None

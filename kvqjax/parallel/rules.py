@@ -12,6 +12,7 @@ from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import RunPlan, plan
 from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
+from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.experts import BY_EXPERT
 from kvqjax.model.weight_trees import is_unrolled
@@ -157,8 +158,8 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
     return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(plan(layout), local, strict=True))
 
 
-def _is_share(whole, part, parts: int) -> bool:
-    def widened(wiring, times: int):
+def _is_share(whole: Wiring, part: Wiring, parts: int) -> bool:
+    def widened(wiring: Wiring, times: int):
         fields = {
             (source, name): dataclasses.replace(field, width=field.width * times, heads=field.heads * times)
             for source, codec in wiring.storage.codecs.items()
@@ -166,5 +167,5 @@ def _is_share(whole, part, parts: int) -> bool:
         }
         return {source: width * times for source, width in wiring.storage.sources.items()}, fields
 
-    alone = not (whole.carry or whole.wanted().keys() - {ROTATIONS})
+    alone = not (whole.chain.carry or whole.wanted().keys() - {ROTATIONS})
     return alone and widened(whole, 1) == widened(part, parts)

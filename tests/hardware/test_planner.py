@@ -5,7 +5,7 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, allocate_cache
-from kvqjax.cache.fitted import stored_form
+from kvqjax.cache.cache_layout import stored_form
 from kvqjax.hardware.chips import GPUS, slice_of, target_name
 from kvqjax.hardware.planner import DEVICES, GIB, Device, headroom, largest, parameter_shapes, plan_memory, step_bounds
 from kvqjax.model.catalogue import KNOWN, config_of
