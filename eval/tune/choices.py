@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.codecs import Exact
-from kvqjax.methods.pairs import PARTS, apart
+from kvqjax.methods.pairs import PARTS, Pair, apart
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.methods.wiring import Clock, Wiring
 from kvqjax.model.config import KVShape
@@ -43,7 +43,7 @@ def _likeness(number: int, spec: Any, wiring: Wiring):
     """What candidates of one kind have in common; one with calibrated constants is a kind of its own."""
     names = [field.name for field in dataclasses.fields(spec)]
     alone = apart(wiring) and {"key", "value"} <= set(names) and not wiring.wanted()
-    if not alone and not wiring.carry:
+    if isinstance(spec, Pair) or not (alone or wiring.carry):  # the windows of a pair are its parts' own
         return number
     return type(spec), *((name, getattr(spec, name)) for name in names if name not in CODED)
 
