@@ -22,7 +22,7 @@ __all__ = ["drift", "encoded_from", "growth"]
 
 def encoded_from(model: Model, method: Method, capacity: int) -> int:
     """The first step that attends to encoded tokens in every layer: until then sinks and windows hold all."""
-    cache = jax.eval_shape(lambda: init_cache(model, method, 1, capacity))
+    cache = jax.eval_shape(lambda: init_cache(model.replace(rules=None), method, 1, capacity))
     clocks = [clock for run in plan(cache.layout) for clock in run.wiring.storage.clocks]
     return method.sinks + max(clock.window + clock.unit for clock in clocks)
 

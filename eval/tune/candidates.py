@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +19,17 @@ from kvqjax.methods.pairs import apart, joined
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 
-__all__ = ["WIDTHS", "Candidates", "fast_enough", "layer_bytes", "named", "sorted_out"]
+__all__ = [
+    "WIDTHS",
+    "Candidates",
+    "bare",
+    "bytes_by_layer",
+    "fast_enough",
+    "layer_bytes",
+    "named",
+    "sorted_out",
+    "stretches",
+]
 
 WIDTHS = (1, 2, 3, 4, 6, 8)  # bits that a method is tried at where none are named
 GROUPS = ("data-free", "all")
@@ -27,8 +38,9 @@ MORE = ("kivi:group=128",)  # beside every method's defaults
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """`parts` may stand in any layer, those that are not `whole` for its keys or values alone; `others` are taken for
-    all layers or not at all (their layers feed each other, or have exceptions of their own). All have `sinks`."""
+    """`parts` may stand in any layer, those that are not `whole` for its keys or values alone. `others` are taken for
+    all layers or not at all (they have exceptions of their own), or as a chain with exceptions
+    (kvqjax.eval.tune.chains) where their layers feed each other. All have `sinks`."""
 
     parts: tuple[Method, ...]
     whole: np.ndarray
@@ -39,21 +51,25 @@ class Candidates:
         """The policy [L, 2] as a method: the most frequent candidate with exceptions."""
         names, counts = np.unique(chosen, return_counts=True)
         default = names[counts.argmax()]
-        exceptions, start = {}, 0
-        for end in range(1, len(chosen) + 1):
-            if end < len(chosen) and (chosen[end] == chosen[start]).all():
-                continue
-            layers, (key, value) = f"{start}-{end - 1}" if end - start > 1 else str(start), chosen[start]
+        exceptions = {}
+        for layers, (key, value) in stretches(chosen):
             if key == value != default:
-                exceptions[layers] = _bare(self.parts[key])
+                exceptions[layers] = bare(self.parts[key])
             elif key != value:
                 both = {f"{layers}.k": key, f"{layers}.v": value}
-                exceptions |= {part: _bare(self.parts[c]) for part, c in both.items() if c != default}
-            start = end
+                exceptions |= {part: bare(self.parts[c]) for part, c in both.items() if c != default}
         return policy(self.parts[default], exceptions)
 
 
-def _bare(method: Method) -> Method:
+def stretches(chosen: np.ndarray) -> Iterable[tuple[str, tuple[int, int]]]:
+    """The layers that follow one another with equal choices in a policy [L, 2], as exceptions name them ("0-2"), and
+    these choices."""
+    for pair, group in itertools.groupby(range(len(chosen)), key=lambda layer: tuple(chosen[layer])):
+        first, *rest = group
+        yield f"{first}-{rest[-1]}" if rest else str(first), pair
+
+
+def bare(method: Method) -> Method:
     """A method without sinks, which are the whole policy's."""
     return parse({name: value for name, value in to_dict(method).items() if name != "sinks"})
 
@@ -168,11 +184,12 @@ def layer_bytes(model: Model, found: Candidates, context: int) -> np.ndarray:
         for b, value in enumerate(found.parts):
             if a == b or not (found.whole[a] or found.whole[b]):
                 spec = key.layer if a == b else joined(key.layer, value.layer)
-                out[:, a, b] = _by_layer(model, dataclasses.replace(key, layer=spec), context)
+                out[:, a, b] = bytes_by_layer(model, dataclasses.replace(key, layer=spec), context)
     return out
 
 
-def _by_layer(model: Model, method: Method, context: int) -> np.ndarray:
+def bytes_by_layer(model: Model, method: Method, context: int) -> np.ndarray:
+    """Bytes of every layer of a row of `context` tokens."""
     book, out = ledger_of(model, method, context), np.zeros(model.config.num_layers)
     for entry in book.entries:
         first, _, last = entry.layers.partition("-")

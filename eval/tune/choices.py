@@ -3,7 +3,8 @@
 The layer spec `Choice` holds every candidate. A layer's constants say by number which one its keys and which one its
 values follow. The body stores what that candidate's decoder would give back, so tokens meet the same keys and values
 as in the candidate's own cache, at the same time. Candidates that differ in their codecs alone share the vectors that
-sinks, window and body hold.
+sinks, window and body hold. Layers of a chain are told what flows from the layer below when they encode; a reader finds
+reconstructions and needs nothing of it.
 """
 
 import dataclasses
@@ -14,14 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.codecs import Exact
-from kvqjax.methods.pairs import PARTS, apart
+from kvqjax.methods.pairs import PARTS, Pair, apart
 from kvqjax.methods.spec import LayerSpec
-from kvqjax.methods.wiring import Calibration, Clock, Maps, Storage, Wiring
+from kvqjax.methods.wiring import Calibration, Chain, Clock, Maps, Storage, Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = ["Choice", "chosen_constants"]
 
 OWN = "chosen"  # the group of constants that holds the numbers
+# Fields of layer specs that say how vectors are encoded, not which vectors and when.
+CODED = {"key", "value", "key_inputs", "value_inputs", "predictor", "rank", "copy", "start", "bits", "axis"} | {
+    "accumulator", "latent", "scales"}  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -38,17 +42,16 @@ class Kind(NamedTuple):
 def _likeness(number: int, spec: Any, wiring: Wiring):
     """What candidates of one kind have in common; one with calibrated constants is a kind of its own."""
     names = [field.name for field in dataclasses.fields(spec)]
-    if wiring.wanted() or not apart(wiring) or not {"key", "value"} <= set(names):
+    alone = apart(wiring) and {"key", "value"} <= set(names) and not wiring.wanted()
+    if isinstance(spec, Pair) or not (alone or wiring.chain.carry):  # the windows of a pair are its parts' own
         return number
-    return type(spec), *((name, getattr(spec, name)) for name in names if name not in ("key", "value"))
+    return type(spec), *((name, getattr(spec, name)) for name in names if name not in CODED)
 
 
 def _kinds(specs: tuple[LayerSpec, ...], shape: KVShape) -> list[Kind]:
     kinds: dict[Any, Kind] = {}
     for number, spec in enumerate(specs):
         wiring = spec.build(shape)
-        if wiring.chain.carry:
-            raise ValueError(f"candidate {number}: layers that feed each other cannot be chosen one by one")
         kind = kinds.setdefault(_likeness(number, spec, wiring), Kind({}, not apart(wiring)))
         kind.members[number] = wiring
     return list(kinds.values())
@@ -90,25 +93,29 @@ class Choice:
                 ).items()
             }
 
-        def recoded(constants, kind: Kind, sources: tuple[str, ...], tile: dict):
-            """A tile as its candidate gives it back; as it is where another kind is chosen."""
+        def recoded(constants, kind: Kind, sources: tuple[str, ...], tile: dict, carry: dict):
+            """A tile as its candidate gives it back, and what flows on; both as they are where another kind is
+            chosen."""
 
             def by(number):
-                wiring = kind.members[number]
-                return lambda x: {s: wiring.maps.encode(_given(constants, number), x, {})[1][s] for s in sources}
+                def one(x, carry):
+                    _, made, above = kind.members[number].maps.encode(_given(constants, number), x, carry)
+                    return {s: made[s].astype(x[s].dtype) for s in sources}, above
+
+                return one
 
             index = constants[OWN]["v" if sources == ("v",) else "k"]
             table = _table(kind.members, count, len(kind.members))
-            alike = lambda made: {s: made[s].astype(tile[s].dtype) for s in sources}  # noqa: E731
-            branches = [lambda x, one=by(number): alike(one(x)) for number in kind.members]
-            return jax.lax.switch(jnp.asarray(table)[index], [*branches, lambda x: x], tile)
+            branches = [*map(by, kind.members), lambda x, carry: (x, carry)]
+            return jax.lax.switch(jnp.asarray(table)[index], branches, tile, carry)
 
         def encode(constants, tile, carry):
             recon = {}
             for n, kind in enumerate(kinds):
-                here = tuple(s for s in kind.wiring.storage.sources if name(n, s) in tile)
-                for sources in [here] if kind.whole and here else [(s,) for s in here]:
-                    made = recoded(constants, kind, sources, {s: tile[name(n, s)] for s in sources})
+                due = tuple(s for s in kind.wiring.storage.sources if name(n, s) in tile)
+                for sources in [due] if kind.whole and due else [(s,) for s in due]:
+                    here = {s: tile[name(n, s)] for s in sources}
+                    made, carry = recoded(constants, kind, sources, here, carry)
                     recon |= {name(n, s): x for s, x in made.items()}
             return {source: {"x": x} for source, x in recon.items()}, recon, carry
 
@@ -131,6 +138,7 @@ class Choice:
         members = {number: wiring for kind in kinds for number, wiring in kind.members.items()}
         wanted = {f"{n}.{group}": names for n, w in members.items() for group, names in w.wanted().items()}
         kinds_of = {key: kind for wiring in members.values() for key, kind in wiring.calibration.kinds.items()}
+        carried = {source: width for wiring in members.values() for source, width in wiring.chain.carry.items()}
         return Wiring(
             Storage(
                 sources=widths,
@@ -138,12 +146,14 @@ class Choice:
                 clocks=tuple(Clock(tuple(sources), *times) for times, sources in clocks.items()),
             ),
             Maps(capture, encode, decode, expand),
+            chain=Chain(carried, "all" if carried else "layer"),
             calibration=Calibration(wanted | {OWN: {"k": (), "v": ()}}, kinds_of),
         )
 
 
 def chosen_constants(policy: np.ndarray, fixed: dict[str, dict], runs) -> tuple[dict, ...]:
-    """Constants of a model for `Choice`: the candidates' own, {"3.k": {name: [L, ...]}}, and `policy` [L, 2]."""
+    """Constants of a model for `Choice`: the candidates' own, {"3.k": {name: [L, ...]}}, and `policy` [L, 2], which
+    says by number what each layer's keys and values follow."""
     own = {"k": jnp.asarray(policy[:, 0], jnp.int32), "v": jnp.asarray(policy[:, 1], jnp.int32)}
     cut = lambda run: jax.tree.map(lambda x: x[run.first : run.first + run.count], fixed | {OWN: own})  # noqa: E731
     return tuple(cut(run) for run in runs)

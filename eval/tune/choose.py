@@ -1,18 +1,31 @@
 """The steps from measurements to a policy within a budget."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
+from kvqjax.eval.stamp import ledger_of
 from kvqjax.eval.tune.budget import Budget, bytes_of_bits
-from kvqjax.eval.tune.constants import Bar
-from kvqjax.eval.tune.measure import Meter
+from kvqjax.eval.tune.chains import Chain, chain_bytes, chain_losses, is_chain
+from kvqjax.eval.tune.constants import Bar, assembled
+from kvqjax.eval.tune.measure import Meter, Subject
 from kvqjax.eval.tune.search import Table, climb, guess
 from kvqjax.eval.tune.trial import Trial
+from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 
-__all__ = ["chosen", "limit_of", "losses"]
+__all__ = ["Option", "best_of", "limit_of", "losses", "mixture", "whole"]
+
+
+class Option(NamedTuple):
+    """A method that may be the result: how it is measured, and what makes its constants."""
+
+    subject: Subject
+    method: Method
+    artifact: Callable[[], Artifact | None]
 
 
 def losses(trial: Trial, meter: Meter, bar: Bar) -> np.ndarray:
@@ -78,6 +91,7 @@ def _thrifty(bound: float, table: Table, policy: np.ndarray, measure: Callable) 
 
 
 def chosen(budget: Budget, table: Table, limit: float, measure: Callable) -> np.ndarray:
+    """The policy that a search over `table` ends with."""
     if budget.kind == "kld":
         policy, limit = _within(budget.amount, table, measure)
         return _thrifty(budget.amount, table, climb(table, policy, limit, measure), measure)
@@ -85,3 +99,43 @@ def chosen(budget: Budget, table: Table, limit: float, measure: Callable) -> np.
     starts = [guess(table, limit), *(np.full((layers, 2), number) for number in range(count))]
     starts = [policy for policy in starts if policy is not None and table.size(policy) <= limit]
     return climb(table, starts[int(measure(starts).mean(1).argmin())], limit, measure)
+
+
+def mixture(trial: Trial, budget: Budget, table: Table, limit: float, meter: Meter, bar: Bar) -> Option:
+    """The best policy over the candidates that may stand in any layer."""
+    policy = chosen(budget, table, limit, lambda ps: meter([trial.subject(p) for p in ps], bar("exchanges")))
+    make = lambda: assembled(trial.model, trial.found, policy, trial.fixed)  # noqa: E731
+    return Option(trial.subject(policy), trial.found.method(policy), make)
+
+
+def whole(
+    trial: Trial, number: int, budget: Budget, limit: float, meter: Meter, context: int, bar: Bar
+) -> list[Option]:
+    """A method that is taken for all layers, with exceptions where its layers feed each other; none where it does not
+    fit."""
+    model, method, ready = trial.model, trial.found.others[number], trial.ready[number]
+    if not is_chain(method, model.config.kv_shape):
+        runs = ready.constants
+        make = lambda: Artifact(method, runs, model.fingerprint, {"tuned": True}) if runs else None  # noqa: E731
+        fits = ledger_of(model, method, context).bytes <= limit
+        return [Option(trial.others()[number], method, make)] if fits else []
+    chain = Chain(model, trial.found, method, ready)
+    size = chain_bytes(chain, context)
+    if size.min((1, 2)).sum() > limit:
+        return []
+    table = Table(size, chain_losses(chain, meter, bar), np.ones(len(chain.parts), bool))
+    policy = chosen(budget, table, limit, lambda ps: meter([chain.subject(p) for p in ps], bar("exchanges")))
+    return [Option(chain.subject(policy), chain.method(policy), lambda: chain.artifact(policy))]
+
+
+def best_of(
+    options: list[Option], budget: Budget, meter: Meter, model: Model, context: int
+) -> tuple[Method, Artifact | None]:
+    """The option of least divergence, with its constants; of a bounded divergence, the one of fewest bytes."""
+    kld = meter([option.subject for option in options]).mean(1)
+    size = np.asarray([ledger_of(model, option.method, context).bytes for option in options])
+    if budget.kind == "kld":
+        best = int(np.where(kld <= budget.amount, size, np.inf).argmin())
+    else:
+        best = int(kld.argmin())
+    return options[best].method, options[best].artifact()

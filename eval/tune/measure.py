@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["Meter", "Subject", "divergence"]
+__all__ = ["Meter", "Subject", "divergence", "even_rows"]
 
 # What is measured: its name in the records, the model with its constants, and the method.
 Subject = tuple[str, Callable[[], Model], Method]
@@ -52,8 +53,10 @@ def divergence(
 
 
 class Meter:
-    """Measures subjects on `windows` [N, T], `batch` rows at a time, and remembers what it measured.
+    """Measures subjects on `windows` [N, T], at most `batch` rows at a time (rounded up to what a mesh can share out),
+    and remembers what it measured.
 
+    Batches are of one size, so that one program serves them; where the last one lacks rows, the last window stands in.
     The exact pass over a batch is made once for all subjects of a call and dropped before the next batch. Each figure
     is appended to the file `path` (None: kept in memory) as soon as it is known; a meter of the same `owner`, which
     names model, text and settings, starts with what the file holds."""
@@ -71,15 +74,17 @@ class Meter:
     ):
         self.model, self.windows, self.chunk = model.replace(constants=()), windows, chunk
         self.scored_from, self.path, self.made = scored_from, path, 0
-        self.batches = [slice(start, start + batch) for start in range(0, len(windows), batch)]
+        rows = even_rows(len(windows), batch, 1 if model.rules is None else model.rules.size(model.rules.batch))
+        self.batches = [range(start, min(start + rows, len(windows))) for start in range(0, len(windows), rows)]
+        self.rows = rows
         self.known: dict[str, dict[int, list[float]]] = {}
         if path is not None:
-            _open(path, owner, self.known)
+            _open(path, f"{owner} by {rows} rows", self.known)
 
     def _one(self, subject: Subject, number: int, tokens, reference) -> None:
         name, ready, method = subject
         found = divergence(ready(), tokens, reference, method, self.chunk, self.scored_from)
-        values = [float(x) for x in np.asarray(found)]
+        values = [float(x) for x in np.asarray(found)[: len(self.batches[number])]]
         self.known.setdefault(name, {})[number] = values
         self.made += 1
         if self.path is not None:
@@ -95,7 +100,7 @@ class Meter:
             todo = {subject[0]: subject for subject in missing(number)}
             if not todo:
                 continue
-            tokens = jnp.asarray(self.windows[rows])
+            tokens = jnp.asarray(self.windows[np.minimum(rows.start + np.arange(self.rows), rows.stop - 1)])
             reference = replay(self.model, tokens, exact(), self.chunk)
             for subject in todo.values():
                 self._one(subject, number, tokens, reference)
@@ -103,6 +108,12 @@ class Meter:
                 progress(1 - left / total)
         every = range(len(self.batches))
         return np.asarray([[x for n in every for x in self.known[name][n]] for name, _, _ in subjects])
+
+
+def even_rows(count: int, most: int, share: int) -> int:
+    """Rows of a batch when `count` go through in the fewest batches of at most `most` rows, a multiple of `share`."""
+    rows = math.ceil(count / math.ceil(count / most))
+    return math.ceil(rows / share) * share
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:

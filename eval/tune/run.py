@@ -3,7 +3,8 @@
 1. The divergence of each candidate in one layer's keys or values alone, all else exact (`Meter`, one program).
 2. A dynamic programme over layers as if these added up (`guess`): the first policy, and the front of the report.
 3. Measured exchanges of the whole policy until none helps beyond noise (`climb`).
-4. The report, on text that nothing above has seen.
+4. For each method whose layers feed each other, the same for the exceptions that it admits (`Chain`).
+5. The report, on text that nothing above has seen.
 """
 
 import dataclasses
@@ -21,11 +22,11 @@ from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate.resume import identity
 from kvqjax.eval.corpora import halves
 from kvqjax.eval.measure_drift import encoded_from
-from kvqjax.eval.stamp import CONTEXT, ledger_of
+from kvqjax.eval.stamp import CONTEXT
 from kvqjax.eval.tune.budget import read_budget
 from kvqjax.eval.tune.candidates import Candidates, fast_enough, layer_bytes, named, sorted_out
-from kvqjax.eval.tune.choose import chosen, limit_of, losses
-from kvqjax.eval.tune.constants import Bar, Learnt, assembled, learnt
+from kvqjax.eval.tune.choose import best_of, limit_of, losses, mixture, whole
+from kvqjax.eval.tune.constants import Bar, Learnt, learnt
 from kvqjax.eval.tune.measure import Meter
 from kvqjax.eval.tune.report import report_rows
 from kvqjax.eval.tune.search import Table
@@ -106,9 +107,10 @@ def tune_windows(
     limit = limit_of(asked, table, model, settings.context)
     search, report = _meters(trial, (searched, kept_back), settings, out)
     table = table._replace(loss=losses(trial, search, bar))
-    measure = lambda policies: search([trial.subject(p) for p in policies], bar("exchanges"))  # noqa: E731
-    policy = chosen(asked, table, limit, measure)
-    method, artifact = _final(trial, policy, 0.0 if asked.kind == "kld" else limit, search, settings.context)
+    options = [mixture(trial, asked, table, limit, search, bar)]
+    for number in range(len(found.others)):
+        options += whole(trial, number, asked, limit, search, settings.context, bar)
+    method, artifact = best_of(options, asked, search, model, settings.context)
     rows = report_rows(trial, table, (method, artifact), report, settings.context, bar)
     about: dict[str, Any] = {"budget": asked._asdict(), "settings": dataclasses.asdict(settings), "sinks": found.sinks}
     about |= {"windows": [len(searched), len(kept_back)], "measurements": sum(len(m.known) for m in (search, report))}
@@ -126,22 +128,6 @@ def _check_length(trial: Trial, length: int, chunk: int) -> None:
             raise UserError(
                 f"windows of {length} tokens end before {method} reads what it has encoded; wanted {first + chunk}"
             )
-
-
-def _final(
-    trial: Trial, policy: np.ndarray, limit: float, search: Meter, context: int
-) -> tuple[Method, Artifact | None]:
-    """The policy as a method with its constants, or a method for all layers of at most `limit` bytes that is better."""
-    found, model = trial.found, trial.model
-    fitting = [n for n, other in enumerate(found.others) if ledger_of(model, other, context).bytes <= limit]
-    subjects = [trial.subject(policy), *(trial.others()[n] for n in fitting)]
-    best = int(search(subjects).mean(1).argmin())
-    if best == 0:
-        return found.method(policy), assembled(model, found, policy, trial.fixed)
-    number = fitting[best - 1]
-    runs = trial.ready[number].constants
-    method = found.others[number]
-    return method, Artifact(method, runs, model.fingerprint, {"tuned": True}) if runs else None
 
 
 def _cut(model: Model, texts: list[str], choices: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:

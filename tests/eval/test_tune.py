@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,25 +16,28 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.calibrate import xquant
+from kvqjax.eval.measure_drift import encoded_from
 from kvqjax.eval.replay import replay
 from kvqjax.eval.stamp import ledger_of
 from kvqjax.eval.tune import Settings, needed_windows, tune_windows
 from kvqjax.eval.tune.budget import Budget, read_budget
 from kvqjax.eval.tune.candidates import fast_enough, layer_bytes, named, sorted_out
+from kvqjax.eval.tune.chains import OWN, Chain, chain_bytes
+from kvqjax.eval.tune.choices import Choice
+from kvqjax.eval.tune.choose import best_of, limit_of, losses, mixture, whole
 from kvqjax.eval.tune.constants import Learnt, assembled
 from kvqjax.eval.tune.estimate import estimated
 from kvqjax.eval.tune.measure import Meter, divergence
 from kvqjax.eval.tune.report import commands, line_at, write_report
 from kvqjax.eval.tune.search import Table, climb, guess
-from kvqjax.eval.tune.trial import Trial
-from kvqjax.methods import exact
+from kvqjax.eval.tune.trial import Trial, choice_of
 from kvqjax.model.catalogue import config_of
 from kvqjax.step.new_cache import check_constants
 
 ROOT = Path(__file__).parents[2]
 LENGTH, CHUNK = 128, 32
 LIST = "kivi:bits=2,window=0,kivi:bits=4,window=32,higgs:bits=2,buffer=32,higgs:bits=4,buffer=32,uniform:bits=2"
-SETTINGS = Settings(context=1024, batch=2)
+SETTINGS = Settings(context=1024, batch=3)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def model() -> kvq.Model:
 
 @pytest.fixture(scope="module")
 def windows() -> tuple[np.ndarray, np.ndarray]:
-    return tuple(np.asarray(tokens(4, LENGTH, seed), np.int32) for seed in (1, 2))
+    return tuple(np.asarray(tokens(5, LENGTH, seed), np.int32) for seed in (1, 2))
 
 
 def methods_with_constants(model):
@@ -89,13 +93,12 @@ def test_codecs_as_data_give_what_the_policy_gives_in_its_own_cache(trial, windo
 
 
 def test_layers_and_candidates_cost_no_compilation(trial, windows):
-    batch = jnp.asarray(windows[0])
-    reference = replay(trial.model, batch, exact(), CHUNK)
-    divergence.clear_cache()
-    found = [divergence(trial.subject(np.asarray(p))[1](), batch, reference, trial.method, CHUNK) for p in POLICIES]
-    assert divergence._cache_size() == 1
-    assert float(found[0].max()) < 1e-6
-    assert min(float(x.min()) for x in found[1:]) > 1e-5
+    """At most one program, which the test above has compiled if it ran."""
+    batch = jnp.asarray(windows[0][:2])
+    known = replay._cache_size()
+    plain, *found = [replay(trial.subject(np.asarray(p))[1](), batch, trial.method, CHUNK) for p in POLICIES]
+    assert replay._cache_size() - known <= 1
+    assert min(float(abs(x - plain).max()) for x in found) > 1e-2
 
 
 def brute(table: Table, limit: float) -> float:
@@ -147,17 +150,31 @@ def test_a_gain_within_noise_is_not_taken():
 
 def tuned(model, windows, out, **changes):
     settings = dataclasses.replace(SETTINGS, **changes)
-    return tune_windows(model, named(LIST, model.config), 4.0, *windows, settings=settings, out=out)
+    return tune_windows(model, named(LIST, model.config), 5.0, *windows, settings=settings, out=out)
 
 
-def test_a_policy_within_its_budget_better_than_any_single_one(model, windows, tmp_path):
-    found = tuned(model, windows, tmp_path)
+@pytest.fixture(scope="module")
+def searched(model, windows, tmp_path_factory):
+    """The folder of a run that was not stopped, what it found, and how many programs it compiled."""
+    out, known = tmp_path_factory.mktemp("whole"), divergence._cache_size()
+    return out, tuned(model, windows, out), divergence._cache_size() - known
+
+
+def test_one_program_measures_all_policies_and_one_the_result(searched):
+    """Windows that are no whole batches are filled up."""
+    _, found, programs = searched
+    assert found.about["measurements"] > 40
+    assert programs == 2
+
+
+def test_a_policy_within_its_budget_better_than_any_single_one(model, searched, tmp_path):
+    _, found, _ = searched
     own, *others = found.rows
     assert own["kind"] == "tuned"
-    assert own["bits_stored"] == ledger_of(model, found.method, 1024).bits_stored <= 4.0
+    assert own["bits_stored"] == ledger_of(model, found.method, 1024).bits_stored <= 5.0
     singles = [row for row in others if row["kind"] == "single"]
     assert len(singles) == 6
-    assert own["kld"] < min(row["kld"] for row in singles if row["bits_stored"] <= 4.0)
+    assert own["kld"] < min(row["kld"] for row in singles if row["bits_stored"] <= 5.0)
     write_report(found.method, found.artifact, found.rows, found.about | {"model": "tiny"}, tmp_path)
     assert kvq.parse(tmp_path / "policy.json") == found.method
     assert (tmp_path / "front.png").stat().st_size > 1000
@@ -166,12 +183,10 @@ def test_a_policy_within_its_budget_better_than_any_single_one(model, windows, t
     assert all(line in page for line in commands(found.method, found.artifact, tmp_path, "tiny"))
 
 
-def test_a_stopped_run_measures_nothing_twice(model, windows, tmp_path, monkeypatch):
-    """Killed in the middle, its last line cut off, it goes on to the same result."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir()
-    stopped.mkdir()
-    first = tuned(model, windows, whole)
+def test_a_stopped_run_measures_nothing_twice(model, windows, searched, tmp_path, monkeypatch):
+    """Killed in the middle, its last line cut off, it goes on to the same result, figure by figure."""
+    whole, first, _ = searched
+    stopped = tmp_path
     made, plain = [], Meter._one
 
     def count(self, *arguments):
@@ -194,15 +209,87 @@ def test_a_stopped_run_measures_nothing_twice(model, windows, tmp_path, monkeypa
         tuned(model, windows, stopped, context=2048)
 
 
-def test_a_mesh_measures_the_same(model, windows):
-    """The body's tokens are dealt over devices, whatever heads a candidate mixes."""
-    found = sorted_out(named("kivi:bits=2,window=0,higgs:bits=2,buffer=32", model.config), model.config)
-    whole = Trial(model, found, Learnt({}, ()))
-    spread = Trial(kvq.shard(model, whole.method, model=2), found, Learnt({}, ()))
-    batch, policy = jnp.asarray(windows[0][:2]), np.asarray([[1, 2], [2, 1]])
-    reference = replay(model, batch, exact(), CHUNK)
-    one, two = (divergence(t.subject(policy)[1](), batch, reference, t.method, CHUNK) for t in (whole, spread))
-    np.testing.assert_allclose(one, two, rtol=0.05)
+def found_on(model, found, windows):
+    """Losses of single parts, and the policy that a search ends with."""
+    trial, budget, silent = Trial(model, found, Learnt({}, ())), read_budget(5.0), lambda label: lambda done: None
+    table = Table(layer_bytes(model, found, 1024), np.zeros((1, 2, 1)), found.whole)
+    meter = Meter(model, windows, chunk=CHUNK, batch=2, scored_from=0, path=None, owner="")
+    limit, table = limit_of(budget, table, model, 1024), table._replace(loss=losses(trial, meter, silent))
+    return table.loss, mixture(trial, budget, table, limit, meter, silent).method
+
+
+def test_a_search_on_a_mesh_finds_the_same_policy(model, windows):
+    """On 8 devices: rows and the body's tokens are dealt, whatever heads a candidate mixes; three windows over two
+    rows at a time."""
+    found = sorted_out(named("kivi:bits=2,window=0,higgs:bits=4,buffer=32", model.config), model.config)
+    spread = kvq.shard(model, choice_of(found), data=2, model=4)
+    assert encoded_from(spread, choice_of(found), LENGTH) == encoded_from(model, choice_of(found), LENGTH)
+    (loss, policy), (dealt, other) = (found_on(m, found, windows[0][:3]) for m in (model, spread))
+    assert len(policy.layers(model.config)) == 2
+    assert policy.overrides  # a mixture
+    assert other == policy
+    np.testing.assert_allclose(dealt, loss, rtol=0.05, atol=1e-6)
+
+
+def test_pairs_keep_windows_of_their_own(model):
+    """Candidates whose keys and values are two methods share no window with those of other methods."""
+    pairs = [kvq.parse(f"k=higgs:bits=2,buffer={unit};v=kivi:bits=2,window=0").layer for unit in (32, 64)]
+    wiring = Choice(specs=tuple(pairs)).build(model.config.kv_shape)
+    assert {clock.unit for clock in wiring.storage.clocks} == {32, 64}
+    assert len(wiring.storage.sources) == 4
+
+
+CHAINS = ("aqua:bits=2,buffer=32,first_bits=2", "xquant_cl:bits=2,base=0,protected=0,group=32")
+
+
+def chain_of(model, text):
+    """A chain with constants of the right shapes, and methods that it admits as exceptions."""
+    found = sorted_out(named(f"kivi:bits=4,window=0,higgs:bits=3,buffer=32,{text}", model.config), model.config)
+    layout, random = kvq.init_cache(model, found.others[0], 1, 64).layout, np.random.default_rng(0)
+    wanted = [run.wiring.constants(run.count, "float32") for run in kvq.cache.plan(layout)]
+    constants = jax.tree.map(lambda x: jnp.asarray(0.1 * random.normal(size=x.shape), x.dtype), tuple(wanted))
+    ready = model.replace(constants=constants)
+    return Trial(model, found, Learnt({}, (ready,))), Chain(model, found, found.others[0], ready)
+
+
+@pytest.mark.parametrize("text", CHAINS)
+def test_exceptions_in_a_chain_as_data_give_what_the_policy_gives(model, windows, text):
+    """The layer above an exception encodes what the exception leaves it."""
+    _, chain = chain_of(model, text)
+    names = [part.name.partition(":")[0] for part in chain.parts]
+    assert names == ["exact", text.partition(":")[0], "kivi", "higgs"]
+    chosen, batch = np.asarray([[2, 2], [OWN, OWN]]), jnp.asarray(windows[0][:2])
+    _, ready, method = chain.subject(chosen)
+    mixture, artifact = chain.method(chosen), chain.artifact(chosen)
+    assert str(mixture).endswith(";0=kivi:bits=4,window=0")
+    own = model if artifact is None else model.with_artifact(artifact)
+    check_constants(own, mixture)
+    np.testing.assert_allclose(
+        replay(ready(), batch, method, CHUNK), replay(own, batch, mixture, CHUNK), atol=2e-4, rtol=1e-4
+    )
+
+
+def test_a_search_puts_exceptions_into_a_chain(model, windows, monkeypatch):
+    """With figures that are made up: the chain's second layer does harm, where HIGGS does least of what fits."""
+    trial, chain = chain_of(model, CHAINS[0])
+    harm, silent = {"0": 0.0, "1": 1.0, "2": 0.3, "3": 0.1}, lambda label: lambda done: None
+
+    def one(self, subject, number, tokens, reference):
+        self.known[subject[0]] = {number: [harm[subject[0].split()[-1]] + 0.01 * row for row in range(self.rows)]}
+
+    monkeypatch.setattr(Meter, "_one", one)
+    monkeypatch.setattr("kvqjax.eval.tune.measure.replay", lambda *_: None)
+    meter = Meter(model, windows[0], chunk=CHUNK, batch=5, scored_from=0, path=None, owner="")
+    size = chain_bytes(chain, 1024)
+    for part in range(4):
+        whole_size = ledger_of(model, chain.method(np.full((2, 2), part)), 1024).bytes
+        assert size[:, part, part].sum() == pytest.approx(whole_size, abs=32)
+    find = lambda limit: whole(trial, 0, Budget("bytes", limit), limit, meter, 1024, silent)  # noqa: E731
+    (option,) = find(size[:, 3, 3].sum())
+    assert chain.subject(np.asarray([[OWN, OWN], [3, 3]]))[0] in meter.known
+    assert option.method.layers(model.config)[1] == chain.method(np.full((2, 2), 3)).layers(model.config)[1]
+    assert find(0.9 * size.min((1, 2)).sum()) == []
+    assert best_of([option], Budget("kld", 0.5), meter, model, 1024)[0] == option.method
 
 
 def test_bytes_are_the_ledgers(model):
@@ -213,10 +300,11 @@ def test_bytes_are_the_ledgers(model):
         assert table.size(policy) == pytest.approx(ledger_of(model, found.method(policy), 1024).bytes, abs=32)
 
 
-def test_a_divergence_may_be_the_budget(model, windows):
-    singles = tuned(model, windows, None).rows[1:]
+def test_a_divergence_may_be_the_budget(model, windows, searched, tmp_path):
+    out, first, _ = searched
+    singles, kept = first.rows[1:], shutil.copytree(out, tmp_path / "kept")
     bound = sorted(row["kld"] for row in singles if row["kind"] == "single")[2]
-    found = tune_windows(model, named(LIST, model.config), f"kld={bound}", *windows, settings=SETTINGS)
+    found = tune_windows(model, named(LIST, model.config), f"kld={bound}", *windows, settings=SETTINGS, out=kept)
     cheapest = min(row["bytes"] for row in singles if row["kind"] == "single" and row["kld"] <= bound)
     assert found.rows[0]["bytes"] <= cheapest
     assert found.rows[0]["kld"] < 2 * bound  # held on the text that was searched, not on this one
@@ -252,6 +340,13 @@ def test_the_cost_of_a_large_model_on_one_chip_and_on_eight():
     assert one["bytes"] > 16e9 > eight["bytes"]
     more = estimated(config, "kivi,higgs", "h100", "", dataclasses.replace(Settings(), window=1024))
     assert more["hours"] > 1.9 * one["hours"]
+    few, chain = (
+        estimated(config, f"kivi:bits=2,higgs:bits=2{x}", "h100", "", Settings()) for x in ("", ",aqua:bits=2")
+    )
+    assert (few["exceptions"], chain["exceptions"]) == (0, 1 + 32 * 3)  # the exact cache, KIVI and HIGGS in each layer
+    assert chain["forward_passes"] > few["forward_passes"]
+    rows = estimated(config, "kivi,higgs", "v5e", "data=8", Settings(batch=3))
+    assert rows["tokens"] == rows["forward_passes"] * 8 * Settings().window  # a row for every device
 
 
 def test_the_line_between_single_methods():
@@ -309,5 +404,5 @@ def test_the_record_holds_what_was_asked_for_and_the_page_says_it(bench):
 def test_a_recorded_policy_is_measured_again(bench):
     """Sums in another order flip codes at ties, so divergences may differ by 5 %, as the gate's."""
     rows = json.loads(bench.RECORD.read_text(encoding="utf-8"))
-    (row,) = (row for row in rows if bench.key_of(row) == ("recall", "none", 2.5))
+    (row,) = (row for row in rows if bench.key_of(row) == ("recall", "none", bench.LISTED, 2.5))
     assert bench.again(row) == pytest.approx(row["kld"], rel=0.05)
