@@ -19,7 +19,7 @@ from kvqjax.eval.tune.constants import Bar
 from kvqjax.eval.tune.measure import Meter, Subject
 from kvqjax.methods import Method, policy
 from kvqjax.model.config import KVShape
-from kvqjax.model.decoder import stacked
+from kvqjax.model.weight_trees import stacked
 from kvqjax.model.loading import Model
 
 __all__ = ["OWN", "Chain", "chain_bytes", "chain_losses", "exceptions", "is_chain"]
