@@ -208,7 +208,9 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
     if stored is not None:
         filled = jnp.where(stored >= 0, jnp.arange(1, run.slots + 1)[None], 0).max()
         return block, jnp.int32(0), -(-filled // size)
-    if run.static and tokens.positions.shape[1] <= MOST_QUERIES:
+    length = tokens.positions.shape[1]
+    tiled = view.chunks == "tiles" and length >= MANY_QUERIES and _alike(view, tokens)
+    if not run.wraps and (tiled or (run.static and length <= MOST_QUERIES)):
         return block, 0, -(-min(_reached(view), run.slots_here) // size)
     last = -(-run.deal.share(ends.max()) // size)
     first = jnp.int32(0)
@@ -236,6 +238,11 @@ def _reached(view: LayerView) -> int:
     """The most body tokens that any row may have here, by what is static."""
     run = view.run
     return run.slots_here if view.reach is None else run.deal.most(min(view.reach, run.slots))
+
+
+def _alike(view: LayerView, tokens: NewTokens) -> bool:
+    """Whether all new tokens of a row see the same of the body, which is all of it."""
+    return view.run.sliding is None and tokens.oldest is None
 
 
 def _first_seen(view: LayerView, tokens: NewTokens, count: int):
@@ -329,8 +336,11 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
         if run.static and few and not wiring.carry and _reached(view) <= MOST_PARTS * AT_ONCE:
             return _attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
-        size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.carry))
-        return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, kernels)
+        apart = bool(wiring.carry) or kernels in ("splash", "interpret")
+        size = large_block(q, run.reading, run.slots_here, kernels, apart)
+        blocks = _body_blocks(view, tokens, size, shared)
+        alike = _alike(view, tokens)
+        return attend_blocks(q, kv_heads, *blocks, carry, width, kernels, alike, run.slots_here)
 
     if wiring.direct is not None and few:
         return _attend_whole(q, kv_heads, view, tokens, wiring.direct), carry

@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 
 
 _prefill = jax.jit(prefill, donate_argnames="cache")
-_forward = jax.jit(forward, static_argnames="last", donate_argnames="cache")
+_forward = jax.jit(forward, static_argnames=("last", "reach"), donate_argnames="cache")
 
 
 def _padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
@@ -82,7 +82,8 @@ def prefill_chunks(model: Model, tokens: np.ndarray, counts: np.ndarray, cache: 
         here = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
-        logits, cache = _forward(model, *_shared(model, (piece, here)), cache, last=True)
+        reach = reach_for(cache.layout, start)
+        logits, cache = _forward(model, *_shared(model, (piece, here)), cache, last=True, reach=reach)
         last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
     return last, cache
 
