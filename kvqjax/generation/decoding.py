@@ -3,7 +3,7 @@ loop."""
 
 import collections
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.reach import reach_for
+from kvqjax.generation.prompt_chunks import AUTO, chunk_for, free_memory
 from kvqjax.generation.prompt_ids import Prompts, bucket, encode_prompts
 from kvqjax.generation.sampling import Sampling, make_sampling, sample
 from kvqjax.methods import MethodLike
@@ -25,6 +26,7 @@ from kvqjax.step.forward import forward, init_cache, prefill
 
 __all__ = ["Generated", "decode_steps", "generate", "prefill_chunks", "require_finite", "stream"]
 
+Progress = Callable[[float], None]
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
 
@@ -74,17 +76,23 @@ def _fetched(*arrays) -> list[np.ndarray]:
     return [np.asarray(process_allgather(array, tiled=True)) for array in arrays]
 
 
-def prefill_chunks(model: Model, tokens: np.ndarray, counts: np.ndarray, cache: Cache, chunk: int):
+def prefill_chunks(
+    model: Model, tokens: np.ndarray, counts: np.ndarray, cache: Cache, chunk: int, progress: Progress | None = None
+):
     """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill: later chunks see
-    earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated."""
-    last = None
-    for start in range(0, int(counts.max()), chunk):
+    earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated.
+    `progress(fraction)` is told after each chunk, once it is done."""
+    last, longest = None, int(counts.max())
+    for start in range(0, longest, chunk):
         here = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
         reach = reach_for(cache.layout, start)
         logits, cache = _forward(model, *_shared(model, (piece, here)), cache, last=True, reach=reach)
         last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
+        if progress is not None:
+            jax.block_until_ready(last)
+            progress(min(1.0, (start + chunk) / longest))
     return last, cache
 
 
@@ -151,7 +159,15 @@ def require_finite(cache: Cache) -> None:
 
 
 def _start(
-    model: Model, prompts, cache: Cache, chunk: int | None, new: int, sampling: Sampling, seed: int, eos
+    model: Model,
+    prompts,
+    cache: Cache,
+    chunk: int | str | None,
+    new: int,
+    sampling: Sampling,
+    seed: int,
+    eos,
+    progress: Progress | None,
 ) -> LoopState:
     """Prefill the prompts and draw the first token of each."""
     counts = np.asarray([len(p) for p in prompts], np.int32)
@@ -159,7 +175,9 @@ def _start(
     if chunk is None:
         logits, cache = _prefill(model, *_shared(model, (tokens, counts)), cache)
     else:
-        logits, cache = prefill_chunks(model, tokens, counts, cache, chunk)
+        if chunk == AUTO:
+            chunk = chunk_for(model.config, cache.layout.target, len(prompts), free_memory())
+        logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress)
     _require_finite(logits)
     seen = None
     if sampling.penalise:
@@ -203,13 +221,14 @@ def stream(
     *,
     max_new_tokens: int = 64,
     capacity: int | None = None,
-    chunk: int | None = None,
+    chunk: int | str | None = None,
     kernels: str = "auto",
     chat: bool = False,
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
+    progress: Progress | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -217,13 +236,15 @@ def stream(
     repetition_penalty: float = 1.0,
 ) -> Iterator[Generated]:
     """Generate, yielding everything made so far after every `stride` tokens. Arguments as `generate`."""
-    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, stride=stride)
+    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
+    if chunk != AUTO:
+        check_counts(chunk=chunk)
     ids = encode_prompts(model, prompts, chat)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     parameters = _shared(model, make_sampling(**options, repetition_penalty=repetition_penalty))
     eos = _shared(model, np.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), np.int32).reshape(-1))
     cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity), kernels=kernels)
-    state = _start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos)
+    state = _start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos, progress)
     while True:
         require_finite(state.cache)
         made, tokens, done = _fetched(state.made, state.tokens, state.done)
@@ -265,13 +286,14 @@ def generate(
     *,
     max_new_tokens: int = 64,
     capacity: int | None = None,
-    chunk: int | None = None,
+    chunk: int | str | None = None,
     kernels: str = "auto",
     chat: bool = False,
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
+    progress: Progress | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -283,10 +305,11 @@ def generate(
     prompts: a string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
     capacity: tokens per row; default: what is needed. stop: strings that end a row; eos_ids: tokens that do (default:
     the model's). chunk=None prefills exactly, as the papers do; chunk=N feeds the prompt through the cache N tokens at
-    a time. kernels: as in `init_cache`. stride: tokens between looks at the text. temperature 0 is greedy; top_k 0,
-    top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request only:
-    `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not fit,
-    and for options that do not exist."""
+    a time, chunk="auto" as many as suit the chip and its memory. progress: told after each chunk which part of the
+    prompt is done. kernels: as in `init_cache`. stride: tokens between looks at the text. temperature 0 is greedy;
+    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request
+    only: `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not
+    fit, and for options that do not exist."""
     made = stream(
         model,
         prompts,
@@ -300,6 +323,7 @@ def generate(
         eos_ids=eos_ids,
         seed=seed,
         stride=stride,
+        progress=progress,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,

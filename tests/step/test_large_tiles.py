@@ -52,7 +52,8 @@ def test_scores_far_below_zero_and_far_apart():
     seen = jnp.ones((ROWS, KEYS), bool)
     found, plain = by_tiles(q, k, v, seen), wanted(q, k, v, seen)
     assert plain.lse.max() < -100
-    np.testing.assert_allclose(found.out, plain.out, atol=1e-5)
+    rounding = 2.0**-23 * float(jnp.abs(plain.lse).max())  # of a score; both of a weight's come from one
+    np.testing.assert_allclose(found.out, plain.out, atol=2 * rounding * float(jnp.abs(v).max()))
     np.testing.assert_allclose(found.lse, plain.lse, rtol=1e-6)
 
 
@@ -66,14 +67,14 @@ def test_what_is_not_seen_may_be_anything():
 
 
 def test_bfloat16_rounds_the_weights_alone():
-    """Every weight is off by at most 2^-9 of itself, in its sum as in the sum of values: so the mean of values is off
+    """Every weight is off by at most 2^-8 of itself, in its sum as in the sum of values: so the mean of values is off
     by at most twice that of the largest value, and the sum's logarithm by once."""
     q, k, v = operands("bfloat16")
     seen = jnp.arange(KEYS)[None] < jnp.asarray([KEYS, 21, 1])[:, None]
     found = by_tiles(q, k, v, seen)
     scaled = q * jnp.asarray(32**-0.5, q.dtype)  # in the inputs' dtype, as everywhere
     precise = wanted(scaled.astype(jnp.float32) * 32**0.5, k.astype(jnp.float32), v.astype(jnp.float32), seen)
-    bound, slack = 2.0**-9, 1e-5
+    bound, slack = 2.0**-8, 1e-5
     np.testing.assert_array_less(jnp.abs(found.out - precise.out), 2 * bound * float(jnp.abs(v).max()) + slack)
     np.testing.assert_array_less(jnp.abs(found.lse - precise.lse), bound + slack)
     assert float(jnp.abs(found.out - precise.out).max()) > slack  # it was not float32
