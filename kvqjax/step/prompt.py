@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.cache import pick
 from kvqjax.cache.append import window_tokens
-from kvqjax.cache.chunk_paths import SCORES, by_splash, kernels_of
+from kvqjax.cache.chunk_paths import by_splash, kernels_of
 from kvqjax.cache.eviction import Chosen, choose, received
 from kvqjax.cache.segments import visible
 from kvqjax.cache.state import Cache, CacheLayout, RunPlan, due, plan
@@ -22,6 +22,7 @@ from kvqjax.pallas_kernels import splash
 
 __all__ = ["Path", "chosen_tokens", "exact_layer", "path_of"]
 
+SCORES = 2**30  # bytes of a tile's scores in float32
 CHUNK, LARGE = 512, 2048  # prompt tokens at a time: where one core does the work, and where there are many
 
 
