@@ -15,7 +15,7 @@ import typer
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.prefill_cost.account import ASSUMPTIONS
+from benchmarks.prefill_cost.account import ASSUMPTIONS, FLASH
 from benchmarks.prefill_cost.row import Row, measure
 from benchmarks.step_cost.listings import listings
 from benchmarks.step_cost.row import CHIPS
@@ -31,6 +31,9 @@ def report(row: Row, found: dict) -> str:
     for part, moved in found["gigabytes"].items():
         cycles = f", {found['work'][part]:.4g} cycles" if found["kind"] == "tpu" else f", {moved:.1f} GB"
         lines.append(f"{part:9} {1e3 * found['seconds'][part]:9.1f} ms{cycles}")
+    if found["kind"] == "gpu":
+        times = found["gigabytes"]["attention"] / found["flash_gigabytes"]
+        lines.append(f"attention moves {times:.1f} times what flash attention in blocks of {FLASH} queries moves")
     lines.append(
         f"estimated {found['estimated_s']:.3f} s, bound {found['bound_s']:.3f} s: {found['share_of_peak']:.1%} of peak"
     )

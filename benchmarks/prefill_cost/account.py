@@ -32,6 +32,7 @@ ASSUMPTIONS = {
         "sees takes the bundles of an empty one",
     ],
 }
+FLASH = 128  # queries of a block of flash attention
 KernelCost = Callable[[Visit], tuple[float, Bytes]]  # cycles of one call, and its bytes
 
 
@@ -114,6 +115,17 @@ def costs(program: Program, chip: str, known: dict[str, np.ndarray], kernel_cost
     return Costs(launches, syncs, moved, work, made, seconds, found.unsure)
 
 
+def flash_bytes(config: ModelConfig, held: int, new: int, batch: int) -> float:
+    """What flash attention moves for `new` tokens after `held` ones: every block of FLASH queries of a head reads the
+    keys and values that it sees, once; queries and outputs move once. Numbers of two bytes."""
+    total = 0.0
+    for window in config.windows:
+        ends = (held + min(start + FLASH, new) for start in range(0, new, FLASH))
+        keys = sum(end if window is None else min(end, window + FLASH) for end in ends)
+        total += batch * config.num_heads * config.head_dim * 2 * (2 * keys + 2 * new)
+    return total
+
+
 def record(found: Costs, config: ModelConfig, chip: str, held: int, new: int, batch: int) -> dict:
     """The account as JSON has it."""
     least = batch * prompt_operations(config, held, new)
@@ -123,6 +135,7 @@ def record(found: Costs, config: ModelConfig, chip: str, held: int, new: int, ba
         "syncs": found.syncs,
         "gigabytes": {part: each.both / 1e9 for part, each in found.bytes.items()},
         "work": dict(found.work),
+        "flash_gigabytes": flash_bytes(config, held, new, batch) / 1e9,
         "tera_operations": sum(found.operations.values()) / 1e12,
         "least_tera_operations": least / 1e12,
         "seconds": dict(found.seconds),

@@ -33,7 +33,18 @@ and counted. **Nothing on this page was measured on a chip.**
 The **bound** is the least number of operations at the chip's dense 16-bit peak as its vendor states it: every weight
 for each token, the head for the last one, scores and weighted sums over the tokens that each one sees. A row without a
 chunk is an exact prefill of the whole context; one with a chunk is that many tokens after the context, through the
-cache. With `keep=h2o` an exact prefill runs all layers twice, the first time in blocks of 512 tokens.
+cache.
+
+With `keep=h2o` an exact prefill runs all layers twice, the first time on the plain path in blocks of 512 tokens, where
+each score is computed once more for what every token received: twice the products with weights, and five products of
+attention where another prefill has two. A chunk through such a cache decodes the body's keys and computes its scores
+once more.
+
+GPUs use no kernel for prompts and chunks. A chunk takes a body in large tiles of plain products
+(kvqjax/ops/large_tiles.py); what flash attention in blocks of 128 queries would move stands beside each row's account.
+cuDNN's attention would be sooner, but JAX's public function rounds its log-sum-exp to the cache's 16 bits: at 10 that
+is 3 % of a segment's weight. Only a private one (`jax._src.cudnn`, with `return_residual`) gives it in float32, and no
+chip was there to check it on; so `kernels="cudnn"` is refused.
 
 ## What is assumed
 """

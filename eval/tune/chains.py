@@ -19,8 +19,8 @@ from kvqjax.eval.tune.constants import Bar
 from kvqjax.eval.tune.measure import Meter, Subject
 from kvqjax.methods import Method, policy
 from kvqjax.model.config import KVShape
-from kvqjax.model.weight_trees import stacked
 from kvqjax.model.loading import Model
+from kvqjax.model.weight_trees import stacked
 
 __all__ = ["OWN", "Chain", "chain_bytes", "chain_losses", "exceptions", "is_chain"]
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvqjax.cache.chunk_paths import MANY_QUERIES
 from kvqjax.cache.state import body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, reached
 from kvqjax.methods.direct import MOST_QUERIES
 
-__all__ = ["BodyView", "body_view"]
+__all__ = ["BodyView", "alike", "body_view"]
 
 Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
 Number = Int[Array, ""] | int
@@ -52,9 +53,16 @@ def _pinned(slots: int) -> Callable[[Number, int], Number]:
     return lambda j, size: jnp.minimum(j * size, slots - size)
 
 
+def alike(view: LayerView, tokens: NewTokens) -> bool:
+    """Whether all new tokens of a row see the same of the body, which is all of it."""
+    return view.run.sliding is None and tokens.oldest is None
+
+
 def _is_static(view: LayerView, tokens: NewTokens) -> bool:
     """Whether the blocks read may not be bounded by data."""
-    return view.run.static and tokens.positions.shape[1] <= MOST_QUERIES
+    length = tokens.positions.shape[1]
+    tiled = view.chunks == "tiles" and length >= MANY_QUERIES and alike(view, tokens)
+    return tiled or (view.run.static and length <= MOST_QUERIES)
 
 
 def _in_reach(view: LayerView, tokens: NewTokens, size: int) -> tuple[Number, Number]:

@@ -1,6 +1,8 @@
 """How many queries at once attend on a chip: in blocks as small as a CPU's caches, in large ones, or by a kernel."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.ops.attention import Partial, blockwise_attention, merge, segment_attention, total_lse
+from kvqjax.ops.large_tiles import tile_attention
 from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.forms import SPLASH
 from kvqjax.pallas_kernels.packed import family
@@ -15,7 +18,7 @@ from kvqjax.pallas_kernels.packed import family
 __all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "kernels_of", "large_block"]
 
 MANY_QUERIES = 128  # from so many new tokens on, chunks take these paths
-SCORES, DECODED = 2**30, 2**13  # of one block of a body: bytes of its scores on a GPU, its tokens on a TPU
+SCORES, DECODED = 2**31, 2**13  # of one block of a body: bytes of its weights on a GPU, its tokens on a TPU
 
 
 def kernels_of(layout: CacheLayout) -> str:
@@ -33,9 +36,9 @@ def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: s
     batch, length, heads, _ = q.shape
     if kernels == "off" or length < MANY_QUERIES:
         return reading
-    most = SCORES // (4 * batch * heads * length) if kernels == "tiles" else DECODED // batch
+    most = SCORES / (q.dtype.itemsize * batch * heads * length) if kernels == "tiles" else DECODED / batch
     whole = slots // reading
-    numbers = range(1, max(1, min(most // reading, whole)) + 1)
+    numbers = range(1, max(1, min(round(most / reading), whole)) + 1)
     return reading * max(n for n in numbers if not apart or whole % n == 0)
 
 
@@ -71,10 +74,50 @@ def attend_segment(q, k, v, mask: Bool[Array, "B T S"], kernels: str) -> Partial
     return by_splash(kernels, _splashed, plain, q, k, v, newest, oldest)
 
 
-def attend_blocks(q, kv_heads: int, read, first, last, carry, width: int | None, kernels: str):
-    """`blockwise_attention` of a body, whose blocks are segments to kernels."""
-    if kernels not in ("splash", "interpret") or q.shape[1] < MANY_QUERIES or width is not None:
+def _attend_at_once(q, kv_heads: int, read, first, last, carry, slots: int, kernels: str) -> tuple[Partial, Any]:
+    """Attention to a body by one call of the kernel: its blocks, which lie apart, first become keys and values of all
+    its `slots`. All queries of a row see the same of it, its first tokens."""
+    rows, length, _, dim = q.shape
+
+    def step(j, loop):
+        (whole_k, whole_v, seen), carry = loop
+        k, v, mask, carry = read(j, carry)
+        here = mask[:, 0]
+        by_head = (jnp.swapaxes(jnp.where(here[:, :, None, None], x, 0), 1, 2) for x in (k, v))  # 0 x inf would be NaN
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=j * k.shape[1], axis=2)
+        whole_k, whole_v = (put(x, part) for x, part in zip((whole_k, whole_v), by_head, strict=True))
+        return (whole_k, whole_v, seen + here.sum(-1, dtype=jnp.int32)), carry
+
+    blank = jnp.zeros((rows, kv_heads, slots, dim), q.dtype)
+    (k, v, seen), carry = jax.lax.fori_loop(first, last, step, ((blank, blank, jnp.zeros(rows, jnp.int32)), carry))
+    newest = jnp.broadcast_to(seen[:, None] - 1, (rows, length))
+
+    def kernel(q, k, v, newest, interpret):
+        each = [
+            splash.splash_attention(q[row][None], k[row], v[row], newest[row], interpret=interpret)
+            for row in range(rows)
+        ]
+        return Partial(*(jnp.concatenate(parts) for parts in zip(*each, strict=True)))
+
+    def plain(q, k, v, newest):
+        mask = jnp.arange(slots)[None, None] <= newest[:, :, None]
+        return segment_attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask)
+
+    return by_splash(kernels, kernel, plain, q, k, v, newest), carry
+
+
+def attend_blocks(
+    q, kv_heads: int, read, first, last, carry, width: int | None, kernels: str, alike: bool, slots: int
+) -> tuple[Partial, Any]:
+    """`blockwise_attention` of a body of `slots` tokens. Where all queries of a row see `alike`, it is one segment to
+    the kernel and tiles to a GPU; else its blocks are segments to the kernel."""
+    few = q.shape[1] < MANY_QUERIES or width is not None
+    if few or kernels == "off" or (kernels == "tiles" and not alike):
         return blockwise_attention(q, kv_heads, read, first, last, carry, width)
+    if kernels == "tiles":
+        return tile_attention(q, kv_heads, read, first, last, carry)
+    if alike and splash.fits(q.shape[1], slots, q.shape[3]):
+        return _attend_at_once(q, kv_heads, read, first, last, carry, slots, kernels)
 
     def step(j, loop):
         found, carry = loop

@@ -4,7 +4,7 @@ body, block by block or by what reads it as a whole."""
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.body_view import body_view
+from kvqjax.cache.body_view import alike, body_view
 from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, large_block
 from kvqjax.cache.encoding import Schedule, encode_due, gather_tile, pick
 from kvqjax.cache.eviction import Received, received
@@ -72,8 +72,10 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
         if at_once:
             return attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
-        size = large_block(q, run.reading, run.slots_here, kernels, bool(wiring.chain.carry))
-        return attend_blocks(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width, kernels)
+        apart = bool(wiring.chain.carry) or kernels in ("splash", "interpret")
+        size = large_block(q, run.reading, run.slots_here, kernels, apart)
+        blocks = _body_blocks(view, tokens, size, shared)
+        return attend_blocks(q, kv_heads, *blocks, carry, width, kernels, alike(view, tokens), run.slots_here)
 
     if fast.direct is not None and few:
         return attend_stored(q, kv_heads, view, tokens, fast.direct), carry

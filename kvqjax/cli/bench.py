@@ -7,7 +7,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from kvqjax._timing import machine, median_seconds
+from kvqjax._timing import machine, median_seconds, product_rate
 from kvqjax.cache import Cache, plan
 from kvqjax.cli.common import (
     MOST_ROWS,
@@ -29,10 +29,13 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
+from kvqjax.generation.prompt_ids import bucket
+from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method, exact
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import commit, forward
 from kvqjax.step.new_cache import init_cache, planned_layout
+from kvqjax.step.prefill import prefill
 
 __all__ = ["bench", "decoding", "step_milliseconds"]
 
@@ -52,6 +55,9 @@ def _fill(model: Model, cache: Cache, key) -> Cache:
             sources[name] = x.astype(cache.layout.dtype)
         pending.append(sources)
     return commit(model, cache, tuple(pending), jnp.full((cache.batch,), CHUNK, jnp.int32))
+
+
+_prefill = jax.jit(prefill, donate_argnames="cache")
 
 
 @functools.partial(jax.jit, static_argnames="steps", donate_argnames="cache")
@@ -107,6 +113,18 @@ def step_milliseconds(
     return size, 1e3 * median_seconds(run, repeats) / steps
 
 
+def first_token_milliseconds(
+    model: Model, method: Method, tokens: int, batch: int, repeats: int, kernels: str = "auto"
+) -> float:
+    """The median milliseconds of an exact prefill of `tokens` tokens a row: what the first new token waits for."""
+    prompt, counts = jnp.zeros((batch, bucket(tokens)), jnp.int32), jnp.full((batch,), tokens, jnp.int32)
+
+    def run():
+        return _prefill(model, prompt, counts, init_cache(model, method, batch, tokens, kernels=kernels))
+
+    return 1e3 * median_seconds(run, repeats)
+
+
 def bench(
     cache: Caches,
     model: ModelName = "demo",
@@ -114,6 +132,7 @@ def bench(
     batch: Batch = 1,
     steps: Annotated[int, number(most=MOST_ROWS, help="decode steps per timing")] = 16,
     repeats: Annotated[int, number(most=MOST_ROWS, help="timings; the median is shown")] = 5,
+    prompt: Annotated[int, number(least=0, help="time a prompt of N tokens up to its first new one; 0: none")] = 0,
     artifact: Artifacts = [],  # noqa: B006
     kernels: Kernels = "auto",
     dtype: Dtype = None,
@@ -122,14 +141,26 @@ def bench(
     rope_length: RopeLength = None,
     as_json: Json = False,
 ) -> None:
-    """Time decode steps on caches filled with random vectors, against the exact cache in the same run."""
+    """Time decode steps on caches filled with random vectors, against the exact cache in the same run.
+
+    With --prompt, exact prefills as well; "at least" is every operation of theirs once, at the rate at which this
+    device multiplies matrices.
+    """
     loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
     for ready, method in pairs:
-        require_room(ready, method, batch, context)
+        require_room(ready, method, batch, max(context, prompt))
     held = f"{batch} row{'s' * (batch > 1)} of {context} tokens"
     announce(f"{repeats + 1} x {steps} decode steps, {held}, through {', then '.join(str(m) for _, m in pairs)}")
+    least = (
+        batch
+        * 1e3
+        * prompt_operations(loaded.config, 0, prompt)
+        / product_rate(dtype=str(loaded.params["embed"].dtype))
+        if prompt
+        else 0
+    )
     for ready, method in pairs:
         # What is forced is forced on the caches that were asked for, not on the exact one beside them.
         own = kernels if first or kernels == "off" else "auto"
@@ -140,7 +171,11 @@ def bench(
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         row["kernels"] = chosen.kernels.text(chosen.target)
-        rows.append(row | {"ms_per_step": spent, "speed_against_exact": first / spent})
+        row |= {"ms_per_step": spent, "speed_against_exact": first / spent}
+        if prompt:
+            waited = first_token_milliseconds(ready, method, prompt, batch, repeats, own)
+            row |= {"prompt": prompt, "ms_to_first_token": waited, "ms_to_first_token_at_least": least}
+        rows.append(row)
     here = machine()
     title = f"decode on {here['device']}, {model}, {loaded.params['embed'].dtype}"
     show(rows, as_json, title, about=here if as_json else None)

@@ -27,16 +27,21 @@ from kvqjax.cli.common import (
     open_model,
     require_room,
 )
+from kvqjax.cli.progress import announce, at_least, reporter
 from kvqjax.eval.sources import open_text
 from kvqjax.generation.decoding import Generated, stream
 from kvqjax.generation.decoding import generate as generate_text
+from kvqjax.generation.prompt_chunks import AUTO
+from kvqjax.generation.prompt_ids import encode_prompts
 from kvqjax.generation.sampling import make_sampling
+from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 from kvqjax.parallel.hosts import join_hosts, speaks
 
 __all__ = ["New", "generate"]
 
+LONG = 2e12  # operations: seconds on a few cores, and measuring the rate takes 0.3 s
 New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at most")]
 
 
@@ -86,6 +91,14 @@ def _print_result(prompts: list[str], result: Generated, method: Method, as_json
         typer.echo(given + text)
 
 
+def _announce_long(model: Model, prompts: list[str], chat: bool) -> None:
+    """Say how long prompts take at least, where that may be seconds."""
+    counts = [len(ids) for ids in encode_prompts(model, prompts, chat)]
+    work = sum(prompt_operations(model.config, 0, count) for count in counts)
+    if work > LONG and speaks():
+        announce(f"prompts of {sum(counts)} tokens: {at_least(work)}")
+
+
 def _keep_stdout_ours() -> None:
     """Send what libraries write to file descriptor 1 to stderr: gloo reports its connections there."""
     own = os.dup(1)
@@ -102,6 +115,7 @@ def generate(
     max_new_tokens: New = 64,
     capacity: Annotated[int | None, number(help="most tokens a row may hold; default: what is needed")] = None,
     chunk: Annotated[int | None, number(help="feed the prompt through the cache N tokens at a time")] = None,
+    in_chunks: Annotated[bool, typer.Option("--in-chunks", help="the same, N by chip and memory")] = False,
     temperature: Annotated[float, number(least=0, most=10_000, help="0: always the likeliest token")] = 0.0,
     top_k: Annotated[int, number(least=0, help="draw from the K likeliest; 0: from all")] = 0,
     top_p: Annotated[float, number(least=0, most=1, help="draw from the likeliest that make up this share")] = 1.0,
@@ -128,6 +142,8 @@ def generate(
         raise UserError("give a --prompt or a --prompt-file")
     if "" in stop:
         raise UserError("--stop '' would end every text before its first token")
+    if in_chunks and chunk is not None:
+        raise UserError("--in-chunks and --chunk exclude each other")
     if show_stream and as_json:
         raise UserError("--stream and --json exclude each other")
     if show_stream and len(prompts) != 1:
@@ -143,10 +159,11 @@ def generate(
     found = open_model(model, dtype, weights, method, mesh, text_only, rope_length)
     loaded = calibrated(found, [method], artifact)[0][0]
     options: dict[str, Any] = draw | {
-        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": chunk, "seed": seed, "stop": tuple(stop),
-        "chat": chat, "kernels": kernels,
+        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": AUTO if in_chunks else chunk, "seed": seed,
+        "stop": tuple(stop), "chat": chat, "kernels": kernels, "progress": reporter("prompt") if speaks() else None,
     }  # fmt: skip
     require_room(loaded, method, len(prompts), capacity or max_new_tokens)
+    _announce_long(loaded, prompts, chat)
     if show_stream:
         _print_stream(loaded, prompts, method, options)
         return

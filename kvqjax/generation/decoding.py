@@ -13,12 +13,14 @@ from kvqjax._options import named_options
 from kvqjax.cache.reach import reach_for
 from kvqjax.generation.loop import (
     STRIDE,
+    Progress,
     decode_steps,
     fetched,
     require_finite,
     shared,
     start,
 )
+from kvqjax.generation.prompt_chunks import AUTO
 from kvqjax.generation.prompt_ids import Prompts, encode_prompts
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.methods import MethodLike
@@ -60,13 +62,14 @@ def stream(
     *,
     max_new_tokens: int = 64,
     capacity: int | None = None,
-    chunk: int | None = None,
+    chunk: int | str | None = None,
     kernels: str = "auto",
     chat: bool = False,
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
+    progress: Progress | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -74,13 +77,15 @@ def stream(
     repetition_penalty: float = 1.0,
 ) -> Iterator[Generated]:
     """Generate, yielding everything made so far after every `stride` tokens. Arguments as `generate`."""
-    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, stride=stride)
+    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
+    if chunk != AUTO:
+        check_counts(chunk=chunk)
     ids = encode_prompts(model, prompts, chat)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     parameters = shared(model, make_sampling(**options, repetition_penalty=repetition_penalty))
     eos = shared(model, np.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), np.int32).reshape(-1))
     cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity), kernels=kernels)
-    state = start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos)
+    state = start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos, progress)
     while True:
         require_finite(state.cache)
         made, tokens, done = fetched(state.made, state.tokens, state.done)
@@ -122,13 +127,14 @@ def generate(
     *,
     max_new_tokens: int = 64,
     capacity: int | None = None,
-    chunk: int | None = None,
+    chunk: int | str | None = None,
     kernels: str = "auto",
     chat: bool = False,
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
+    progress: Progress | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -140,10 +146,11 @@ def generate(
     prompts: a string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
     capacity: tokens per row; default: what is needed. stop: strings that end a row; eos_ids: tokens that do (default:
     the model's). chunk=None prefills exactly, as the papers do; chunk=N feeds the prompt through the cache N tokens at
-    a time. kernels: as in `init_cache`. stride: tokens between looks at the text. temperature 0 is greedy; top_k 0,
-    top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request only:
-    `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not fit,
-    and for options that do not exist."""
+    a time, chunk="auto" as many as suit the chip and its memory. progress: told after each chunk which part of the
+    prompt is done. kernels: as in `init_cache`. stride: tokens between looks at the text. temperature 0 is greedy;
+    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request
+    only: `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not
+    fit, and for options that do not exist."""
     made = stream(
         model,
         prompts,
@@ -157,6 +164,7 @@ def generate(
         eos_ids=eos_ids,
         seed=seed,
         stride=stride,
+        progress=progress,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,

@@ -1,7 +1,7 @@
 """The state of a generation under way: a prefilled cache, then decode steps inside one jit."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from jaxtyping import Array, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, Leaf
+from kvqjax.cache.reach import reach_for
+from kvqjax.generation.prompt_chunks import chunk_for, free_memory
 from kvqjax.generation.prompt_ids import bucket
 from kvqjax.generation.sampling import Sampling, sample
 from kvqjax.model.loading import Model
@@ -19,6 +21,7 @@ from kvqjax.step.prefill import prefill
 
 __all__ = ["decode_steps", "fetched", "prefill_chunks", "require_finite", "shared", "start"]
 
+Progress = Callable[[float], None]
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
 
@@ -35,7 +38,7 @@ class LoopState(struct.PyTreeNode):
 
 
 _prefill = jax.jit(prefill, donate_argnames="cache")
-_forward = jax.jit(forward, static_argnames="last", donate_argnames="cache")
+_forward = jax.jit(forward, static_argnames=("last", "reach"), donate_argnames="cache")
 
 
 def _padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
@@ -61,16 +64,23 @@ def fetched(*arrays) -> list[np.ndarray]:
     return [np.asarray(process_allgather(array, tiled=True)) for array in arrays]
 
 
-def prefill_chunks(model: Model, tokens: np.ndarray, counts: np.ndarray, cache: Cache, chunk: int):
+def prefill_chunks(
+    model: Model, tokens: np.ndarray, counts: np.ndarray, cache: Cache, chunk: int, progress: Progress | None = None
+):
     """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill: later chunks see
-    earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated."""
-    last = None
-    for start in range(0, int(counts.max()), chunk):
+    earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated.
+    `progress(fraction)` is told after each chunk, once it is done."""
+    last, longest = None, int(counts.max())
+    for start in range(0, longest, chunk):
         here = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
-        logits, cache = _forward(model, *shared(model, (piece, here)), cache, last=True)
+        reach = reach_for(cache.layout, start)
+        logits, cache = _forward(model, *shared(model, (piece, here)), cache, last=True, reach=reach)
         last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
+        if progress is not None:
+            jax.block_until_ready(last)
+            progress(min(1.0, (start + chunk) / longest))
     return last, cache
 
 
@@ -137,7 +147,15 @@ def require_finite(cache: Cache) -> None:
 
 
 def start(
-    model: Model, prompts, cache: Cache, chunk: int | None, new: int, sampling: Sampling, seed: int, eos
+    model: Model,
+    prompts,
+    cache: Cache,
+    chunk: int | str | None,
+    new: int,
+    sampling: Sampling,
+    seed: int,
+    eos,
+    progress: Progress | None,
 ) -> LoopState:
     """Prefill the prompts and draw the first token of each."""
     counts = np.asarray([len(p) for p in prompts], np.int32)
@@ -145,7 +163,9 @@ def start(
     if chunk is None:
         logits, cache = _prefill(model, *shared(model, (tokens, counts)), cache)
     else:
-        logits, cache = prefill_chunks(model, tokens, counts, cache, chunk)
+        if isinstance(chunk, str):  # "auto"
+            chunk = chunk_for(model.config, cache.layout.target, len(prompts), free_memory())
+        logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress)
     _require_finite(logits)
     seen = None
     if sampling.penalise:

@@ -14,7 +14,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.ops.xla import filled_by
 
-__all__ = ["Partial", "blockwise_attention", "merge", "merge_over", "segment_attention", "tiled_attention", "total_lse"]
+__all__ = [
+    "Partial",
+    "Running",
+    "blockwise_attention",
+    "finish",
+    "grouped",
+    "merge",
+    "merge_over",
+    "segment_attention",
+    "tiled_attention",
+    "total_lse",
+]
 
 
 class Partial(NamedTuple):
@@ -24,7 +35,7 @@ class Partial(NamedTuple):
     lse: Float[Array, "B T H"]
 
 
-class _Running(NamedTuple):
+class Running(NamedTuple):
     """Online-softmax state: running maximum, denominator and un-normalised output, heads grouped as [K, G]."""
 
     peak: Float[Array, "B K G T"]
@@ -32,7 +43,7 @@ class _Running(NamedTuple):
     acc: Float[Array, "B K G T D"]
 
 
-def _grouped(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K G T D"]:
+def grouped(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K G T D"]:
     """Scale the queries by D^-1/2 and put the KV head in front, so that both products are batched matmuls."""
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
@@ -40,12 +51,12 @@ def _grouped(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K G T
 
 
 def _accumulate(
-    state: _Running,
+    state: Running,
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S J N"],
     mask: Bool[Array, "B T S"],
-) -> _Running:
+) -> Running:
     """Fold one block of keys and values into the running softmax; J = 1 is a value that all heads share. A value that
     no query sees may be anything, for 0 x inf would be NaN."""
     v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
@@ -59,15 +70,16 @@ def _accumulate(
     by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])
     update = jnp.einsum("bkgts,bskd->bkgtd", by_value, v, preferred_element_type=jnp.float32)
     acc = state.acc * decay[..., None] + update.reshape(state.acc.shape)
-    return _Running(peak, state.total * decay + weights.sum(-1), acc)
+    return Running(peak, state.total * decay + weights.sum(-1), acc)
 
 
-def _start(q: Float[Array, "B K G T D"], width: int) -> _Running:
+def _start(q: Float[Array, "B K G T D"], width: int) -> Running:
     shape = q.shape[:-1]
-    return _Running(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width), jnp.float32))
+    return Running(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width), jnp.float32))
 
 
-def _finish(state: _Running) -> Partial:
+def finish(state: Running) -> Partial:
+    """Normalise, and put the heads back where they were."""
     batch, kv_heads, group, length, dim = state.acc.shape
     total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
     out = (state.acc / total[..., None]).transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, dim)
@@ -82,8 +94,8 @@ def segment_attention(
     mask: Bool[Array, "B T S"],
 ) -> Partial:
     """Attend to S exact tokens at once. `mask[b, t, s]` is True where query t may see token s."""
-    grouped = _grouped(q, k.shape[2])
-    return _finish(_accumulate(_start(grouped, v.shape[-1]), grouped, k, v, mask))
+    by_head = grouped(q, k.shape[2])
+    return finish(_accumulate(_start(by_head, v.shape[-1]), by_head, k, v, mask))
 
 
 def blockwise_attention(
@@ -100,15 +112,15 @@ def blockwise_attention(
     `read(j, carry) -> (k [B,S,K,D], v [B,S,K,D], mask [B,T,S], carry)` materialises block j. With `width`, v is
     [B,S,1,width], shared by all heads, and so wide is the output.
     """
-    grouped = _grouped(q, kv_heads)
+    by_head = grouped(q, kv_heads)
 
     def step(j, loop):
         state, carry = loop
         k, v, mask, carry = read(j, carry)
-        return _accumulate(state, grouped, k, v, mask), carry
+        return _accumulate(state, by_head, k, v, mask), carry
 
-    state, carry = jax.lax.fori_loop(first, last, step, (_start(grouped, width or q.shape[-1]), carry))
-    return _finish(state), carry
+    state, carry = jax.lax.fori_loop(first, last, step, (_start(by_head, width or q.shape[-1]), carry))
+    return finish(state), carry
 
 
 def tiled_attention(
@@ -129,15 +141,15 @@ def tiled_attention(
     def step(n, loop):
         state, out = loop
         (row, column), new = jnp.asarray(table)[n], jnp.asarray(fresh)[n]
-        part = _grouped(jax.lax.dynamic_slice_in_dim(q, row * queries, queries, 1), k.shape[2])
+        part = grouped(jax.lax.dynamic_slice_in_dim(q, row * queries, queries, 1), k.shape[2])
         state = jax.tree.map(lambda x, old: jnp.where(new, x, old), _start(part, q.shape[-1]), state)
         own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, column * keys, keys, 1) for x in (k, v))
         seen = mask(row * queries + jnp.arange(queries), column * keys + jnp.arange(keys))
         state = _accumulate(state, part, own_k, own_v, seen)
-        done = _finish(state).out.astype(out.dtype)
+        done = finish(state).out.astype(out.dtype)
         return state, jax.lax.dynamic_update_slice_in_dim(out, done, row * queries, 1)
 
-    blank = filled_by(q, (_start(_grouped(q[:, :queries], k.shape[2]), q.shape[-1]), q))
+    blank = filled_by(q, (_start(grouped(q[:, :queries], k.shape[2]), q.shape[-1]), q))
     return jax.lax.fori_loop(0, len(tiles), step, blank)[1]
 
 

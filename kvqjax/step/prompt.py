@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.cache import pick
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.chunk_paths import SCORES, by_splash, kernels_of
+from kvqjax.cache.chunk_paths import by_splash, kernels_of
 from kvqjax.cache.eviction import received
 from kvqjax.cache.runs import RunPlan
 from kvqjax.cache.view import visible
@@ -23,6 +23,7 @@ from kvqjax.pallas_kernels import splash
 
 __all__ = ["Path", "exact_layer", "path_of", "received_by"]
 
+SCORES = 2**30  # bytes of a tile's scores in float32
 CHUNK, LARGE = 512, 2048  # prompt tokens at a time: where one core does the work, and where there are many
 
 

@@ -88,7 +88,7 @@ def _forced(layout: CacheLayout, form: str | None, found: list[Candidate | None]
     return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", _forms(found), "forced"))
 
 
-CUDNN = "no cache here is read by cuDNN yet, on NVIDIA GPUs or elsewhere: it returns no log-sum-exp to merge by"
+CUDNN = "no cache here is read by cuDNN yet: JAX rounds its log-sum-exp to 16 bits, too few to merge by"
 
 
 def _splash_only(layout: CacheLayout, form: Splash | None) -> CacheLayout:

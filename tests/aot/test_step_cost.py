@@ -59,12 +59,17 @@ def test_step_costs_what_the_page_says(name):
 
 
 def test_a_chunk_costs_what_the_page_says():
-    """Two depths of layers, which are compiled faster than all of them."""
+    """Two depths of layers, which are compiled faster than all of them. Without cuDNN a GPU's chunk of 2048 queries
+    takes 60 launches a layer, beside 64 groups of new keys and values that are stored one by one, and 160 for all
+    layers; only that loop asks the host."""
     name, fields = "h100-llama-3.1-8b-exact-32768-2048", ("chip", "model", "cache", "context", "chunk")
     known, found = recomputed("prefill_cost", name, fields, "--layers=2,4")
     assert found["unsure"] == []
     for field in ("launches", "syncs", "estimated_s", "temp_gb"):
         assert found[field] <= ALLOWANCE * known[field], field
+    assert found["launches"] <= 32 * (60 + 2 * 64) + 160
+    assert found["syncs"] <= 64 + 6
+    assert found["gigabytes"]["attention"] <= 3 * found["flash_gigabytes"]
 
 
 def test_a_step_on_an_h100_costs_what_the_longest_row_holds():

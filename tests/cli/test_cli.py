@@ -153,10 +153,12 @@ def test_plan_compares_some_methods_where_none_is_named(call, model):
 
 def test_bench_sets_every_cache_against_the_exact_one(call):
     words = ["bench", "-m", "recall", "-c", "kivi:bits=2", "--context", "512", "--steps", "2", "--repeats", "1"]
-    code, out, _ = call(*words, "--json")
+    code, out, _ = call(*words, "--prompt", "40", "--json")
     exact, kivi = json.loads(out)
     assert code == 0
     assert (exact["cache"], exact["speed_against_exact"]) == ("exact", 1)
+    assert kivi["prompt"] == 40
+    assert min(kivi["ms_to_first_token"], exact["ms_to_first_token"]) > kivi["ms_to_first_token_at_least"] > 0
     assert kivi["bytes"] < exact["bytes"]
     assert kivi["ms_per_step"] > 0
     assert exact["about"]["platform"] == "cpu"

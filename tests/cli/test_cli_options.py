@@ -72,6 +72,7 @@ def test_what_no_bound_refuses_is_found_before_the_model_is_loaded(call, option)
     [
         (["generate", "-p", "a", "--stop", ""], "--stop ''"),
         (["generate", "-p", "a", "--stream", "--json"], "--stream and --json"),
+        (["generate", "-p", "a", "--in-chunks", "--chunk", "16"], "--in-chunks and --chunk"),
         (["plan", "-m", "recall", "-c", "kivi:window=1000000000000"], "at most 1073741824 tokens"),
         (["plan", "-m", "recall", "-c", "exact", "--mesh", "data=99999999999999999999"], "at most 1048576 devices"),
         (["generate", "-m", "recall", "-p", "ab12", "-n", "16777216", "-c", "kivi:sinks=16777216"], "there are"),
