@@ -9,7 +9,7 @@ from typing import NamedTuple
 from schedule import estimate
 from step_cost.hlo import Computation, dimensions, numbers, parse
 
-from kvqjax.cache import pick
+from kvqjax.cache import at_layer
 from kvqjax.cache.segments import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 
@@ -97,7 +97,7 @@ def by_blocks(run, kv_heads: int):
     """Attention to the body of one layer of a run of a cache for CPUs: the path that any chip can take."""
 
     def attend(q, state, weights, constants, new, layer, positions):
-        view = LayerView(run, state, layer, weights, pick(constants, layer), new, 0)
+        view = LayerView(run, state, layer, weights, at_layer(constants, layer), new, 0)
         counts = positions[:, 0] * 0 + positions.shape[1]
         return attend_body(q, kv_heads, view, NewTokens(positions, counts, positions[:, 0]), {})[0]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache import CacheLayout, allocate_cache, pick, plan
+from kvqjax.cache import CacheLayout, allocate_cache, at_layer, runs_of
 from kvqjax.cache.encoding import encode_tile
 from kvqjax.hardware.aot import abstract_model
 from kvqjax.hardware.chips import chip_devices
@@ -46,7 +46,7 @@ def measure(text: str, chip: str) -> dict[str, float]:
     """Cycles per token of encoding and per 512 tokens of reading one layer, the last one of the model."""
     config, method = config_of("llama-3.1-8b"), parse(text)
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=SLOTS, dtype="bfloat16")
-    run, place = plan(layout)[-1], jax.sharding.SingleDeviceSharding(chip_devices(chip)[0])
+    run, place = runs_of(layout)[-1], jax.sharding.SingleDeviceSharding(chip_devices(chip)[0])
 
     def placed(tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
@@ -63,7 +63,7 @@ def measure(text: str, chip: str) -> dict[str, float]:
 
     def encode(body, constants, tile, layer, slot):
         at = layer, jnp.int32(0)
-        return encode_tile(run, body, at, clock, slot * clock.unit, tile, pick(constants, layer), {})[0]
+        return encode_tile(run, body, at, clock, slot * clock.unit, tile, at_layer(constants, layer), {})[0]
 
     def read(q, state, params, constants, new, layer, positions):
         weights = layer_weights(params, layer)

@@ -48,7 +48,7 @@ def _arguments(case, chip: str):
     import jax
     import jax.numpy as jnp
 
-    from kvqjax.cache import CacheLayout, allocate_cache, plan
+    from kvqjax.cache import CacheLayout, allocate_cache, runs_of
     from kvqjax.hardware.chips import chip_devices
     from kvqjax.methods import parse
     from kvqjax.model.config import ModelConfig
@@ -57,7 +57,7 @@ def _arguments(case, chip: str):
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "qk_norm": normed}
     config = ModelConfig(vocab_size=8, width=width, mlp_width=8, num_layers=LAYERS, **shape)
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=SLOTS, dtype="bfloat16")
-    run, device = plan(layout)[0], jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
+    run, device = runs_of(layout)[0], jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
 
     def shaped(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
@@ -84,11 +84,11 @@ def _through_kernel(run, chip: str):
     """Attention to the body by the kernel, whatever dispatch says of it; of latents, means of those of values."""
     import jax.numpy as jnp
 
-    from kvqjax.cache import pick
+    from kvqjax.cache import at_layer
 
     def attend(q, cache, weights, constants, new, layer, positions):
         first = jnp.arange(0, run.slots, run.block)
-        body = run.wiring.fast.packed.body(weights, pick(constants, layer), cache.runs[0].body, first)
+        body = run.wiring.fast.packed.body(weights, at_layer(constants, layer), cache.runs[0].body, first)
         spec = dataclasses.replace(run.wiring.fast.packed.spec, target=chip)
         return _module(run).packed_attention(q, body, layer, jnp.zeros_like(positions), positions, spec)
 

@@ -23,7 +23,7 @@ from benchmarks.results.page import table
 from benchmarks.xquant_roofline import LLAMA31_8B
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache, due
 
 ROOT = Path(__file__).parent
@@ -75,7 +75,7 @@ def encoded_share(cache: str) -> float:
     """Which part of a window's tokens its cache has encoded at its end."""
     method = kvqjax.parse(cache)
     layout = kvqjax.init_cache(kvqjax.load("recall"), method, 1, LENGTH).layout
-    clock = plan(layout)[len(plan(layout)) // 2].wiring.storage.clocks[0]
+    clock = runs_of(layout)[len(runs_of(layout)) // 2].wiring.storage.clocks[0]
     return int(due(clock, LENGTH - method.sinks, 0)) * clock.unit / LENGTH
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.planner import prompt_operations
@@ -41,7 +41,7 @@ CHUNK = 256  # tokens of a sequence that attend at once: the fastest on CPUs, an
 def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: bool):
     """One clean layer, of run `number`, on one sequence [1, T, E]: what the cache is given of keys and values, [T, W],
     and the next h; no layer is above the last one, so its h is None."""
-    length, run, weights = h.shape[1], plan(layout)[number], decoder.layer(model.params, index)
+    length, run, weights = h.shape[1], runs_of(layout)[number], decoder.layer(model.params, index)
     padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
     counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
     new, above, finite, _ = exact_layer(model, run, weights, {}, padded, counts, path)
@@ -67,7 +67,7 @@ class Layers(NamedTuple):
 
 def layer_run(layout: CacheLayout, index: int) -> int:
     """The number of the run that layer `index` is in."""
-    return next(number for number, run in enumerate(plan(layout)) if index < run.first + run.count)
+    return next(number for number, run in enumerate(runs_of(layout)) if index < run.first + run.count)
 
 
 def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
@@ -153,7 +153,7 @@ def _advance_layer(task: _Task, state: dict) -> dict:
 def _stack(config: KVShape, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
     """Constants by run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
     stacks = []
-    for run in plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32")):
+    for run in runs_of(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32")):
         ready = [{s: cast(c, dtype) for s, c in constants[run.first + i].items() if c} for i in range(run.count)]
         stacks.append(jax.tree.map(lambda *arrays: jnp.stack(arrays), *ready))
     return tuple(stacks)

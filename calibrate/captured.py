@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.calibrate import aqua, centre, commvq, kvquant
 from kvqjax.calibrate.fisher import Activations, Sequences, as_it_is, with_fisher
 from kvqjax.calibrate.parts import fitter
@@ -83,7 +83,7 @@ def _positions(rows: int, length: int):
     return jnp.broadcast_to(jnp.arange(length)[None], (rows, length))
 
 
-def _cached(run: RunPlan, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n T W"]]:
+def _cached(run: RunLayout, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n T W"]]:
     """Keys and values of a run's layers, [n, T, K, D] each, as a cache stores them."""
     nothing: Any = None  # of what the capture of keys and values does not look at
     projected = Projected(nothing, jnp.asarray(k), jnp.asarray(v), nothing, nothing)
@@ -93,7 +93,7 @@ def _cached(run: RunPlan, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n 
 
 def _by_sequence(data: Captured, method: Method) -> Sequences:
     """The data for calibrations that read one sequence of all layers at a time."""
-    runs = plan(data.layout(method))
+    runs = runs_of(data.layout(method))
 
     def all_layers(number: int, keys, values) -> list:
         """Keys and values [L, 1, T, W] of one sequence. Gradients turn with the keys, since a rotation is linear."""
@@ -126,7 +126,7 @@ def _fit_aqua(data: Captured, method: Method, recipe, **options) -> Artifact:
     layout = data.layout(method)
 
     def read(index: int, number: int, h):
-        run, rows = plan(layout)[aqua.layer_run(layout, index)], slice(number, number + 1)
+        run, rows = runs_of(layout)[aqua.layer_run(layout, index)], slice(number, number + 1)
         k, v = _cached(run, data.keys[index][rows], data.values[index][rows])
         return k[0], v[0], None
 
@@ -149,7 +149,7 @@ def _fit_commvq(data: Captured, method: Method, recipe, **options) -> Artifact:
         rotated = rotate(jnp.asarray(data.keys[index]), positions, own)
         return k, commvq.Activations(v, q, rotated, jnp.asarray(data.outputs[index])), h
 
-    plan(data.layout(method))  # refuses shapes that the method does not fit
+    runs_of(data.layout(method))  # refuses shapes that the method does not fit
     layers = commvq.Layers(data.shape, np.zeros((*data.size, 0), np.float32), read, "", data.parts)
     return commvq.fit(layers, method, recipe=recipe, **options)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.planner import prompt_operations
@@ -29,8 +29,8 @@ __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame"
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
 
-def _runs(method: Method, shape: KVShape) -> tuple[RunPlan, ...]:
-    return plan(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
+def _runs(method: Method, shape: KVShape) -> tuple[RunLayout, ...]:
+    return runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
 
 
 def _rope(method: Method, shape: KVShape) -> str:
@@ -46,7 +46,7 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
     return count * prompt_operations(model.config, 0, length)
 
 
-def in_frame(run: RunPlan, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:
+def in_frame(run: RunLayout, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:
     """Key means of a run's layers in the frame that its codecs see."""
     return mean if run.wiring.maps.frame is None else run.wiring.maps.frame.turn(constants, "k", mean)
 

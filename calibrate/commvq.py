@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate import commvq_values as values
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
@@ -154,7 +154,7 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
 
 def _stack(shape: KVShape, method: Method, constants: list[dict]) -> tuple[dict, ...]:
     """By run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
-    runs = plan(CacheLayout(shape=shape, method=method, capacity=1, dtype="float32"))
+    runs = runs_of(CacheLayout(shape=shape, method=method, capacity=1, dtype="float32"))
     own = (constants[run.first : run.first + run.count] for run in runs)
     return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers) for layers in own)
 
@@ -216,7 +216,7 @@ def fit(
 
 def truncate(artifact: Artifact, method: Method, config: ModelConfig) -> Artifact:
     """The artifact with fewer rounds of key codebooks, which are nested; `method` differs by `rounds` only."""
-    runs = plan(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32"))
+    runs = runs_of(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32"))
     cut = []
     for run, constants in zip(runs, artifact.constants, strict=True):
         if constants:

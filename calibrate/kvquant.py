@@ -21,7 +21,7 @@ from jaxtyping import Int
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.fisher import Sequences, of_model
@@ -59,7 +59,7 @@ class _Task:
     data: Sequences
     recipe: Recipe
     sinks: int
-    runs: tuple[RunPlan, ...]
+    runs: tuple[RunLayout, ...]
     specs: tuple[tuple[Nuq, Nuq] | None, ...]
     rope: str
 
@@ -82,7 +82,7 @@ def _codecs(spec) -> tuple[Nuq, Nuq] | None:
 
 def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
     layers: tuple[Any, ...] = method.layers(data.shape)
-    runs = plan(CacheLayout(shape=data.shape, method=method, capacity=1, dtype="float32"))
+    runs = runs_of(CacheLayout(shape=data.shape, method=method, capacity=1, dtype="float32"))
     specs = tuple(_codecs(layers[run.first]) for run in runs)
     ropes = {layers[run.first].rope for run, pair in zip(runs, specs, strict=True) if pair}
     if len(ropes) != 1:
@@ -108,7 +108,7 @@ def _tally_shape(layers: int) -> passes.Tally:
     return passes.Tally(hist, hist, row, row)
 
 
-def _bounds(task: _Task, run: RunPlan, pair: tuple[Nuq, Nuq], extremes) -> dict:
+def _bounds(task: _Task, run: RunLayout, pair: tuple[Nuq, Nuq], extremes) -> dict:
     """Key thresholds of one run, [L_run, W]."""
     own = jax.tree.map(lambda a: a[run.first : run.first + run.count], extremes)
     upper, lower = passes.thresholds(own, task.kept, pair[0].outliers)

@@ -16,7 +16,7 @@ import jax
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, RunPlan, plan
+from kvqjax.cache.state import CacheLayout, RunLayout, runs_of
 from kvqjax.codecs import Exact
 from kvqjax.codecs.base import Fit
 from kvqjax.methods import KeysAndValues, Method
@@ -49,8 +49,8 @@ def fitter(fit: Fit) -> ModuleType:
         ) from error
 
 
-def _runs(method: Method, shape: KVShape) -> tuple[RunPlan, ...]:
-    return plan(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
+def _runs(method: Method, shape: KVShape) -> tuple[RunLayout, ...]:
+    return runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
 
 
 def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
@@ -58,7 +58,7 @@ def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
     return tuple(fit for fit in dict.fromkeys(fits) if not any(fit.module in other.also for other in fits))
 
 
-def _asked(method: Method, run: RunPlan, spec: LayerSpec) -> Asked:
+def _asked(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
     if isinstance(spec, Pair):
         codecs = run.wiring.storage.codecs.items()
         return {source: codec.fit for source, codec in codecs if codec.needs and codec.fit is not None}
@@ -142,7 +142,7 @@ def forget(state: Path) -> None:
         number += 1
 
 
-def _merged(run: RunPlan, parts: list[Part], found: list[Artifact], shape: KVShape) -> dict:
+def _merged(run: RunLayout, parts: list[Part], found: list[Artifact], shape: KVShape) -> dict:
     """Collect one run's constants from the parts that calibrated its layers."""
     constants: dict = {}
     for part, artifact in zip(parts, found, strict=True):

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.calibrate.centre import in_frame
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
@@ -67,8 +67,8 @@ class Recipe:
             raise UserError(f"values={self.values!r} is unknown; known: {', '.join(OBJECTIVES)}")
 
 
-def _runs(method: Method, shape: KVShape) -> tuple[RunPlan, ...]:
-    return plan(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
+def _runs(method: Method, shape: KVShape) -> tuple[RunLayout, ...]:
+    return runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
@@ -172,7 +172,7 @@ def calibrate(
     return Artifact(method, constants, model.fingerprint, about)
 
 
-def _constants(run: RunPlan, now: dict, recipe: Recipe, rows: int) -> dict:
+def _constants(run: RunLayout, now: dict, recipe: Recipe, rows: int) -> dict:
     """What a run of layers asks for."""
     layers, wanted, own = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
     if CONSTANTS in wanted:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 from kvqjax.eval.measure_perplexity import cache_layouts, check_mode, score_windows
 from kvqjax.eval.scores import ROUNDING
 from kvqjax.eval.stamp import bytes_of
@@ -23,7 +23,7 @@ __all__ = ["drift", "encoded_from", "growth"]
 def encoded_from(model: Model, method: Method, capacity: int) -> int:
     """The first step that attends to encoded tokens in every layer: until then sinks and windows hold all."""
     cache = jax.eval_shape(lambda: init_cache(model.replace(rules=None), method, 1, capacity))
-    clocks = [clock for run in plan(cache.layout) for clock in run.wiring.storage.clocks]
+    clocks = [clock for run in runs_of(cache.layout) for clock in run.wiring.storage.clocks]
     return method.sinks + max(clock.window + clock.unit for clock in clocks)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
-from kvqjax.cache import Cache, plan
+from kvqjax.cache import Cache, runs_of
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.codecs import Codec, CodecSpec
@@ -212,7 +212,7 @@ def check_method(method: MethodLike, model: Model | None = None) -> list[str]:
     fork, insert, evict, crop, saving, and the ledger against the arrays. Returns the names of the checks. Raises
     AssertionError with one line where one does not hold."""
     model, method = model or small_model(), parse(method)
-    missing = [name for run in plan(init_cache(model, method, 1, 1).layout) for name in run.wiring.wanted()]
+    missing = [name for run in runs_of(init_cache(model, method, 1, 1).layout) for name in run.wiring.wanted()]
     if missing and not model.constants:
         raise UserError(f"{method} is calibrated; give a model with its constants (Model.with_artifact)")
     tokens = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, model.config.vocab_size)

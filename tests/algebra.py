@@ -8,7 +8,7 @@ import numpy as np
 from cases import model_and_method
 
 import kvqjax as kvq
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 from kvqjax.ops.layout import read
 
 CAPACITY = 512
@@ -29,7 +29,7 @@ def pool(name: str, size: int = CAPACITY) -> tuple[dict[str, np.ndarray], ...]:
     """Per run {source: [L, size, W]}: what token number i of the pool looks like. Signed, with channels that are
     large or sit on an offset, and now and then an outlier."""
     out = []
-    for number, run in enumerate(plan(empty(name, 1).layout)):
+    for number, run in enumerate(runs_of(empty(name, 1).layout)):
         random, made = np.random.default_rng(number), {}
         for source, width in run.wiring.storage.sources.items():
             x = random.normal(size=(run.count, size, width)) * np.exp(random.normal(size=width))
@@ -72,7 +72,7 @@ def fresh(name: str, rows: list[list[int]]):
 @functools.partial(jax.jit, static_argnames=("layout", "number"))
 def _stored(body, layout, number: int):
     """Every field of a run, unpacked: {source: {field: [L, B, tokens or groups, lanes]}}."""
-    run = plan(layout)[number]
+    run = runs_of(layout)[number]
 
     def one(source, name):
         field = run.wiring.storage.codecs[source].fields[name]
@@ -93,7 +93,7 @@ def all_finite(cache) -> bool:
     """Whether every number that the cache holds is finite, in dead slots too."""
     exact = [x for state in cache.runs for part in (state.sinks, state.window) for x in part.values()]
     numbers = []
-    for run, fields in zip(plan(cache.layout), body(cache), strict=True):
+    for run, fields in zip(runs_of(cache.layout), body(cache), strict=True):
         for source, stored in fields.items():
             codec = run.wiring.storage.codecs[source]
             numbers += [x for name, x in stored.items() if codec.fields[name].dtype in ("bfloat16", "float32")]
@@ -108,13 +108,13 @@ def encoded(cache) -> list[dict[str, np.ndarray]]:
             for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True)
             for s in clock.sources
         }
-        for run, state in zip(plan(cache.layout), cache.runs, strict=True)
+        for run, state in zip(runs_of(cache.layout), cache.runs, strict=True)
     ]
 
 
 def same_words(cache, row: int, other, other_row: int) -> int:
     """Assert that two rows store equal words wherever both have encoded; returns how many tokens that were, at most."""
-    most, runs = 0, plan(cache.layout)
+    most, runs = 0, runs_of(cache.layout)
     for run, ours, theirs, e, f in zip(runs, body(cache), body(other), encoded(cache), encoded(other), strict=True):
         for source, fields in ours.items():
             tokens = min(e[source][row], f[source][other_row], run.slots)
@@ -132,7 +132,7 @@ def check_row(name: str, cache, row: int, tokens: list[int]) -> None:
     assert int(cache.lengths[row]) == len(tokens)
     sinks = cache.layout.method.sinks
     held = len(tokens) - sinks
-    for run, state, counts, source in zip(plan(cache.layout), cache.runs, encoded(cache), pool(name), strict=True):
+    for run, state, counts, source in zip(runs_of(cache.layout), cache.runs, encoded(cache), pool(name), strict=True):
         oldest = min(int(c[row]) for c in counts.values())
         assert held - oldest <= run.ring or held <= 0
         assert all(int(c[row]) <= max(held, 0) for c in counts.values())
@@ -145,6 +145,6 @@ def check_row(name: str, cache, row: int, tokens: list[int]) -> None:
                 got = np.asarray(state.window[key])[:, row, exact % run.ring]
                 np.testing.assert_array_equal(got, vectors[:, np.asarray(tokens)[exact + sinks]])
     # Tokens appended after the row's own make the fresh encode get at least as far.
-    ahead = max(clock.window + clock.unit for run in plan(cache.layout) for clock in run.wiring.storage.clocks)
+    ahead = max(clock.window + clock.unit for run in runs_of(cache.layout) for clock in run.wiring.storage.clocks)
     if held > 0 and len(tokens) + ahead <= CAPACITY:
         same_words(cache, row, fresh(name, [tokens + [0] * ahead]), 0)

@@ -10,7 +10,7 @@ import numpy as np
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 from kvqjax.verdicts.trial import made_up
 
 # name -> (spec string, changes to the tiny model). Widths are tiny, so groups of channels are 32 at most.
@@ -50,7 +50,7 @@ def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:
     def array(name: str, shape: tuple[int, ...]):
         return jnp.asarray(made_up(name, shape, random), jnp.float32)
 
-    runs = plan(kvq.init_cache(model, method, 1, 1).layout)
+    runs = runs_of(kvq.init_cache(model, method, 1, 1).layout)
     return tuple(
         {
             group: {name: array(name, (run.count, *shape)) for name, shape in names.items()}

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 
 LENGTHS, CAPACITY, NEW = (1500, 700), 2048, 2
 
@@ -11,7 +11,7 @@ LENGTHS, CAPACITY, NEW = (1500, 700), 2048, 2
 def pending(cache) -> tuple[dict, ...]:
     """Signed sources with offsets and outliers."""
     out, random = [], np.random.default_rng(0)
-    for run in plan(cache.layout):
+    for run in runs_of(cache.layout):
         sources = {}
         for name, width in run.wiring.storage.sources.items():
             x = random.normal(size=(run.count, len(LENGTHS), max(LENGTHS), width)) + 2 * random.normal(size=width)

@@ -15,7 +15,7 @@ from benchmarks.step_cost.gpu import Bytes, kernels
 from benchmarks.step_cost.hlo import Computation, Instruction, Program, dimensions, elements, numbers
 from benchmarks.step_cost.values import Values
 from benchmarks.step_cost.walk import Visit, Walk, given
-from kvqjax.cache import CacheLayout, plan
+from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.hardware.planner import DEVICES, prompt_operations
 from kvqjax.model.config import ModelConfig
 
@@ -58,7 +58,7 @@ def facts(layout: CacheLayout, held: int, new: int, batch: int) -> dict[str, np.
     rows = np.full(batch, held, np.int32)
     known = {"cache.lengths": rows, "cache.finite": rows, "counts": np.full(batch, new, np.int32)}
     known["cache.overflow"] = np.zeros(batch, bool)
-    for number, run in enumerate(plan(layout)):
+    for number, run in enumerate(runs_of(layout)):
         for index, clock in enumerate(run.wiring.storage.clocks):
             units = max(0, (held - layout.method.sinks - clock.window) // clock.unit) if run.slots else 0
             known[f"cache.runs[{number}].flushed[{index}]"] = np.full(batch, units, np.int32)

@@ -11,7 +11,7 @@ from benchmarks.step_cost.bound import CLOCKS, NAMES, Bound, bandwidth, bound, e
 from benchmarks.step_cost.gpu import Bytes, kernels
 from benchmarks.step_cost.hlo import Program
 from benchmarks.step_cost.walk import walk
-from kvqjax.cache import CacheLayout, plan
+from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.generation.loop import STRIDE
 from kvqjax.model.config import ModelConfig
 
@@ -90,7 +90,7 @@ def _encoded(layout: CacheLayout, known: dict[str, np.ndarray]) -> list[int]:
     """Body tokens of every row, of the run that has most of them."""
     each = [
         known[f"state.cache.runs[{number}].flushed[{index}]"] * clock.unit
-        for number, run in enumerate(plan(layout))
+        for number, run in enumerate(runs_of(layout))
         for index, clock in enumerate(run.wiring.storage.clocks)
     ]
     return np.max(each, axis=0).tolist()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.cache import CacheLayout, allocate_cache, plan
+from kvqjax.cache import CacheLayout, allocate_cache, runs_of
 from kvqjax.hardware.aot import layout_for
 from kvqjax.hardware.planner import DEVICES, parameter_shapes
 from kvqjax.methods import Method
@@ -59,7 +59,7 @@ def cache_bytes(layout: CacheLayout, batch: int) -> float:
 def token_bytes(layout: CacheLayout) -> float:
     """Of one encoded token of one row and layer, on average over the layers that have a body."""
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, 1))
-    runs = [(run, state) for run, state in zip(plan(layout), cache.runs, strict=True) if run.slots]
+    runs = [(run, state) for run, state in zip(runs_of(layout), cache.runs, strict=True) if run.slots]
     each = [sum(map(stored_bytes, jax.tree.leaves(state.body))) / run.slots for run, state in runs]
     return sum(each) / sum(run.count for run, _ in runs) if runs else 0.0
 
@@ -72,7 +72,7 @@ def row_lengths(context: int, batch: int, ragged: bool) -> list[int]:
 def _clocks(layout: CacheLayout) -> list:
     """Clocks that fall due now and then, each once."""
     return list(
-        {clock[1:]: clock for run in plan(layout) for clock in run.wiring.storage.clocks if clock.unit > 1}.values()
+        {clock[1:]: clock for run in runs_of(layout) for clock in run.wiring.storage.clocks if clock.unit > 1}.values()
     )
 
 
@@ -94,7 +94,7 @@ def encoding(layout: CacheLayout, length: int) -> list[tuple[int, int]]:
     found = []
     for clock in _clocks(layout):
         units = _units(layout, clock, length)
-        if units and any(run.slots for run in plan(layout)):
+        if units and any(run.slots for run in runs_of(layout)):
             found.append((units * clock.unit + clock.window + layout.method.sinks - 1, clock.unit))
     return found
 
@@ -110,7 +110,7 @@ def facts(layout: CacheLayout, held: list[int]) -> dict[str, np.ndarray]:
         "state.made": np.ones(rows.shape, np.int32),
         "limit": np.int32(16),
     }
-    for number, run in enumerate(plan(layout)):
+    for number, run in enumerate(runs_of(layout)):
         for index, clock in enumerate(run.wiring.storage.clocks):
             units = [_units(layout, clock, n) if run.slots else 0 for n in held]
             known[f"state.cache.runs[{number}].flushed[{index}]"] = np.asarray(units, np.int32)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, chains, plan
+from kvqjax.cache.state import CacheLayout, chains, runs_of
 from kvqjax.eval.tune.candidates import Candidates, bare, bytes_by_layer, stretches
 from kvqjax.eval.tune.choices import Choice, chosen_constants
 from kvqjax.eval.tune.constants import Bar
@@ -33,7 +33,7 @@ def _layout(method: Method, shape: KVShape, dtype: str = "float32") -> CacheLayo
 
 def is_chain(method: Method, shape: KVShape) -> bool:
     """Whether something flows from layer to layer."""
-    return any(run.wiring.chain.carry for run in plan(_layout(method, shape)))
+    return any(run.wiring.chain.carry for run in runs_of(_layout(method, shape)))
 
 
 def exceptions(found: Candidates, own: Method, shape: KVShape) -> tuple[Method, ...]:
@@ -66,8 +66,8 @@ class Chain:
         start, *rest = range(len(self.specs), len(self.specs) + len(layers))
         self.numbers = np.asarray([[start, number, *rest] for number in numbers])  # [L, parts]
         self.choice = Method(name="choice", layer=Choice(specs=(*self.specs, *layers)), sinks=found.sinks)
-        self.runs = plan(_layout(self.choice, shape, dtype))
-        self.fixed = self._whole(plan(_layout(own, shape, dtype)), ready.constants)
+        self.runs = runs_of(_layout(self.choice, shape, dtype))
+        self.fixed = self._whole(runs_of(_layout(own, shape, dtype)), ready.constants)
 
     def _whole(self, runs, constants) -> dict[str, dict]:
         """The chain's constants {"0.k": {name: [L, ...]}} by the number of their layers' spec, 0 in other layers."""
@@ -100,7 +100,7 @@ class Chain:
         """The constants of the layers that are the chain's own, fitted in the chain without exceptions."""
         method, shape = self.method(chosen), self.model.config.kv_shape
         specs, constants = method.layers(shape), []
-        for run in plan(_layout(method, shape, str(self.model.params["embed"].dtype))):
+        for run in runs_of(_layout(method, shape, str(self.model.params["embed"].dtype))):
             layers, wanted = slice(run.first, run.first + run.count), run.wiring.wanted()
             number = self.specs.index(specs[run.first]) if wanted else 0  # exceptions want nothing
             cut = lambda group, names, at=layers, n=number: {x: self.fixed[f"{n}.{group}"][x][at] for x in names}  # noqa: E731

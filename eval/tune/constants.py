@@ -12,7 +12,7 @@ import numpy as np
 from kvqjax import calibrate
 from kvqjax.cache.artifacts import Artifact, load_artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -31,9 +31,9 @@ class Learnt(NamedTuple):
     ready: tuple[Model, ...]
 
 
-def _plan(model: Model, method: Method) -> tuple[RunPlan, ...]:
+def _plan(model: Model, method: Method) -> tuple[RunLayout, ...]:
     dtype = str(model.params["embed"].dtype)
-    return plan(CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype))
+    return runs_of(CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype))
 
 
 def _runs(model: Model, method: Method, texts: list[str], folder: Path | None, bar: Bar) -> Runs:
@@ -65,7 +65,7 @@ def learnt(model: Model, found: Candidates, texts: list[str], out: Path | None, 
     return Learnt(fixed, tuple(model.replace(constants=get(method)) for method in found.others))
 
 
-def _of_run(run: RunPlan, policy: np.ndarray, fixed: dict[int, dict]) -> dict:
+def _of_run(run: RunLayout, policy: np.ndarray, fixed: dict[int, dict]) -> dict:
     """The constants of one run of layers: those of values from the values' candidate, others from the keys'."""
     key, value = map(int, policy[run.first])
     layers = slice(run.first, run.first + run.count)

@@ -2,8 +2,19 @@
 
 from kvqjax.cache.append import commit
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.encoding import pick
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.encoding import at_layer
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Leaf, Run, allocate_cache, body_tokens
 
-__all__ = ["Cache", "CacheLayout", "Leaf", "Run", "RunPlan", "allocate_cache", "body_tokens", "commit", "pick", "plan"]
+__all__ = [
+    "Cache",
+    "CacheLayout",
+    "Leaf",
+    "Run",
+    "RunLayout",
+    "allocate_cache",
+    "at_layer",
+    "body_tokens",
+    "commit",
+    "runs_of",
+]

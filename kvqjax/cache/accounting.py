@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
@@ -96,13 +96,13 @@ def _tiled(array) -> int:
     return math.prod(array.shape[:-2]) * -(-rows // sublanes) * sublanes * -(-lanes // 128) * 128 * item
 
 
-def _entry(run: RunPlan, source: str, field: str, role: str, arrays, used: float = 1.0) -> Entry:
+def _entry(run: RunLayout, source: str, field: str, role: str, arrays, used: float = 1.0) -> Entry:
     layers = f"{run.first}-{run.first + run.count - 1}" if run.count > 1 else str(run.first)
     size = sum(array_bytes(a) for a in arrays)
     return Entry(layers, source, field, role, size, size - round(size * used), sum(_tiled(a) for a in arrays))
 
 
-def _run_entries(run: RunPlan, state, capacity: int, sinks: int):
+def _run_entries(run: RunLayout, state, capacity: int, sinks: int):
     clocks = {source: clock for clock in run.wiring.storage.clocks for source in clock.sources}
     for source, fields in state.body.items():
         clock = clocks[source]
@@ -117,7 +117,7 @@ def _run_entries(run: RunPlan, state, capacity: int, sinks: int):
     yield _entry(run, "", "flushed", "bookkeeping", state.flushed)
 
 
-def _method_bits(runs: tuple[RunPlan, ...], values: int) -> float:
+def _method_bits(runs: tuple[RunLayout, ...], values: int) -> float:
     """Stored bits per key or value channel by the codecs alone."""
     total = sum(
         run.count * bits_per_value(codec) * codec.width for run in runs for codec in run.wiring.storage.codecs.values()
@@ -125,7 +125,7 @@ def _method_bits(runs: tuple[RunPlan, ...], values: int) -> float:
     return total / values
 
 
-def _carry_bytes(runs: tuple[RunPlan, ...], batch: int, dtype: str) -> int:
+def _carry_bytes(runs: tuple[RunLayout, ...], batch: int, dtype: str) -> int:
     """What a decode step holds of what flows between layers."""
     widths = {name: width for run in runs for name, width in run.wiring.chain.carry.items()}
     return batch * max(run.carried for run in runs) * sum(widths.values()) * np.dtype(dtype).itemsize
@@ -133,7 +133,7 @@ def _carry_bytes(runs: tuple[RunPlan, ...], batch: int, dtype: str) -> int:
 
 def ledger(cache: Cache) -> Ledger:
     """Account for every array of a cache (live or abstract)."""
-    layout, runs = cache.layout, plan(cache.layout)
+    layout, runs = cache.layout, runs_of(cache.layout)
     entries = [
         entry
         for run, state in zip(runs, cache.runs, strict=True)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from kvqjax.cache.flush import flush_chain
 from kvqjax.cache.keeping import schedules_of
-from kvqjax.cache.runs import RunPlan, chains, plan
+from kvqjax.cache.runs import RunLayout, chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
 from kvqjax.ops.finite import found_finite, leading, zeroed
 from kvqjax.ops.xla import row_major
@@ -49,7 +49,7 @@ def _put_one(old, new, slots, wanted):
     return jax.lax.fori_loop(0, old.shape[1], row_step, old)
 
 
-def remember(run: RunPlan, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
+def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
     """Put new tokens, [L, B, T, W] per source, into sinks and window. `run.flushed` must already be up to date."""
     held = lengths - sinks  # body tokens before the call; negative while the sinks fill
     end = held + counts
@@ -78,7 +78,7 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them, and after them the attention
     mass of the call where tokens are kept by it. Tokens beyond the capacity are dropped and raise the row's overflow
     flag; a number that is not finite is stored as 0 and counted in `finite`."""
-    layout, runs = cache.layout, plan(cache.layout)
+    layout, runs = cache.layout, runs_of(cache.layout)
     constants = constants or tuple({} for _ in runs)
     counts, overflow = admitted(cache, counts)
     finite = finite_tokens(cache, leading(found_finite(layout.dtype, *pending[: len(runs)])), counts)

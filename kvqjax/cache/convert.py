@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax._errors import UserError
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Run
 from kvqjax.ops.head_major import HALF
 from kvqjax.ops.layout import Field, Stored, allocate, read, write
@@ -41,7 +41,7 @@ def _cut(tree, index: int, count: int):
     return tree if count == 1 else jax.tree.map(lambda a: a[index : index + 1], tree)
 
 
-def _run(run: RunPlan, members: list[tuple[RunPlan, Run, int]]) -> Run:
+def _run(run: RunLayout, members: list[tuple[RunLayout, Run, int]]) -> Run:
     """The arrays of a run whose layers come from `members`: (run, state, number in it)."""
 
     def field(source: str, name: str, wanted: Field) -> Stored:
@@ -66,7 +66,7 @@ def convert(cache: Cache, *, layers: str, form: str) -> Cache:
         return cache
     if layout.dealt > 1 and form != cache.layout.form:
         raise UserError(f"a cache whose blocks are dealt over {layout.dealt} devices cannot change its form")
-    pairs = zip(plan(cache.layout), cache.runs, strict=True)
+    pairs = zip(runs_of(cache.layout), cache.runs, strict=True)
     held = [(run, state, index) for run, state in pairs for index in range(run.count)]
-    runs = tuple(_run(run, held[run.first : run.first + run.count]) for run in plan(layout))
+    runs = tuple(_run(run, held[run.first : run.first + run.count]) for run in runs_of(layout))
     return cache.replace(runs=runs, layout=layout)

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvqjax.cache.runs import RunPlan
+from kvqjax.cache.runs import RunLayout
 from kvqjax.methods.wiring import Clock
 from kvqjax.ops.layout import FEW, PLANE, write
 from kvqjax.ops.xla import row_major
 
-__all__ = ["Schedule", "cut_tile", "encode_due", "encode_tile", "gather_tile", "in_order", "pick", "units_at_once"]
+__all__ = ["Schedule", "at_layer", "cut_tile", "encode_due", "encode_tile", "gather_tile", "in_order", "units_at_once"]
 
 Sources = dict  # source name -> array
 MOST_AT_ONCE = 2048  # tokens of a tile
@@ -43,7 +43,7 @@ def in_order(clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], at_o
     return Schedule(clock, start, stop, lambda row, number: (number * clock.unit, number * clock.unit), at_once)
 
 
-def units_at_once(runs: Sequence[RunPlan], clock: Clock, length: int) -> int:
+def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
     """How many units of a clock these runs may encode as one tile: as many as `length` new tokens complete, up to a
     bound of memory and what a body holds, where that gives the same bits and they lie side by side in the body."""
     codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
@@ -54,7 +54,7 @@ def units_at_once(runs: Sequence[RunPlan], clock: Clock, length: int) -> int:
     return count if fine and count * clock.unit > FEW else 1
 
 
-def pick(tree, index):
+def at_layer(tree, index):
     """Entry `index` of every leaf's first axis."""
     return jax.tree.map(lambda a: row_major(jax.lax.dynamic_index_in_dim(a, index, keepdims=False)), tree)
 
@@ -81,7 +81,7 @@ def gather_tile(window, new, at, row, token, size: int, held, unit: int):
     return jnp.where((tokens < held)[:, None], ring, fresh)
 
 
-def encode_tile(run: RunPlan, body, at, clock, slot, tile: Sources, constants, carry):
+def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry):
     """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body slot `slot`, of which a ring
     has fewer."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)

@@ -5,15 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.encoding import Schedule, cut_tile, encode_due, encode_tile, gather_tile, pick
-from kvqjax.cache.runs import RunPlan
+from kvqjax.cache.encoding import Schedule, at_layer, cut_tile, encode_due, encode_tile, gather_tile
+from kvqjax.cache.runs import RunLayout
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import rows_if
 
 __all__ = ["flush_chain", "flush_layer"]
 
 
-def flush_layer(run: RunPlan, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry):
+def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry):
     """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry`
     holds every prompt token's, [B, T, W]. Returns (body, new, carry); `new` changes only where a source is encoded
     before its partner and stays in the window as reconstructed."""
@@ -58,7 +58,7 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
             s: gather_tile(window[s], new[s], (layer,), row, token, size, held[row], clock.unit) for s in clock.sources
         }
         body, recon, carry = encode_tile(
-            run, body, (layer, row), clock, slot, tile, pick(constants[number], layer), carry
+            run, body, (layer, row), clock, slot, tile, at_layer(constants[number], layer), carry
         )
         if replace:
             window, new = _put_back(run, window, new, recon, layer, row, token, size, held[row])

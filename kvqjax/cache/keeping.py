@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.encoding import Schedule, in_order, units_at_once
 from kvqjax.cache.eviction import Kept, Moves, choose, enter
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Run, due, units_due, window_tokens
 
 __all__ = ["Entering", "entering", "read_as", "schedules_of"]
 
-Schedules = Callable[[Sequence[RunPlan], Run], tuple[Schedule, ...]]
+Schedules = Callable[[Sequence[RunLayout], Run], tuple[Schedule, ...]]
 
 
 def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tuple[Schedules, Kept]:
@@ -26,7 +26,7 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
 
     length = next(iter(pending[0].values())).shape[2]
 
-    def every(runs: Sequence[RunPlan], state: Run) -> tuple[Schedule, ...]:
+    def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
         parts = zip(runs[0].wiring.storage.clocks, state.flushed, units_due(runs[0], state, held + counts), strict=True)
         return tuple(in_order(c, first, stop, units_at_once(runs, c, length)) for c, first, stop in parts)
 
@@ -35,7 +35,7 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
         return every, cache.kept
     moves, kept = _moves(cache, keep.rule, pending, held, counts)
 
-    def moved(runs: Sequence[RunPlan], _: Run) -> tuple[Schedule, ...]:
+    def moved(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
         clock = runs[0].wiring.storage.clocks[0]
         place = lambda row, i: (moves.unit[row, i] * clock.unit, moves.slot[row, i])  # noqa: E731
         return (Schedule(clock, jnp.zeros_like(moves.count), moves.count, place),)
@@ -45,7 +45,7 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
 
 def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves, Kept]:
     """Which units go where, and the bookkeeping after it."""
-    run, flushed = plan(cache.layout)[0], cache.runs[0].flushed[0]
+    run, flushed = runs_of(cache.layout)[0], cache.runs[0].flushed[0]
     clock, length = run.wiring.storage.clocks[0], next(iter(pending[0].values())).shape[2]
     most = (length + clock.unit - 1) // clock.unit
     call = pending[-1] if len(pending) > len(cache.runs) else None
@@ -72,14 +72,14 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
     received of attention, asked for where they are chosen by it."""
     sinks, empty = cache.layout.method.sinks, jnp.zeros_like(counts)
 
-    def every(runs: Sequence[RunPlan], state: Run) -> tuple[Schedule, ...]:
+    def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
         parts = zip(runs[0].wiring.storage.clocks, units_due(runs[0], state, counts - sinks), strict=True)
         return tuple(in_order(clock, empty, stop, units_at_once(runs, clock, length)) for clock, stop in parts)
 
     keep = cache.layout.method.keep
     if keep is None or not cache.kept:
         return Entering(empty - sinks, every, lambda new: new, lambda new, encoded: encoded, length, cache.kept)
-    run = plan(cache.layout)[0]
+    run = runs_of(cache.layout)[0]
     clock, window = run.wiring.storage.clocks[0], window_tokens(run.ring, counts - sinks)
     leaving = due(clock, counts - sinks, empty) * clock.unit
     given = mass() if keep.rule == "h2o" else jnp.zeros((len(counts), length))
@@ -88,7 +88,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
     def picked(new: dict) -> dict:
         return {name: jnp.take_along_axis(x, chosen.token[:, :, None], 1) for name, x in new.items()}
 
-    def fresh(runs: Sequence[RunPlan], _: Run) -> tuple[Schedule, ...]:
+    def fresh(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
         own = runs[0].wiring.storage.clocks[0]
         return (in_order(own, empty, chosen.units, units_at_once(runs, own, chosen.token.shape[1])),)
 
@@ -106,7 +106,7 @@ def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str
             "keep=h2o drops tokens by what every earlier query attended to, so a draft cannot be verified at once; "
             "with keep=streaming it can"
         )
-    run, sinks = plan(cache.layout)[0], cache.layout.method.sinks
+    run, sinks = runs_of(cache.layout)[0], cache.layout.method.sinks
     clock = run.wiring.storage.clocks[0]
     units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
     return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}

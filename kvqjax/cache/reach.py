@@ -5,7 +5,7 @@ would follow the capacity.
 The host chooses a length between strides of steps: the capacity, or it divided by a power of two."""
 
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 
 __all__ = ["reach_for"]
 
@@ -15,7 +15,7 @@ LEAST = 4096  # tokens; shorter bodies cost less than a step's weights
 def reach_for(layout: CacheLayout, tokens: int) -> int | None:
     """The shortest of a layout's static lengths that rows of at most `tokens` tokens fit; None for the whole capacity,
     and where a loop ends with the longest row."""
-    if not any(run.static for run in plan(layout)):
+    if not any(run.static for run in runs_of(layout)):
         return None
     reach = layout.capacity
     while reach > LEAST and -(-reach // 2) >= tokens:

@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Run
 
 __all__ = ["dealt_anew"]
 
 
-def _places(run: RunPlan) -> Int[np.ndarray, " n"]:
+def _places(run: RunLayout) -> Int[np.ndarray, " n"]:
     """Where ring block q is stored: devices one after the other, each with its own blocks in order."""
     ring, deal = np.arange(run.slots // run.block), run.deal
     each = max(1, deal.block // run.block)
@@ -26,7 +26,7 @@ def _places(run: RunPlan) -> Int[np.ndarray, " n"]:
 
 
 def _moved(
-    old: RunPlan, new: RunPlan, encoded: Int[np.ndarray, " B"], array: Shaped[np.ndarray, "L B R W"], axis: int
+    old: RunLayout, new: RunLayout, encoded: Int[np.ndarray, " B"], array: Shaped[np.ndarray, "L B R W"], axis: int
 ) -> Shaped[np.ndarray, "L B r w"]:
     """A field's array of `old` as `new` stores it; tokens follow each other along `axis`. Of a row's blocks each ring
     holds the newest; what the old one no longer held is zero."""
@@ -42,7 +42,7 @@ def _moved(
     return np.moveaxis(moved.reshape(*moved.shape[:2], -1, moved.shape[4]), 2, axis)
 
 
-def _run(old: RunPlan, new: RunPlan, state: Run) -> Run:
+def _run(old: RunLayout, new: RunLayout, state: Run) -> Run:
     body = {}
     for clock, flushed in zip(old.wiring.storage.clocks, state.flushed, strict=True):
         for source in clock.sources if state.body else ():
@@ -58,5 +58,5 @@ def _run(old: RunPlan, new: RunPlan, state: Run) -> Run:
 
 def dealt_anew(cache: Cache, layout: CacheLayout) -> Cache:
     """`cache`, its arrays numpy's, with its blocks dealt as `layout` says, which is else its own."""
-    runs = zip(plan(cache.layout), plan(layout), cache.runs, strict=True)
+    runs = zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
     return cache.replace(runs=tuple(_run(old, new, state) for old, new, state in runs), layout=layout)

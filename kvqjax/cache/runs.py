@@ -13,12 +13,12 @@ from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 
-__all__ = ["AT_ONCE", "Carry", "RunPlan", "carry_of", "chains", "plan"]
+__all__ = ["AT_ONCE", "Carry", "RunLayout", "carry_of", "chains", "runs_of"]
 
 AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
 
 
-class RunPlan(NamedTuple):
+class RunLayout(NamedTuple):
     """A run of equal layers: `first` .. `first + count - 1`, `shape` being one layer's. The body has `slots` tokens in
     blocks of `block`, a ring of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window
     is a ring of `ring` tokens. `slots` counts all devices' when the blocks are dealt (`deal`), `slots_here` one's.
@@ -60,7 +60,7 @@ class RunPlan(NamedTuple):
         return carry_of(self.wiring).tokens(self.slots, self.block)
 
 
-def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunPlan:
+def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunLayout:
     try:
         wiring = in_form(resolved(spec.build(shape), layout.dtype), layout.form, shape)
         if wiring.fast.packed is not None:
@@ -81,16 +81,16 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     if keep is not None:
         unit = wiring.storage.clocks[0].unit
         kept = max(0, min(keep.budget // unit * unit, most))
-        return RunPlan(first, count, shape, wiring, block, -(-kept // block) * block, ring, False, kept=kept)
+        return RunLayout(first, count, shape, wiring, block, -(-kept // block) * block, ring, False, kept=kept)
     whole = blocks = max(0, -(-most // block))
     if shape.window is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
         blocks = min(whole, -(-(shape.window + ring) // block) + 1)
     static = layout.form == "heads"
-    return RunPlan(first, count, shape, wiring, block, blocks * block, ring, blocks < whole, static=static)
+    return RunLayout(first, count, shape, wiring, block, blocks * block, ring, blocks < whole, static=static)
 
 
-def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
+def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
     """The runs in layer order, their blocks multiples of `block`."""
     numbers = range(layout.shape.num_layers)
     shapes = [layout.shape.layer(index) for index in numbers]
@@ -106,7 +106,7 @@ def _plan_runs(layout: CacheLayout, block: int) -> list[RunPlan]:
 
 
 @functools.lru_cache(maxsize=64)
-def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
+def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
     """The runs of a layout, in layer order. Cached, so that wirings are built once."""
     runs = _plan_runs(layout, 1)
     if any(carry_of(run.wiring).rebuilt for run in runs):  # a block is then read from all layers below at once
@@ -117,7 +117,7 @@ def plan(layout: CacheLayout) -> tuple[RunPlan, ...]:
     return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
 
 
-def _dealt(layout: CacheLayout, runs: list[RunPlan]) -> tuple[RunPlan, ...]:
+def _dealt(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
     """The runs with as many whole blocks on every device. A token lies on one device in all layers, because layers may
     feed each other: the blocks dealt are common to all runs."""
     deal = Deal(layout.dealt, math.lcm(*(run.block for run in runs)), layout.dealt_over)
@@ -129,7 +129,7 @@ def _dealt(layout: CacheLayout, runs: list[RunPlan]) -> tuple[RunPlan, ...]:
 def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
     """Run numbers that are encoded together: all of them when something flows from layer to layer; else those that
     fall due at the same time, so that one question decides for all."""
-    runs = plan(layout)
+    runs = runs_of(layout)
     if not any(run.wiring.chain.carry for run in runs):
         due_together: dict[tuple, list[int]] = {}
         for number, run in enumerate(runs):

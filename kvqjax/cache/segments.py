@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from kvqjax.cache.body_view import alike, body_view
 from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, large_block
-from kvqjax.cache.encoding import Schedule, encode_due, gather_tile, pick
+from kvqjax.cache.encoding import Schedule, at_layer, encode_due, gather_tile
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.runs import AT_ONCE
 from kvqjax.cache.state import due
@@ -123,7 +123,7 @@ def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
     see. Tiles are encoded one row and unit at a time, exactly as `commit` will. `carry` is [B, units, u, W] per
     name."""
     run, units = view.run, recoded_units(clock.unit, tokens.positions.shape[1])
-    window = pick(view.state.window, view.layer)
+    window = at_layer(view.state.window, view.layer)
 
     def one(_, row, token, slot, size, loop):
         (sources, carry), held = loop, tokens.held[row]

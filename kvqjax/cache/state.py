@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import allocate_kept
-from kvqjax.cache.runs import RunPlan, chains, plan
+from kvqjax.cache.runs import RunLayout, chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.methods.wiring import Clock
 from kvqjax.ops.layout import Stored, allocate
@@ -76,11 +76,11 @@ class Cache(struct.PyTreeNode):
         chosen = layout.kernels.text(layout.target)
         head = f"Cache({layout.method}, {layout.dtype}, capacity {layout.capacity}): {arrays_text(self)}; {chosen}"
         parts = [{"body": r.body, "sinks": r.sinks, "window": r.window} for r in self.runs]
-        lines = [run_text(p.first, p.count, part) for p, part in zip(plan(layout), parts, strict=False)]
+        lines = [run_text(p.first, p.count, part) for p, part in zip(runs_of(layout), parts, strict=False)]
         return "\n  ".join([head, *lines])
 
 
-def _allocate_run(run: RunPlan, batch: int, layout: CacheLayout) -> Run:
+def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
     lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     body = {
         name: {f: allocate(field, lead, run.slots) for f, field in codec.fields.items()}
@@ -100,8 +100,8 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     if layout.capacity < 1 or batch < 1:
         raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
     chains(layout)  # refuses layers that cannot feed each other, before anything is cached
-    runs = tuple(_allocate_run(run, batch, layout) for run in plan(layout))
-    first, keep = plan(layout)[0], layout.method.keep
+    runs = tuple(_allocate_run(run, batch, layout) for run in runs_of(layout))
+    first, keep = runs_of(layout)[0], layout.method.keep
     kept = {}
     if keep is not None and first.kept:
         kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.storage.clocks[0].unit, first.ring)
@@ -119,7 +119,7 @@ def check_alive(*values: Any) -> None:
         )
 
 
-def body_tokens(run: RunPlan, state: Run) -> Int[Array, " B"]:
+def body_tokens(run: RunLayout, state: Run) -> Int[Array, " B"]:
     """Tokens of each row that are encoded in every source, and so attended to in the body."""
     units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)]
     return functools.reduce(jnp.minimum, units)
@@ -130,7 +130,7 @@ def due(clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]
     return jnp.maximum(flushed, (body_length - clock.window) // clock.unit)
 
 
-def units_due(run: RunPlan, state: Run, body_length: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
+def units_due(run: RunLayout, state: Run, body_length: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
     """`due` of every clock of a run whose rows hold `body_length` tokens after the sinks."""
     return tuple(due(clock, body_length, f) for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True))
 

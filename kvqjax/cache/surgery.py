@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import crop_kept, forget
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run, check_alive
 
 __all__ = ["crop", "evict", "fork", "gather", "insert"]
@@ -124,7 +124,7 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     A row whose first token that was not finite is cut is an ordinary row again.
     The result shares its arrays with `cache`: `fork` first where both must live on.
     """
-    sinks, runs = cache.layout.method.sinks, plan(cache.layout)
+    sinks, runs = cache.layout.method.sinks, runs_of(cache.layout)
     check_alive(cache)
     clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.storage.clocks)
     counts = [count for state in cache.runs for count in state.flushed]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvqjax.cache.encoding import pick
-from kvqjax.cache.runs import RunPlan
+from kvqjax.cache.encoding import at_layer
+from kvqjax.cache.runs import RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import read
@@ -44,14 +44,14 @@ class LayerView(NamedTuple):
     says how many queries attend (kvqjax/cache/chunk_paths.py). No row holds more than `reach` tokens (None: than the
     capacity)."""
 
-    run: RunPlan
+    run: RunLayout
     state: Run
     layer: Int[Array, ""]
     weights: dict
     constants: dict
     new: dict
     sinks: int
-    below: tuple[tuple[RunPlan, Run, dict, Int[Array, ""] | int], ...] = ()
+    below: tuple[tuple[RunLayout, Run, dict, Int[Array, ""] | int], ...] = ()
     chunks: str = "off"
     reach: int | None = None
 
@@ -80,7 +80,7 @@ def side_by_side(view: LayerView, tokens: NewTokens):
     total = (tokens.held + view.sinks)[:, None]
     valid = jnp.concatenate([sink < total, ring < tokens.held[:, None], fresh], axis=1)
     positions = jnp.concatenate([sink, ring + view.sinks, tokens.positions], axis=1)
-    kept = pick(view.state.sinks, view.layer), pick(view.state.window, view.layer), view.new
+    kept = at_layer(view.state.sinks, view.layer), at_layer(view.state.window, view.layer), view.new
     sources = {name: jnp.concatenate([part[name].astype(x.dtype) for part in kept], 1) for name, x in view.new.items()}
     return sources, positions, valid
 
@@ -91,7 +91,7 @@ def expanded(view: LayerView, sources: dict, positions):
     return saturated(k, k.dtype), saturated(v, v.dtype)
 
 
-def payload_of(run: RunPlan, state: Run, layer, at, size: int) -> dict:
+def payload_of(run: RunLayout, state: Run, layer, at, size: int) -> dict:
     """`size` tokens of every row of one layer, whole blocks, unpacked."""
     return {
         source: {name: read(f, state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
@@ -99,9 +99,9 @@ def payload_of(run: RunPlan, state: Run, layer, at, size: int) -> dict:
     }
 
 
-def _passed(run: RunPlan, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
+def _passed(run: RunLayout, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
     """The carry of one block after one more layer."""
-    return run.wiring.maps.decode(pick(constants, layer), payload_of(run, state, layer, at, size), carry)[1]
+    return run.wiring.maps.decode(at_layer(constants, layer), payload_of(run, state, layer, at, size), carry)[1]
 
 
 def rebuilt(view: LayerView, at, size: int) -> dict:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax._timing import machine, median_seconds, product_rate
-from kvqjax.cache import Cache, plan
+from kvqjax.cache import Cache, runs_of
 from kvqjax.cli.common import (
     MOST_ROWS,
     Artifacts,
@@ -47,7 +47,7 @@ def _fill(model: Model, cache: Cache, key) -> Cache:
     """Append CHUNK tokens of random sources: normal, with an offset per channel, as keys and values have."""
     shape = (cache.batch, CHUNK)
     pending = []
-    for run in plan(cache.layout):
+    for run in runs_of(cache.layout):
         sources = {}
         for name, width in run.wiring.storage.sources.items():
             key, noise, offset = jax.random.split(key, 3)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from kvqjax._errors import UserError
-from kvqjax.cache import CacheLayout, allocate_cache, plan
+from kvqjax.cache import CacheLayout, allocate_cache, runs_of
 from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.reach import reach_for
 from kvqjax.generation.loop import LoopState, decode_steps
@@ -73,7 +73,7 @@ def layout_for(config: ModelConfig, method: Method, context: int, chip: str) -> 
 
 def abstract_model(config: ModelConfig, layout: CacheLayout) -> Model:
     """A model of shapes in the layout's dtype and form, its calibrated constants as a calibrated model has them."""
-    constants = tuple(run.wiring.constants(run.count, layout.dtype) for run in plan(layout))
+    constants = tuple(run.wiring.constants(run.count, layout.dtype) for run in runs_of(layout))
     params = parameter_shapes(config, layout.dtype)
     if layout.layers == "unroll":
         params = jax.eval_shape(unrolled, params)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvqjax.cache.accounting import Ledger, ledger
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig
@@ -98,7 +98,7 @@ def _bytes(tree) -> int:
     return sum(map(array_bytes, jax.tree.leaves(tree)))
 
 
-def _whole(run: RunPlan, batch: int, item: int) -> int:
+def _whole(run: RunLayout, batch: int, item: int) -> int:
     """Bytes beside a body that is read as a whole: a score of every token and query head, its weight, and its weight
     times the scale of every group of the value's channels."""
     scales = [
@@ -115,7 +115,7 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
     config, item = layout.shape, jnp.dtype(layout.dtype).itemsize
     logits = 2 * 4 * batch * vocabulary
     most = 0
-    for run in plan(layout):
+    for run in runs_of(layout):
         width = sum(run.wiring.storage.sources.values()) + 2 * config.kv_width
         exact = batch * (layout.method.sinks + run.ring + 1) * width * item
         block = batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
@@ -147,7 +147,7 @@ def plan_memory(
     weights = parameter_shapes(config, dtype)
     return Plan(
         weights=_bytes(rules.shares(weights, rules.parameters(weights))),
-        constants=_bytes([run.wiring.constants(run.count, dtype) for run in plan(layout)]),
+        constants=_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
         cache=_bytes(rules.shares(cache, rules.cache(cache))),
         workspace=_workspace(rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)),
         book=ledger(cache),

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.methods.wiring import Wiring
@@ -80,7 +80,7 @@ class Rules:
             return specs | {"layers": [{name: own(name) for name in layer} for layer in params["layers"]]}
         return specs | {"layers": {name: self.parameter(f"layers/{name}") for name in params["layers"]}}
 
-    def run(self, state: Run, plan: RunPlan) -> Run:
+    def run(self, state: Run, plan: RunLayout) -> Run:
         """Specs of one run's arrays."""
         exact = PartitionSpec(None, self.batch, None, self.kv_heads)
         lanes = PartitionSpec(None, self.batch, self.sequence, self.kv_heads)
@@ -103,7 +103,7 @@ class Rules:
     def cache(self, cache: Cache) -> Cache:
         """Specs of a cache."""
         rows = PartitionSpec(self.batch)
-        runs = tuple(self.run(s, p) for s, p in zip(cache.runs, plan(cache.layout), strict=True))
+        runs = tuple(self.run(s, p) for s, p in zip(cache.runs, runs_of(cache.layout), strict=True))
         kept = dict.fromkeys(cache.kept, rows)
         return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept)
 
@@ -152,10 +152,10 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
     if parts == 1:
         return True
     try:
-        local = plan(dataclasses.replace(layout, shape=_share(layout.shape, parts)))
+        local = runs_of(dataclasses.replace(layout, shape=_share(layout.shape, parts)))
     except UserError:
         return False
-    return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(plan(layout), local, strict=True))
+    return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(runs_of(layout), local, strict=True))
 
 
 def _is_share(whole: Wiring, part: Wiring, parts: int) -> bool:

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache
 from kvqjax.methods import MethodLike, parse
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
@@ -83,7 +83,7 @@ def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None)
     shape = config.kv_shape if isinstance(config, ModelConfig) else config.alone
     layout = CacheLayout(shape=shape, method=parse(method), capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
-        stored = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in plan(layout))
+        stored = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in runs_of(layout))
         columns = rules.width if stored and config.kv_width % model == 0 else ()
         rules = dataclasses.replace(rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group"))
     return rules
@@ -126,7 +126,7 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
         "logits": PartitionSpec(rules.batch, rules.vocabulary),
         "chunk": PartitionSpec(rules.batch, None, rules.vocabulary),
         "cache": rules.cache(cache),
-        "pending": tuple(dict.fromkeys(run.wiring.storage.sources, source) for run in plan(cache.layout)),
+        "pending": tuple(dict.fromkeys(run.wiring.storage.sources, source) for run in runs_of(cache.layout)),
     }
 
     def local(cache, model, *arguments):

@@ -7,7 +7,7 @@ import jax
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.methods import Method
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.loading import Model
@@ -18,7 +18,7 @@ __all__ = ["run_constants", "with_own_constants"]
 def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
     """Calibrated constants of every run, given for the runs or for the stacks that an artifact holds. Raises UserError,
     at trace time, for missing or misshapen ones."""
-    runs, stacks = plan(layout), plan(dataclasses.replace(layout, layers="scan"))
+    runs, stacks = runs_of(layout), runs_of(dataclasses.replace(layout, layers="scan"))
     given = given or tuple({} for _ in runs)
     if len(given) == len(stacks) != len(runs):
         given = tuple(

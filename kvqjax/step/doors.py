@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.model.loading import Model
 from kvqjax.step.layer_step import is_known
@@ -80,7 +80,7 @@ def _check_numbers(counts: Any, batch: int, length: int) -> None:
 def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     """Raise UserError unless `pending` has the sources of every run of the cache's layers, [L_run, B, T, W]."""
     _check_cache(model, cache)
-    runs = plan(cache.layout)
+    runs = runs_of(cache.layout)
     if not isinstance(pending, tuple) or len(pending) < len(runs):
         raise UserError(f"pending is {_named(pending)}; wanted a tuple of {len(runs)}, a dict of sources for every run")
     length = None

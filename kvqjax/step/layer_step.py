@@ -13,7 +13,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.chunk_paths import kernels_of
 from kvqjax.cache.eviction import Received, no_mass
 from kvqjax.cache.keeping import read_as
-from kvqjax.cache.runs import RunPlan, carry_of, chains, plan
+from kvqjax.cache.runs import RunLayout, carry_of, chains, runs_of
 from kvqjax.cache.segments import attend_body, attend_exact, recoded_units, weigh
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
@@ -51,7 +51,7 @@ class Call(NamedTuple):
     `reach`: how many tokens of every row are read at least (None: all)."""
 
     cache: Cache
-    runs: tuple[RunPlan, ...]
+    runs: tuple[RunLayout, ...]
     constants: tuple[dict, ...]
     tokens: NewTokens
     recode: bool
@@ -86,7 +86,7 @@ def begin(
     `reach` as in `kvqjax.attend`."""
     if within not in ("chunk", "step"):
         raise UserError(f"within={within!r}; known: chunk, step")
-    runs, sinks = plan(cache.layout), cache.layout.method.sinks
+    runs, sinks = runs_of(cache.layout), cache.layout.method.sinks
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
@@ -122,7 +122,7 @@ def attend_one(
     `projected.q` holds the queries of all heads that attend here. From a token on whose source is not finite, the
     output of its row is NaN."""
     run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
-    fixed = caches.pick(call.constants[number], index)
+    fixed = caches.at_layer(call.constants[number], index)
     new = run.wiring.maps.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Leaf
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected
@@ -88,7 +88,7 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: s
     given = q, k, v, counts, below, run_constants(constants, cache.layout)
     if rules is None:
         return attend(layer, cache, *given)
-    run = plan(cache.layout)[_place(plan(cache.layout), layer)[0]]
+    run = runs_of(cache.layout)[_place(runs_of(cache.layout), layer)[0]]
     heads, new = PartitionSpec(rules.batch, None, rules.kv_heads), _specs(rules, run.wiring.storage.sources)
     flow = PartitionSpec() if below is None else new.flow
     specs = heads, heads, heads, PartitionSpec(rules.batch), flow, of_constants(rules, given[-1])
@@ -135,7 +135,7 @@ def _check_heads(cache: Cache, q, k, v) -> None:
             raise UserError(f"{name} has shape {x.shape}, wanted {wanted}: rows, new tokens, heads, head_dim")
 
 
-def _place(runs: tuple[RunPlan, ...], layer) -> tuple[int, Int[Array, ""] | int]:
+def _place(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | int]:
     """Run of a layer and its number in it."""
     if isinstance(layer, jax.core.Tracer):
         if len(runs) > 1:
@@ -190,11 +190,11 @@ def _append(cache: Cache, new, counts, constants) -> Cache:
 
 def _append_here(cache: Cache, new, counts, fixed) -> Cache:
     """`_append` on one device's part."""
-    pending, mass = _by_runs(cache, new, plan(cache.layout))
+    pending, mass = _by_runs(cache, new, runs_of(cache.layout))
     return caches.commit(cache, (*pending, *(() if mass is None else (mass,))), counts.astype(jnp.int32), fixed)
 
 
-def _by_runs(cache: Cache, new, runs: tuple[RunPlan, ...]) -> tuple[list[dict], Received | None]:
+def _by_runs(cache: Cache, new, runs: tuple[RunLayout, ...]) -> tuple[list[dict], Received | None]:
     """Sources of every run, [L_run, B, T, W] each, and the attention mass that the last layer knows."""
     layers = cache.layout.shape.num_layers
     if isinstance(new, New):

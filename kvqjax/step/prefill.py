@@ -11,7 +11,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.append import remember
 from kvqjax.cache.flush import flush_layer
 from kvqjax.cache.keeping import Entering, entering
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, units_due
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.loading import Model
@@ -47,7 +47,7 @@ def prefill(
 
 
 def _prefill(model: Model, cache: Cache, tokens, counts):
-    layout, runs = cache.layout, plan(cache.layout)
+    layout, runs = cache.layout, runs_of(cache.layout)
     constants = run_constants(model.constants, layout)
     counts, overflow = admitted(cache, counts)
     path = path_of(layout, tokens.shape[1])
@@ -70,7 +70,7 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
 
 
 def _prefill_run(
-    model, run: RunPlan, state: Run, constants, flow: tuple, counts, path: Path, sinks: int, into: Entering
+    model, run: RunLayout, state: Run, constants, flow: tuple, counts, path: Path, sinks: int, into: Entering
 ):
     """One run of layers over the whole prompt: attention, then encoding of what goes `into` the body, layer by layer.
     `flow` goes from layer to layer: hidden states, the method's carry, and how many tokens come before the first that
@@ -80,7 +80,7 @@ def _prefill_run(
     def step(index, loop):
         (h, carry, whole), body, exact = loop
         weights = decoder.layer(model.params, run.first + index)
-        fixed = caches.pick(constants, index)
+        fixed = caches.at_layer(constants, index)
         new, h, finite, _ = exact_layer(model, run, weights, fixed, h, counts, path)
         whole = jnp.minimum(whole, leading(finite))
         if run.slots and into.length:

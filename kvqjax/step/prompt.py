@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvqjax.cache import pick
+from kvqjax.cache import at_layer
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.chunk_paths import by_splash, kernels_of
 from kvqjax.cache.eviction import received
-from kvqjax.cache.runs import RunPlan
+from kvqjax.cache.runs import RunLayout
 from kvqjax.cache.view import visible
 from kvqjax.model import decoder
 from kvqjax.model.loading import Model
@@ -46,14 +46,14 @@ def path_of(layout: CacheLayout, length: int) -> Path:
     return Path(kernels, chunk) if there else small
 
 
-def received_by(model: Model, runs: tuple[RunPlan, ...], constants, h: Float[Array, "B T E"], counts):
+def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[Array, "B T E"], counts):
     """The attention mass that each of a prompt's tokens receives in all layers, [B, T]."""
     path = Path("off", min(CHUNK, h.shape[1]))  # no kernel gives what each token received
 
     def step(run, fixed, index, loop):
         h, mass = loop
         weights = decoder.layer(model.params, run.first + index)
-        _, h, _, more = exact_layer(model, run, weights, pick(fixed, index), h, counts, path, weighing=True)
+        _, h, _, more = exact_layer(model, run, weights, at_layer(fixed, index), h, counts, path, weighing=True)
         return h, mass + more
 
     loop = h, jnp.zeros(h.shape[:2])
@@ -151,7 +151,14 @@ def _by_chunks(make, starts, h: Float[Array, "B T E"]):
 
 
 def exact_layer(
-    model: Model, run: RunPlan, weights, constants, h: Float[Array, "B T E"], counts, path: Path, weighing: bool = False
+    model: Model,
+    run: RunLayout,
+    weights,
+    constants,
+    h: Float[Array, "B T E"],
+    counts,
+    path: Path,
+    weighing: bool = False,
 ):
     """One layer of exact causal attention, a chunk of `path` at a time: (sources [B,T,W] with 0 for what is not finite,
     next hidden states [B,T,E], which tokens are finite [B,T], and with `weighing` the attention mass of every token,

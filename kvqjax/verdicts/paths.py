@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._timing import alternating_seconds
-from kvqjax.cache.encoding import pick
+from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.segments import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.ops.attention import Partial
@@ -32,7 +32,7 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
     new = {name: jnp.zeros((batch, length, width), q.dtype) for name, width in run.wiring.storage.sources.items()}
-    constants = pick(trial.constants, 0)
+    constants = at_layer(trial.constants, 0)
     view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS)
     return attend_body(q, run.shape.num_kv_heads, view, tokens, {})[0]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
-from kvqjax.cache.encoding import pick
+from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.state import body_tokens
 from kvqjax.methods import exact, parse
 from kvqjax.model.config import KVShape, RopeConfig
@@ -117,7 +117,7 @@ def kernel_rows(
 def in_float64(trial: Trial, q: jax.Array) -> Partial:
     """Attend in float64, in numpy, to the keys and values that the body decodes to."""
     run, cache = trial.run, trial.cache
-    constants = run.wiring.maps.prepare(pick(trial.constants, 0))
+    constants = run.wiring.maps.prepare(at_layer(trial.constants, 0))
     body = cache.runs[0].body
     payload = {
         source: {name: read(field, body[source][name], 0, 0, run.slots) for name, field in codec.fields.items()}

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvqjax.cache.append import commit
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunPlan, plan
+from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
@@ -65,7 +65,7 @@ def single_layer(candidate: Candidate, capacity: int, target: str, kernels: Kern
         target=target,
         kernels=kernels,
     )
-    return _Single(layout, plan(layout)[0].wiring.fast.packed)
+    return _Single(layout, runs_of(layout)[0].wiring.fast.packed)
 
 
 def candidates(layout: CacheLayout) -> list[Candidate | None]:
@@ -73,7 +73,7 @@ def candidates(layout: CacheLayout) -> list[Candidate | None]:
     are taken in planes."""
     planes = dataclasses.replace(layout, form="planes", kernels=BY_TABLE)
     specs, found = layout.method.layers(layout.shape), []
-    for run in plan(planes):
+    for run in runs_of(planes):
         packed, group = run.wiring.fast.packed, run.shape.num_heads // run.shape.num_kv_heads
         readable = packed is not None and not run.wraps and layout.method.keep is None
         if readable and at_once(packed.spec, group):
@@ -92,8 +92,8 @@ class Trial(NamedTuple):
     constants: dict
 
     @property
-    def run(self) -> RunPlan:
-        return plan(self.cache.layout)[0]
+    def run(self) -> RunLayout:
+        return runs_of(self.cache.layout)[0]
 
 
 # Constants that cannot be any numbers; all others are normal, of variance one over the second last axis.
@@ -114,7 +114,7 @@ def made_up(name: str, shape: tuple[int, ...], random: np.random.Generator) -> n
     return MADE_UP.get(name, plain)(random, shape)
 
 
-def _constants(run: RunPlan, dtype: str, random: np.random.Generator) -> dict:
+def _constants(run: RunLayout, dtype: str, random: np.random.Generator) -> dict:
     """Make up the calibrated constants of one layer, [1, ...] each."""
 
     def array(name: str, about):
@@ -132,7 +132,7 @@ def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
     return weights | ({"k_norm": numbers(shape.head_dim, 1.0)} if shape.qk_norm else {})
 
 
-def _sources(run: RunPlan, rows: int, tokens: int, dtype: str, random: np.random.Generator) -> dict:
+def _sources(run: RunLayout, rows: int, tokens: int, dtype: str, random: np.random.Generator) -> dict:
     """Make up the vectors of `rows` rows of `tokens` tokens that the method stores."""
     found = {}
     for name, width in run.wiring.storage.sources.items():
@@ -157,7 +157,7 @@ def make(
     empty."""
     random = np.random.default_rng(seed)
     layout = dataclasses.replace(single_layer(candidate, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
-    run = plan(layout)[0]
+    run = runs_of(layout)[0]
     clock = run.wiring.storage.clocks[0]
     held = SINKS + tokens
     counts = jnp.asarray([held, held * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32)
@@ -171,7 +171,7 @@ def full(trial: Trial, tokens: int, rows: int) -> Trial:
     """Return the trial with `rows` bodies of `tokens` tokens, all taken and all zero: enough for a clock."""
     layout = dataclasses.replace(trial.cache.layout, capacity=SINKS + tokens)
     cache = allocate_cache(layout, rows)
-    run = plan(layout)[0]
+    run = runs_of(layout)[0]
     flushed = tuple(jnp.full((cache.batch,), run.slots // clock.unit, jnp.int32) for clock in run.wiring.storage.clocks)
     held = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
     runs = (cache.runs[0].replace(flushed=flushed),)

@@ -12,7 +12,7 @@ from evicted import BOUND, CAPACITY, LENGTH, SPEC, UNIT, ByHand, begin, check, f
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import CacheLayout, plan
+from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.methods import Keep
 from kvqjax.parallel.rules import Rules
 
@@ -109,7 +109,7 @@ ONE_CLOCK += tuple(name for name in ("higgs", "aqua", "xquant", "xquant_cl") if 
 def test_every_method_stores_a_kept_token_as_it_would_without_eviction(name):
     """Filled from sources without attention: the newest groups are kept, and their words are those of the whole row."""
     model, method = model_and_method(name)
-    unit = max(32, plan(fresh(name, [[0]]).layout)[0].wiring.storage.clocks[0].unit)
+    unit = max(32, runs_of(fresh(name, [[0]]).layout)[0].wiring.storage.clocks[0].unit)
     kept = dataclasses.replace(method, keep=Keep("streaming", 2 * unit))
     row, sinks = list(range(CAPACITY - 30)), method.sinks
     whole, small = fresh(name, [row]), kvq.init_cache(model, kept, 1, CAPACITY)
@@ -118,7 +118,7 @@ def test_every_method_stores_a_kept_token_as_it_would_without_eviction(name):
     positions = np.asarray(small.kept["positions"]).reshape(2, unit)
     end = int(small.runs[0].flushed[0][0]) * unit
     assert sorted(positions[:, 0]) == [end - 2 * unit + sinks, end - unit + sinks]
-    for run, ours, theirs in zip(plan(small.layout), body(small), body(whole), strict=True):
+    for run, ours, theirs in zip(runs_of(small.layout), body(small), body(whole), strict=True):
         for source, fields in ours.items():
             for field, x in fields.items():
                 share = run.slots // x.shape[2]
@@ -135,7 +135,7 @@ def test_bytes_are_those_of_the_budget(spec):
     model = tiny()
     options = spec + ("," if ":" in spec else ":") + "keep=h2o:512"
     method, most = kvq.parse(options), 51200
-    clock = plan(jax.eval_shape(lambda: kvq.init_cache(model, method, 1, 512)).layout)[0].wiring.storage.clocks[0]
+    clock = runs_of(jax.eval_shape(lambda: kvq.init_cache(model, method, 1, 512)).layout)[0].wiring.storage.clocks[0]
     fits = 512 + method.sinks + clock.window
     kept, whole = (
         kvq.ledger(jax.eval_shape(lambda m=m, c=c: kvq.init_cache(model, m, 2, c)))

@@ -10,7 +10,7 @@ from cases import CASES, FEW, model_and_method
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
-from kvqjax.cache import body_tokens, plan
+from kvqjax.cache import body_tokens, runs_of
 from kvqjax.cache.state import ring_tokens
 
 attend = jax.jit(kvq.attend, static_argnames=("within", "last"))
@@ -53,7 +53,7 @@ def with_bad_dead_slots(cache):
     layout, sinks = cache.layout, cache.layout.method.sinks
     held = (cache.lengths - sinks)[:, None]
     states = []
-    for run, state in zip(plan(layout), cache.runs, strict=True):
+    for run, state in zip(runs_of(layout), cache.runs, strict=True):
         end = body_tokens(run, state)[:, None]
         ring = ring_tokens(run.ring, end[:, 0])
         free = jnp.arange(sinks)[None] >= cache.lengths[:, None]
@@ -193,7 +193,7 @@ def test_reconstructions_saturate_in_float16(name):
     model = model.replace(params=params)
     cache = kvq.init_cache(model, method, 3, 512)
     random, sources = np.random.default_rng(0), []
-    for run in plan(cache.layout):
+    for run in runs_of(cache.layout):
         shapes = {name: (run.count, 3, 200, width) for name, width in run.wiring.storage.sources.items()}
         made = {
             name: random.choice([-1, 1], shape) * random.uniform(0.9, 1.09, shape) for name, shape in shapes.items()
@@ -211,7 +211,7 @@ def test_reconstructions_saturate_in_float16(name):
 def test_codecs_of_huge_numbers_stay_finite(name, dtype):
     """Up to the largest number of the type: ranges and sums of squares would overflow."""
     model, _ = model_and_method(name)
-    for run, constants in zip(plan(empty(name, 1).layout), model.constants, strict=True):
+    for run, constants in zip(runs_of(empty(name, 1).layout), model.constants, strict=True):
         for source, codec in run.wiring.storage.codecs.items():
             own = jax.tree.map(lambda x: x[0], constants.get(source, {}))
             signs = np.random.default_rng(0).choice([-1, 1], (run.wiring.storage.clocks[0].unit, codec.width))

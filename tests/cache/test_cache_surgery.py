@@ -38,8 +38,8 @@ def test_deep_crop_ends_on_whole_units(name, wish):
     cache = fresh(name, ROWS)
     cut = crop(cache, jnp.full((3,), wish, jnp.int32))
     kept = cut.lengths.tolist()
-    unit = max(clock.unit for run in kvq.cache.plan(cache.layout) for clock in run.wiring.storage.clocks)
-    sliding = any(run.wraps for run in kvq.cache.plan(cache.layout))
+    unit = max(clock.unit for run in kvq.cache.runs_of(cache.layout) for clock in run.wiring.storage.clocks)
+    sliding = any(run.wraps for run in kvq.cache.runs_of(cache.layout))
     for row, tokens in enumerate(ROWS):
         assert kept[row] <= min(wish, len(tokens))
         assert sliding or kept[row] > min(wish, len(tokens)) - unit

@@ -10,7 +10,7 @@ from cases import CASES, FEW
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 from kvqjax.cache.segments import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.codecs import Exact
@@ -44,7 +44,9 @@ def test_words_do_not_depend_on_chunks(name):
     pieces = fed(name, empty(name, 3), ROWS, ragged_steps(0))
     for row in range(3):
         tokens = same_words(whole, row, pieces, row)
-        assert tokens == min(max(int(c[row]) for e in encoded(whole) for c in e.values()), plan(whole.layout)[-1].slots)
+        assert tokens == min(
+            max(int(c[row]) for e in encoded(whole) for c in e.values()), runs_of(whole.layout)[-1].slots
+        )
     assert tokens < 32 < same_words(whole, 0, pieces, 0)
     jax.tree.map(np.testing.assert_array_equal, whole, pieces)
     for row, tokens in enumerate(ROWS):
@@ -77,7 +79,7 @@ def test_encoded_once(name):
         more = list(range(len(tokens), len(tokens) + size))
         tokens, cache = tokens + more, extend(name, cache, [more])
         for run, old, new, done, now in zip(
-            plan(cache.layout), before, body(cache), counts, encoded(cache), strict=True
+            runs_of(cache.layout), before, body(cache), counts, encoded(cache), strict=True
         ):
             for source, fields in old.items():
                 first = max(0, int(now[source][0]) - run.slots)
@@ -105,7 +107,7 @@ def test_no_full_precision_body(name):
     count as one); only exact layers hold vectors."""
     layout = empty(name, 1).layout
     exact = [isinstance(getattr(spec, "key", None), Exact) for spec in layout.method.layers(layout.shape)]
-    for run, state in zip(plan(layout), empty(name, 1).runs, strict=True):
+    for run, state in zip(runs_of(layout), empty(name, 1).runs, strict=True):
         for source, fields in state.body.items():
             whole = run.count * run.slots * run.wiring.storage.sources[source]
             sizes = {n: sum(a.size for a in arrays if a.dtype != jnp.uint32) for n, arrays in fields.items()}
@@ -133,7 +135,7 @@ def test_several_blocks_read_at_once_are_the_same_tokens(capacity, blocks):
     """As many as divide the body, up to 1024 tokens; rows end within them. The sums are float32, in another order."""
     model, method = tiny(), kvq.parse("higgs:bits=2,sinks=0,buffer=32")
     cache = kvq.init_cache(model, method, 2, capacity)
-    run, state = plan(cache.layout)[0], cache.runs[0]
+    run, state = runs_of(cache.layout)[0], cache.runs[0]
     assert run.reading == blocks * run.block == blocks * 256
     random = np.random.default_rng(0)
     fill = {n: {f: tuple(_random(random, a) for a in x) for f, x in s.items()} for n, s in state.body.items()}

@@ -10,7 +10,7 @@ from cases import _constants
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import encoding, plan
+from kvqjax.cache import encoding, runs_of
 
 LENGTHS, CHUNK, FEW = (1100, 1041), 512, 100
 AT_ONCE = [
@@ -30,7 +30,7 @@ def filled(model, spec: str, form: str, chunk: int):
     rng, start = np.random.default_rng(0), 0
     shapes = [
         {n: (run.count, 2, max(LENGTHS), w) for n, w in run.wiring.storage.sources.items()}
-        for run in plan(cache.layout)
+        for run in runs_of(cache.layout)
     ]
     sources = [{n: rng.normal(size=s).astype(np.float32) for n, s in own.items()} for own in shapes]
     commit = jax.jit(kvq.commit)
@@ -45,7 +45,7 @@ def filled(model, spec: str, form: str, chunk: int):
 def test_a_chunk_s_units_at_once_are_the_same_words(spec, form):
     model = tiny().replace(constants=_constants(tiny(), kvq.parse(spec)))
     many, few = filled(model, spec, form, CHUNK), filled(model, spec, form, FEW)
-    run = plan(many.layout)[-1]
+    run = runs_of(many.layout)[-1]
     assert encoding.units_at_once([run], run.wiring.storage.clocks[0], CHUNK) > 1
     assert encoding.units_at_once([run], run.wiring.storage.clocks[0], FEW) == 1
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(few), strict=True):
@@ -62,13 +62,13 @@ def test_what_is_encoded_unit_by_unit():
         ("kivi:rotate=signs", {}),
         ("kivi", {"sliding_window": 70}),
     ):
-        run = plan(kvq.init_cache(tiny(**changes), spec, 1, 4096).layout)[-1]
+        run = runs_of(kvq.init_cache(tiny(**changes), spec, 1, 4096).layout)[-1]
         assert encoding.units_at_once([run], run.wiring.storage.clocks[0], 2048) == 1, spec
-    short = plan(kvq.init_cache(tiny(), "kivi:bits=4,window=32", 1, 300).layout)
+    short = runs_of(kvq.init_cache(tiny(), "kivi:bits=4,window=32", 1, 300).layout)
     assert (
         encoding.units_at_once(short, short[0].wiring.storage.clocks[0], 2048) * 32 <= short[0].slots
     )  # a bucket is longer
     layout = kvq.init_cache(tiny(), "kivi", 1, 4096).layout
-    assert encoding.units_at_once(plan(layout), plan(layout)[0].wiring.storage.clocks[0], 2048) == 64
-    dealt = plan(dataclasses.replace(layout, dealt=2))
+    assert encoding.units_at_once(runs_of(layout), runs_of(layout)[0].wiring.storage.clocks[0], 2048) == 64
+    dealt = runs_of(dataclasses.replace(layout, dealt=2))
     assert encoding.units_at_once(dealt, dealt[0].wiring.storage.clocks[0], 2048) == 1

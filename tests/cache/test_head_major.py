@@ -11,7 +11,7 @@ from cases import CASES, model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import plan, segments, whole_body
+from kvqjax.cache import runs_of, segments, whole_body
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.ops.layout import Field, allocate, logical_bits, read, write
 
@@ -60,7 +60,7 @@ def filled(model, method, form: str, layers: str, capacity: int = 512):
 def encoded(cache):
     """What every row's body holds of codes and vectors, by layer, source, field and row, in token order."""
     out = {}
-    for run, state in zip(plan(cache.layout), cache.runs, strict=True):
+    for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
         for clock, flushed in zip(run.wiring.storage.clocks, state.flushed, strict=True):
             fields = [
                 (source, *item) for source in clock.sources for item in run.wiring.storage.codecs[source].fields.items()
@@ -87,7 +87,7 @@ def test_equal_codes_and_logits(name, layers):
             assert np.sum(mine != other) <= 1e-2 * mine.size
         else:
             np.testing.assert_allclose(mine, other, atol=1e-4)
-    runs = plan(got[2].layout)
+    runs = runs_of(got[2].layout)
     assert all(run.wiring.fast.direct is not None for run in runs)
 
 
@@ -117,7 +117,7 @@ def test_bodies_that_are_decoded_without_a_loop_over_data(name, as_gpus):
     as_gpus()
     got = filled(model, method, "heads", "scan", 2100)
     assert got[2].runs[0].body
-    assert plan(got[2].layout)[-1].slots >= 2 * plan(got[2].layout)[-1].block
+    assert runs_of(got[2].layout)[-1].slots >= 2 * runs_of(got[2].layout)[-1].block
     for a, b in zip(got[:2], wanted[:2], strict=True):
         np.testing.assert_allclose(a, b, atol=5 * BOUND * max(1.0, np.abs(b).max()))
 
@@ -129,7 +129,7 @@ def test_the_target_decides_and_what_cannot_be_keeps_its_planes():
     cache = kvq.init_cache(model, kvq.parse("kivi:rope=pre"), 1, 512, form="heads")
     assert all(
         field.heads == 0
-        for run in plan(cache.layout)
+        for run in runs_of(cache.layout)
         for c in run.wiring.storage.codecs.values()
         for field in c.fields.values()
     )
@@ -163,7 +163,7 @@ def test_no_second_cache(spec):
 def test_cases_that_have_the_form():
     for name in CASES:
         model, method = model_and_method(name)
-        runs = plan(dataclasses.replace(kvq.init_cache(model, method, 1, 64).layout, form="heads", capacity=1024))
+        runs = runs_of(dataclasses.replace(kvq.init_cache(model, method, 1, 64).layout, form="heads", capacity=1024))
         assert all(run.wiring.fast.direct is not None for run in runs) == (name in (*HEADS, "sliding-mixed")), name
 
 
@@ -199,7 +199,7 @@ def test_a_sliding_window_s_ring_is_read_head_by_head():
     model, text, logits = tiny(sliding_window=70), tokens(2, 1500), {}
     for form in ("planes", "heads"):
         cache = kvq.init_cache(model, "kivi:bits=4,value_group=16,window=0", 2, 4096, form=form)
-        assert plan(cache.layout)[0].wraps
+        assert runs_of(cache.layout)[0].wraps
         cache = kvq.forward(model, text, jnp.asarray([1500, 300]), cache, last=True)[1]
         logits[form] = kvq.forward(model, text[:, :1], jnp.asarray([1, 1]), cache, last=True)[0]
     np.testing.assert_allclose(logits["heads"], logits["planes"], atol=BOUND * float(jnp.abs(logits["planes"]).max()))
@@ -211,7 +211,7 @@ def test_values_summed_before_their_transform(as_gpus):
     wanted = filled(model, method, "planes", "scan", 2100)
     as_gpus()
     got = filled(model, method, "heads", "scan", 2100)
-    runs = plan(got[2].layout)
+    runs = runs_of(got[2].layout)
     assert all(run.static and run.wiring.fast.summed is not None and run.slots >= 2 * run.block for run in runs)
     for a, b in zip(got[:2], wanted[:2], strict=True):
         np.testing.assert_allclose(a, b, atol=5 * BOUND * max(1.0, np.abs(b).max()))

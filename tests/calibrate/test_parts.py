@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 from kvqjax.calibrate.parts import calibrated, divided, fitter, forget, needed
 
 TOKENS = np.random.default_rng(0).integers(2, 50, (3, 72))
@@ -25,7 +25,7 @@ def learnt(text: str, state=None, advance=lambda done, total: None) -> kvq.Model
 
 
 def of_layer(model: kvq.Model, text: str, layer: int) -> dict:
-    runs = plan(kvq.init_cache(model, text, 1, 64).layout)
+    runs = runs_of(kvq.init_cache(model, text, 1, 64).layout)
     place = next(n for n, run in enumerate(runs) if layer < run.first + run.count)
     return jax.tree.map(lambda x: np.asarray(x)[layer - runs[place].first], model.constants[place])
 

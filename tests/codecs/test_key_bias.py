@@ -9,7 +9,7 @@ from cases import _constants
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import Cache, plan
+from kvqjax.cache import Cache, runs_of
 from kvqjax.calibrate.aqua import calibrate, released
 from kvqjax.codecs import Uniform
 from kvqjax.codecs.nuq import Nuq
@@ -81,7 +81,7 @@ def test_a_mesh_reads_the_bias_too(group, parts):
 
 def test_kernels_are_asked_for_bodies_that_they_read():
     """Bodies of keys without their bias go the general way; a channel's own range holds the bias, and keeps kernels."""
-    form = lambda model, text: plan(kvq.init_cache(model, kvq.parse(text), 1, 1024).layout)[0].wiring.fast.packed  # noqa: E731
+    form = lambda model, text: runs_of(kvq.init_cache(model, kvq.parse(text), 1, 1024).layout)[0].wiring.fast.packed  # noqa: E731
     assert form(tiny(), HIGGS) is not None
     for text in (HIGGS, "commvq:rounds=2,levels=8,hidden=16"):
         assert form(biased(), text) is None

@@ -246,7 +246,7 @@ def chain_of(model, text):
     """A chain with constants of the right shapes, and methods that it admits as exceptions."""
     found = sorted_out(named(f"kivi:bits=4,window=0,higgs:bits=3,buffer=32,{text}", model.config), model.config)
     layout, random = kvq.init_cache(model, found.others[0], 1, 64).layout, np.random.default_rng(0)
-    wanted = [run.wiring.constants(run.count, "float32") for run in kvq.cache.plan(layout)]
+    wanted = [run.wiring.constants(run.count, "float32") for run in kvq.cache.runs_of(layout)]
     constants = jax.tree.map(lambda x: jnp.asarray(0.1 * random.normal(size=x.shape), x.dtype), tuple(wanted))
     ready = model.replace(constants=constants)
     return Trial(model, found, Learnt({}, (ready,))), Chain(model, found, found.others[0], ready)
@@ -319,7 +319,7 @@ def test_lists_of_methods(model):
     assert {str(m) for m in named("higgs:buffer=32", config)} >= {f"higgs:bits={b},buffer=32" for b in (2, 3, 4)}
     free = named("data-free", config)
     assert {m.name.partition(":")[0] for m in free} >= {"kivi", "uniform", "higgs"}
-    wanted = [plan.wiring.wanted() for m in free for plan in kvq.cache.plan(kvq.init_cache(model, m, 1, 64).layout)]
+    wanted = [plan.wiring.wanted() for m in free for plan in kvq.cache.runs_of(kvq.init_cache(model, m, 1, 64).layout)]
     assert not any(wanted)
 
 

@@ -14,7 +14,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments
 from kvqjax.hardware.planner import ALONE
@@ -119,7 +119,7 @@ def test_decode_loop_of_a_tiny_model(compiled, counter):
 
     short, long = (bounds.resting(layout, length) for length in (1100, 4096))
     (low, few), (high, most), mixed = visits(short, short), visits(long, long), visits(short, long)
-    block = plan(layout)[0].wiring.fast.packed.spec.block
+    block = runs_of(layout)[0].wiring.fast.packed.spec.block
     blocks = [-(-((held - 32) // 32 * 32) // block) for held in (short, long)]  # a window of 32, encoded 32 at a time
     assert high.syncs - low.syncs == 2 * (blocks[1] - blocks[0]) > 0
     assert few < most == mixed[1]

@@ -11,7 +11,7 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.cache import plan, whole_body
+from kvqjax.cache import runs_of, whole_body
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.choice import Kernels
@@ -66,7 +66,7 @@ def chosen(**options) -> Kernels:
 
 
 def path_of(cache) -> str:
-    packed = plan(cache.layout)[0].wiring.fast.packed
+    packed = runs_of(cache.layout)[0].wiring.fast.packed
     return "none" if packed is None else dispatch.path(packed.spec, 4, 2048, 1, packed.trusted)
 
 

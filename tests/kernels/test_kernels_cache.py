@@ -36,7 +36,7 @@ def test_elsewhere_the_general_path(method):
     """Traced for a TPU, run on a CPU."""
     model, cache = filled(method)
     for_tpu = for_chip(cache, "v6e")
-    wiring = kvq.cache.plan(for_tpu.layout)[0].wiring
+    wiring = kvq.cache.runs_of(for_tpu.layout)[0].wiring
     assert dispatch.path(wiring.fast.packed.spec, 2, 512) == "tpu"
     np.testing.assert_array_equal(logits(model, for_tpu), logits(model, cache))
 
@@ -47,5 +47,5 @@ def test_bodies_of_kivi_reach_the_kernel(method):
     model = tiny(head_dim=128, num_layers=1)
     cache = kvq.init_cache(model, kvq.parse(method), 1, 1024)
     for target in ("v5e", "v5p", "v6e", "v7x"):
-        form = kvq.cache.plan(for_chip(cache, target).layout)[0].wiring.fast.packed
+        form = kvq.cache.runs_of(for_chip(cache, target).layout)[0].wiring.fast.packed
         assert dispatch.path(form.spec, 4, 1024) == "tpu", target

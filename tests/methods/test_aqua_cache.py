@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvqjax import Model, UserError, forward, init_cache, load_artifact
-from kvqjax.cache import CacheLayout, allocate_cache, commit, pick, plan
+from kvqjax.cache import CacheLayout, allocate_cache, at_layer, commit, runs_of
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.runs import chains
 from kvqjax.cache.state import due
@@ -56,7 +56,7 @@ def predictors(runs, dtype):
 def filled(method, dtype, steps):
     """A cache that was given LENGTHS tokens in chunks of `steps`."""
     layout = CacheLayout(shape=CONFIG.kv_shape, method=method, capacity=300, dtype=dtype)
-    runs = plan(layout)
+    runs = runs_of(layout)
     given, constants = sources(runs, dtype), predictors(runs, dtype)
     cache, append = allocate_cache(layout, 2), jax.jit(commit)
     for start in range(0, max(LENGTHS), steps):
@@ -79,7 +79,7 @@ def decoded(cache, runs, constants):
             for source, codec in run.wiring.storage.codecs.items()
         }
         recon, part = run.wiring.maps.decode(
-            pick(fixed, index), payload, {n: c[:, : run.slots] for n, c in carry.items()}
+            at_layer(fixed, index), payload, {n: c[:, : run.slots] for n, c in carry.items()}
         )
         return recon, {n: c.at[:, : run.slots].set(part[n]) for n, c in carry.items()}
 
@@ -101,7 +101,7 @@ def encoded(runs, given, constants, dtype):
             for index in range(run.count):
                 start = 4 + 128 * unit
                 tile = {name: x[index, row, start : start + 128] for name, x in tiles.items()}
-                _, recon, carry = step(pick(fixed, jnp.int32(index)), tile, carry)
+                _, recon, carry = step(at_layer(fixed, jnp.int32(index)), tile, carry)
                 out[row, unit].append(recon)
     return out
 
@@ -157,7 +157,7 @@ def test_reading_materialises_what_the_copy_policy_says(copy):
     """layer: the declared carry, 2*S*K*D, plus blocks: measured 1.36 times the carry; a second layer's would make 2.
     Otherwise blocks alone."""
     capacity, model = 16388, Model(init_params(jax.random.key(0), CONFIG), config=CONFIG)
-    runs = plan(CacheLayout(shape=CONFIG.kv_shape, method=aqua(copy=copy), capacity=capacity, dtype="float32"))
+    runs = runs_of(CacheLayout(shape=CONFIG.kv_shape, method=aqua(copy=copy), capacity=capacity, dtype="float32"))
     constants = jax.eval_shape(lambda: predictors(runs, "float32"))
     cache = jax.eval_shape(lambda: init_cache(model, aqua(copy=copy), 1, capacity))
     new = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -173,7 +173,7 @@ def test_copies_are_a_matter_of_memory_and_compute_alone():
     model, tokens, out = Model(init_params(jax.random.key(0), config), config=config), jnp.arange(280)[None] % 50, []
     for copy in ("layer", "none", "all"):
         method = aqua(copy=copy, sinks=0)
-        runs = plan(CacheLayout(shape=config.kv_shape, method=method, capacity=600, dtype="float32"))
+        runs = runs_of(CacheLayout(shape=config.kv_shape, method=method, capacity=600, dtype="float32"))
         ready, step, logits = model.replace(constants=predictors(runs, "float32")), jax.jit(forward), []
         cache = init_cache(ready, method, 1, 600)
         for start in (0, 140):
@@ -192,7 +192,7 @@ def test_exact_residuals_give_the_exact_caches_logits():
     """With 16-bit codecs everything but the quantisation remains: predictors, carry, order and rotation."""
     model = Model(init_params(jax.random.key(0), CONFIG), config=CONFIG)
     method = aqua(bits=16, first_bits=16)
-    runs = plan(CacheLayout(shape=CONFIG.kv_shape, method=method, capacity=300, dtype="float32"))
+    runs = runs_of(CacheLayout(shape=CONFIG.kv_shape, method=method, capacity=300, dtype="float32"))
     tokens = jax.random.randint(jax.random.key(1), (2, 290), 0, 50)
     out = []
     for ready, kind in ((model.replace(constants=predictors(runs, "float32")), method), (model, exact())):

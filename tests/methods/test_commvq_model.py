@@ -10,7 +10,7 @@ from quick_commvq import METHOD, QUICK
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.surgery import evict
 from kvqjax.calibrate.commvq import PARTS, calibrate, truncate
 from kvqjax.methods import commvq, kivi, parse
@@ -95,7 +95,7 @@ def test_values_summed_as_bits_equal_decoded_values(model, artifact):
     """One new token sums bits, a chunk decodes: the chunk's first token sees the same cache."""
     ready = model.with_artifact(artifact)
     _, cache = through_cache(ready, METHOD, 72)
-    assert 1 <= plan(cache.layout)[0].wiring.fast.shared.most < 8
+    assert 1 <= runs_of(cache.layout)[0].wiring.fast.shared.most < 8
     step = jax.jit(attend)
     chunk, _ = step(ready, PROMPT[:, :8], jnp.full(2, 8), cache)
     single, _ = step(ready, PROMPT[:, :1], jnp.full(2, 1), cache)

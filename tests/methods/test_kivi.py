@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvqjax.cache import CacheLayout, allocate_cache, commit, pick, plan
+from kvqjax.cache import CacheLayout, allocate_cache, at_layer, commit, runs_of
 from kvqjax.cache.segments import attend_body, attend_exact
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.methods import METHODS, exact, kivi, parse, policy
@@ -52,7 +52,7 @@ def test_window_follows_the_published_trace(window, group):
 
 def attend_once(cache, q, k, v):
     """Attention of one new token as `forward` computes it, with queries and keys given."""
-    (run,), (state,) = plan(cache.layout), cache.runs
+    (run,), (state,) = runs_of(cache.layout), cache.runs
     new = {"k": k.reshape(1, 1, -1), "v": v.reshape(1, 1, -1)}
     view = LayerView(run, state, jnp.int32(0), {}, {}, new, 0)
     tokens = NewTokens(cache.lengths[:, None], jnp.ones(1, jnp.int32), cache.lengths)
@@ -87,7 +87,7 @@ def test_the_body_holds_packed_words_only(spec, bits):
     config = one_layer(2, 2, 32)
     cache = empty(config, parse(spec), 1024)
     body = cache.runs[0].body
-    slots = plan(cache.layout)[0].slots
+    slots = runs_of(cache.layout)[0].slots
     for source in "kv":
         words = body[source]["codes"]
         assert all(a.dtype == jnp.uint32 for a in words)
@@ -114,7 +114,7 @@ def test_spec_strings_round_trip_and_name_the_nearest():
 def test_policies_give_layers_their_own_method():
     config = ModelConfig(vocab_size=8, width=8, mlp_width=8, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=32)
     mixed = policy(kivi(bits=2), {"0-1": exact(), "-1": kivi(bits=4)})
-    runs = plan(CacheLayout(shape=config.kv_shape, method=mixed, capacity=512, dtype="float32"))
+    runs = runs_of(CacheLayout(shape=config.kv_shape, method=mixed, capacity=512, dtype="float32"))
     assert [(run.first, run.count) for run in runs] == [(0, 2), (2, 1), (3, 1)]
     with pytest.raises(ValueError, match="layer 9 does not exist"):
         policy(kivi(), {"9": exact()}).layers(config)
@@ -127,4 +127,4 @@ def test_every_method_has_a_spec_string():
 
 
 def test_pick_takes_one_layer():
-    np.testing.assert_array_equal(pick({"a": jnp.arange(6).reshape(2, 3)}, jnp.int32(1))["a"], [3, 4, 5])
+    np.testing.assert_array_equal(at_layer({"a": jnp.arange(6).reshape(2, 3)}, jnp.int32(1))["a"], [3, 4, 5])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvqjax._errors import UserError
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.methods import kvquant, parse
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
@@ -80,7 +80,7 @@ def by_hand(model, tokens):
     """Logits of the last token: sinks and itself exact, every other key and value through its codec, keys then
     rotated. And how far off the nearest decoded token is, of keys and of values."""
     weights, positions, projected = sources(model, tokens)
-    codecs = plan(init_cache(model, METHOD, 1, 64).layout)[0].wiring.storage.codecs
+    codecs = runs_of(init_cache(model, METHOD, 1, 64).layout)[0].wiring.storage.codecs
     through, off = {}, []
     for name, x in (("k", projected.k), ("v", projected.v)):
         fixed = {key: a[0] for key, a in model.constants[0][name].items()}
@@ -110,7 +110,7 @@ def test_decoding_equals_attention_by_hand():
 @jax.jit
 def body(cache):
     """What layer 0 stores of the tokens after the sinks, unpacked."""
-    run, count = plan(cache.layout)[0], LENGTH + 1 - SINKS
+    run, count = runs_of(cache.layout)[0], LENGTH + 1 - SINKS
 
     def stored(source, name, field):
         x = read(field, cache.runs[0].body[source][name], jnp.int32(0), jnp.int32(0), run.block)
@@ -128,7 +128,7 @@ def test_every_prefix_streams_to_the_same_words():
     empty = init_cache(model, METHOD, 2, 64)
     chunk = jax.jit(forward)(model, jnp.asarray(TOKENS), counts, empty)[1]
     whole = jax.jit(prefill)(model, jnp.asarray(TOKENS), counts, empty)[1]
-    fields = [(s, n) for s, codec in plan(cache.layout)[0].wiring.storage.codecs.items() for n in codec.fields]
+    fields = [(s, n) for s, codec in runs_of(cache.layout)[0].wiring.storage.codecs.items() for n in codec.fields]
     wanted = body(cache)
     for other in (chunk, whole):
         np.testing.assert_array_equal(other.lengths, cache.lengths)

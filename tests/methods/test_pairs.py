@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import CacheLayout, plan
+from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.methods.pairs import Pair
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.ops.layout import read
@@ -57,7 +57,7 @@ def held(text: str, ids) -> dict:
     cache = kvq.init_cache(model, method, 1, 512)
     _, cache = kvq.prefill(model, ids, jnp.asarray([ids.shape[1]]), cache)
     out: dict[str, list] = {"k": [], "v": []}
-    for run, state in zip(plan(cache.layout), cache.runs, strict=True):
+    for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
         for layer in range(run.count):
             for part, codec in run.wiring.storage.codecs.items():
                 stored = {n: read(f, state.body[part][n], layer, 0, run.block) for n, f in codec.fields.items()}
@@ -77,7 +77,7 @@ def test_parts_with_windows_of_their_own_decode_as_they_prefill():
     """Fed in chunks of 32 or token by token, the same numbers are read."""
     model, method = tiny(), kvq.parse(f"{KIVI};k={HIGGS}")
     layout = CacheLayout(shape=model.config.kv_shape, method=method, capacity=256, dtype="float32")
-    assert len(plan(layout)[0].wiring.storage.clocks) == 2
+    assert len(runs_of(layout)[0].wiring.storage.clocks) == 2
     ids, logits = tokens(1, 192), []
     for chunk in (32, 1):
         cache = kvq.init_cache(model, method, 1, 256)

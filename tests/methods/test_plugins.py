@@ -13,7 +13,7 @@ from commands import run
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.codecs import Codec, Fit, Uniform
 from kvqjax.methods import KeysAndValues, Method, direct, method_factory, registry
@@ -155,7 +155,7 @@ def test_a_codec_of_another_package_names_its_fast_path(theirs):
     forms = {"packed": "planes", "direct": "heads"}
     for name, form in forms.items():
         caches = [kvq.init_cache(model, method, 1, 128, form=form) for method in methods]
-        theirs_, ours = (getattr(plan(cache.layout)[0].wiring.fast, name) for cache in caches)
+        theirs_, ours = (getattr(runs_of(cache.layout)[0].wiring.fast, name) for cache in caches)
         assert theirs_ is not None
         assert name == "direct" or theirs_ == ours
     tokens, logits = jnp.asarray(np.arange(64)[None] % 50), []

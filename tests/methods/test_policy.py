@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import CacheLayout, plan
+from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.methods import spelled_out
 from kvqjax.methods.aqua_layer import AquaLayer
 
@@ -93,7 +93,7 @@ def test_equal_caches_are_equal_however_they_are_named():
 def test_sinks_and_window_for_any_method(name):
     method = kvq.parse(f"{name}:sinks=3,window=32")
     model = tiny(num_layers=4)
-    for run in plan(CacheLayout(shape=model.config.kv_shape, method=method, capacity=512, dtype="float32")):
+    for run in runs_of(CacheLayout(shape=model.config.kv_shape, method=method, capacity=512, dtype="float32")):
         assert method.sinks == 3
         assert run.wiring.storage.clocks[0].window == 32
 
@@ -145,7 +145,7 @@ def test_other_layers_take_their_place_in_a_chain():
     kivi = kvq.parse("aqua:buffer=64;2=kivi:bits=4").layers(config)[2]
     assert isinstance(kivi, AquaLayer)
     assert (kivi.kind("k"), kivi.kind("v"), kivi.unit, kivi.key.bits) == ("none", "none", 64, 4)
-    loop = plan(
+    loop = runs_of(
         CacheLayout(shape=config.kv_shape, method=kvq.parse("xquant_cl:base=1;2=exact"), capacity=512, dtype="float32")
     )
     assert {run.wiring.storage.clocks[0][1:] for run in loop} == {(0, 128)}

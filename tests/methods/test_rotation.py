@@ -14,7 +14,7 @@ from kernel_cases import check_outputs
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import plan, whole_body
+from kvqjax.cache import runs_of, whole_body
 from kvqjax.calibrate import rotation as fitting
 from kvqjax.calibrate.fisher import activations
 from kvqjax.codecs import Exact
@@ -42,7 +42,7 @@ def orthogonal(model, method):
                 lambda x: jnp.asarray(np.linalg.qr(random.normal(size=x.shape))[0], jnp.float32),
                 run.wiring.constants(run.count, "float32"),
             )
-            for run in plan(kvq.init_cache(model, method, 1, 1).layout)
+            for run in runs_of(kvq.init_cache(model, method, 1, 1).layout)
         )
     )
 
@@ -72,7 +72,7 @@ def test_exact_codecs_in_any_frame_give_exact_attention(kind, rope, keep):
 @pytest.mark.parametrize("name", ["kivi-rotated", "oscar", "turboquant"])
 def test_what_is_stored_is_the_code_of_rotated_vectors(name):
     model, method = model_and_method(name)
-    run = plan(kvq.init_cache(model, method, 1, 256).layout)[0]
+    run = runs_of(kvq.init_cache(model, method, 1, 256).layout)[0]
     fixed = {group: {n: a[0] for n, a in names.items()} for group, names in model.constants[0].items()}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(32, model.config.kv_width)), jnp.float32)
     payload, recon, _ = run.wiring.maps.encode(fixed, {"k": x, "v": x}, {})
@@ -162,7 +162,7 @@ def test_calibration_of_tables_sees_rotated_vectors():
     k = turned(k.reshape(*k.shape[:3], 2, 1, 16), matrix_of("hadamard", 16)).reshape(2, -1, 32)
     high = np.quantile(np.asarray(k), 0.99, axis=1)
     np.testing.assert_allclose(bounds["upper"], high, rtol=1e-4, atol=1e-5)
-    turn = plan(kvq.init_cache(model, method, 1, 1).layout)[0].wiring.maps.frame.turn
+    turn = runs_of(kvq.init_cache(model, method, 1, 1).layout)[0].wiring.maps.frame.turn
     both = [
         activations(model.params, jnp.asarray(rows), model.config, rope="post", turn=t)
         for t in (lambda s, x: x, lambda s, x: turn({}, s, x))
@@ -220,7 +220,7 @@ def test_a_boundary_of_all_layers_is_refused():
     with pytest.raises(kvq.UserError, match=r"boundary=2 exact layers at each end are all 4 of this model"):
         kvq.init_cache(tiny(num_layers=4), "turboquant:bits=4,form=vllm", 1, 256)
     cache = kvq.init_cache(tiny(num_layers=5), "turboquant:bits=4,form=vllm", 1, 256)
-    assert [(run.count, list(run.wiring.storage.codecs["k"].fields)) for run in plan(cache.layout)] == [
+    assert [(run.count, list(run.wiring.storage.codecs["k"].fields)) for run in runs_of(cache.layout)] == [
         (2, ["x"]),
         (1, ["codes", "scale"]),
         (2, ["x"]),
@@ -257,7 +257,7 @@ def test_rotated_bodies_take_kivis_kernels_unchanged(b):
         for rotate in ("none", "signs", "fitted"):
             method = f"{KIVI.format(b=b)},rotate={rotate}"
             layout = kvq.init_cache(model, method, 2, 1024, form=form).layout
-            wiring = plan(dataclasses.replace(layout, target=target))[0].wiring
+            wiring = runs_of(dataclasses.replace(layout, target=target))[0].wiring
             assert getattr(wiring.fast, name) is not None
             packed = wiring.fast.packed
             found.append((*(wiring.storage.codecs[s].fields for s in ("k", "v")), packed and packed.spec))
@@ -329,7 +329,7 @@ SCALE_FREE = ("omniscale:bits=2,value_group=16", "kvarn:bits=2,group=32", "turbo
 @pytest.mark.parametrize("text", SCALE_FREE)
 def test_factors_are_divided_out_as_stored(text):
     """A token of zeros, a small and a large one: equal up to powers of two; finite whatever the size."""
-    wiring = plan(kvq.init_cache(tiny(), kvq.parse(text), 1, 256).layout)[0].wiring
+    wiring = runs_of(kvq.init_cache(tiny(), kvq.parse(text), 1, 256).layout)[0].wiring
     groups = wiring.wanted().items()
     fixed = {group: {n: jnp.broadcast_to(jnp.eye(16), size) for n, size in names.items()} for group, names in groups}
     x = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)

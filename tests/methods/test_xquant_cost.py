@@ -8,7 +8,7 @@ import pytest
 
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods import parse
@@ -35,7 +35,7 @@ def normalised(spec, config):
     layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=1, dtype="bfloat16")
     bits = sum(
         run.count * logical_bits(field)
-        for run in plan(layout)
+        for run in runs_of(layout)
         for codec in run.wiring.storage.codecs.values()
         for field in codec.fields.values()
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvqjax.cache import CacheLayout, plan
+from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.hardware.aot import abstract_model
 from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
@@ -35,7 +35,7 @@ def temporaries(config, method, capacity):
     memory = step.memory_analysis()
     body = sum(a.size * a.dtype.itemsize for run in cache.runs for a in jax.tree.leaves(run.body))
     assert memory.alias_size_in_bytes >= body  # written in place: no second cache
-    return memory.temp_size_in_bytes, max(sum(run.wiring.chain.carry.values()) for run in plan(cache.layout))
+    return memory.temp_size_in_bytes, max(sum(run.wiring.chain.carry.values()) for run in runs_of(cache.layout))
 
 
 @pytest.mark.parametrize(("config", "spec"), CASES)

@@ -11,7 +11,7 @@ import pytest
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import plan
+from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate.xquant import constants, prepared
 from kvqjax.cli import main
 from kvqjax.methods import parse
@@ -119,7 +119,7 @@ def test_reading_rebuilds_the_encoders_accumulator_bit_for_bit(name):
     """Tiles of 32 tokens encoded one by one, all layers; then decoded two rows of 64 at a time, as attention reads."""
     method = parse("xquant_cl:bits=2,group=32,base=0,protected=1")
     model = make(MODELS[name], method)
-    base, delta = (run.wiring for run in plan(init_cache(model, method, 1, CAPACITY).layout))
+    base, delta = (run.wiring for run in runs_of(init_cache(model, method, 1, CAPACITY).layout))
     # One difference is enough: whatever accumulator encoder and decoder share below, they share above.
     wirings, fixed = (base, delta), ({}, jax.tree.map(lambda a: a[0], model.constants[1]))
     x = jax.random.normal(jax.random.key(3), (2, 4, 32, 64)) * jnp.array([1.0, 2.0]).reshape(2, 1, 1, 1) + 3.0
@@ -200,6 +200,6 @@ def test_a_width_that_the_group_does_not_divide_names_one_that_does(spec):
     config = ModelConfig(vocab_size=8, width=192, mlp_width=8, num_layers=3, **heads)
     layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=256, dtype="float32")
     with pytest.raises(UserError, match="group=128 does not divide the width 192; group=64 does"):
-        plan(layout)
+        runs_of(layout)
     separator = "," if ":" in spec else ":"
-    plan(dataclasses.replace(layout, method=parse(f"{spec}{separator}group=64")))
+    runs_of(dataclasses.replace(layout, method=parse(f"{spec}{separator}group=64")))

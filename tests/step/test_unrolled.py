@@ -10,7 +10,7 @@ from cases import model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import plan
+from kvqjax.cache import runs_of
 from kvqjax.model.decoder import layer, logits
 from kvqjax.model.weight_trees import is_unrolled, stacked, unrolled
 
@@ -29,7 +29,7 @@ def filled(model, method, form: str):
 
 def layer_by_layer(cache):
     """The arrays of every layer of a cache, in order."""
-    for run, state in zip(plan(cache.layout), cache.runs, strict=True):
+    for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
         for index in range(run.count):
             yield [a[index] for a in jax.tree.leaves((state.body, state.sinks, state.window))]
 
