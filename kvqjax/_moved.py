@@ -5,6 +5,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
+from types import ModuleType
 
 __all__ = ["MOVED", "install"]
 
@@ -60,6 +61,24 @@ MOVED = {
 }
 
 
+# Old module -> where some of its names went, beside the module's new place.
+SPLIT = {
+    "decoder": ("model.weight_trees",),
+    "forward": ("step.new_cache", "step.prefill"),
+    "layer_step": ("ops.xla",),
+    "segments": ("cache.view",),
+    "sharding": ("parallel.mesh_size", "parallel.rules"),
+}
+
+
+def _complete(module: ModuleType, old: str) -> None:
+    """Give `module` the names that its old form had too."""
+    for name in SPLIT.get(old, ()):
+        other = importlib.import_module(f"kvqjax.{name}")
+        for key in set(other.__all__) - vars(module).keys():
+            setattr(module, key, getattr(other, key))
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds `kvqjax.<old>`, before any file is looked for."""
 
@@ -78,11 +97,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module):
+        old = module.__spec__.name.partition(".")[2]
         module.__spec__, module.__loader__ = self.kept  # the import machinery wrote the old name's over them
+        _complete(module, old)
 
 
 def install() -> None:
     """Make the old names importable. `kvqjax.forward` is a function too, which an import under that name would hide, so
     its module is put where the import finds it at once."""
     sys.meta_path.insert(0, _Finder())
-    sys.modules["kvqjax.forward"] = importlib.import_module("kvqjax.step.forward")
+    sys.modules["kvqjax.forward"] = forward = importlib.import_module("kvqjax.step.forward")
+    _complete(forward, "forward")

@@ -3,10 +3,11 @@
 import importlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 
-from kvqjax import _moved
+from kvqjax import _moved, cache
 
 
 def test_an_old_name_gives_the_same_module():
@@ -29,3 +30,25 @@ def test_it_is_said_what_the_new_name_is():
     sys.modules.pop("kvqjax.attention", None)
     with pytest.warns(DeprecationWarning, match=r"kvqjax\.attention is now kvqjax\.ops\.attention"):
         importlib.import_module("kvqjax.attention")
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "new"),
+    [
+        ("decoder", "init_params", "model.weight_trees"),
+        ("forward", "init_cache", "step.new_cache"),
+        ("sharding", "MeshSize", "parallel.mesh_size"),
+    ],
+)
+def test_names_that_went_elsewhere_are_found_in_the_old_module(old, name, new):
+    if old != "forward":
+        sys.modules.pop(f"kvqjax.{old}", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module(f"kvqjax.{old}")
+    assert getattr(module, name) is getattr(importlib.import_module(f"kvqjax.{new}"), name)
+
+
+def test_renamed_names_of_caches_warn():
+    with pytest.warns(DeprecationWarning, match="is now runs_of"):
+        assert cache.plan is cache.runs_of
