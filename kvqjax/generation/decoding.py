@@ -175,7 +175,7 @@ def _start(
     if chunk is None:
         logits, cache = _prefill(model, *_shared(model, (tokens, counts)), cache)
     else:
-        if chunk == AUTO:
+        if isinstance(chunk, str):
             chunk = chunk_for(model.config, cache.layout.target, len(prompts), free_memory())
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress)
     _require_finite(logits)

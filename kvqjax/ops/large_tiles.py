@@ -82,8 +82,10 @@ def tile_attention(
         return _add(state, by_head, k, v, mask[:, 0]), carry
 
     peak = jnp.full(by_head.shape[:-1], -jnp.inf, q.dtype)
-    rows = _rows(by_head, peak)
-    start = _State(peak, rows, jnp.zeros(rows.shape, jnp.float32))
+    rows, one = _rows(by_head, peak), q[0, 0, 0, 0]
+    # A zero that is data: XLA would make constant ones for all unrolled layers at once.
+    zero = jnp.where(jnp.isposinf(one) & jnp.isneginf(one), 1.0, 0.0)
+    start = _State(peak, rows, jnp.full(rows.shape, zero, jnp.float32))
     state, carry = jax.lax.fori_loop(first, last, step, (start, carry))
     dim = q.shape[-1]
     peaks = state.peak.astype(jnp.float32)
