@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvqjax.ops.attention import Partial, Running, finish, grouped
+from kvqjax.ops.xla import zeros_by
 
 __all__ = ["tile_attention"]
 
@@ -83,7 +84,7 @@ def tile_attention(
 
     peak = jnp.full(by_head.shape[:-1], -jnp.inf, q.dtype)
     rows = _rows(by_head, peak)
-    start = _State(peak, rows, jnp.zeros(rows.shape, jnp.float32))
+    start = _State(peak, rows, zeros_by(q, rows.shape))
     state, carry = jax.lax.fori_loop(first, last, step, (start, carry))
     dim = q.shape[-1]
     peaks = state.peak.astype(jnp.float32)

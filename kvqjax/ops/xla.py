@@ -8,7 +8,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-__all__ = ["depending_on", "filled_by", "kept_apart", "rounded", "row_major", "rows_if", "unknown_zero"]
+__all__ = ["depending_on", "filled_by", "kept_apart", "rounded", "row_major", "rows_if", "unknown_zero", "zeros_by"]
 
 Tree = TypeVar("Tree")
 
@@ -50,6 +50,13 @@ def filled_by(x: Array, shapes: Tree) -> Tree:
     and XLA would make those of all unrolled layers at the start."""
     number = x.reshape(-1)[0]
     return jax.tree.map(lambda like: jnp.full(like.shape, number, like.dtype), shapes)
+
+
+def zeros_by(x: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Zeros, float32, that XLA cannot know before it has `x`: it would make constant ones for all unrolled layers at the
+    start."""
+    one = x.reshape(-1)[0]
+    return jnp.full(shape, jnp.where(jnp.isposinf(one) & jnp.isneginf(one), 1.0, 0.0), jnp.float32)
 
 
 def rows_if(wanted: Bool[Array, ""], rows: int) -> Int[Array, ""]:
