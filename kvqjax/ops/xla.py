@@ -53,8 +53,8 @@ def filled_by(x: Array, shapes: Tree) -> Tree:
 
 
 def zeros_by(x: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Zeros, float32, that XLA cannot know before it has `x`: it would make constant ones for all unrolled layers at the
-    start."""
+    """Zeros, float32, that XLA cannot know before it has `x`: it would make constant ones for all unrolled layers at
+    once."""
     one = x.reshape(-1)[0]
     return jnp.full(shape, jnp.where(jnp.isposinf(one) & jnp.isneginf(one), 1.0, 0.0), jnp.float32)
 
