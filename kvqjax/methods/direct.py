@@ -1,15 +1,5 @@
-"""Attention to a whole body at once, from fields stored head by head (kvqjax/ops/head_major.py): no loop over blocks,
-so that XLA for GPUs reads every array once, in a handful of products.
-
-    scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
-                            k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
-    out = sum_s p_s v_s     v_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (its values)
-
-Keys may be per token too (OSCAR), and keys or values of either kind times a factor of their token (OScaR and KVarN's
-keys) or of their channel and group of tokens (KVarN's values).
-
-Scales fold into the queries and the softmax weights, offsets and minima become one product a group. X = T * G query
-rows of a KV head, N groups of g tokens, M groups of channels a head.
+"""Attention to a whole body at once, stored head by head: no loop over blocks, so that XLA for GPUs reads every array
+once, in a handful of products. kvqjax.methods.direct_forms says how each codec's body is read.
 
 Where a stored number holds two tokens' codes, scores and weights stay apart by plane, [.., S / planes] each:
 putting them in order would write and read them once more.
@@ -23,18 +13,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvqjax.codecs import CodecSpec, Exact, Uniform
-from kvqjax.codecs.balanced import Balanced
-from kvqjax.codecs.clipped import Clipped
-from kvqjax.codecs.kernel_form import ReadAtOnce
-from kvqjax.codecs.scaled import Scaled
-from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.head_major import HALF, offset, tokens_per_row
-from kvqjax.ops.layout import from_bits
+from kvqjax.ops.head_major import HALF
 from kvqjax.ops.xla import kept_apart
 
-__all__ = ["MOST_QUERIES", "PIECE", "Direct", "attend_whole", "direct_form", "slots_read", "summed"]
+__all__ = [
+    "MOST_QUERIES",
+    "PIECE",
+    "Direct",
+    "Stored",
+    "attend_whole",
+    "by_plane",
+    "filled",
+    "in_planes",
+    "slots_read",
+    "summed",
+]
 
 MOST_QUERIES = 16  # new tokens; more would make the scores of a whole body too large
 # Stored rows that are summed in one product: a sum over tokens is cut, so that a GPU has work for all its cores. Always
@@ -56,54 +50,7 @@ class Direct(NamedTuple):
     values: Callable
 
 
-def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> Direct | None:
-    """How the bodies of these codecs are read at once; None for what cannot be."""
-    if rope != "post" and shape.rope is not None:
-        return None
-    scores, values = _key_form(key, shape), _value_form(value, shape)
-    return None if scores is None or values is None else Direct(scores, values)
-
-
-def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
-    """Whether groups of channels are parts of heads, or whole heads."""
-    group = min(spec.group, shape.kv_width)
-    return not (group % shape.head_dim and shape.head_dim % group)
-
-
-def _key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
-    if isinstance(spec, ReadAtOnce):
-        return spec.scores(shape)
-    if isinstance(spec, Clipped):
-        return _key_form(spec.inner, shape)
-    if isinstance(spec, Scaled | Balanced):
-        inner = _key_form(spec.inner if isinstance(spec, Scaled) else spec.inner(shape.kv_width), shape)
-        return None if inner is None else lambda q, fields: _token_factors(spec.dtype, inner(q, fields), fields)
-    if isinstance(spec, Exact):
-        return lambda q, fields: [
-            jnp.einsum("bkxd,bksd->bkxs", q, fields["x"][0][0], preferred_element_type=jnp.float32)
-        ]
-    if isinstance(spec, Uniform) and spec.along == "tokens":
-        return lambda q, fields: _channel_scores(spec, q, fields)
-    if isinstance(spec, Uniform) and _fits_heads(spec, shape):
-        return lambda q, fields: _token_scores(spec, q, fields)
-    return None
-
-
-def _value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
-    if isinstance(spec, ReadAtOnce):
-        return spec.values(shape)
-    if isinstance(spec, Exact):
-        return lambda weights, fields, dtype, piece: _exact_values(weights, fields["x"][0][0], dtype, piece)
-    if isinstance(spec, Clipped):
-        return _value_form(spec.inner, shape)
-    if isinstance(spec, Balanced) and spec.along == "channels":
-        return lambda weights, fields, dtype, piece: _balanced_values(spec, weights, fields, dtype)
-    if not isinstance(spec, Uniform) or spec.along != "channels" or not _fits_heads(spec, shape):
-        return None
-    return lambda weights, fields, dtype, piece: _token_values(spec, weights, fields, dtype, piece)
-
-
-def _by_plane(x: Array, planes: int) -> list[Array]:
+def by_plane(x: Array, planes: int) -> list[Array]:
     """[.., S] as `planes` arrays [.., S / planes], tokens as kvqjax/ops/head_major.py shares them out."""
     if planes == 1:
         return [x]
@@ -111,17 +58,17 @@ def _by_plane(x: Array, planes: int) -> list[Array]:
     return [x[..., plane, :].reshape(*x.shape[:-3], -1) for plane in range(planes)]
 
 
-def _in_planes(pieces: list[Array], planes: int) -> list[Array]:
+def in_planes(pieces: list[Array], planes: int) -> list[Array]:
     """The same tokens in another number of planes."""
     if len(pieces) == planes:
         return pieces
     if planes > 1:
-        return _by_plane(pieces[0], planes)
+        return by_plane(pieces[0], planes)
     split = [x.reshape(*x.shape[:-1], -1, HALF) for x in pieces]
     return [jnp.stack(split, -2).reshape(*pieces[0].shape[:-1], -1)]
 
 
-def _filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
+def filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
     """Weights of so many slots, the last of them zero."""
     return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
 
@@ -132,131 +79,6 @@ def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Arra
     weights = weights.reshape(*weights.shape[:3], -1, size)
     v = v.reshape(*v.shape[:2], -1, size, v.shape[3]).astype(dtype)
     return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
-
-
-def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int) -> Float[Array, "B K X D"]:
-    """Weighted sums of values as they are."""
-    return summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
-
-
-def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
-    """(numbers in `dtype` [B, K, rows, D], what they lack to be the plane's codes) for every plane. One chain of
-    operations on what is stored, which XLA fuses into the product that reads it."""
-    n = stored.astype(dtype)
-    if tokens_per_row(bits) == 1:
-        return [(n, float(offset(bits)))]
-    number = functools.partial(jnp.asarray, dtype=dtype)
-    lower = jnp.abs(jnp.abs(n + number(0.5)) - number(4.0))
-    return [(lower, -0.5), (jnp.floor(n * number(0.25)), 2.0)]
-
-
-def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
-    """Scores of keys that are uniform per channel in groups of tokens."""
-    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
-    wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
-    scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
-    added = jnp.einsum("bkxd,bknd->bkxn", wide, low.astype(jnp.float32))
-    here = HALF // spec.group if len(planes) == 2 else scale.shape[2]  # groups of one plane side by side
-    out = []
-    for plane, (n, lift) in enumerate(planes):
-        rows, constant = (
-            x.reshape(*x.shape[:3], -1, len(planes), here, *x.shape[4:])[:, :, :, :, plane] for x in (scaled, added)
-        )
-        constant = constant + lift * rows.astype(jnp.float32).sum(-1)
-        n = n.reshape(*n.shape[:2], -1, here, spec.group, n.shape[3])
-        part = jnp.einsum("bkxjnd,bkjngd->bkxjng", rows, n, preferred_element_type=jnp.float32)
-        out.append((part + constant[..., None]).reshape(*q.shape[:3], -1))
-    return out
-
-
-def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
-    """Scores of keys that are uniform per token in groups of channels."""
-    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    planes = _readings(spec.bits, codes[0], q.dtype)
-    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, M, S]
-    each, dim = scale.shape[2], q.shape[3]
-    # A row for every group, zero outside it: one product reads the codes once, and M is small.
-    own = jnp.repeat(jnp.eye(each, dtype=q.dtype), dim // each, axis=1)
-    rows = (q[:, :, :, None] * own[None, None, None]).reshape(*q.shape[:2], -1, dim)
-    sums = q.astype(jnp.float32).reshape(*q.shape[:3], each, -1).sum(-1)[..., None]
-    out = []
-    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
-    for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
-        part = jnp.einsum("bkrd,bksd->bkrs", rows, n, preferred_element_type=jnp.float32)
-        part = part.reshape(*q.shape[:3], each, -1) + lift * sums
-        out.append((part * factor[:, :, None] + sums * least[:, :, None]).sum(3))
-    return out
-
-
-def _token_factors(dtype: str, scores: list[Array], fields: Stored) -> list[Array]:
-    """Scores of keys that were divided by a factor of their token."""
-    factors = _of_tokens(fields["factor"], dtype, scores[0].shape[1], len(scores))
-    return [x * factor for x, factor in zip(scores, factors, strict=True)]
-
-
-def _of_tokens(stored: tuple[Array, ...], dtype: str, heads: int, planes: int) -> list[Float[Array, "B K 1 S"]]:
-    """A number per token and KV head, in planes; one of several heads is each one's."""
-    found = _groups_of_heads(from_bits(stored[0][0], dtype).astype(jnp.float32), heads)
-    return _by_plane(found, planes)
-
-
-def _by_head(x: Array, heads: int) -> Array:
-    """[B, N, K*D] as [B, K, N, D]."""
-    return jnp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
-
-
-def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> Float[Array, "B K X D"]:
-    """Weighted sums of values that are uniform per token in groups of channels."""
-    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
-    lead, each = weights[0].shape[:3], scale.shape[2]  # M groups of channels a head
-    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
-    weights, out = _in_planes(weights, len(planes)), jnp.float32(0)
-    for weight, scale, low, (n, lift) in zip(weights, scales, lows, planes, strict=True):
-        weight = _filled(weight, scale.shape[3])[:, :, :, None]
-        row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
-        out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
-        # Every group's weights are summed with all channels: one product reads the codes once, and M is small.
-        found = summed(row.reshape(*lead[:2], lead[2] * each, -1), n, piece)
-        found = found.reshape(*lead, each, each, dim // each)
-        out = out + jnp.diagonal(found, axis1=3, axis2=4).swapaxes(-1, -2)
-    return out.reshape(*lead, dim)
-
-
-def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
-    """Weighted sums of values that are uniform per token and head, times a factor per channel of each group of tokens:
-    groups are summed apart."""
-    (codes,) = fields["codes"]
-    heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    planes, here = len(readings), min(spec.group, HALF)  # groups of one plane side by side
-    factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)  # [B, K, N, D]
-    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // here if planes > 1 else 1, dim)
-    factors = [factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim) for plane in range(planes)]
-    scales, lows = (_of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low"))
-
-    def apart(x):  # [.., rows] by groups
-        return x.reshape(*x.shape[:-1], -1, here)
-
-    out = jnp.float32(0)
-    for weight, scale, low, factor, (n, lift) in zip(
-        _in_planes(weights, planes), scales, lows, factors, readings, strict=True
-    ):
-        weight = _filled(weight, scale.shape[3])
-        row = (weight * scale).astype(dtype)
-        added = apart(weight * low + lift * row.astype(jnp.float32)).sum(-1)
-        n = n.reshape(*n.shape[:2], -1, here, dim)
-        part = jnp.einsum("bkxjg,bkjgd->bkxjd", apart(row), n, preferred_element_type=jnp.float32)
-        out = out + ((part + added[..., None]) * factor[:, :, None]).sum(3)
-    return out
-
-
-def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K M S"]:
-    """Numbers of groups of channels by KV head; a group of several heads is each one's."""
-    if x.shape[1] < heads:
-        x = jnp.repeat(x, heads // x.shape[1], axis=1)
-    return x.reshape(x.shape[0], heads, -1, x.shape[2])
 
 
 def slots_read(tokens: int, block: int, slots: int) -> tuple[int, bool]:
@@ -282,7 +104,7 @@ def attend_whole(
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     scores = direct.scores(rows * jnp.asarray(dim**-0.5, q.dtype), body["k"])
-    seen = _by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
+    seen = by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
     # Finite even where nothing is seen: exp(-inf - -inf) would be NaN.
     peak = functools.reduce(jnp.maximum, [x.max(-1, initial=jnp.finfo(jnp.float32).min) for x in scores])

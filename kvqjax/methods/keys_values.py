@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax.codecs import CodecSpec, Fit
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.kernel_form import packed_form
-from kvqjax.methods.direct import direct_form
+from kvqjax.methods.direct_forms import direct_form
 from kvqjax.methods.rotation import check_rotation, frame, needs_of
 from kvqjax.methods.wiring import Calibration, Clock, Maps, Storage, Wiring
 from kvqjax.model.config import KVShape

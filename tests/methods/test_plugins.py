@@ -16,7 +16,7 @@ import kvqjax as kvq
 from kvqjax.cache import runs_of
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.codecs import Codec, Fit, Uniform
-from kvqjax.methods import KeysAndValues, Method, direct, method_factory, registry
+from kvqjax.methods import KeysAndValues, Method, direct_forms, method_factory, registry
 from kvqjax.methods.plugins import GROUP, Methods
 
 
@@ -88,10 +88,10 @@ class Gained:
         return None if self.needs else self.inner.packed(value.inner, rope, shape)
 
     def scores(self, shape):
-        return None if self.needs else direct._key_form(self.inner, shape)
+        return None if self.needs else direct_forms.key_form(self.inner, shape)
 
     def values(self, shape):
-        return None if self.needs else direct._value_form(self.inner, shape)
+        return None if self.needs else direct_forms.value_form(self.inner, shape)
 
 
 @method_factory
