@@ -6,6 +6,9 @@
   values; the scale and centre (`low`) of a key channel are constants of the layer, those of a value belong to its
   token. Outliers then take the place of what the codes say: `key_slots` and `value_slots` of them per token.
 
+Uniform keys may be multiplied by factors of their token, one for all KV heads (OScaR) or one of each (KVarN), and
+values by factors per channel of every `key_group` tokens (KVarN).
+
 Keys may be stored before RoPE (`PackedSpec.rope`); the body then says where each stretch of tokens begins. The arrays
 are laid out as `kvqjax.ops.layout` writes them: all KV heads side by side on the lanes, head h in lanes h*D to (h+1)*D
 - 1.
@@ -83,6 +86,8 @@ class PackedBody(NamedTuple):
     signposts: Signposts | None = None
     key_outliers: UInt[Array, "L B _ S"] | None = None
     value_outliers: UInt[Array, "L B _ S"] | None = None
+    key_factor: Shaped[Array, "L B key_factors S"] | None = None
+    value_factor: Shaped[Array, "L B S/key_group W"] | None = None
 
     @property
     def slots(self) -> int:
@@ -93,7 +98,9 @@ class PackedBody(NamedTuple):
 class PackedSpec:
     """Everything static about a call. `block` tokens are read at a time: a multiple of the layout's block, not
     necessarily a divisor of the slots. `target` names the chip the program is compiled for. `rope` is None for keys
-    after RoPE; `datatype` is "uniform" or "nuq"; `key_group` is 0 where all tokens share the keys' scales."""
+    after RoPE; `datatype` is "uniform" or "nuq"; `key_group` is 0 where all tokens share the keys' scales.
+    `key_factors` numbers of a token multiply its keys (0, 1, or one of each KV head); `value_factors` says whether
+    values are multiplied too."""
 
     key_bits: int
     value_bits: int
@@ -108,6 +115,8 @@ class PackedSpec:
     datatype: str = "uniform"
     key_slots: int = 0
     value_slots: int = 0
+    key_factors: int = 0
+    value_factors: bool = False
 
     def __post_init__(self):
         if self.target not in TARGETS:
@@ -143,13 +152,16 @@ class PackedSpec:
             groups = self.key_group, self.value_group
             known = groups in ((128, self.head_dim), (32, 32))
             size += ", groups of 32" if groups == (32, 32) else ""
-            size = ("kivi " if self.rope is None else "kivi_star ") + size
+            name = {(0, False): "kivi", (1, False): "omniscale", (self.kv_heads, True): "kvarn"}
+            known = known and (self.key_factors, self.value_factors) in name
+            size = name.get((self.key_factors, self.value_factors), "") + ("_star " if self.rope else " ") + size
         return size if known and self.scales == "bfloat16" else ""
 
     @property
     def plain(self) -> bool:
-        """Uniform codes of keys after RoPE: the form that `reference` reads."""
-        return self.rope is None and self.datatype == "uniform" and not self.key_slots and not self.value_slots
+        """Uniform codes of keys after RoPE, without factors: the form that `reference` reads."""
+        more = self.key_slots, self.value_slots, self.key_factors, self.value_factors
+        return self.rope is None and self.datatype == "uniform" and not any(more)
 
     @property
     def value_slice(self) -> int:
@@ -177,6 +189,10 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
     for name, count in (("key_outliers", spec.key_slots), ("value_outliers", spec.value_slots)):
         if getattr(body, name) is not None:
             yield name, getattr(body, name), (*lead, slot_rows(count, spec.scales), slots)
+    if body.key_factor is not None:
+        yield "key_factor", body.key_factor, (*lead, spec.key_factors, slots)
+    if body.value_factor is not None:
+        yield "value_factor", body.value_factor, (*lead, slots // spec.key_group, spec.width)
 
 
 def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
@@ -194,6 +210,8 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
         ("signposts", spec.datatype == "nuq"),
         ("key_outliers", spec.key_slots > 0),
         ("value_outliers", spec.value_slots > 0),
+        ("key_factor", spec.key_factors > 0),
+        ("value_factor", spec.value_factors),
     ):
         if wanted and getattr(body, name) is None:
             raise ValueError(f"{name}: got None, want those of {spec}")

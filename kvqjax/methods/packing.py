@@ -1,12 +1,16 @@
 """Which wirings of keys and values the packed kernels can read, and their stored fields in the kernels' terms."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from kvqjax.codecs import CodecSpec, Uniform
+from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.codecs.higgs import Higgs, group_size, shipped_grid
 from kvqjax.codecs.nuq import Nuq, channel_range, read_signposts
+from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.wiring import Packed
 from kvqjax.model.config import KVShape
 from kvqjax.model.rope import inverse_frequencies
@@ -22,8 +26,10 @@ BLOCK = 1024
 
 
 def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: KVShape) -> Packed | None:
-    """How packed kernels see keys per channel and values per token, both uniform (KIVI) or both with signposts
-    (KVQuant), or both with vector grids (HIGGS); None for what they do not read."""
+    """How packed kernels see keys per channel and values per token, both uniform (KIVI, and with factors OScaR and
+    KVarN) or both with signposts (KVQuant), or both with vector grids (HIGGS); None for what they do not read."""
+    if isinstance(key, Scaled | Balanced):
+        return _scaled_form(key, value, rope, config)
     if isinstance(key, Uniform) and isinstance(value, Uniform):
         if (key.along, value.along) != ("tokens", "channels") or key.dtype != value.dtype:
             return None
@@ -39,6 +45,28 @@ def packed_form(key: CodecSpec, value: CodecSpec, rope: str, config: KVShape) ->
     if isinstance(key, Higgs) and isinstance(value, Higgs):
         return _higgs_form(key, value, rope, config)
     return None
+
+
+def _scaled_form(key: Scaled | Balanced, value: CodecSpec, rope: str, config: KVShape) -> Packed | None:
+    """Uniform keys times factors of their tokens, and values as they are (OScaR) or times factors of channels and key
+    groups (KVarN)."""
+    balanced = isinstance(value, Balanced)
+    own = key.inner(config.kv_width) if isinstance(key, Balanced) else key.inner
+    parts = key.heads if isinstance(key, Balanced) else key.parts
+    inner = packed_form(own, value.inner(config.kv_width) if balanced else value, rope, config)
+    # Signposts and grids take no factors, and no kernel rotates keys that have some.
+    if inner is None or not isinstance(own, Uniform) or key.dtype != own.dtype or rope != "post":
+        return None
+    if balanced and value.group != own.group:
+        return None
+    spec = dataclasses.replace(inner.spec, key_factors=parts, value_factors=balanced)
+
+    def body(weights, constants, stored, positions) -> PackedBody:
+        plain = inner.body(weights, constants, stored, positions)
+        ((factor,), *more) = stored["k"]["factor"], *([stored["v"]["factor"]] if balanced else [])
+        return plain._replace(key_factor=factor, value_factor=more[0][0] if more else None)
+
+    return Packed(spec, body)
 
 
 def _power_of_two(number: int) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "key_rows",
     "lane_wise",
     "load_row",
+    "of_heads",
     "owners",
     "pick",
     "place_of",
@@ -75,7 +76,10 @@ def some(number, count: int):
 
 def each(count: int, step) -> None:
     """A loop: a step of its own keeps its registers to itself."""
-    jax.lax.fori_loop(0, count, lambda number, _: step(number), None)
+    if count == 1:
+        step(0)
+    else:
+        jax.lax.fori_loop(0, count, lambda number, _: step(number), None)
 
 
 def words_of(words, bits: int, place: Place, index, plan: Plan) -> list:
@@ -132,6 +136,17 @@ def key_rows(refs, plan: Plan, lane_group, part) -> tuple:
     row, column = part if plan.spec.key_group else 0, lane_group * (plan.lanes // LANES)
     rows = (load_row(ref, row, plan.key_rows, column, plan.lanes) for ref in (refs.factors, refs.zeros))
     return tuple(filled(x, plan) for x in rows)
+
+
+def of_heads(ref, plan: Plan, numbers: list, count: int, column):
+    """A row for each head of a lane group, of `count` rows that stand for a token, on the rows of its queries:
+    [M, S]. `column` of 128 tokens is the first; equal rows need one number alone."""
+    heads = [load_row(ref, number, count, column, plan.column) for number in numbers]
+    row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    chosen = filled(heads[0], plan)
+    for head, own in enumerate(heads[1:], 1):
+        chosen = jnp.where(row >= head * plan.rows_per_head, filled(own, plan), chosen)
+    return chosen
 
 
 def filled(rows, plan: Plan):

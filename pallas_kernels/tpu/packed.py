@@ -148,6 +148,10 @@ def _scratch(plan: Plan) -> dict:
     if plan.multiplied and not plan.wide:
         slabs = pltpu.VMEM((tpu_keys.patterns(plan).shape[0], spec.width), jnp.bfloat16)
         memory |= {"slab_scales": slabs, "slab_zeros": slabs}
+    if spec.key_factors:
+        memory["token_factors"] = pltpu.VMEM((plan.tile * spec.key_factors // LANES, LANES), jnp.float32)
+    if spec.value_factors:
+        memory["channel_factors"] = pltpu.VMEM(factors, jnp.float32)
     return memory
 
 

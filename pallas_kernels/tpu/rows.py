@@ -62,7 +62,7 @@ def compiler_params(independent: int) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True)
 
 
-BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers")
+BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
 
 
 def body_specs(plan, body: Body, tile, by_token: tuple[str, ...] = BY_TOKEN) -> Body:

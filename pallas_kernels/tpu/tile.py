@@ -4,6 +4,7 @@ Shapes as in `kernel`: P lane groups, M query rows of a lane group, W its lanes,
 of the tile, C rows of value scales.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ class Refs(NamedTuple):
     scores: Any  # [M, S] f32
     slab_scales: Any = None  # [rows, P*W] bf16: scales of the keys of a slab (tpu_keys)
     slab_zeros: Any = None
+    token_factors: Any = None  # [S/128 * F, 128] f32: what a token's keys are multiplied by, in lane order
+    channel_factors: Any = None  # [P*W/128 * N, 128] f32: what the values of a key group are multiplied by
     added: Any = None  # [P, M, S] f32: what outliers of keys add to the scores
     staged: Any = None  # [3R, period] bf16
     key_slots: Any = None  # [3R, S] f32: values, lanes and lane groups of R outlier slots in lane order (tpu_outliers)
@@ -78,22 +81,33 @@ def write_limits(refs, plan, tile):
 
 
 def order_scales(refs, plan, tile):
-    """Bring this tile's value scales and minima into lane order, once for all lane groups."""
+    """Bring this tile's value scales and minima, and factors of its keys, into lane order, once for all lane groups."""
     count, width = plan.value_rows, math.gcd(plan.tile, TOKENS)
+    # With factors the results of all lanes would fill the registers: halves one after the other.
+    parts = 2 if plan.spec.key_factors and plan.period > 2 * LANES else 1
 
-    def step(number):
-        tokens = some(number, width)
-        stored = [ref[0, 0, :, tokens] for ref in (refs.body.value_scale, refs.body.value_low)]
-        both = from_bits(jnp.concatenate(stored), plan.spec.scales)  # [2C, width]
+    def pieces(number, *stored):
+        """What is stored by token, in stretches of `period` tokens."""
+        rows = from_bits(jnp.concatenate([ref[0, 0, :, some(number, width)] for ref in stored]), plan.spec.scales)
         if plan.slots % plan.tile:
-            both = within(both, tile * plan.tile + number * width, plan.slots, 1)
-        pieces = [both[:, first : first + plan.period] for first in range(0, width, plan.period)]
-        product = dot(jnp.concatenate(pieces), refs.onehot[...], 0)
-        for i in range(len(pieces)):
+            rows = within(rows, tile * plan.tile + number * width, plan.slots, 1)
+        return [rows[:, first : first + plan.period] for first in range(0, width, plan.period)]
+
+    def write(number, many: int, rows, part):
+        product = dot(rows, refs.onehot[:, some(part, plan.period // parts)], 0)
+        for i in range(many):
             scale, low = (product[(2 * i + n) * count : (2 * i + n + 1) * count] for n in range(2))
-            column = number * (width // LANES) + i * plan.period // LANES
+            column = number * (width // LANES) + i * (plan.period // LANES) + part * (plan.period // parts // LANES)
             _write_columns(refs.scales, scale, column)
             _write_columns(refs.lows, low - _offset(plan.spec.value_bits, plan) * scale, column)
+            if plan.spec.key_factors:
+                first = 2 * count * many + i * plan.spec.key_factors
+                _write_columns(refs.token_factors, product[first : first + plan.spec.key_factors], column)
+
+    def step(number):
+        values = pieces(number, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
+        factors = pieces(number, refs.body.key_factor) if plan.spec.key_factors else []
+        each(parts, functools.partial(write, number, len(values), jnp.concatenate([*values, *factors])))
 
     each(plan.tile // width, step)
 
@@ -117,6 +131,9 @@ def _fold_constants(refs: Refs, plan, tile):
     groups = math.gcd(plan.lane_groups, 1 << most.bit_length() - 1)
     width = groups * plan.lanes
 
+    def inside(x):
+        return within(x, tile * rows, plan.slots // spec.key_group, 0)
+
     def step(number):
         lanes = some(number, width)
         if spec.key_group:
@@ -126,11 +143,19 @@ def _fold_constants(refs: Refs, plan, tile):
             key = (ref[:, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
         scale, low = (x * (1.0 if plan.multiplied else plan.spread) for x in key)
         if spec.key_group and plan.slots % plan.tile:
-            scale, low = (within(x, tile * rows, plan.slots // spec.key_group, 0) for x in (scale, low))
+            scale, low = (inside(x) for x in (scale, low))
         zero = low - _offset(spec.key_bits, plan) * scale
         if refs.patterns is not None:
             tpu_keys.store_patterns(refs, scale, zero, lanes)
         _write_columns(refs.factors, scale, number * (width // LANES))
         _write_columns(refs.zeros, zero, number * (width // LANES))
 
+    def factors(number):
+        factor = from_bits(refs.body.value_factor[0, 0, :, some(number, width)], spec.scales).astype(jnp.float32)
+        if plan.slots % plan.tile:
+            factor = inside(factor)
+        _write_columns(refs.channel_factors, factor, number * (width // LANES))
+
     each(plan.lane_groups // groups, step)
+    if spec.value_factors:
+        each(plan.lane_groups // groups, factors)

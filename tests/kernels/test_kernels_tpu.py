@@ -36,6 +36,8 @@ SMALL = Case(
     key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=1, head_dim=128, group=4, slots=512, target="v6e"
 )
 SMALL4 = dataclasses.replace(SMALL, key_bits=4, value_bits=4, target="v5e")
+SCALED = dataclasses.replace(FOUR, key_bits=2, value_bits=2, key_factors=1, slots=1024, target="v6e")
+BALANCED = dataclasses.replace(SCALED, key_factors=2, value_factors=True)
 INTERLEAVED = {"ways": 2, "work": Work(256, 1, 0)}
 SPLIT = INTERLEAVED | {"splits": 2}
 RUNS = [
@@ -54,6 +56,13 @@ RUNS = [
     (FOUR, {"work": Work(512, 2, -1)}),
     (dataclasses.replace(SMALL, target="v7x"), {}),
     (dataclasses.replace(FOUR, kv_heads=4, head_dim=96, value_group=96, group=2, target="v6e"), {}),
+    (SCALED, {"work": Work(512, 1, 0), "splits": 2}),
+    (dataclasses.replace(SMALL, key_factors=1, kv_heads=2), {}),
+    (dataclasses.replace(SCALED, target="v5e", key_factors=4, kv_heads=4, head_dim=64, value_group=64, group=2), {}),
+    (BALANCED, {"work": Work(512, 1, 0)}),
+    (dataclasses.replace(BALANCED, target="v5e", kv_heads=4, key_factors=4, head_dim=64, value_group=64, group=2), {}),
+    (dataclasses.replace(BALANCED, key_bits=4, target="v7x", length=2), {"work": Work(1024, 2)}),
+    (dataclasses.replace(BALANCED, key_bits=4, value_bits=4, target="v5e", slots=512), {"work": Work(512, 1, 1)}),
 ]
 
 
@@ -172,22 +181,37 @@ def recorded_case(method: str) -> str:
     if kind == "kvquant":
         return f"nuq{key}{size}{rows}" + ("-o12" if "outliers" in method else "")
     group = 32 if "groups of 32" in method else 128
-    return f"k{key}v{value}-g{group}{size}{rows}" + ("-pre" if kind == "kivi_star" else "")
+    form = {"kivi": "", "kivi_star": "-pre"}.get(kind, f"-{kind}")
+    return f"k{key}v{value}-g{group}{size}{rows}{form}"
 
 
 OWN_RECORD = ("xquant", "higgs", "commvq")  # and tests of their own that levels follow from it
 
 
+@functools.cache
+def recorded_bundles() -> dict:
+    return json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "tpu_bundles.json").read_text())
+
+
+@pytest.mark.parametrize("method", [row for row in support.ROWS if row.startswith(("omniscale", "kvarn"))])
+def test_factors_cost_a_seventh_at_most(method):
+    """Of the bundles of KIVI at the same bits and groups."""
+    kivi = re.sub("^[a-z]+", "kivi", method)
+    for target, found in recorded_bundles().items():
+        own, other = (found[recorded_case(name)] for name in (method, kivi))
+        assert own["total"] <= 1.15 * other["total"], target
+
+
 def test_fast_means_within_budget():
     """The table's levels follow from the recorded bundles."""
-    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "tpu_bundles.json").read_text())
+    record = recorded_bundles()
     for method, row in support.ROWS.items():
         for target in ("v5e", "v5p", "v6e", "v7x"):
             if row[target] not in ("fast", "correct") or method.startswith(OWN_RECORD):
                 continue
             found = record[target][recorded_case(method)]
             assert found["spills"] == 0, (method, target)
-            if method.startswith("kivi "):
+            if method.startswith(("kivi ", "omniscale ", "kvarn ")):
                 budget = support.BUDGETS.get(method, {}).get(target, 0)
                 within = found["marginal"] <= budget and found["fixed"] <= support.FIXED_BUDGET
             else:
