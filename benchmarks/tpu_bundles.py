@@ -202,12 +202,14 @@ def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
 def table(record: dict) -> str:
     """The record as Markdown: total, marginal and fixed bundles, and spills where there are any."""
 
-    def cell(found: dict) -> str:
+    def cell(found: dict | None) -> str:
+        if found is None:
+            return "not compiled"
         numbers = f"{found['total']:.0f} ({found['marginal']:.0f} + {found['fixed']:.0f})"
         return numbers + (f", {found['spills']} spills" if found["spills"] else "")
 
     lines = [f"| case | {' | '.join(CHIPS)} |", "|---" * (1 + len(CHIPS)) + "|"]
-    lines += [f"| {name} | {' | '.join(cell(record[chip][name]) for chip in CHIPS)} |" for name in CASES]
+    lines += [f"| {name} | {' | '.join(cell(record[chip].get(name)) for chip in CHIPS)} |" for name in CASES]
     return "\n".join(lines)
 
 

@@ -83,8 +83,9 @@ def write_limits(refs, plan, tile):
 def order_scales(refs, plan, tile):
     """Bring this tile's value scales and minima, and factors of its keys, into lane order, once for all lane groups."""
     count, width = plan.value_rows, math.gcd(plan.tile, TOKENS)
-    # With factors the results of all lanes would fill the registers: halves one after the other.
-    parts = 2 if plan.spec.key_factors and plan.period > 2 * LANES else 1
+    # With factors the results of all lanes would fill the registers: parts one after the other.
+    most = LANES if plan.wide else 2 * LANES
+    parts = max(plan.period // most, 1) if plan.spec.key_factors else 1
 
     def pieces(number, *stored):
         """What is stored by token, in stretches of `period` tokens."""

@@ -193,13 +193,17 @@ def recorded_bundles() -> dict:
     return json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "tpu_bundles.json").read_text())
 
 
+DEARER = {("kvarn 2 bits", "v7x"): 1.29, ("kvarn 4 bits", "v7x"): 1.17}  # as docs/methods/rotation.md says
+
+
 @pytest.mark.parametrize("method", [row for row in support.ROWS if row.startswith(("omniscale", "kvarn"))])
 def test_factors_cost_a_seventh_at_most(method):
-    """Of the bundles of KIVI at the same bits and groups."""
+    """Of the bundles of KIVI at the same bits and groups, on chips that use the kernel, but for what is named."""
     kivi = re.sub("^[a-z]+", "kivi", method)
-    for target, found in recorded_bundles().items():
-        own, other = (found[recorded_case(name)] for name in (method, kivi))
-        assert own["total"] <= 1.15 * other["total"], target
+    for target in [target for target in TARGETS if support.lookup(method, target) == "correct"]:
+        own, other = (recorded_bundles()[target][recorded_case(name)]["total"] for name in (method, kivi))
+        assert own <= DEARER.get((method, target), 1.15) * other, target
+        assert ((method, target) in DEARER) == (own > 1.15 * other), target
 
 
 def test_fast_means_within_budget():
