@@ -55,7 +55,9 @@ def _scaled_form(key: Scaled | Balanced, value: CodecSpec, rope: str, config: KV
     parts = key.heads if isinstance(key, Balanced) else key.parts
     inner = packed_form(own, value.inner(config.kv_width) if balanced else value, rope, config)
     # Signposts and grids take no factors, and no kernel rotates keys that have some.
-    if inner is None or not isinstance(own, Uniform) or key.dtype != own.dtype or rope != "post":
+    if inner is None or not isinstance(inner.spec, PackedSpec) or inner.spec.datatype != "uniform" or rope != "post":
+        return None
+    if not isinstance(own, Uniform) or key.dtype != own.dtype:
         return None
     if balanced and value.group != own.group:
         return None

@@ -151,12 +151,12 @@ def _fold_constants(refs: Refs, plan, tile):
         _write_columns(refs.factors, scale, number * (width // LANES))
         _write_columns(refs.zeros, zero, number * (width // LANES))
 
-    def factors(number):
-        factor = from_bits(refs.body.value_factor[0, 0, :, some(number, width)], spec.scales).astype(jnp.float32)
+    def factors(stored, number):
+        factor = from_bits(stored[0, 0, :, some(number, width)], spec.scales).astype(jnp.float32)
         if plan.slots % plan.tile:
             factor = inside(factor)
         _write_columns(refs.channel_factors, factor, number * (width // LANES))
 
     each(plan.lane_groups // groups, step)
-    if spec.value_factors:
-        each(plan.lane_groups // groups, factors)
+    if refs.body.value_factor is not None:
+        each(plan.lane_groups // groups, functools.partial(factors, refs.body.value_factor))
