@@ -50,11 +50,11 @@ def order_scales(refs, plan, tile):
     most = LANES if plan.wide else 2 * LANES
     parts = max(plan.period // most, 1) if plan.spec.key_factors else 1
 
-    def pieces(tokens, first, *stored):
+    def pieces(number, tokens, *stored):
         """Load what is stored by token, in stretches of `period` tokens."""
         rows = from_bits(jnp.concatenate([ref[0, 0, :, tokens] for ref in stored]), plan.spec.scales)
         if plan.slots % plan.tile:
-            rows = zero_beyond(rows, tile * plan.tile + first, plan.slots, 1)
+            rows = zero_beyond(rows, tile * plan.tile + number * width, plan.slots, 1)
         return [rows[:, first : first + plan.period] for first in range(0, width, plan.period)]
 
     def write(number, many: int, rows, part):
@@ -69,9 +69,9 @@ def order_scales(refs, plan, tile):
                 _write_columns(refs.token_factors, product[first : first + plan.spec.key_factors], column)
 
     def step(number):
-        tokens, first = aligned(number, width), number * width
-        values = pieces(tokens, first, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
-        factors = pieces(tokens, first, refs.body.key_factor) if plan.spec.key_factors else []
+        tokens = aligned(number, width)
+        values = pieces(number, tokens, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
+        factors = pieces(number, tokens, refs.body.key_factor) if plan.spec.key_factors else []
         part = functools.partial(write, number, len(values), jnp.concatenate([*values, *factors]))
         part(0) if parts == 1 else loop(parts, part)
 
