@@ -46,6 +46,10 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
         body = body._replace(
             signposts=Signposts(*(shaped((2**b,), jnp.float32) for b in (spec.key_bits, spec.value_bits)))
         )
+    if spec.key_factors:
+        body = body._replace(key_factor=shaped((*lead, spec.key_factors, slots), jnp.uint16))
+    if spec.value_factors:
+        body = body._replace(value_factor=key)
     return body._replace(key_outliers=outliers(spec.key_slots), value_outliers=outliers(spec.value_slots))
 
 

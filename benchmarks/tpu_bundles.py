@@ -8,16 +8,17 @@ Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles 
 loop count as often as it runs, branches in full. `marginal` is what 512 tokens of K and V of one KV head add, `fixed`
 what remains per tile and KV head, `total` both for 512 tokens in the tile that is used; head_dim is 128 and there are 8
 query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
-(keys before RoPE too), `o` the outlier slots of a token's keys and of its values. `--write` renews
-benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work ("tile:pieces", or
-"tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/support.py: total and spills. `--table`
-prints the record.
+(keys before RoPE too), `o` the outlier slots of a token's keys and of its values, `omniscale` and `kvarn` the factors
+of rotated methods. `--write` renews benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work
+("tile:pieces", or "tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/support.py: total and
+spills. `--table` prints the record.
 """
 
 import argparse
 import functools
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -58,6 +59,13 @@ CASES = {
     "k4v4-g128-pre": (4, 4, 128, 128),
     "k2v2-g128-d64-r4-pre": (2, 2, 128, 64, 64, 4),
     "k4v4-g128-d64-r4-pre": (4, 4, 128, 64, 64, 4),
+    "k2v2-g128-omniscale": (2, 2, 128, 128),
+    "k4v4-g128-omniscale": (4, 4, 128, 128),
+    "k2v2-g32-omniscale": (2, 2, 32, 32),
+    "k4v4-g32-omniscale": (4, 4, 32, 32),
+    "k2v2-g128-kvarn": (2, 2, 128, 128),
+    "k4v4-g128-kvarn": (4, 4, 128, 128),
+    "k4v2-g128-kvarn": (4, 2, 128, 128),
     "nuq2": (2, 2, 0, 1024),
     "nuq3": (3, 3, 0, 1024),
     "nuq4": (4, 4, 0, 1024),
@@ -69,6 +77,7 @@ CASES = {
     "nuq4-o12": (4, 4, 0, 1024),
 }
 SLOTS, LAYERS, BATCH, KV_HEADS, USUAL = 16384, 4, 2, 8, (128, 8)
+FACTORS = {"-omniscale": 1, "-kvarn": KV_HEADS}  # of a token's keys
 
 
 def prepare(folder: str) -> None:
@@ -89,7 +98,7 @@ def _arguments(name: str, chip: str):
     case = CASES[name]
     key_bits, value_bits, key_group, value_group, head_dim, query_rows = (*case, *USUAL[len(case) - 4 :])
     nuq, before = name.startswith("nuq"), name.startswith("nuq") or name.endswith("-pre")
-    count = int(name.partition("-o")[2] or 0)
+    count = int((re.findall(r"-o(\d+)", name) or [0])[0])
     spec = PackedSpec(
         key_bits=key_bits,
         value_bits=value_bits,
@@ -103,6 +112,8 @@ def _arguments(name: str, chip: str):
         datatype="nuq" if nuq else "uniform",
         key_slots=count,
         value_slots=count,
+        key_factors=next((n for form, n in FACTORS.items() if name.endswith(form)), 0),
+        value_factors=name.endswith("-kvarn"),
     )
     shaped, place = jax.ShapeDtypeStruct, jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
     q, bounds = shaped((BATCH, 1, KV_HEADS * query_rows, head_dim), jnp.bfloat16), shaped((BATCH, 1), jnp.int32)
@@ -191,12 +202,14 @@ def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
 def table(record: dict) -> str:
     """The record as Markdown: total, marginal and fixed bundles, and spills where there are any."""
 
-    def cell(found: dict) -> str:
+    def cell(found: dict | None) -> str:
+        if found is None:
+            return "not compiled"
         numbers = f"{found['total']:.0f} ({found['marginal']:.0f} + {found['fixed']:.0f})"
         return numbers + (f", {found['spills']} spills" if found["spills"] else "")
 
     lines = [f"| case | {' | '.join(CHIPS)} |", "|---" * (1 + len(CHIPS)) + "|"]
-    lines += [f"| {name} | {' | '.join(cell(record[chip][name]) for chip in CHIPS)} |" for name in CASES]
+    lines += [f"| {name} | {' | '.join(cell(record[chip].get(name)) for chip in CHIPS)} |" for name in CASES]
     return "\n".join(lines)
 
 

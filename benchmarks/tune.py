@@ -28,12 +28,11 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.calibrated import span_rows
-from benchmarks.gate import CHUNK, LENGTH, SHAPES, STRESS, open_shape
+from benchmarks.gate import CHUNK, LENGTH, SHAPES, STRESS, open_shape, under
 from kvqjax._errors import UserError
 from kvqjax.calibrate.resume import identity
 from kvqjax.eval.replay import exact_logits
 from kvqjax.eval.stamp import CONTEXT
-from kvqjax.eval.stress import add_key_bias, stressed
 from kvqjax.eval.synthetic import filler
 from kvqjax.eval.tune import Settings, tune, tune_windows
 from kvqjax.eval.tune.candidates import named
@@ -50,7 +49,6 @@ BUDGETS = (2.5, 3.2, 2.3, 4.2)
 LISTED = "kivi:window=0,kivi:group=128,window=0,higgs:buffer=32,uniform"
 KEY = ("shape", "stress", "methods", "budget")
 CONTEXTS = {"mistral": 2048}  # its longest row
-BIAS = 20.0
 WINDOWS, SCORED, SEARCHED, HELD = 16, LENGTH // 2 + 1, 5, 0  # rows, first position scored, seeds of the two sets
 BOUND = 0.85
 
@@ -69,10 +67,7 @@ def plan() -> list[dict]:
 
 def opened(shape: str, stress: str):
     """The model under its stress."""
-    model = load("demo") if shape == "demo" else open_shape(shape)
-    if stress == "key bias":
-        return model.replace(params=add_key_bias(model.params, model.config, BIAS))
-    return model if stress == "none" else stressed(model, keys=STRESS[stress])
+    return under(load("demo") if shape == "demo" else open_shape(shape), stress)
 
 
 def tuned_at(model, row: dict, out: Path):

@@ -27,8 +27,8 @@ COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
 class KernelForm:
     """Name one kernel form: a method, the bits of its codes per channel, and what else its kernel was compiled for.
 
-    `group` is for KIVI's codes: 128 means key groups of 128 tokens and value groups of one head's channels, 32 means 32
-    of each. `outliers` is for KVQuant, `qk_norm` for XQuant. `str` gives the printed name."""
+    `group` is for uniform codes (KIVI, OScaR, KVarN): 128 means key groups of 128 tokens and value groups of one head's
+    channels, 32 means 32 of each. `outliers` is for KVQuant, `qk_norm` for XQuant. `str` gives the printed name."""
 
     method: str
     key_bits: int = EXACT
@@ -61,7 +61,13 @@ def _packed_form(spec: PackedSpec) -> KernelForm | None:
         known = spec.rope is not None and groups == (0, spec.width)
         outliers = spec.key_slots > 0 or spec.value_slots > 0
         return KernelForm("kvquant", *bits, spec.head_dim, outliers=outliers) if known else None
-    method = "kivi" if spec.rope is None else "kivi_star"
+    factors = spec.key_factors, spec.value_factors
+    if factors == (0, False):
+        method = "kivi" if spec.rope is None else "kivi_star"
+    elif spec.rope is None and factors in ((1, False), (spec.kv_heads, True)):
+        method = "kvarn" if spec.value_factors else "omniscale"
+    else:
+        return None
     if groups == (32, 32):
         return KernelForm(method, *bits, spec.head_dim, 32)
     return KernelForm(method, *bits, spec.head_dim) if groups == (128, spec.head_dim) else None

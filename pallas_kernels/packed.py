@@ -6,6 +6,9 @@
   one for values. Scale and centre (`low`) of a key channel are constants of the layer, those of a value its token's.
   `key_slots` and `value_slots` outliers per token then replace what their codes say.
 
+Uniform keys may be multiplied by factors of their token, one for all KV heads (OScaR) or one of each (KVarN), and
+values by factors per channel of every `key_group` tokens (KVarN).
+
 Keys may be stored before RoPE (`PackedSpec.rope`); the body then says where each stretch of tokens begins. The arrays
 are laid out as `kvqjax.ops.layout` writes them, all KV heads side by side: head h lies in lanes h*D to (h+1)*D - 1."""
 
@@ -88,6 +91,8 @@ class PackedBody(NamedTuple):
     signposts: Signposts | None = None
     key_outliers: UInt[Array, "L B _ S"] | None = None
     value_outliers: UInt[Array, "L B _ S"] | None = None
+    key_factor: Shaped[Array, "L B key_factors S"] | None = None
+    value_factor: Shaped[Array, "L B S/key_group W"] | None = None
 
     @property
     def slots(self) -> int:
@@ -98,7 +103,9 @@ class PackedBody(NamedTuple):
 class PackedSpec:
     """Everything static about a call. `block` tokens are read at a time: a multiple of the layout's block, not
     necessarily a divisor of the slots. `target` names the chip that the program is compiled for. `rope` is None for
-    keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales."""
+    keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales.
+    `key_factors` numbers of a token multiply its keys: 0, 1, or one of each KV head. `value_factors` says whether
+    values are multiplied too."""
 
     key_bits: int
     value_bits: int
@@ -113,6 +120,8 @@ class PackedSpec:
     datatype: str = "uniform"
     key_slots: int = 0
     value_slots: int = 0
+    key_factors: int = 0
+    value_factors: bool = False
 
     def __post_init__(self):
         if self.target not in TARGETS:
@@ -138,8 +147,9 @@ class PackedSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether these are uniform codes of keys after RoPE: the bodies that `reference` reads."""
-        return self.rope is None and self.datatype == "uniform" and not self.key_slots and not self.value_slots
+        """Whether these are uniform codes of keys after RoPE, without factors: the bodies that `reference` reads."""
+        more = self.key_slots, self.value_slots, self.key_factors, self.value_factors
+        return self.rope is None and self.datatype == "uniform" and not any(more)
 
     @property
     def value_slice(self) -> int:
@@ -168,6 +178,10 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
     for name, count in (("key_outliers", spec.key_slots), ("value_outliers", spec.value_slots)):
         if getattr(body, name) is not None:
             yield name, getattr(body, name), (*lead, slot_rows(count, spec.scales), slots)
+    if body.key_factor is not None:
+        yield "key_factor", body.key_factor, (*lead, spec.key_factors, slots)
+    if body.value_factor is not None:
+        yield "value_factor", body.value_factor, (*lead, slots // spec.key_group, spec.width)
 
 
 def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
@@ -185,6 +199,8 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
         ("signposts", spec.datatype == "nuq"),
         ("key_outliers", spec.key_slots > 0),
         ("value_outliers", spec.value_slots > 0),
+        ("key_factor", spec.key_factors > 0),
+        ("value_factor", spec.value_factors),
     ):
         if wanted and getattr(body, name) is None:
             raise ValueError(f"{name}: got None, want those of {spec}")

@@ -65,6 +65,11 @@ def _fixed(most: int) -> Row:
     return _tpu(None, None, None, (most, most, most))
 
 
+def _without_v5(v6e: Work, v7x: Work) -> Row:
+    """Make a row of simulated kernels that spill registers on v5e."""
+    return {chip: Entry(SIMULATED, 8, work) for chip, work in (("v6e", v6e), ("v7x", v7x))}
+
+
 FEW, TWO, MANY = (4, 4, 4), (2, 2, 2), (16, 16, 16)
 HOPPER = {"sm90": Entry(COMPILED, 8)}
 
@@ -86,6 +91,13 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("kivi", 4, 4, 96): _tpu(HALVES, HALVES_IN_TURN, HALVES_AHEAD, TWO),
     KernelForm("kivi", 2, 2, 256): _tpu(HALVES_IN_TURN, HALVES_IN_TURN, SHORT_AHEAD),
     KernelForm("kivi", 4, 4, 256): _tpu(SHORT_AHEAD, SHORT_IN_TURN, SHORT_AHEAD),
+    KernelForm("omniscale", 2, 2): _without_v5(IN_TURN, IN_TURN),
+    KernelForm("omniscale", 4, 4): _without_v5(AHEAD, IN_TURN),
+    KernelForm("omniscale", 2, 2, group=32): _without_v5(SHORT, Work(1024, 1, 2)),
+    KernelForm("omniscale", 4, 4, group=32): _without_v5(SHORT, SHORT),
+    KernelForm("kvarn", 2, 2): _without_v5(BEHIND, IN_TURN),
+    KernelForm("kvarn", 4, 4): _without_v5(BEHIND, AHEAD),
+    KernelForm("kvarn", 4, 2): {"v7x": Entry(SIMULATED, 8, HALVES_IN_TURN)},
     KernelForm("kivi_star", 2, 2): _tpu(WHOLE, QUARTERS_IN_TURN, QUARTERS_IN_TURN) | HOPPER,
     KernelForm("kivi_star", 3, 3): _tpu(HALVES_IN_TURN, WHOLE, HALVES) | HOPPER,
     KernelForm("kivi_star", 4, 4): _tpu(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN) | HOPPER,

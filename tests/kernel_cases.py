@@ -67,6 +67,8 @@ class Case:
     datatype: str = "uniform"
     key_slots: int = 0
     value_slots: int = 0
+    key_factors: int = 0
+    value_factors: bool = False
 
     @property
     def spec(self) -> PackedSpec:
@@ -79,6 +81,7 @@ class Case:
         return (
             f"k{self.key_bits}g{self.key_group}-v{self.value_bits}g{self.value_group}"
             f"-K{self.kv_heads}D{self.head_dim}G{self.group}T{self.length}-{self.slots}b{self.block}"
+            + (f"-factors{self.key_factors}" + "v" * self.value_factors if self.key_factors else "")
         )
 
 
@@ -118,7 +121,20 @@ def make_body(case: Case, seed: int = 0):
     values = Uniform(bits=case.value_bits, along="channels", group=case.value_group).build(width)
     k, key = _stored(keys, vectors(rng, case, 3.0))
     v, value = _stored(values, vectors(rng, case, 0.5))
-    return PackedBody(*k, *v), *(x.reshape(BATCH, case.slots, case.kv_heads, case.head_dim) for x in (key, value))
+    body, pair = PackedBody(*k, *v), [x.reshape(BATCH, case.slots, case.kv_heads, -1) for x in (key, value)]
+
+    def factors(*shape):
+        x = jnp.asarray(rng.uniform(0.25, 2, (BATCH, *shape)), jnp.bfloat16)
+        return to_bits(jnp.stack([jnp.zeros_like(x), x])), x.astype(jnp.float32)
+
+    if case.key_factors:
+        stored, factor = factors(case.key_factors, case.slots)
+        body, pair[0] = body._replace(key_factor=stored), pair[0] * factor.swapaxes(1, 2)[..., None]
+    if case.value_factors:
+        stored, factor = factors(case.slots // case.key_group, width)
+        spread = jnp.repeat(factor, case.key_group, axis=1).reshape(pair[1].shape)
+        body, pair[1] = body._replace(value_factor=stored), pair[1] * spread
+    return body, *pair
 
 
 def make_query(case: Case, seed: int = 1):

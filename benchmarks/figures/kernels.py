@@ -18,8 +18,9 @@ PACKED = """
 Bundles for 512 tokens of keys and values of one KV head: all, and in brackets what 512 more tokens add and what a tile
 costs besides. head_dim is 128, with 8 query rows and 8 KV heads, unless a case says otherwise (`d`, `r`). `k4v2` is 4
 bits for keys and 2 for values. `g` counts the tokens of a key group and, if 32, the channels of a value group. `pre` is
-keys before RoPE (KIVI*), `nuq` is KVQuant, `o12` has twelve outlier slots. As many bfloat16 keys and values take a v5e
-480 cycles of its memory, a v6e 280 and a v7x 156 (half for head_dim 64): above that a kernel saves memory but no time.
+keys before RoPE (KIVI*), `nuq` is KVQuant, `o12` has twelve outlier slots, `omniscale` and `kvarn` have the factors of
+rotated methods. Empty cells were not compiled. As many bfloat16 keys and values take a v5e 480 cycles of its memory, a
+v6e 280 and a v7x 156 (half for head_dim 64): above that a kernel saves memory but no time.
 
 """
 LATENT = """

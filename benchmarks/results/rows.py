@@ -41,6 +41,11 @@ CACHES = {
         "xquant:bits=4",
         "xquant:bits=2,latent=true",
         "xquant_cl:bits=4,base=0,protected=1",
+        "omniscale:bits=2,group=128,window=0",
+        "kvarn:bits=2,sinks=4",
+        "oscar:bits=2,window=0,sinks=4",
+        "turboquant:bits=2,norm=unbiased,sinks=4",
+        "higgs:bits=2,dim=4,rope=post,group=head,rotate=signs,norm=unbiased,buffer=32",
     ),
     3: (
         "uniform:bits=3",

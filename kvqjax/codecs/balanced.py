@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvqjax.codecs.base import Codec
-from kvqjax.codecs.scaled import over_parts, times_parts
+from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.codecs.kernel_form import Packed
+from kvqjax.codecs.scaled import over_parts, times_parts, with_factors
 from kvqjax.codecs.uniform import Uniform
+from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
 
@@ -98,6 +100,13 @@ class Balanced:
 
     def build(self, width: int) -> Codec:
         return _keys(self, width) if self.along == "tokens" else _values(self, width)
+
+    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+        """Name the kernel for keys and values that are both balanced, in tiles of as many tokens (KVarN)."""
+        if not isinstance(value, Balanced) or value.group != self.group:
+            return None
+        key, plain = self.inner(shape.kv_width), value.inner(shape.kv_width)
+        return with_factors(key.packed(plain, rope, shape), self.dtype, self.heads, values=True)
 
 
 def _tiles(spec: Balanced, x: Float[Array, "u W"]) -> Float[Array, "n K g D"]:

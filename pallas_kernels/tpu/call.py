@@ -18,7 +18,7 @@ from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
 __all__ = ["Operand", "Refs", "by_row", "by_tile", "fetched", "invoke", "memory", "of_body", "scalars", "whole"]
 
-BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers")
+BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
 
 
 class Refs(SimpleNamespace):

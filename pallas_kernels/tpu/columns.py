@@ -4,6 +4,7 @@ A tile of tokens is worked off in blocks (where all arrays start afresh), a bloc
 product)."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from kvqjax.pallas_kernels.tpu import unpack as tpu_unpack
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 
 __all__ = ["Place", "aligned", "columns", "dot", "filled", "groups_met", "key_rows", "lane_wise", "load_row", "loop"]
-__all__ += ["owners", "pick", "place_of", "quotient", "words_of", "zero_beyond"]
+__all__ += ["of_heads", "owners", "pick", "place_of", "quotient", "words_of", "zero_beyond"]
 
 
 class Place(NamedTuple):
@@ -123,6 +124,17 @@ def key_rows(refs, plan: Plan, lane_group, part) -> tuple:
     row, column = part if plan.spec.key_group else 0, lane_group * (plan.lanes // LANES)
     rows = (load_row(ref, row, plan.key_rows, column, plan.lanes) for ref in (refs.factors, refs.zeros))
     return tuple(filled(x, plan) for x in rows)
+
+
+def of_heads(ref, plan: Plan, numbers: Iterable, count: int, column):
+    """Load row `numbers[i]`, of `count` per token, for head i of a lane group, each on the rows of its head's queries:
+    [M, column]. `column` is the number of the first 128 tokens. One number alone is for all heads."""
+    heads = [load_row(ref, number, count, column, plan.column) for number in numbers]
+    row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    chosen = filled(heads[0], plan)
+    for head, own in enumerate(heads[1:], 1):
+        chosen = jnp.where(row >= head * plan.rows_per_head, filled(own, plan), chosen)
+    return chosen
 
 
 def filled(rows, plan: Plan):

@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from kvqjax.pallas_kernels.tpu.balanced import add_balanced_sums
 from kvqjax.pallas_kernels.tpu.call import Refs
 from kvqjax.pallas_kernels.tpu.columns import Place, aligned, loop, place_of
 from kvqjax.pallas_kernels.tpu.outlier_values import add_values
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E, members
-from kvqjax.pallas_kernels.tpu.scores import rotated_scores, unrotated_scores
+from kvqjax.pallas_kernels.tpu.scores import rotated_scores, token_factors, unrotated_scores
 from kvqjax.pallas_kernels.tpu.sums import add_sums, fold, no_sums, weights_of
 from kvqjax.pallas_kernels.tpu.tile import NEVER, prepare
 
@@ -90,7 +91,7 @@ def _attend_interleaved(refs: Refs, plan):
             sums, top = carry
             weights = list(weights_of(refs, plan, peak, blocks))  # before scores are written over theirs
             scoring = _score(refs, plan, place, blocks, top)
-            summing = add_sums(refs, plan, before, weights, blocks, sums)
+            summing = _add_sums(refs, plan, before, weights, blocks, sums)
             turns = -(-len(weights) // count)
             for turn in range(min(0, ahead), turns + max(0, ahead)):
                 if 0 <= turn < turns:
@@ -126,9 +127,14 @@ def _summed(refs: Refs, plan, place: Place, peak):
     """Return the tile's sums (`sums.no_sums`) once its scores are written."""
 
     def piece(blocks, sums):
-        return _last(add_sums(refs, plan, place, weights_of(refs, plan, peak, blocks), blocks, sums))
+        return _last(_add_sums(refs, plan, place, weights_of(refs, plan, peak, blocks), blocks, sums))
 
     return _pieces(plan, piece, no_sums(plan))
+
+
+def _add_sums(refs: Refs, plan, *rest):
+    """Add sums as values without factors, or with factors, want them."""
+    return (add_balanced_sums if plan.spec.value_factors else add_sums)(refs, plan, *rest)
 
 
 def _last(found):
@@ -143,6 +149,8 @@ def _score(refs: Refs, plan, place: Place, blocks, top):
     for index in blocks:
         for number, found in zip(plan.columns(index), score(refs, plan, place, index), strict=True):
             tokens = aligned(number, plan.column)
+            if plan.spec.key_factors:
+                found = found * token_factors(refs, plan, place, number)
             scores = jnp.minimum(found, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores
             for lane in range(0, plan.column, LANES):

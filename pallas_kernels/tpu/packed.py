@@ -155,4 +155,8 @@ def _scratch(plan: Plan) -> dict:
     if plan.slabs:
         rows = tpu_keys.patterns(plan).shape[0]  # scales and minima of the keys of a slab (`keys`)
         held |= dict.fromkeys(("slab_scales", "slab_zeros"), memory(rows, spec.width, dtype=jnp.bfloat16))
+    if spec.key_factors:  # [S/128 * F, 128]: what a token's keys are multiplied by, in lane order
+        held["token_factors"] = memory(plan.tile * spec.key_factors // LANES, LANES)
+    if spec.value_factors:  # [P*W/128 * N, 128]: what the values of a key group are multiplied by
+        held["channel_factors"] = memory(*factors)
     return held | tpu_outliers.scratch(plan)

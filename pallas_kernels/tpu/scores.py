@@ -3,12 +3,12 @@
 
 import jax.numpy as jnp
 
-from kvqjax.pallas_kernels.tpu.columns import Place, aligned, columns, dot, groups_met, key_rows, owners, pick
+from kvqjax.pallas_kernels.tpu.columns import Place, aligned, columns, dot, groups_met, key_rows, of_heads, owners, pick
 from kvqjax.pallas_kernels.tpu.keys import halves, packed, slab_keys
-from kvqjax.pallas_kernels.tpu.plan import Plan
+from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 from kvqjax.pallas_kernels.tpu.rope import rotated, turned
 
-__all__ = ["rotated_scores", "unrotated_scores"]
+__all__ = ["rotated_scores", "token_factors", "unrotated_scores"]
 
 
 def _scaled_queries(refs, plan: Plan, place: Place, index):
@@ -45,6 +45,13 @@ def _multiplied_scores(refs, plan: Plan, place: Place, index):
             else slab_keys(codes, refs, plan, place, index, i)
         )
         yield dot(refs.queries[0, place.group], keys, 1) * plan.spread
+
+
+def token_factors(refs, plan: Plan, place: Place, number):
+    """Load what the scores of column `number` of the tile are multiplied by: [M, column]."""
+    count, first = plan.spec.key_factors, number * (plan.column // LANES)
+    own = [place.group * plan.shared + head for head in range(plan.shared)] if count > 1 else [0]
+    return of_heads(refs.token_factors, plan, own, count, first)
 
 
 def unrotated_scores(refs, plan: Plan, place: Place, index):

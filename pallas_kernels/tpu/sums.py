@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.pallas_kernels.tpu.call import Refs
-from kvqjax.pallas_kernels.tpu.columns import Place, aligned, columns, dot, filled, lane_wise, load_row, pick, quotient
+from kvqjax.pallas_kernels.tpu.columns import Place, aligned, columns, dot, lane_wise, of_heads, pick, quotient
 from kvqjax.pallas_kernels.tpu.plan import LANES
 
-__all__ = ["add_sums", "fold", "no_sums", "weights_of"]
+__all__ = ["add_sums", "fold", "no_sums", "own_rows", "weights_of"]
 
 
 def no_sums(plan):
@@ -20,19 +20,13 @@ def no_sums(plan):
     return zeros, [zeros] * plan.value_slices, jnp.zeros((plan.value_slices * plan.rows, plan.lanes))
 
 
-def _own_rows(ref, plan, place: Place, part: int, column):
+def own_rows(ref, plan, place: Place, part: int, column):
     """Load the value scales, or minima, of slice `part` of every head of the lane group, each on the rows of its head's
     queries: [M, column]. `column` is the number of the first 128 tokens."""
-    spec, heads = plan.spec, []
+    spec = plan.spec
     first = jax.lax.div(place.group * plan.lanes, jnp.int32(spec.value_group))
-    for head in range(plan.shared):
-        own = (head * spec.head_dim + part * spec.value_slice) // spec.value_group
-        heads.append(load_row(ref, first + own, plan.value_rows, column, plan.column))
-    row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
-    chosen = filled(heads[0], plan)
-    for head in range(1, plan.shared):
-        chosen = jnp.where(row >= head * plan.rows_per_head, filled(heads[head], plan), chosen)
-    return chosen
+    own = ((head * spec.head_dim + part * spec.value_slice) // spec.value_group for head in range(plan.shared))
+    return of_heads(ref, plan, (first + number for number in own), plan.value_rows, column)
 
 
 def weights_of(refs: Refs, plan, peak, blocks):
@@ -56,8 +50,8 @@ def add_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
             if plan.spec.value_slots:
                 refs.weights[place.group, :, aligned(number, plan.column)] = weight
             total = total + lane_wise(jnp.add, weight)
-            scaled = [weight * _own_rows(refs.scales, plan, place, part, first) for part in parts]
-            minima = [weight * _own_rows(refs.lows, plan, place, part, first) for part in parts]
+            scaled = [weight * own_rows(refs.scales, plan, place, part, first) for part in parts]
+            minima = [weight * own_rows(refs.lows, plan, place, part, first) for part in parts]
             lows = [low + lane_wise(jnp.add, x) for low, x in zip(lows, minima, strict=True)]
             product = product + dot(jnp.concatenate(scaled).astype(jnp.bfloat16), codes, 0)
             yield total, lows, product

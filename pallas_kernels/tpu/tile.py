@@ -4,6 +4,7 @@ products.
 Shapes as declared in `packed`: P lane groups, M query rows of a lane group, W its lanes, S tokens of the tile, N key
 groups of the tile, C rows of value scales. Lane order is the order in which unpacked tokens come (`unpack`)."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -42,23 +43,37 @@ def write_limits(refs, plan, tile):
 
 
 def order_scales(refs, plan, tile):
-    """Bring this tile's value scales and minima into lane order: [C, S] to [S/128 * C, 128]. The offset of the codes is
-    taken off the minima."""
+    """Bring this tile's value scales and minima, and factors of its keys, into lane order: [C, S] to [S/128 * C, 128].
+    The offset of the codes is taken off the minima."""
     count, width = plan.value_rows, math.gcd(plan.tile, TOKENS)
+    # With factors the results of all lanes would fill the registers: parts one after the other.
+    most = LANES if plan.wide else 2 * LANES
+    parts = max(plan.period // most, 1) if plan.spec.key_factors else 1
+
+    def pieces(number, tokens, *stored):
+        """Load what is stored by token, in stretches of `period` tokens."""
+        rows = from_bits(jnp.concatenate([ref[0, 0, :, tokens] for ref in stored]), plan.spec.scales)
+        if plan.slots % plan.tile:
+            rows = zero_beyond(rows, tile * plan.tile + number * width, plan.slots, 1)
+        return [rows[:, first : first + plan.period] for first in range(0, width, plan.period)]
+
+    def write(number, many: int, rows, part):
+        product = dot(rows, refs.onehot[:, aligned(part, plan.period // parts)], 0)
+        for i in range(many):
+            scale, low = (product[(2 * i + n) * count : (2 * i + n + 1) * count] for n in range(2))
+            column = number * (width // LANES) + (i * (plan.period // LANES) + part * (plan.period // parts // LANES))
+            _write_columns(refs.scales, scale, column)
+            _write_columns(refs.lows, low - _offset(plan.spec.value_bits, plan) * scale, column)
+            if plan.spec.key_factors:
+                first = 2 * count * many + i * plan.spec.key_factors
+                _write_columns(refs.token_factors, product[first : first + plan.spec.key_factors], column)
 
     def step(number):
         tokens = aligned(number, width)
-        stored = [ref[0, 0, :, tokens] for ref in (refs.body.value_scale, refs.body.value_low)]
-        both = from_bits(jnp.concatenate(stored), plan.spec.scales)  # [2C, width]
-        if plan.slots % plan.tile:
-            both = zero_beyond(both, tile * plan.tile + number * width, plan.slots, 1)
-        pieces = [both[:, first : first + plan.period] for first in range(0, width, plan.period)]
-        product = dot(jnp.concatenate(pieces), refs.onehot[...], 0)
-        for i in range(len(pieces)):
-            scale, low = (product[(2 * i + n) * count : (2 * i + n + 1) * count] for n in range(2))
-            column = number * (width // LANES) + i * plan.period // LANES
-            _write_columns(refs.scales, scale, column)
-            _write_columns(refs.lows, low - _offset(plan.spec.value_bits, plan) * scale, column)
+        values = pieces(number, tokens, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
+        factors = pieces(number, tokens, refs.body.key_factor) if plan.spec.key_factors else []
+        part = functools.partial(write, number, len(values), jnp.concatenate([*values, *factors]))
+        part(0) if parts == 1 else loop(parts, part)
 
     loop(plan.tile // width, step)
 
@@ -83,6 +98,9 @@ def _fold_constants(refs: Refs, plan, tile):
     groups = math.gcd(plan.lane_groups, 1 << most.bit_length() - 1)
     width = groups * plan.lanes
 
+    def inside(x):
+        return zero_beyond(x, tile * rows, plan.slots // spec.key_group, 0)
+
     def step(number):
         lanes = aligned(number, width)
         if spec.key_group:
@@ -92,11 +110,19 @@ def _fold_constants(refs: Refs, plan, tile):
             key = (ref[:, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
         scale, low = (x * (1.0 if plan.multiplied else plan.spread) for x in key)
         if spec.key_group and plan.slots % plan.tile:
-            scale, low = (zero_beyond(x, tile * rows, plan.slots // spec.key_group, 0) for x in (scale, low))
+            scale, low = (inside(x) for x in (scale, low))
         zero = low - _offset(spec.key_bits, plan) * scale
         if plan.slabs:
             tpu_keys.store_patterns(refs, scale, zero, lanes)
         _write_columns(refs.factors, scale, number * (width // LANES))
         _write_columns(refs.zeros, zero, number * (width // LANES))
 
+    def factors(stored, number):
+        factor = from_bits(stored[0, 0, :, aligned(number, width)], spec.scales).astype(jnp.float32)
+        if plan.slots % plan.tile:
+            factor = inside(factor)
+        _write_columns(refs.channel_factors, factor, number * (width // LANES))
+
     loop(plan.lane_groups // groups, step)
+    if refs.body.value_factor is not None:
+        loop(plan.lane_groups // groups, functools.partial(factors, refs.body.value_factor))

@@ -14,15 +14,19 @@ from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.tpu import packed as tpu
 
 METHODS = ["kivi_star:protected=0,sinks=3", "kvquant:bits=2,outliers=0.01,sinks=3"]
+ROTATED = ["omniscale:bits=4,window=0,sinks=3", "kvarn:bits=2,sinks=3"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS + ROTATED)
 def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     model, cache = filled(method)
     plain, calls = logits(model, cache), []
 
     def kernel(q, body, layer, start, stop, spec, general, trusted):
-        calls.append(spec.rope == rope(10000.0, 128))
+        assert (spec.rope is None) == (method in ROTATED)
+        if spec.rope is not None:
+            np.testing.assert_allclose(spec.rope.frequencies, rope(10000.0, 128).frequencies, rtol=1e-6)
+        calls.append(spec)
         return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
     monkeypatch.setattr(whole_body, "packed_attention", kernel)
@@ -41,11 +45,16 @@ def test_elsewhere_the_general_path(method):
     np.testing.assert_array_equal(logits(model, for_tpu), logits(model, cache))
 
 
-@pytest.mark.parametrize("method", ["kivi:bits=2", "kivi:bits=4", "kivi:bits=2,group=128"])
-def test_bodies_of_kivi_reach_the_kernel(method):
-    """As users name them, with their default groups, on every TPU."""
+REACHING = ["kivi:bits=2", "kivi:bits=4", "kivi:bits=2,group=128", "omniscale:bits=2", "omniscale:bits=4,group=128"]
+REACHING += ["kvarn:bits=2", "kvarn:bits=4", "kvarn:bits=4,value_bits=2"]
+
+
+@pytest.mark.parametrize("method", REACHING)
+def test_bodies_of_kivis_shape_reach_the_kernel(method):
+    """As users name them, with their default groups, on every TPU that has the row."""
     model = tiny(head_dim=128, num_layers=1)
     cache = kvq.init_cache(model, kvq.parse(method), 1, 1024)
-    for target in ("v5e", "v5p", "v6e", "v7x"):
+    targets = {"kivi": ("v5e", "v5p", "v6e", "v7x"), "omniscale": ("v6e", "v7x"), "kvarn": ("v7x",)}
+    for target in targets[method.partition(":")[0]]:
         form = kvq.cache.runs_of(for_chip(cache, target).layout)[0].wiring.fast.packed
         assert dispatch.path(form.spec, 4, 1024) == "tpu", target
