@@ -209,6 +209,18 @@ def test_a_head_dim_without_a_hadamard_matrix_has_other_rotations():
         np.testing.assert_array_equal(matrix @ matrix.T, dim * np.eye(dim, dtype=int))
 
 
+NO_POWER_OF_TWO = ("kvarn:bits=2", "omniscale:bits=2,value_group=25", "oscar:bits=2,rotate=hadamard")
+
+
+@pytest.mark.parametrize("text", [*NO_POWER_OF_TWO, "turboquant:bits=2", "turboquant:bits=4,form=vllm,boundary=0"])
+def test_methods_of_a_rotation_say_which_remain(text):
+    shape = kvq.KVShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=100, rope=kvq.Rope())
+    with pytest.raises(kvq.UserError, match="order 100, the head_dim, is known here; the rotations pairs and fitted"):
+        kvq.init_cache(shape, text, batch=1, capacity=256)
+    if text in NO_POWER_OF_TWO:
+        kvq.init_cache(shape, text.removesuffix(",rotate=hadamard") + ",rotate=pairs", batch=1, capacity=256)
+
+
 def test_a_bias_that_is_taken_off_cannot_be_rotated():
     model = tiny(qkv_bias=True)
     with pytest.raises(kvq.UserError, match="keys without the model's bias cannot be rotated; say centre=none"):
