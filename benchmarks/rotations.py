@@ -19,8 +19,8 @@ from rich.progress import track
 import kvqjax
 from benchmarks.gate import KEY, LENGTH, SHAPES, STEPS, key_of, measure
 from benchmarks.gate import RECORD as GATE
-from benchmarks.results.page import table
 from benchmarks.results.rows import FOLDER as RESULTS
+from benchmarks.tables import table
 from benchmarks.xquant_roofline import LLAMA31_8B
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.cache_layout import CacheLayout
