@@ -18,6 +18,7 @@ import jaxlib
 from kvqjax._timing import memory
 from kvqjax._version import __version__
 from kvqjax.pallas_kernels.packed import KINDS
+from kvqjax.pallas_kernels.support import TABLE
 
 __all__ = ["Finding", "Machine", "findings", "this_machine"]
 
@@ -144,7 +145,9 @@ def findings(machine: Machine) -> list[Finding]:
     if machine.x64:
         text = "jax_enable_x64 is on: caches keep 32-bit numbers, but what you compute around them is slow on chips"
         found.append(Finding(False, text))
-    known = machine.platform == "cpu" or any(machine.devices[0].startswith(kind) for kind in KINDS)
+    written_for = {target for chips in TABLE.values() for target in chips}
+    target = next((target for kind, target in KINDS.items() if machine.devices[0].startswith(kind)), None)
+    known = machine.platform == "cpu" or target in written_for
     if not known:
         found.append(Finding(False, f"{machine.devices[0]} is a chip no kernel was written for: the plain path serves"))
     return found

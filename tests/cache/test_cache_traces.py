@@ -4,7 +4,7 @@ import numpy as np
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.generation import decoding as generation
+from kvqjax.generation import loop as generation
 
 
 def test_a_long_ragged_generation_compiles_a_fixed_number_of_programs():

@@ -8,7 +8,7 @@ from greedy import reference
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.generation import decoding as generation
+from kvqjax.generation import loop as generation
 from kvqjax.generation.prompt_ids import bucket
 from kvqjax.generation.sampling import make_sampling, sample
 

@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.generation import decoding
+from kvqjax.generation import loop
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
 from kvqjax.model.catalogue import config_of
 
@@ -42,7 +42,7 @@ def test_auto_is_the_chosen_chunk_and_progress_is_told(monkeypatch):
         chosen.append((target, batch))
         return 16
 
-    monkeypatch.setattr(decoding, "chunk_for", choose)
+    monkeypatch.setattr(loop, "chunk_for", choose)
     prompts, options = [list(range(1, 41)), [5, 6, 7]], {"method": "kivi:bits=2,window=32", "max_new_tokens": 4}
     found = kvq.generate(model, prompts, chunk="auto", progress=told.append, **options)
     assert found.tokens == kvq.generate(model, prompts, chunk=16, **options).tokens

@@ -104,7 +104,7 @@ def test_a_token_that_is_not_finite_spoils_no_other():
 def test_stacks_name_their_layers():
     params = mixed().params
     held = {name: x.layers for name, x in params["layers"].items() if isinstance(x, Rows)}
-    dense, sparse = dict.fromkeys(("gate", "up", "down"), (1,)), dict.fromkeys(decoder.SPARSE, (0, 2))
+    dense, sparse = dict.fromkeys(("gate", "up", "down"), (1,)), dict.fromkeys(weight_trees.SPARSE, (0, 2))
     assert held == dense | sparse
     assert params["layers"]["experts_gate"].stack.shape == (2, 8, 32, 24)
     assert "gate" not in decoder.layer(params, 0)

@@ -149,6 +149,7 @@ def test_fingerprint_names_what_differs(folder):
 class FakeArtifact:
     constants: dict
     fingerprint: str
+    method: str = "fake"
 
 
 def test_artifact_of_another_model_is_refused_by_field(folder):
