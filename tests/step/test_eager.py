@@ -91,15 +91,15 @@ def on_one_device(tmp_path: Path) -> dict:
 TUNED, TEXT = "higgs:bits=2,buffer=32,kivi:bits=4,window=0", "ab12 cd34 " * 120
 
 
-def check(name: str, call) -> None:
+def check(name: str, call, calls: int = CALLS) -> None:
     """The first calls may compile what they need; the others find it."""
     for number in (1, 2):
         jax.block_until_ready(call(number))
     before, maps = PROGRAMS[0], memory_maps()
-    for number in range(3, 3 + CALLS):
+    for number in range(3, 3 + calls):
         jax.block_until_ready(call(number))
-    assert PROGRAMS[0] == before, f"{name}: {PROGRAMS[0] - before} programs in {CALLS} calls"
-    assert memory_maps() - maps < 2 * CALLS, f"{name}: {memory_maps() - maps} memory maps in {CALLS} calls"
+    assert PROGRAMS[0] == before, f"{name}: {PROGRAMS[0] - before} programs in {calls} calls"
+    assert memory_maps() - maps < 2 * calls, f"{name}: {memory_maps() - maps} memory maps in {calls} calls"
 
 
 def test_on_one_device(tmp_path):
@@ -108,7 +108,7 @@ def test_on_one_device(tmp_path):
     classes = {name for name in kvq.__all__ if isinstance(getattr(kvq, name), type)}
     assert set(calls) == functions - classes - NO_ARRAYS
     for name, call in calls.items():
-        check(name, call)
+        check(name, call, 4 if name == "tune" else CALLS)  # a search is itself many calls
 
 
 def test_on_a_mesh():
