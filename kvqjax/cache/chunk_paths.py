@@ -19,6 +19,7 @@ __all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "kern
 
 MANY_QUERIES = 128  # from so many new tokens on, chunks take these paths
 SCORES, DECODED = 2**31, 2**13  # of one block of a body: bytes of its weights on a GPU, its tokens on a TPU
+WHOLE = 2**28  # bytes of a layer's keys and values that a chunk on a TPU may hold decoded, all at once
 
 
 def kernels_of(layout: CacheLayout) -> str:
@@ -109,14 +110,15 @@ def _attend_at_once(q, kv_heads: int, read, first, last, carry, slots: int, kern
 def attend_blocks(
     q, kv_heads: int, read, first, last, carry, width: int | None, kernels: str, alike: bool, slots: int
 ) -> tuple[Partial, Any]:
-    """`blockwise_attention` of a body of `slots` tokens. Where all queries of a row see `alike`, it is one segment to
-    the kernel and tiles to a GPU; else its blocks are segments to the kernel."""
+    """`blockwise_attention` of a body of `slots` tokens. Where all queries of a row see `alike`, it is tiles to a GPU,
+    and one segment to the kernel if so much may be decoded; else its blocks are segments to the kernel."""
     few = q.shape[1] < MANY_QUERIES or width is not None
     if few or kernels == "off" or (kernels == "tiles" and not alike):
         return blockwise_attention(q, kv_heads, read, first, last, carry, width)
     if kernels == "tiles":
         return tile_attention(q, kv_heads, read, first, last, carry)
-    if alike and splash.fits(q.shape[1], slots, q.shape[3]):
+    decoded = 2 * q.dtype.itemsize * q.shape[0] * kv_heads * slots * q.shape[3]
+    if alike and decoded <= WHOLE and splash.fits(q.shape[1], slots, q.shape[3]):
         return _attend_at_once(q, kv_heads, read, first, last, carry, slots, kernels)
 
     def step(j, loop):
