@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent
 LONG = "long decode"
 RECORD, PAGE = ROOT / "records" / "rotations.json", ROOT / "rotations.md"
 KIVI = "kivi:bits=2,group=128,window=0"
-BEST = "higgs:bits=2,dim=4,rope=post,group=head,rotate=signs,norm=unbiased,buffer=32"
+BEST = "higgs:bits=2,dim=4,group=head,rope=post,buffer=32,norm=unbiased,rotate=signs"
 BEFORE = "higgs:bits=2,dim=4,group=head,norm=unbiased,buffer=32"  # keys before RoPE, without their bias
 TWO = (
     BEST,

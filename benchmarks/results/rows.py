@@ -45,7 +45,7 @@ CACHES = {
         "kvarn:bits=2,sinks=4",
         "oscar:bits=2,window=0,sinks=4",
         "turboquant:bits=2,norm=unbiased,sinks=4",
-        "higgs:bits=2,dim=4,rope=post,group=head,rotate=signs,norm=unbiased,buffer=32",
+        "higgs:bits=2,dim=4,group=head,rope=post,buffer=32,norm=unbiased,rotate=signs",
     ),
     3: (
         "uniform:bits=3",

@@ -21,7 +21,7 @@ __all__ = [
     "runs_of",
 ]
 
-_RENAMED = {"runs_of": "runs_of", "RunLayout": "RunLayout", "at_layer": "at_layer"}
+_RENAMED = {"plan": "runs_of", "RunPlan": "RunLayout", "pick": "at_layer"}
 
 
 def __getattr__(name: str):
