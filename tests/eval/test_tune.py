@@ -1,11 +1,7 @@
 """Tuning: codecs as data say what their own caches say; the search; measurements that survive a stop; budgets."""
 
 import dataclasses
-import importlib
-import itertools
-import json
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -19,19 +15,17 @@ from kvqjax.calibrate import xquant
 from kvqjax.eval.measure_drift import encoded_from
 from kvqjax.eval.replay import replay
 from kvqjax.eval.stamp import ledger_of
-from kvqjax.eval.tune import Settings, needed_windows, tune_windows
+from kvqjax.eval.tune import Settings, tune_windows
 from kvqjax.eval.tune.budget import Budget, read_budget
-from kvqjax.eval.tune.candidates import fast_enough, layer_bytes, named, sorted_out
+from kvqjax.eval.tune.candidates import layer_bytes, named, sorted_out
 from kvqjax.eval.tune.chains import OWN, Chain, chain_bytes
 from kvqjax.eval.tune.choices import Choice
 from kvqjax.eval.tune.choose import best_of, limit_of, losses, mixture, whole
 from kvqjax.eval.tune.constants import Learnt, assembled
-from kvqjax.eval.tune.estimate import estimated
 from kvqjax.eval.tune.measure import Meter, divergence
-from kvqjax.eval.tune.report import commands, line_at, write_report
-from kvqjax.eval.tune.search import Table, climb, guess
+from kvqjax.eval.tune.report import commands, write_report
+from kvqjax.eval.tune.search import Table
 from kvqjax.eval.tune.trial import Trial, choice_of
-from kvqjax.model.catalogue import config_of
 from kvqjax.step.new_cache import check_constants
 
 ROOT = Path(__file__).parents[2]
@@ -99,53 +93,6 @@ def test_layers_and_candidates_cost_no_compilation(trial, windows):
     plain, *found = [replay(trial.subject(np.asarray(p))[1](), batch, trial.method, CHUNK) for p in POLICIES]
     assert replay._cache_size() - known <= 1
     assert min(float(abs(x - plain).max()) for x in found) > 1e-2
-
-
-def brute(table: Table, limit: float) -> float:
-    layers, count = table.bytes.shape[:2]
-    every = itertools.product(range(count), repeat=2 * layers)
-    policies = (np.asarray(p).reshape(layers, 2) for p in every)
-    return min((table.sum(p) for p in policies if table.size(p) <= limit), default=np.inf)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_first_guess_is_the_best_sum(seed):
-    rng = np.random.default_rng(seed)
-    size = rng.integers(10, 60, (3, 2, 3))
-    table = Table((size[:, 0, :, None] + size[:, 1, None, :]).astype(float), rng.random((3, 2, 3)), np.zeros(3, bool))
-    for limit in (120.0, 180.0, 240.0):
-        found, best = guess(table, limit), brute(table, limit)
-        if found is None:
-            assert best == np.inf
-            continue
-        assert table.size(found) <= limit
-        assert table.sum(found) == pytest.approx(best)
-
-
-def test_measured_exchanges_find_what_sums_do_not_show():
-    """Two parts that are harmless alone and ruin the model together."""
-    size = np.asarray([1.0, 3.0])
-    table = Table(np.tile(size[:, None] + size[None], (3, 1, 1)), np.zeros((3, 2, 2)), np.zeros(2, bool))
-    table.loss[..., 0] = np.asarray([[0.1, 0.1], [0.2, 0.3], [0.3, 0.4]])
-
-    def measure(policies):
-        both = lambda p: 5.0 * (p[0, 0] == 0 and p[0, 1] == 0)  # noqa: E731
-        return np.asarray([[table.sum(p) + both(p)] * 3 for p in policies])
-
-    start = guess(table, 14.0)
-    assert (start[0] == 0).all()
-    end = climb(table, start, 14.0, measure)
-    assert table.size(end) <= 14.0
-    assert not (end[0] == 0).all()
-    every = (np.asarray(p).reshape(3, 2) for p in itertools.product(range(2), repeat=6))
-    assert measure([end]).mean() == min(measure([p]).mean() for p in every if table.size(p) <= 14.0)
-
-
-def test_a_gain_within_noise_is_not_taken():
-    table = Table(np.ones((1, 2, 2)), np.zeros((1, 2, 2)), np.zeros(2, bool))
-    noise = np.asarray([0.0, 1.0, -1.0, 0.1])
-    measure = lambda policies: np.asarray([np.ones(4) - 0.01 * p.sum() * noise for p in policies])  # noqa: E731
-    assert (climb(table, np.zeros((1, 2), int), 2.0, measure) == 0).all()
 
 
 def tuned(model, windows, out, **changes):
@@ -321,88 +268,3 @@ def test_lists_of_methods(model):
     assert {m.name.partition(":")[0] for m in free} >= {"kivi", "uniform", "higgs"}
     wanted = [plan.wiring.wanted() for m in free for plan in kvq.cache.runs_of(kvq.init_cache(model, m, 1, 64).layout)]
     assert not any(wanted)
-
-
-def test_slow_methods_are_left_out():
-    config = config_of("llama-3.1-8b")
-    given = [kvq.kivi(bits=2), kvq.xquant(bits=4)]
-    kept, ratios = fast_enough(given, config, 131072, "v5e", 1.0)
-    assert kept == given[:1]
-    assert ratios["kivi:bits=2"] < 1 < ratios["xquant:bits=4"]
-    assert fast_enough(given, config, 131072, "v5e", 100.0)[0] == given
-
-
-def test_the_cost_of_a_large_model_on_one_chip_and_on_eight():
-    config = config_of("llama-3.1-8b")
-    one, eight = (estimated(config, "kivi,higgs", d, m, Settings()) for d, m in (("h100", ""), ("v5e", "model=8")))
-    assert one["parts_alone"] == 2 * 32 * (one["candidates"] - 1)
-    assert one["forward_passes"] == eight["forward_passes"]
-    assert one["bytes"] > 16e9 > eight["bytes"]
-    more = estimated(config, "kivi,higgs", "h100", "", dataclasses.replace(Settings(), window=1024))
-    assert more["hours"] > 1.9 * one["hours"]
-    few, chain = (
-        estimated(config, f"kivi:bits=2,higgs:bits=2{x}", "h100", "", Settings()) for x in ("", ",aqua:bits=2")
-    )
-    assert (few["exceptions"], chain["exceptions"]) == (0, 1 + 32 * 3)  # the exact cache, KIVI and HIGGS in each layer
-    assert chain["forward_passes"] > few["forward_passes"]
-    rows = estimated(config, "kivi,higgs", "v5e", "data=8", Settings(batch=3))
-    assert rows["tokens"] == rows["forward_passes"] * 8 * Settings().window  # a row for every device
-
-
-def test_the_line_between_single_methods():
-    rows = [
-        {"kind": "single", "bits_stored": b, "kld": k} for b, k in ((2.0, 1.0), (2.2, 3.0), (3.0, 0.1), (4.0, 0.09))
-    ]
-    assert line_at(rows, 2.5) == pytest.approx(0.1**0.5)
-    assert line_at(rows, 1.5) is None
-    assert line_at(rows, 5.0) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("2.5", Budget("bits", 2.5)),
-        ("3 bits", Budget("bits", 3.0)),
-        ("8GiB", Budget("bytes", 2**33)),
-        ("1.5 MB", Budget("bytes", 1.5e6)),
-        ("kld=0.01", Budget("kld", 0.01)),
-        ("kld<=1e-3", Budget("kld", 1e-3)),
-    ],
-)
-def test_budgets(text, found):
-    assert read_budget(text) == found
-
-
-@pytest.mark.parametrize("text", ["", "-1", "0", "2.5 apples", "kld=2GiB", "1.2.3", "nan", "inf"])
-def test_budgets_that_are_none(text):
-    with pytest.raises(kvq.UserError, match="wanted bits"):
-        read_budget(text)
-
-
-def test_more_choices_want_more_text():
-    assert needed_windows(2) == 4 < needed_windows(100) < needed_windows(1000) < 20
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """benchmarks.tune, found after everything installed."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
-    return importlib.import_module("benchmarks.tune")
-
-
-def test_the_record_holds_what_was_asked_for_and_the_page_says_it(bench):
-    rows = json.loads(bench.RECORD.read_text(encoding="utf-8"))
-    assert len(bench.held_at(rows, 2.5)) >= 4
-    assert len(bench.held_at(rows, 3.2)) >= 4
-    for row in rows:
-        if "refused" not in row:
-            assert row["bits"] <= row["budget"]
-            assert row["kld"] <= row.get("single_kld", np.inf) + row["kld_error"]
-    assert bench.tables(rows) in (ROOT / "docs" / "howto" / "tune.md").read_text(encoding="utf-8")
-
-
-def test_a_recorded_policy_is_measured_again(bench):
-    """Sums in another order flip codes at ties, so divergences may differ by 5 %, as the gate's."""
-    rows = json.loads(bench.RECORD.read_text(encoding="utf-8"))
-    (row,) = (row for row in rows if bench.key_of(row) == ("recall", "none", bench.LISTED, 2.5))
-    assert bench.again(row) == pytest.approx(row["kld"], rel=0.05)

@@ -1,0 +1,105 @@
+"""Budgets, costs and the line between single methods; what the record of tuning holds."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvqjax as kvq
+from kvqjax.eval.tune import Settings, needed_windows
+from kvqjax.eval.tune.budget import Budget, read_budget
+from kvqjax.eval.tune.candidates import fast_enough
+from kvqjax.eval.tune.estimate import estimated
+from kvqjax.eval.tune.report import line_at
+from kvqjax.model.catalogue import config_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_slow_methods_are_left_out():
+    config = config_of("llama-3.1-8b")
+    given = [kvq.kivi(bits=2), kvq.xquant(bits=4)]
+    kept, ratios = fast_enough(given, config, 131072, "v5e", 1.0)
+    assert kept == given[:1]
+    assert ratios["kivi:bits=2"] < 1 < ratios["xquant:bits=4"]
+    assert fast_enough(given, config, 131072, "v5e", 100.0)[0] == given
+
+
+def test_the_cost_of_a_large_model_on_one_chip_and_on_eight():
+    config = config_of("llama-3.1-8b")
+    one, eight = (estimated(config, "kivi,higgs", d, m, Settings()) for d, m in (("h100", ""), ("v5e", "model=8")))
+    assert one["parts_alone"] == 2 * 32 * (one["candidates"] - 1)
+    assert one["forward_passes"] == eight["forward_passes"]
+    assert one["bytes"] > 16e9 > eight["bytes"]
+    more = estimated(config, "kivi,higgs", "h100", "", dataclasses.replace(Settings(), window=1024))
+    assert more["hours"] > 1.9 * one["hours"]
+    few, chain = (
+        estimated(config, f"kivi:bits=2,higgs:bits=2{x}", "h100", "", Settings()) for x in ("", ",aqua:bits=2")
+    )
+    assert (few["exceptions"], chain["exceptions"]) == (0, 1 + 32 * 3)  # the exact cache, KIVI and HIGGS in each layer
+    assert chain["forward_passes"] > few["forward_passes"]
+    rows = estimated(config, "kivi,higgs", "v5e", "data=8", Settings(batch=3))
+    assert rows["tokens"] == rows["forward_passes"] * 8 * Settings().window  # a row for every device
+
+
+def test_the_line_between_single_methods():
+    rows = [
+        {"kind": "single", "bits_stored": b, "kld": k} for b, k in ((2.0, 1.0), (2.2, 3.0), (3.0, 0.1), (4.0, 0.09))
+    ]
+    assert line_at(rows, 2.5) == pytest.approx(0.1**0.5)
+    assert line_at(rows, 1.5) is None
+    assert line_at(rows, 5.0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("2.5", Budget("bits", 2.5)),
+        ("3 bits", Budget("bits", 3.0)),
+        ("8GiB", Budget("bytes", 2**33)),
+        ("1.5 MB", Budget("bytes", 1.5e6)),
+        ("kld=0.01", Budget("kld", 0.01)),
+        ("kld<=1e-3", Budget("kld", 1e-3)),
+    ],
+)
+def test_budgets(text, found):
+    assert read_budget(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "-1", "0", "2.5 apples", "kld=2GiB", "1.2.3", "nan", "inf"])
+def test_budgets_that_are_none(text):
+    with pytest.raises(kvq.UserError, match="wanted bits"):
+        read_budget(text)
+
+
+def test_more_choices_want_more_text():
+    assert needed_windows(2) == 4 < needed_windows(100) < needed_windows(1000) < 20
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """benchmarks.tune, found after everything installed."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    return importlib.import_module("benchmarks.tune")
+
+
+def test_the_record_holds_what_was_asked_for_and_the_page_says_it(bench):
+    rows = json.loads(bench.RECORD.read_text(encoding="utf-8"))
+    assert len(bench.held_at(rows, 2.5)) >= 4
+    assert len(bench.held_at(rows, 3.2)) >= 4
+    for row in rows:
+        if "refused" not in row:
+            assert row["bits"] <= row["budget"]
+            assert row["kld"] <= row.get("single_kld", np.inf) + row["kld_error"]
+    assert bench.tables(rows) in (ROOT / "docs" / "howto" / "tune.md").read_text(encoding="utf-8")
+
+
+def test_a_recorded_policy_is_measured_again(bench):
+    """Sums in another order flip codes at ties, so divergences may differ by 5 %, as the gate's."""
+    rows = json.loads(bench.RECORD.read_text(encoding="utf-8"))
+    (row,) = (row for row in rows if bench.key_of(row) == ("recall", "none", bench.LISTED, 2.5))
+    assert bench.again(row) == pytest.approx(row["kld"], rel=0.05)
