@@ -1,6 +1,6 @@
 """Does a cache's error grow with time, or does the model grow more sensitive? KL divergence against the decoding step.
 
-    python benchmarks/drift.py [--model recall] [--rows 2] [--record FILE]
+    python -m benchmarks.drift [--model recall] [--rows 2] [--record FILE]
 
 The long decode of benchmarks/gate.py (2048 steps of one token, problems of 255 tokens after each other), in spans of
 256 steps: the exact cache's own loss, and KL(exact || cache) for caches and for constant noise (benchmarks/noise.py),
@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.calibrated import calibrated, span_rows
 from benchmarks.gate import STEPS, open_shape
 from benchmarks.noise import method_of
+from benchmarks.tables import table
 from kvqjax.eval.replay import exact_logits, replay, score
 
 RECORD = Path(__file__).parent / "records" / "drift_recall.json"
@@ -49,10 +50,11 @@ def main() -> None:
     options = parser.parse_args()
     found = measure(options.model, options.rows)
     ends = [f"to {SPAN * (i + 1)}" for i in range(STEPS // SPAN)]
-    print(f"| | {' | '.join(ends)} | last / first half |\n" + "|---" * (len(ends) + 2) + "|")
+    rows = []
     for name, values in found.items():
         ratio = np.mean(values[len(values) // 2 :]) / np.mean(values[: len(values) // 2])
-        print(f"| {name} | {' | '.join(f'{x:.3g}' for x in values)} | {ratio:.2f} |")
+        rows.append([name, *(f"{x:.3g}" for x in values), f"{ratio:.2f}"])
+    print(table(["", *ends, "last / first half"], rows))
     if options.record:
         options.record.write_text(json.dumps({"model": options.model, "rows": options.rows, "spans": found}, indent=1))
 

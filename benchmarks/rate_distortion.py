@@ -22,6 +22,7 @@ from rich.progress import track
 
 import kvqjax
 from benchmarks.calibrated import span_rows
+from benchmarks.tables import table
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.commvq_em import fit_keys
@@ -147,15 +148,17 @@ def markdown(rows: list[dict]) -> str:
     if not rows:
         return "Not run yet.\n"
     cells = {(r["codec"], r["bits"], r["source"]): f"{r['relative_mse']:.3g} ({r['gap']:+.2f})" for r in rows}
-    lines = ["| codec | bits | " + " | ".join(SOURCES) + " |", "|---|---|" + "---|" * len(SOURCES)]
-    for codec, bits in dict.fromkeys((r["codec"], r["bits"]) for r in rows):
-        found = [cells.get((codec, bits, source), "-") for source in SOURCES]
-        lines.append(f"| {codec} | {bits:.2f} | " + " | ".join(found) + " |")
+    lines = [
+        [codec, f"{bits:.2f}", *(cells.get((codec, bits, source), "-") for source in SOURCES)]
+        for codec, bits in dict.fromkeys((r["codec"], r["bits"]) for r in rows)
+    ]
     about = (
         "Mean squared error over the channels' mean variance and, in brackets, stored bits above what a Gaussian source"
     )
     more = "of the same covariance needs at that error (`benchmarks/rate_distortion.py`; layer 1, before RoPE).\n"
-    return "\n".join([about, more, *lines, "", "![error against bits](rate_distortion.png)\n"])
+    return "\n".join(
+        [about, more, table(["codec", "bits", *SOURCES], lines), "![error against bits](rate_distortion.png)\n"]
+    )
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -2,7 +2,6 @@
 
     python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4v4-g128,k2v2-g128] [--write]
     python benchmarks/tpu_bundles.py --attempt 2048:4,2048:1:0 [--chips v5e] [--cases k2v2-g128-pre]
-    python benchmarks/tpu_bundles.py --table
 
 Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of a
 loop count as often as it runs, branches in full. `marginal` is what 512 tokens of K and V of one KV head add, `fixed`
@@ -11,7 +10,7 @@ query rows per KV head unless a case's name says otherwise (d, r). `pre` are key
 (keys before RoPE too), `o` the outlier slots of a token's keys and of its values, `omniscale` and `kvarn` the factors
 of rotated methods. `--write` renews benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work
 ("tile:pieces", or "tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/support.py: total and
-spills. `--table` prints the record.
+spills. benchmarks/kernels.md has the record as a table (`python -m benchmarks.figures`).
 """
 
 import argparse
@@ -199,28 +198,10 @@ def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
     return found
 
 
-def table(record: dict) -> str:
-    """The record as Markdown: total, marginal and fixed bundles, and spills where there are any."""
-
-    def cell(found: dict | None) -> str:
-        if found is None:
-            return "not compiled"
-        numbers = f"{found['total']:.0f} ({found['marginal']:.0f} + {found['fixed']:.0f})"
-        return numbers + (f", {found['spills']} spills" if found["spills"] else "")
-
-    lines = [f"| case | {' | '.join(CHIPS)} |", "|---" * (1 + len(CHIPS)) + "|"]
-    lines += [f"| {name} | {' | '.join(cell(record[chip].get(name)) for chip in CHIPS)} |" for name in CASES]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = options_of(__doc__.splitlines()[0], CASES)
     parser.add_argument("--attempt", default="")
-    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(RECORD.read_text())))
-        return
     if options.attempt and options.write:
         parser.error("attempts are not recorded: leave out --write")
     measured = functools.partial(attempt, options.attempt.split(",")) if options.attempt else measure

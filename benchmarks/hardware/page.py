@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hardware.log import Log
+from benchmarks.tables import table
 from kvqjax.cli.tables import cell
 
 __all__ = ["write_page"]
@@ -21,9 +22,8 @@ TITLES = {
 
 def _table(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [f"| {' | '.join(name.replace('_', ' ') for name in names)} |", f"|{'---|' * len(names)}"]
-    lines += [f"| {' | '.join(cell(name, row.get(name)).replace('|', '/') for name in names)} |" for row in rows]
-    return "\n".join(lines)
+    cells = [[cell(name, row.get(name)).replace("|", "/") for name in names] for row in rows]
+    return table([name.replace("_", " ") for name in names], cells)
 
 
 def _picture(path: Path, rows: list[dict[str, Any]], label: str, value: str, title: str) -> None:

@@ -172,7 +172,7 @@ def drift_section(found: dict | None) -> str:
         growth = sum(values[half:]) / sum(values[:half])
         rows.append([name, *(f"{x:.2g}" for x in values), f"{growth:.2f}"])
     about = (
-        f"`{found['model']}`, one token at a time (`python benchmarks/drift.py`): mean over spans of 256 steps of\n"
+        f"`{found['model']}`, one token at a time (`python -m benchmarks.drift`): mean over spans of 256 steps of\n"
         "the exact cache's loss and of KL(exact || cache). The noise has one size wherever a token stands: its growth\n"
         "is that of the model's sensitivity with the tokens it chooses among. Growth beyond is the cache's own.\n"
     )

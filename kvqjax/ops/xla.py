@@ -31,12 +31,17 @@ def kept_apart(tree: Tree) -> Tree:
     return jax.lax.optimization_barrier(tree)
 
 
+def _never(x: Array) -> Bool[Array, ""]:
+    """False, made of a number of `x`, so that XLA cannot know it before."""
+    number = x.reshape(-1)[0]
+    return jnp.isposinf(number) & jnp.isneginf(number)
+
+
 def depending_on(x: Array, new: dict[str, Array]) -> dict[str, Array]:
     """`new`, made to depend on `x`. What a layer outside a loop captures is ready before its attention has read the
     body: without this, XLA copies the body so that `append` may write at the same time. It must be data, since an
     optimization barrier is gone when XLA's CPU backend places copies."""
-    never = jnp.isposinf(x.reshape(-1)[0]) & jnp.isneginf(x.reshape(-1)[0])
-    return {name: jnp.where(never, jnp.zeros_like(y), y) for name, y in new.items()}
+    return {name: jnp.where(_never(x), jnp.zeros_like(y), y) for name, y in new.items()}
 
 
 def unknown_zero(counts: Int[Array, " B"]) -> Int[Array, ""]:
@@ -55,8 +60,7 @@ def filled_by(x: Array, shapes: Tree) -> Tree:
 def zeros_by(x: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
     """Zeros, float32, that XLA cannot know before it has `x`: it would make constant ones for all unrolled layers at
     once."""
-    one = x.reshape(-1)[0]
-    return jnp.full(shape, jnp.where(jnp.isposinf(one) & jnp.isneginf(one), 1.0, 0.0), jnp.float32)
+    return jnp.full(shape, jnp.where(_never(x), 1.0, 0.0), jnp.float32)
 
 
 def rows_if(wanted: Bool[Array, ""], rows: int) -> Int[Array, ""]:
