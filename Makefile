@@ -45,7 +45,7 @@ test: $(VENV)/.package $(VENV)/.with-test $(VENV)/.torch
 	cd tests && $(abspath $(BIN))/lint-imports --no-cache --config ../pyproject.toml
 	$(BIN)/pyrefly check --config pyproject.toml --python-interpreter-path $(BIN)/python --output-format min-text \
 		"$$($(BIN)/python -Pc 'import importlib.util as u; print(u.find_spec("kvqjax").submodule_search_locations[0])')"
-	PYTHONSAFEPATH=1 $(BIN)/python -m pytest -n 2 -ra $(PYTEST_ARGS)
+	PYTHONSAFEPATH=1 $(BIN)/python -m pytest -n 2 --dist loadfile -ra $(PYTEST_ARGS)
 
 docs: $(VENV)/.package $(VENV)/.with-docs
 	PYTHONSAFEPATH=1 $(BIN)/python -m mkdocs build --strict --quiet

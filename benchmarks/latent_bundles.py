@@ -1,13 +1,13 @@
-"""Compile the TPU kernels on XQuant's latents, HIGGS bodies and CommVQ's codes ahead of time and count the bundles of
-their schedules, beside XLA's program for the same attention: compile-time estimates, not speeds.
+"""Compile the TPU kernels on XQuant's latents, HIGGS bodies, CommVQ's codes and exact bodies ahead of time and count
+the bundles of their schedules, beside XLA's program for the same attention: compile-time estimates, not speeds.
 
     python benchmarks/latent_bundles.py [--chips v5e,v6e] [--cases 8b-2,higgs-8b-2] [--write]
 
 Needs libtpu, no TPU. For every chip and case: bundles of the kernel per 512 tokens (loops times their trips, branches
 in full, at the tile it uses), vector spills, temporary bytes; and for the blockwise path without a kernel, `xla`: the
 sum of XLA's own estimated cycles over the loop body that reads 512 tokens, of which `product` is the largest matrix
-fusion, the product that makes XQuant's keys. `--write` renews benchmarks/records/latent_bundles.json for what was
-compiled.
+fusion, the product that makes XQuant's keys (not for exact bodies, which a TPU reads in larger blocks). `--write`
+renews benchmarks/records/latent_bundles.json for what was compiled.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ CASES |= {
     f"commvq-{name}-{bits}": (name, f"commvq:bits={bits}") for name in ("8b", "8b-draft", "1b") for bits in (1, 2)
 }
 CASES |= {f"higgs-{name}-2": (name, "higgs:bits=2") for name in ("8b-draft", "1b")}
+CASES |= {f"exact-{name}": (name, "exact") for name in ("8b", "8b-draft", "1b", "1b-draft")}
 
 
 def _arguments(case, chip: str):
@@ -101,12 +102,19 @@ def _compiled(attend, arguments):
     return jax.jit(attend).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
+def _tile(run) -> int:
+    """Tokens of a tile of the kernel."""
+    if run.plain:
+        return _module(run).tile_of(run.wiring.fast.packed.spec, run.slots)
+    return _module(run, "{}_plan").TILE
+
+
 def kernel(case, chip: str, folder: Path) -> dict:
     """The kernel's bundles per 512 tokens, spills and temporary bytes."""
     run, arguments = _arguments(case, chip)
     memory = _compiled(_through_kernel(run, chip), arguments).memory_analysis()
     found = count(folder)
-    found["bundles"] = round(found["bundles"] * 512 / _module(run, "{}_plan").TILE)
+    found["bundles"] = round(found["bundles"] * 512 / _tile(run))
     return {**found, "temp_bytes": memory.temp_size_in_bytes}
 
 
@@ -123,7 +131,7 @@ def xla(case, chip: str) -> dict:
 
 def measure(chip: str, name: str, folder: Path, *, kernel_only: bool) -> dict:
     found = kernel(CASES[name], chip, folder)
-    return found if kernel_only else found | xla(CASES[name], chip)
+    return found if kernel_only or name.startswith("exact") else found | xla(CASES[name], chip)
 
 
 def main() -> None:

@@ -35,7 +35,9 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
         return shaped((*lead, slot_rows(count, spec.scales), slots), jnp.uint16) if count else None
 
     value = shaped((*lead, spec.width // spec.value_group, slots), jnp.uint16)
-    if spec.key_group:
+    if spec.key_channels:
+        key = shaped((*lead, spec.width // spec.key_channels, slots), jnp.uint16)
+    elif spec.key_group:
         key = shaped((*lead, slots // spec.key_group, spec.width), jnp.uint16)
     else:
         key = shaped((spec.width,), jnp.float32)

@@ -8,9 +8,10 @@ loop count as often as it runs, branches in full. `marginal` is what 512 tokens 
 what remains per tile and KV head, `total` both for 512 tokens in the tile that is used; head_dim is 128 and there are 8
 query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
 (keys before RoPE too), `o` the outlier slots of a token's keys and of its values, `omniscale` and `kvarn` the factors
-of rotated methods. `--write` renews benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work
-("tile:pieces", or "tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/support.py: total and
-spills. benchmarks/kernels.md has the record as a table (`python -m benchmarks.figures`).
+of rotated methods, `oscar` keys per token. `--write` renews benchmarks/records/tpu_bundles.json for what was compiled.
+`--attempt` tries work ("tile:pieces", or "tile:pieces:ahead" if interleaved) other than that of
+kvqjax/pallas_kernels/support.py: total and spills. benchmarks/kernels.md has the record as a table (`python -m
+benchmarks.figures`).
 """
 
 import argparse
@@ -65,6 +66,8 @@ CASES = {
     "k2v2-g128-kvarn": (2, 2, 128, 128),
     "k4v4-g128-kvarn": (4, 4, 128, 128),
     "k4v2-g128-kvarn": (4, 2, 128, 128),
+    "k2v2-g128-oscar": (2, 2, 0, 128),
+    "k4v4-g128-oscar": (4, 4, 0, 128),
     "nuq2": (2, 2, 0, 1024),
     "nuq3": (3, 3, 0, 1024),
     "nuq4": (4, 4, 0, 1024),
@@ -113,6 +116,7 @@ def _arguments(name: str, chip: str):
         value_slots=count,
         key_factors=next((n for form, n in FACTORS.items() if name.endswith(form)), 0),
         value_factors=name.endswith("-kvarn"),
+        key_channels=head_dim if name.endswith("-oscar") else 0,
     )
     shaped, place = jax.ShapeDtypeStruct, jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
     q, bounds = shaped((BATCH, 1, KV_HEADS * query_rows, head_dim), jnp.bfloat16), shaped((BATCH, 1), jnp.int32)

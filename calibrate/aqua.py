@@ -41,10 +41,11 @@ CHUNK = 256  # tokens of a sequence that attend at once: the fastest on CPUs, an
 def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: bool):
     """One clean layer, of run `number`, on one sequence [1, T, E]: what the cache is given of keys and values, [T, W],
     and the next h; no layer is above the last one, so its h is None."""
-    length, run, weights = h.shape[1], runs_of(layout)[number], decoder.layer(model.params, index)
+    length, run = h.shape[1], runs_of(layout)[number]
     padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
     counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
-    new, above, finite, _ = exact_layer(model, run, weights, {}, padded, counts, path)
+    found = exact_layer(model, run, index - run.first, {}, padded, counts, path, keep=lambda *found: found)
+    (new, finite), above, _ = found
     seen = finite[0, :length, None]  # the cache would be given 0; constants made of it must not look sound
     k, v = (jnp.where(seen, new[name][0, :length].astype(jnp.float32), jnp.nan) for name in ("k", "v"))
     return k, v, None if last else above[:, :length]

@@ -1,5 +1,7 @@
-"""Old names of modules, kept for one version: importing one gives the module under its new name and a warning."""
+"""Old names of modules, and of what moved out of modules that stay, kept for one version: either gives what was meant,
+and a warning."""
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -19,7 +21,7 @@ MOVED = {
     "rope": "model.rope",
     "decoder": "model.decoder",
     "experts": "model.experts",
-    "rows": "model.rows",
+    "rows": "model.experts",
     "weight_codes": "model.weight_codes",
     "weight_names": "model.weight_names",
     "weights": "model.weights",
@@ -33,6 +35,7 @@ MOVED = {
     "hf_sampling": "model.hf_sampling",
     "catalogue": "model.catalogue",
     "accounting": "cache.accounting",
+    "cache.admission": "cache.state",
     "artifacts": "cache.artifacts",
     "segments": "cache.segments",
     "chunk_paths": "cache.chunk_paths",
@@ -44,7 +47,7 @@ MOVED = {
     "layers": "step.layers",
     "prompt": "step.prompt",
     "doors": "step.doors",
-    "eager": "step.eager",
+    "eager": "step.doors",
     "sampling": "generation.sampling",
     "speculation": "generation.speculation",
     "beam": "generation.beam",
@@ -65,10 +68,42 @@ MOVED = {
 SPLIT = {
     "decoder": ("model.weight_trees",),
     "forward": ("step.new_cache", "step.prefill"),
-    "layer_step": ("ops.xla",),
+    "layer_step": ("ops.xla", "step.doors"),
+    "layout": ("ops.xla",),
     "segments": ("cache.view",),
     "sharding": ("parallel.mesh_size", "parallel.rules"),
 }
+
+# Modules that stay -> where some of their names went, and which were renamed on the way.
+NAMES = {
+    "cache": ("cache.runs", "cache.encoding"),
+    "cache.append": ("cache.encoding", "cache.state"),
+    "cache.eviction": ("cache.keeping",),
+    "cache.state": ("cache.runs", "cache.cache_layout"),
+    "codecs.higgs": ("codecs.higgs_grid",),
+    "codecs.nuq": ("codecs.nuq_range",),
+    "generation": ("generation.decoding", "generation.loop"),
+    "methods.aqua_wiring": ("methods.aqua_layer",),
+    "methods.direct": ("methods.direct_forms",),
+    "methods.spec": ("methods.keys_values",),
+    "methods.wiring": ("methods.keys_values", "methods.summing"),
+    "methods.xquant_cl_wiring": ("methods.cross_layer",),
+    "methods.xquant_wiring": ("methods.rematerialise",),
+    "model": ("model.loading",),
+    "verdicts.choose": ("verdicts.check",),
+}
+RENAMED = {"plan": "runs_of", "RunPlan": "RunLayout", "pick": "at_layer"}
+
+
+def _found_elsewhere(old: str, name: str):
+    """What `name` of module `old`, which has it no more, is now."""
+    new = RENAMED.get(name, name)
+    for place in NAMES[old]:
+        module = importlib.import_module(f"kvqjax.{place}")
+        if new in module.__all__:
+            warnings.warn(f"kvqjax.{old}.{name} is now kvqjax.{place}.{new}", DeprecationWarning, stacklevel=2)
+            return getattr(module, new)
+    raise AttributeError(f"module 'kvqjax.{old}' has no attribute {name!r}")
 
 
 def _complete(module: ModuleType, old: str) -> None:
@@ -108,3 +143,5 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
     sys.modules["kvqjax.forward"] = forward = importlib.import_module("kvqjax.step.forward")
     _complete(forward, "forward")
+    for old in NAMES:
+        vars(importlib.import_module(f"kvqjax.{old}"))["__getattr__"] = functools.partial(_found_elsewhere, old)

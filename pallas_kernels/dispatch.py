@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec, form_of
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
@@ -27,7 +28,13 @@ __all__ = ["MODULES", "at_once", "packed_attention", "path"]
 MOST_CALLS = 8  # of a kernel, for query rows of a KV head that it takes one after the other
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # The module of `tpu` or `gpu` that has the kernels for a type of spec.
-MODULES = {PackedSpec: "packed", LatentSpec: "latents", HiggsSpec: "higgs", CommVQSpec: "commvq"}
+MODULES: dict[type, str] = {
+    PackedSpec: "packed",
+    LatentSpec: "latents",
+    HiggsSpec: "higgs",
+    CommVQSpec: "commvq",
+    ExactSpec: "exact",
+}
 
 
 def at_once(spec: Spec, group: int, length: int = 1) -> int:
@@ -44,7 +51,10 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
     tokens: "tpu", "gpu" or "reference". A kernel is taken only for the shapes that it was compiled ahead of time for.
     The table's level decides whether it is trusted; `trusted` overrides it: this chip checked the kernel, or the user
     forces it."""
-    kernel, entry = "gpu" if family(spec.target) == "gpu" else "tpu", lookup(form_of(spec), spec.target)
+    kernel = family(spec.target)
+    if kernel == "cpu":
+        return "reference"
+    entry = lookup(form_of(spec), spec.target)
     if entry is None or (entry.level == COMPILED and not trusted) or not at_once(spec, group, length):
         return "reference"
     if kernel == "tpu" and slots % 256:  # what the widest product takes
@@ -71,7 +81,7 @@ def _shared_out(kernel: Callable[..., Partial], some: int, spec: Spec) -> Callab
 
 def packed_attention(
     q: Float[Array, "B T H D"],
-    body: PackedBody | LatentBody | HiggsBody | CommVQBody,
+    body: PackedBody | LatentBody | HiggsBody | CommVQBody | ExactBody,
     layer: Int[Array, ""] | int,
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from kvqjax.pallas_kernels.commvq import CommVQSpec
+from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 
 __all__ = ["SPLASH", "KernelForm", "Spec", "form_of"]
 
-Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec
+Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec
 
 EXACT = 16  # bits of keys and values that are not coded
+EXACT_HEAD_DIMS, LANES = (64, 128), 128  # of exact bodies, and what their width is a multiple of, likewise
 MOST_SLOTS = 12  # outliers of a token's keys, or values, with which kernels were compiled
 # Rank, channels of the keys and head_dim of latents with which kernels were compiled.
 LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)
@@ -28,7 +30,8 @@ class KernelForm:
     """Name one kernel form: a method, the bits of its codes per channel, and what else its kernel was compiled for.
 
     `group` is for uniform codes (KIVI, OScaR, KVarN): 128 means key groups of 128 tokens and value groups of one head's
-    channels, 32 means 32 of each. `outliers` is for KVQuant, `qk_norm` for XQuant. `str` gives the printed name."""
+    channels, 32 means 32 of each; OSCAR's groups are a head's channels. `outliers` is for KVQuant, `qk_norm` for
+    XQuant. `str` gives the printed name."""
 
     method: str
     key_bits: int = EXACT
@@ -62,6 +65,9 @@ def _packed_form(spec: PackedSpec) -> KernelForm | None:
         outliers = spec.key_slots > 0 or spec.value_slots > 0
         return KernelForm("kvquant", *bits, spec.head_dim, outliers=outliers) if known else None
     factors = spec.key_factors, spec.value_factors
+    if spec.key_channels:
+        known = spec.rope is None and factors == (0, False) and groups == (0, spec.head_dim) == (0, spec.key_channels)
+        return KernelForm("oscar", *bits, spec.head_dim) if known else None
     if factors == (0, False):
         method = "kivi" if spec.rope is None else "kivi_star"
     elif spec.rope is None and factors in ((1, False), (spec.kv_heads, True)):
@@ -93,11 +99,17 @@ def _commvq_form(spec: CommVQSpec) -> KernelForm | None:
     return KernelForm("commvq", bits, bits, spec.head_dim) if rounds.get(bits) == spec.rounds else None
 
 
+def _exact_form(spec: ExactSpec) -> KernelForm | None:
+    known = spec.dtype == "bfloat16" and spec.head_dim in EXACT_HEAD_DIMS and spec.width % LANES == 0
+    return KernelForm("exact", head_dim=spec.head_dim) if known else None
+
+
 MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
     PackedSpec: _packed_form,
     LatentSpec: _latent_form,
     HiggsSpec: _higgs_form,
     CommVQSpec: _commvq_form,
+    ExactSpec: _exact_form,
 }
 
 

@@ -1,7 +1,8 @@
 """What a kernel on packed keys and values is given: a body's arrays and a static description.
 
 - uniform (KIVI, arXiv 2402.02750): x_hat = code * scale + low. Keys have one scale and minimum per channel for
-  `key_group` consecutive tokens, values one per token for `value_group` consecutive channels.
+  `key_group` consecutive tokens, values one per token for `value_group` consecutive channels. Keys may have theirs as
+  values do, for `key_channels` channels (OSCAR).
 - nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low, with one table of 2^b signposts for keys and
   one for values. Scale and centre (`low`) of a key channel are constants of the layer, those of a value its token's.
   `key_slots` and `value_slots` outliers per token then replace what their codes say.
@@ -83,7 +84,7 @@ class PackedBody(NamedTuple):
 
     key_codes: tuple[UInt[Array, "L B _ W"], ...]
     key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
-    key_low: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
+    key_low: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]  # [L, B, W/key_channels, S] of keys per token
     value_codes: tuple[UInt[Array, "L B _ W"], ...]
     value_scale: Shaped[Array, "L B W/value_group S"]
     value_low: Shaped[Array, "L B W/value_group S"]
@@ -103,9 +104,9 @@ class PackedBody(NamedTuple):
 class PackedSpec:
     """Everything static about a call. `block` tokens are read at a time: a multiple of the layout's block, not
     necessarily a divisor of the slots. `target` names the chip that the program is compiled for. `rope` is None for
-    keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales.
-    `key_factors` numbers of a token multiply its keys: 0, 1, or one of each KV head. `value_factors` says whether
-    values are multiplied too."""
+    keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales,
+    and where `key_channels` channels of a token do. `key_factors` numbers of a token multiply its keys: 0, 1, or one of
+    each KV head. `value_factors` says whether values are multiplied too."""
 
     key_bits: int
     value_bits: int
@@ -122,6 +123,7 @@ class PackedSpec:
     value_slots: int = 0
     key_factors: int = 0
     value_factors: bool = False
+    key_channels: int = 0
 
     def __post_init__(self):
         if self.target not in TARGETS:
@@ -147,8 +149,8 @@ class PackedSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether these are uniform codes of keys after RoPE, without factors: the bodies that `reference` reads."""
-        more = self.key_slots, self.value_slots, self.key_factors, self.value_factors
+        """Whether these are uniform codes of keys after RoPE per channel, without factors: what `reference` reads."""
+        more = self.key_slots, self.value_slots, self.key_factors, self.value_factors, self.key_channels
         return self.rope is None and self.datatype == "uniform" and not any(more)
 
     @property
@@ -169,6 +171,8 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
             yield f"{name}_codes", words, (*lead, slots * part // 32, spec.width)
     for name in ("key_scale", "key_low"):
         shape = (*lead, slots // spec.key_group, spec.width) if spec.key_group else (spec.width,)
+        if spec.key_channels:
+            shape = (*lead, spec.width // spec.key_channels, slots)
         yield name, getattr(body, name), shape
     yield "value_low", body.value_low, (*lead, spec.width // spec.value_group, slots)
     yield "value_scale", body.value_scale, (*lead, spec.width // spec.value_group, slots)

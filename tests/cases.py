@@ -40,6 +40,11 @@ CASES: dict[str, tuple[str, dict]] = {
     "xquant-cl": ("xquant_cl:bits=3,group=32,base=0,protected=1,latent=true", {}),
 }
 
+# For tests of what every cache goes through: without those that differ from others in the numbers of a codec alone (its
+# bits, groups, the dtype of scales), or that put together what two others have (a rotation; a window in all layers).
+SAME = ("kivi4-float32", "kivi8", "kivi-wide-groups", "sliding", "kivi-rotated", "kvarn4")
+GENERAL = tuple(name for name in CASES if name not in SAME)
+
 # A few that differ most, for tests that compile much.
 FEW = ("exact", "kivi2", "kivi-published", "mixed")
 

@@ -1,8 +1,9 @@
 """Strict settings for every test, set before JAX is used. Never import kvqjax here: jaxtyping's hook must see it first.
 
 Compiled programs are kept in .jax_cache (safe to delete), so that a second run of the suite compiles nothing anew.
-Nearly all of the suite's time is compiling, so XLA is told to generate code quickly. Set XLA_FLAGS to run it
-otherwise; tests/cache/test_cache_memory.py compiles as users do in any case.
+Two thirds of the suite's time is compiling, so XLA is told to generate code quickly: unoptimised, each program as one
+module of narrow vectors. Set XLA_FLAGS to run it otherwise; tests/cache/test_cache_memory.py compiles as users do in
+any case. Whole files go to a worker (`--dist loadfile` in the Makefile), for the tests of a file share programs.
 """
 
 import os
@@ -14,7 +15,8 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 # Releases after 0.10 have no other emitters, and refuse the flag.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * version("jax").startswith("0.10."),
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_prefer_vector_width=128"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jax").startswith("0.10."),
 )
 
 import hypothesis
@@ -26,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # With a size limit the cache locks its folder, which two test workers writing at once need.
 jax.config.update("jax_compilation_cache_max_size", 2**30)
 

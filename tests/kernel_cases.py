@@ -69,6 +69,7 @@ class Case:
     value_slots: int = 0
     key_factors: int = 0
     value_factors: bool = False
+    key_channels: int = 0
 
     @property
     def spec(self) -> PackedSpec:
@@ -82,6 +83,7 @@ class Case:
             f"k{self.key_bits}g{self.key_group}-v{self.value_bits}g{self.value_group}"
             f"-K{self.kv_heads}D{self.head_dim}G{self.group}T{self.length}-{self.slots}b{self.block}"
             + (f"-factors{self.key_factors}" + "v" * self.value_factors if self.key_factors else "")
+            + f"-keys{self.key_channels}" * bool(self.key_channels)
         )
 
 
@@ -117,7 +119,8 @@ def make_body(case: Case, seed: int = 0):
     """A packed body whose layer 1 holds random tokens, with the decoded keys and values [B, S, K, D]."""
     rng = np.random.default_rng(seed)
     width = case.kv_heads * case.head_dim
-    keys = Uniform(bits=case.key_bits, along="tokens", group=case.key_group).build(width)
+    along, group = ("channels", case.key_channels) if case.key_channels else ("tokens", case.key_group)
+    keys = Uniform(bits=case.key_bits, along=along, group=group).build(width)
     values = Uniform(bits=case.value_bits, along="channels", group=case.value_group).build(width)
     k, key = _stored(keys, vectors(rng, case, 3.0))
     v, value = _stored(values, vectors(rng, case, 0.5))

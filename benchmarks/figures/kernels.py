@@ -19,12 +19,13 @@ Bundles for 512 tokens of keys and values of one KV head: all, and in brackets w
 costs besides. head_dim is 128, with 8 query rows and 8 KV heads, unless a case says otherwise (`d`, `r`). `k4v2` is 4
 bits for keys and 2 for values. `g` counts the tokens of a key group and, if 32, the channels of a value group. `pre` is
 keys before RoPE (KIVI*), `nuq` is KVQuant, `o12` has twelve outlier slots, `omniscale` and `kvarn` have the factors of
-rotated methods. Empty cells were not compiled. As many bfloat16 keys and values take a v5e 480 cycles of its memory, a
-v6e 280 and a v7x 156 (half for head_dim 64): above that a kernel saves memory but no time.
+rotated methods, `oscar` has keys per token. Cells are empty where no kernel is used (docs/methods/rotation.md says
+why). As many bfloat16 keys and values take a v5e 480 cycles of its memory, a v6e 280 and a v7x 156 (half for head_dim
+64): above that a kernel saves memory but no time.
 
 """
 LATENT = """
-## TPU kernels on XQuant's latents, HIGGS bodies and CommVQ's codes (`python benchmarks/latent_bundles.py --write`)
+## TPU kernels on latents, grids, codebooks and exact bodies (`python benchmarks/latent_bundles.py --write`)
 
 For 512 tokens of all KV heads: bundles, and XLA's estimate. `8b` and `1b` are the geometries of Llama-3.1-8B and
 Llama-3.2-1B; the last number is the bits; `draft` has two new tokens and `qwen3` QK-norm.
@@ -64,7 +65,7 @@ def text() -> str:
             PACKED,
             _by_chip(packed, lambda row: f"{row['total']:.0f} ({row['marginal']:.0f} + {row['fixed']:.0f})"),
             LATENT,
-            _by_chip(latents, lambda row: f"{row['bundles']}, XLA {row['xla']}"),
+            _by_chip(latents, lambda row: f"{row['bundles']}" + (f", XLA {row['xla']}" if "xla" in row else "")),
             HOPPER,
             table(["case", "registers", "bytes spilled", "bytes of shared memory", "matrix products"], hopper),
         ]

@@ -15,7 +15,7 @@ import typer
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.prefill_cost.account import ASSUMPTIONS, FLASH
+from benchmarks.prefill_cost.account import ASSUMPTIONS, FLASH, shared
 from benchmarks.prefill_cost.row import Row, measure
 from benchmarks.step_cost.listings import listings
 from benchmarks.step_cost.row import CHIPS
@@ -34,6 +34,7 @@ def report(row: Row, found: dict) -> str:
     if found["kind"] == "gpu":
         times = found["gigabytes"]["attention"] / found["flash_gigabytes"]
         lines.append(f"attention moves {times:.1f} times what flash attention in blocks of {FLASH} queries moves")
+    lines += [f"{name:24} {shared(one, row.chip)}" for name, one in found["products"].items()]
     lines.append(
         f"estimated {found['estimated_s']:.3f} s, bound {found['bound_s']:.3f} s: {found['share_of_peak']:.1%} of peak"
     )

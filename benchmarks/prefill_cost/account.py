@@ -14,7 +14,7 @@ from benchmarks.step_cost.bound import CLOCKS, NAMES, bandwidth
 from benchmarks.step_cost.gpu import Bytes, kernels
 from benchmarks.step_cost.hlo import Computation, Instruction, Program, dimensions, elements, numbers
 from benchmarks.step_cost.values import Values
-from benchmarks.step_cost.walk import Visit, Walk, given
+from benchmarks.step_cost.walk import Visit, Walk, given, source_name
 from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.hardware.planner import DEVICES, prompt_operations
 from kvqjax.model.config import ModelConfig
@@ -37,7 +37,8 @@ KernelCost = Callable[[Visit], tuple[float, Bytes]]  # cycles of one call, and i
 
 
 class Costs(NamedTuple):
-    """Of one program, by part: `work` is bytes on a GPU and cycles on a TPU, `operations` are those of its products."""
+    """Of one program, by part: `work` is bytes on a GPU and cycles on a TPU, `operations` are those of its products.
+    `products` are those of a GPU by the sum that they are: operations, and seconds of the kernels they are in."""
 
     launches: int
     syncs: int
@@ -45,6 +46,7 @@ class Costs(NamedTuple):
     work: dict[str, float]
     operations: dict[str, float]
     seconds: dict[str, float]
+    products: dict[str, tuple[float, float]]
     unsure: list[str]
 
 
@@ -82,6 +84,12 @@ def operations(program: Program, instruction: Instruction, inside: Computation) 
     return 2.0 * elements(instruction.shape) * depth
 
 
+def _sum_of(instruction: Instruction) -> str:
+    """A product as `jnp.einsum` was told it."""
+    found = re.search(r"([\w.,]+->[\w.]*)/dot_general", source_name(instruction))
+    return found[1] if found else "other"
+
+
 def walked(program: Program, known: dict[str, np.ndarray]) -> Walk:
     """All that one call of a program runs."""
     entry = program.computations[program.entry]
@@ -97,7 +105,7 @@ def costs(program: Program, chip: str, known: dict[str, np.ndarray], kernel_cost
     found, clock = walked(program, known), CLOCKS.get(NAMES.get(chip, chip))
     moved, totals = dict.fromkeys(PARTS, Bytes(0.0, 0.0)), [dict.fromkeys(PARTS, 0.0) for _ in range(3)]
     work, made, seconds = totals
-    launches = 0
+    launches, sums = 0, {}
     for visit, each in kernels(found):
         cycles = estimate(visit.instruction.more)
         products = 0.0 if clock else operations(program, visit.instruction, visit.inside)
@@ -110,9 +118,20 @@ def costs(program: Program, chip: str, known: dict[str, np.ndarray], kernel_cost
         work[part] += visit.times * (cycles if clock else each.both)
         made[part] += visit.times * products
         seconds[part] += visit.times * taken
+        if products:
+            name = _sum_of(visit.instruction)
+            made_before, taken_before = sums.get(name, (0.0, 0.0))
+            sums[name] = made_before + visit.times * products, taken_before + visit.times * taken
     syncs = 0 if clock else found.syncs
     seconds["rest"] += SYNC * syncs
-    return Costs(launches, syncs, moved, work, made, seconds, found.unsure)
+    return Costs(launches, syncs, moved, work, made, seconds, sums, found.unsure)
+
+
+def shared(product: dict, chip: str) -> str:
+    """What a product of a record makes of the peak while it runs."""
+    share = product["tera_operations"] * 1e12 / peak(chip) / product["seconds"]
+    taken = f"{product['tera_operations']:.1f} * 10^12 operations in {1e3 * product['seconds']:.1f} ms"
+    return f"{taken}: {share:.0%} of peak"
 
 
 def flash_bytes(config: ModelConfig, held: int, new: int, batch: int) -> float:
@@ -139,6 +158,9 @@ def record(found: Costs, config: ModelConfig, chip: str, held: int, new: int, ba
         "tera_operations": sum(found.operations.values()) / 1e12,
         "least_tera_operations": least / 1e12,
         "seconds": dict(found.seconds),
+        "products": {
+            name: {"tera_operations": made / 1e12, "seconds": taken} for name, (made, taken) in found.products.items()
+        },
         "estimated_s": total,
         "bound_s": least / peak(chip),
     }

@@ -14,6 +14,7 @@ WRAPPED = re.compile(r'\{\n("[^\n]*)\n\}')  # what a kernel's author says of it 
 PARTS = {
     "segments.py": "attention",
     "attention.py": "attention",
+    "large_tiles.py": "attention",
     "direct.py": "attention",
     "head_major.py": "attention",
     "pallas_kernels": "attention",

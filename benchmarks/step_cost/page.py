@@ -17,7 +17,7 @@ import typer
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.step_cost import tpu
-from benchmarks.step_cost.row import CHIPS, SAME, Row, about, lowered, measure
+from benchmarks.step_cost.row import ALIKE, CHIPS, SAME, Row, about, lowered, measure
 from benchmarks.step_cost.tables import page_text
 from kvqjax.model.catalogue import config_of
 
@@ -108,7 +108,7 @@ def main(
 ) -> None:
     """Compute what is missing, and write the page."""
     depths = tuple(int(n) for n in layers.split(",") if n)
-    wanted = [row for name in chip for row in rows_of(name, tuple(cache) or CACHES) if name not in SAME]
+    wanted = [row for name in chip for row in rows_of(name, tuple(cache) or CACHES) if name not in SAME | ALIKE]
     wanted = [row for row in wanted if row.batch in (batch or (1, 8, 32)) and row.context in (context or CONTEXTS)]
     with tempfile.TemporaryDirectory() as folder:
         for row in [] if page_only else wanted:

@@ -20,6 +20,9 @@ from kvqjax.model.config import ModelConfig
 
 CHIPS = ("h100", "h200", "a100-80", "v6e", "v5e", "v7x")
 SAME = {"h200": "h100"}  # chips whose programs are compiled as another's
+# An A100's programs have an H100's launches within an eighth and its bytes within a twentieth
+# (tests/aot/test_step_cost.py): pages take its rows from those. The command for one row compiles its own.
+ALIKE = {"a100-80": "h100"}
 
 
 class Row(NamedTuple):
@@ -89,7 +92,7 @@ def measure(
     longest row holds `held` tokens, if not the context."""
     config = config_of(row.model)
     few = [dataclasses.replace(config, num_layers=n, sliding_window=config.windows[:n]) for n in depths] or [config]
-    rows = [row] + [row._replace(chip=chip) for chip, other in SAME.items() if other == row.chip]
+    rows = [row] + [row._replace(chip=chip) for chip, other in (SAME | ALIKE).items() if other == row.chip]
     found = []
     for one in few:
         for old in folder.iterdir():

@@ -2,7 +2,7 @@
 
 from benchmarks.step_cost.account import ASSUMPTIONS
 from benchmarks.step_cost.bound import CLOCKS, NAMES
-from benchmarks.step_cost.row import SAME, Row
+from benchmarks.step_cost.row import ALIKE, SAME, Row
 from kvqjax.hardware.planner import DEVICES, GIB
 
 INTRO = """# Speed against the bound
@@ -17,7 +17,8 @@ the compiler refuses it.
 
 Of a batch the rows are ragged: their lengths lie evenly between a batch's part of the context and all of it. The figure
 in brackets is of rows that are all full. `bytes`, `attention` and `weights` are over those of the bound; on TPUs the
-last two are cycles.
+last two are cycles. On GPUs each row costs what the longest one does: in XLA's products no row ends at a length that is
+data.
 """
 HEADS = ("cache", "rows", "tokens", "stored, GB")
 GPU = ("launches", "syncs", "bytes", "attention", "weights")
@@ -45,10 +46,16 @@ def _line(row: Row, found: dict, columns: tuple[str, ...]) -> str:
         return f"| {' | '.join(cells)} |"
     one = found.get("ragged", found["full"])
     keys = {name: f"{name}_over_bound" for name in ("bytes", "attention", "weights")}
+
+    def full(key: str) -> str:
+        return f" ({found['full'][key]:.2f})" if "ragged" in found else ""
+
     cells = [f"{one[keys[name]]:.2f}" if name in keys else f"{one[name]:,}".replace(",", " ") for name in columns]
+    cells = [
+        x + (full(keys[name]) if name in ("bytes", "attention") else "") for name, x in zip(columns, cells, strict=True)
+    ]
     over = f"{one['time_over_bound']:.2f}" + _verdict(row, found, one["time_over_bound"])
-    full = f" ({found['full']['time_over_bound']:.2f})" if "ragged" in found else ""
-    times = [f"{one['estimated_ms']:.1f}", f"{one['bound_ms']:.1f}", over + full]
+    times = [f"{one['estimated_ms']:.1f}", f"{one['bound_ms']:.1f}", over + full("time_over_bound")]
     return f"| {' | '.join([*head, _stored(row, found), *cells, *times])} |"
 
 
@@ -77,7 +84,8 @@ def _chip(chip: str, found: dict[Row, dict | None]) -> list[str]:
         lines += [*([""] if known else []), f"Not computed yet: {_listed(missing)}."]
     versions = sorted({" ".join(f"{k} {v}" for k, v in one["versions"].items()) for one in known.values()})
     lines += ["", *(f"Compiled with {text}." for text in versions)]
-    return [*lines, *([f"The programs are those of {SAME[chip]}."] if chip in SAME else []), ""]
+    other = (SAME | ALIKE).get(chip)
+    return [*lines, *([f"The programs are those of {other}."] if other else []), ""]
 
 
 def page_text(found: dict[Row, dict | None]) -> str:

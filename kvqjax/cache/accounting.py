@@ -106,7 +106,7 @@ def _run_entries(run: RunLayout, state, capacity: int, sinks: int):
     clocks = {source: clock for clock in run.wiring.storage.clocks for source in clock.sources}
     for source, fields in state.body.items():
         clock = clocks[source]
-        most = run.kept or min((capacity - sinks - clock.window) // clock.unit * clock.unit, run.slots)
+        most = run.budget or min((capacity - sinks - clock.window) // clock.unit * clock.unit, run.slots)
         for name, stored in fields.items():
             field = run.wiring.storage.codecs[source].fields[name]
             yield _entry(run, source, name, field.role, stored, most / run.slots)

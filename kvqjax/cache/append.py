@@ -1,19 +1,109 @@
-"""Appending: new tokens go to sinks and window, what leaves the window is encoded (kvqjax/cache/flush.py)."""
+"""Appending: what is due leaves the window and is encoded, layer by layer of a fresh prompt or tile by tile through all
+layers of a call; then new tokens go to sinks and window."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvqjax.cache.flush import flush_chain
+from kvqjax.cache.encoding import Schedule, at_layer, cut_tile, encode_due, encode_tile, gather_tile
 from kvqjax.cache.keeping import schedules_of
+from kvqjax.cache.newest import flush_newest
 from kvqjax.cache.runs import RunLayout, chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
-from kvqjax.ops.finite import found_finite, leading, zeroed
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.finite import found_finite, leading, saturated, zeroed
+from kvqjax.ops.xla import row_major, rows_if
 
-__all__ = ["commit", "remember"]
+__all__ = ["commit", "flush_chain", "flush_layer", "remember"]
+
+
+def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry):
+    """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry`
+    holds every prompt token's, [B, T, W]. Returns (body, new, carry); `new` changes only where a source is encoded
+    before its partner and stays in the window as reconstructed."""
+    length = next(iter(new.values())).shape[1]
+
+    def tile_step(number, row, token, slot, size, state):
+        if size > length:
+            return state  # no tile of a prompt this short is ever due
+        (body, new, carry), clock = state, schedules[number].clock
+        start = jnp.clip(token - held[row], 0, length - size)
+        tile = {s: cut_tile(new[s], (), row, start, size) for s in clock.sources}
+        part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
+        body, recon, part = encode_tile(run, body, (layer, row), clock, slot, tile, constants, part)
+        carry = {
+            n: jax.lax.dynamic_update_slice(c, saturated(part[n][None], c.dtype), (row, start, 0))
+            for n, c in carry.items()
+        }
+        if len(schedules) > 1:
+            new = new | {
+                s: new[s].at[row, start + jnp.arange(size)].set(saturated(x, new[s].dtype)) for s, x in recon.items()
+            }
+        return body, new, carry
+
+    return encode_due(schedules, held.shape[0], length, tile_step, (body, new, carry))
+
+
+def _empty_carry(runs, size: int, dtype) -> dict:
+    """What enters the first layer: zeros, [size, W] for every name any layer carries."""
+    return {name: jnp.zeros((size, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
+
+
+def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
+    """Whether what falls due on a GPU is the one new token of every row."""
+    one = all(x.shape[2] == 1 for new in news for x in new.values())
+    fine = all(run.static and not run.wiring.chain.carry for run in runs)
+    return one and fine and len(schedules) == 1 and schedules[0].clock.unit == 1 and not schedules[0].clock.window
+
+
+def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], constants, dtype):
+    """Encode what is due in a chain of runs: row by row, tile by tile, all layers in order. `states` are (body, window)
+    pairs; a source encoded before its partner leaves the window is replaced there by its reconstruction. Returns
+    (body, window, new) of every run."""
+    if _is_newest(runs, news, schedules):
+        return flush_newest(runs, states, news, schedules[0], constants)
+    replace, length = len(schedules) > 1, next(iter(news[0].values())).shape[2]
+
+    def layer_step(number, index, row, token, slot, size, layer, state):
+        run, (body, window, new), carry = runs[number], state[0][number], state[1]
+        clock = run.wiring.storage.clocks[index]  # layers of a chain may name their sources differently
+        tile = {
+            s: gather_tile(window[s], new[s], (layer,), row, token, size, held[row], clock.unit) for s in clock.sources
+        }
+        body, recon, carry = encode_tile(
+            run, body, (layer, row), clock, slot, tile, at_layer(constants[number], layer), carry
+        )
+        if replace:
+            window, new = _put_back(run, window, new, recon, layer, row, token, size, held[row])
+        entries = list(state[0])
+        entries[number] = (body, window, new)
+        return tuple(entries), carry
+
+    def tile_step(index, row, token, slot, size, entries):
+        state = (entries, _empty_carry(runs, size, dtype))
+        for number, run in enumerate(runs):
+            step = functools.partial(layer_step, number, index, row, token, slot, size)
+            state = jax.lax.fori_loop(0, run.count, step, state)
+        return state[0]
+
+    entries = tuple((state.body, state.window, new) for state, new in zip(states, news, strict=True))
+    anything = functools.reduce(jnp.logical_or, [schedule.anything for schedule in schedules])
+    return encode_due(schedules, rows_if(anything, held.shape[0]), length, tile_step, entries)
+
+
+def _put_back(run, window, new, recon, layer, row, token, size, held):
+    """Replace encoded tokens by their reconstruction wherever they still stand exactly."""
+    tokens = token + jnp.arange(size)
+    for source, x in recon.items():
+        slot = jnp.where(tokens < held, tokens % run.ring, run.ring)
+        fresh = jnp.where(tokens >= held, tokens - held, new[source].shape[2])
+        old, late = window[source], new[source]
+        window = {**window, source: old.at[layer, row, slot].set(saturated(x, old.dtype), mode="drop")}
+        new = {**new, source: late.at[layer, row, fresh].set(saturated(x, late.dtype), mode="drop")}
+    return window, new
+
 
 Sources = dict  # source name -> array
 
@@ -42,11 +132,17 @@ def _put_one(old, new, slots, wanted):
 
     def row_step(row, old):
         start = (0, row, slots[row], 0)
-        kept = jax.lax.dynamic_slice(old, start, (old.shape[0], 1, 1, old.shape[3]))
+        before = jax.lax.dynamic_slice(old, start, (old.shape[0], 1, 1, old.shape[3]))
         fresh = jax.lax.dynamic_slice_in_dim(new, row, 1, 1).astype(old.dtype)
-        return jax.lax.dynamic_update_slice(old, row_major(jnp.where(wanted[row], fresh, kept)), start)
+        return jax.lax.dynamic_update_slice(old, row_major(jnp.where(wanted[row], fresh, before)), start)
 
     return jax.lax.fori_loop(0, old.shape[1], row_step, old)
+
+
+def _put_one_at_once(old, new, slots, wanted):
+    """`_put_one` as one scatter, which a GPU does in place by one kernel; a loop is two a row."""
+    place = jnp.where(wanted, slots, old.shape[2])  # beyond the end: dropped
+    return old.at[:, jnp.arange(old.shape[1]), place].set(new[:, :, 0].astype(old.dtype), mode="drop")
 
 
 def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
@@ -62,14 +158,20 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
 
     def into_window(name, old):
         if new[name].shape[2] == 1:
-            return _put_one(old, new[name], held % run.ring, (counts > 0) & (held >= 0))
+            put = _put_one_at_once if run.static else _put_one
+            return put(old, new[name], held % run.ring, (counts > 0) & (held >= 0))
         return _put(old, new[name], oldest, wanted(slots), held)
+
+    def into_sinks(name, old):
+        if run.static and new[name].shape[2] == 1:
+            return _put_one_at_once(old, new[name], lengths, (counts > 0) & (held < 0))
+        return _put(old, new[name], held, wanted(sink_tokens), held)
 
     window = {name: into_window(name, old) for name, old in state.window.items()}
     if not sinks:
         return state.replace(window=window)
-    kept = {name: _put(old, new[name], held, wanted(sink_tokens), held) for name, old in state.sinks.items()}
-    return state.replace(sinks=kept, window=window)
+    exact = {name: into_sinks(name, old) for name, old in state.sinks.items()}
+    return state.replace(sinks=exact, window=window)
 
 
 def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()) -> Cache:

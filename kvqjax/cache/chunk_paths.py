@@ -1,6 +1,7 @@
 """How many queries at once attend on a chip: in blocks as small as a CPU's caches, in large ones, or by a kernel."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import RunLayout
 from kvqjax.ops.attention import Partial, blockwise_attention, merge, segment_attention, total_lse
 from kvqjax.ops.large_tiles import tile_attention
 from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.forms import SPLASH
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "kernels_of", "large_block"]
+__all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "few_block", "kernels_of", "large_block"]
 
 MANY_QUERIES = 128  # from so many new tokens on, chunks take these paths
 SCORES, DECODED = 2**31, 2**13  # of one block of a body: bytes of its weights on a GPU, its tokens on a TPU
+SLACK = 1.25  # how much more a block may be, rather than one block more
+FEW_TOKENS = 2**14  # of one row of a plain body, read at a time by a few queries on a TPU
 WHOLE = 2**28  # bytes of a layer's keys and values that a chunk on a TPU may hold decoded, all at once
 
 
@@ -39,8 +43,18 @@ def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: s
         return reading
     most = SCORES / (q.dtype.itemsize * batch * heads * length) if kernels == "tiles" else DECODED / batch
     whole = slots // reading
-    numbers = range(1, max(1, min(round(most / reading), whole)) + 1)
-    return reading * max(n for n in numbers if not apart or whole % n == 0)
+    if apart:
+        return reading * max(n for n in range(1, max(1, min(round(most / reading), whole)) + 1) if whole % n == 0)
+    count = math.ceil(whole * reading / (SLACK * most))  # of even blocks
+    return reading * -(-whole // min(whole, count))
+
+
+def few_block(run: RunLayout, batch: int) -> int:
+    """How many of a body's tokens a few queries on a TPU read at a time, where it is stored as it is read: small
+    operations between blocks take a tenth of the time then."""
+    if run.wraps or not run.plain:
+        return run.reading
+    return run.reading * max(1, min(FEW_TOKENS // max(1, batch // 2), run.slots_here) // run.reading)
 
 
 def by_splash(kernels: str, kernel: Callable, plain: Callable, *arrays):

@@ -49,7 +49,7 @@ def _run(run: RunLayout, members: list[tuple[RunLayout, Run, int]]) -> Run:
         for plan_, state, index in members:
             own = _cut(state.body[source][name], index, plan_.count)
             has = plan_.wiring.storage.codecs[source].fields[name]
-            parts.append(own if has == wanted else _rewritten(has, wanted, own, run.slots))
+            parts.append(own if has == wanted else _rewritten(has, wanted, own, run.slots_here))
         return tuple(map(_joined, map(list, zip(*parts, strict=True))))
 
     body = {s: {n: field(s, n, f) for n, f in codec.fields.items()} for s, codec in run.wiring.storage.codecs.items()}
@@ -60,12 +60,13 @@ def _run(run: RunLayout, members: list[tuple[RunLayout, Run, int]]) -> Run:
 
 def convert(cache: Cache, *, layers: str, form: str) -> Cache:
     """The same cache with its layers and bodies held otherwise (`CacheLayout.layers`, `.form`); arrays that do not
-    change are shared with it. Raises UserError for a cache that is dealt over devices."""
+    change are shared with it. A cache that is dealt over devices changes its form inside `shard_map`, each device its
+    own part; raises UserError elsewhere."""
     layout = dataclasses.replace(cache.layout, layers=layers, form=form)
     if layout == cache.layout:
         return cache
-    if layout.dealt > 1 and form != cache.layout.form:
-        raise UserError(f"a cache whose blocks are dealt over {layout.dealt} devices cannot change its form")
+    if layout.dealt > 1 and not layout.dealt_over and form != cache.layout.form:
+        raise UserError(f"a cache whose blocks are dealt over {layout.dealt} devices changes its form on its mesh only")
     pairs = zip(runs_of(cache.layout), cache.runs, strict=True)
     held = [(run, state, index) for run, state in pairs for index in range(run.count)]
     runs = tuple(_run(run, held[run.first : run.first + run.count]) for run in runs_of(layout))

@@ -4,6 +4,7 @@ One tile is one clock unit of one row of one layer. Every path (a decode step, a
 eviction) goes over its tiles by `encode_due` and encodes them as `encode_tile` does, so equal sources give equal words.
 Rows are looped over, never vmapped: under vmap a conditional flush becomes a select that encodes at every step."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,17 @@ from kvqjax.methods.wiring import Clock
 from kvqjax.ops.layout import FEW, PLANE, write
 from kvqjax.ops.xla import row_major
 
-__all__ = ["Schedule", "at_layer", "cut_tile", "encode_due", "encode_tile", "gather_tile", "in_order", "units_at_once"]
+__all__ = [
+    "Schedule",
+    "at_layer",
+    "cut_tile",
+    "encode_due",
+    "encode_tile",
+    "gather_tile",
+    "in_order",
+    "store_tile",
+    "units_at_once",
+]
 
 Sources = dict  # source name -> array
 MOST_AT_ONCE = 2048  # tokens of a tile
@@ -50,7 +61,9 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
     alone = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
     beside = not any(run.wraps or run.deal.parts > 1 for run in runs)
     fine = alone and beside and all(codec.apart for codec in codecs)
-    count = min(length, MOST_AT_ONCE, *(run.slots for run in runs)) // clock.unit
+    most = min(length, MOST_AT_ONCE, *(run.slots for run in runs))
+    # From a plane's edge on: of so many single tokens as many whole planes less one always follow it.
+    count = most // clock.unit if clock.unit > 1 else most // PLANE * PLANE - PLANE
     return count if fine and count * clock.unit > FEW else 1
 
 
@@ -85,7 +98,14 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
     """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body slot `slot`, of which a ring
     has fewer."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
+    return store_tile(run, body, at, clock, slot, payload), recon, carry
+
+
+def store_tile(run: RunLayout, body, at, clock, slot, payload, wanted: Bool[Array, ""] | None = None):
+    """Store what a tile was encoded as; nothing where it is not `wanted`."""
     here, slot = run.deal.place(slot % run.slots)
+    if wanted is not None:
+        here = wanted if here is None else wanted & here
     for source in clock.sources:
         fields = run.wiring.storage.codecs[source].fields
         stored = {
@@ -93,7 +113,7 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
             for name, field in fields.items()
         }
         body = {**body, source: stored}
-    return body, recon, carry
+    return body
 
 
 def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable, state):
@@ -116,7 +136,7 @@ def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable,
 def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
     """Call `body_fn(unit, size, state)` for every tile of a row: as many units at once as the schedule allows while
     there are so many, then one by one. Codecs that see one token at a time are fed whole planes of 32 where they
-    fit."""
+    fit, and as many of them at once as the schedule allows."""
     unit, at_once, start, stop = schedule.clock.unit, schedule.at_once, schedule.start[row], schedule.stop[row]
     if unit > 1 or most < PLANE:
         if at_once > 1:
@@ -129,13 +149,16 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
         return jax.lax.fori_loop(first, stop, lambda j, s: body_fn(j, unit, s), state)
 
     def phase(number, loop):
-        """Single tokens up to a plane's edge, then whole planes; the second time single tokens to the end. A choice
-        inside one loop would make XLA copy the words."""
+        """Single tokens up to a plane's edge, then whole planes, many and one by one; the second time single tokens
+        to the end. A choice inside one loop would make XLA copy the words."""
         token, state = loop
         edge = jnp.where(number == 0, jnp.minimum(stop, -(-token // PLANE) * PLANE), stop)
         state = jax.lax.fori_loop(token, edge, lambda j, s: body_fn(j, 1, s), state)
-        planes = (stop - edge) // PLANE
-        state = jax.lax.fori_loop(0, planes, lambda j, s: body_fn(edge + j * PLANE, PLANE, s), state)
-        return edge + planes * PLANE, state
+        for size in (at_once, PLANE) if at_once > PLANE else (PLANE,):
+            count = (stop - edge) // size
+            step = functools.partial(lambda edge, size, j, s: body_fn(edge + j * size, size, s), edge, size)
+            state = jax.lax.fori_loop(0, count, step, state)
+            edge = edge + count * size
+        return edge, state
 
     return jax.lax.fori_loop(0, 2, phase, (start, state))[1]

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax.methods.keep import Keep
+
 __all__ = [
     "Chosen",
     "Moves",
@@ -25,7 +27,6 @@ __all__ = [
     "crop_kept",
     "enter",
     "forget",
-    "no_mass",
     "received",
 ]
 
@@ -54,18 +55,13 @@ class Chosen(NamedTuple):
     units: Int[Array, " B"]
 
 
-def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:
-    """Zero mass of a call with `length` new tokens, or None where tokens are not chosen by it."""
-    if "mass" not in kept:
-        return None
-    batch, ring = kept["recent"].shape
-    return Received(jnp.zeros((batch, sinks + ring + length)), jnp.zeros(kept["positions"].shape))
-
-
-def allocate_kept(rule: str, batch: int, slots: int, unit: int, ring: int) -> Kept:
-    """The bookkeeping of empty rows: N = `slots`, u = `unit`, C = `ring`."""
+def allocate_kept(keep: Keep | None, batch: int, slots: int, unit: int, ring: int) -> Kept:
+    """The bookkeeping of empty rows: N = `slots`, u = `unit`, C = `ring`. Nothing where no token is ever dropped, and
+    where there is no room for a body."""
+    if keep is None or not slots:
+        return {}
     kept = {"positions": jnp.full((batch, slots), -1, jnp.int32)}
-    if rule == "h2o":
+    if keep.rule == "h2o":
         kept |= {"mass": jnp.zeros((batch, slots // unit)), "recent": jnp.zeros((batch, ring))}
     return kept
 

@@ -8,6 +8,7 @@ from kvqjax.methods.keep import Keep
 from kvqjax.methods.wiring import Packed, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import PLANE
+from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
 
 __all__ = ["by_groups", "check_clocks", "in_form", "resolved", "with_kernels"]
@@ -16,7 +17,7 @@ MOST_TOKENS = 2**30  # sums of two such counts are still int32
 
 
 def resolved(wiring: Wiring, dtype: str) -> Wiring:
-    """Give fields of dtype "compute" the cache's compute dtype."""
+    """Give fields of dtype "compute", and what a kernel is told of them, the cache's compute dtype."""
 
     def fix(codec):
         fields = codec.fields.items()
@@ -24,7 +25,11 @@ def resolved(wiring: Wiring, dtype: str) -> Wiring:
             fields={n: dataclasses.replace(f, dtype=dtype) if f.dtype == "compute" else f for n, f in fields}
         )
 
-    return wiring.having(storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}})
+    wiring = wiring.having(storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}})
+    packed = wiring.fast.packed
+    if packed is None or not isinstance(packed.spec, ExactSpec):
+        return wiring
+    return wiring.having(fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))})
 
 
 def in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:

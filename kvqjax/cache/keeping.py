@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.encoding import Schedule, in_order, units_at_once
-from kvqjax.cache.eviction import Kept, Moves, choose, enter
+from kvqjax.cache.eviction import Kept, Moves, Received, choose, enter
 from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Run, due, units_due, window_tokens
 
-__all__ = ["Entering", "entering", "read_as", "schedules_of"]
+__all__ = ["Entering", "entering", "no_mass", "read_as", "schedules_of"]
 
 Schedules = Callable[[Sequence[RunLayout], Run], tuple[Schedule, ...]]
 
@@ -95,6 +95,14 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
     return Entering(empty, fresh, picked, lambda new, encoded: new, chosen.token.shape[1], kept)
 
 
+def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:
+    """Zero mass of a call with `length` new tokens, or None where tokens are not chosen by it."""
+    if "mass" not in kept:
+        return None
+    batch, ring = kept["recent"].shape
+    return Received(jnp.zeros((batch, sinks + ring + length)), jnp.zeros(kept["positions"].shape))
+
+
 def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str, jax.Array]:
     """`stored` and `oldest` of `NewTokens`: what the body holds, and from where on each query of a draft sees it."""
     if not cache.kept:
@@ -109,4 +117,4 @@ def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str
     run, sinks = runs_of(cache.layout)[0], cache.layout.method.sinks
     clock = run.wiring.storage.clocks[0]
     units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
-    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.kept + sinks}
+    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.budget + sinks}

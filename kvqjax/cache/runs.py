@@ -1,19 +1,72 @@
-"""The static plan of a layout: which layers are one run, how large their arrays are, and which are encoded together."""
+"""The static plan of a layout: which layers are one run, how large their arrays are, how blocks are dealt over devices,
+and which layers are encoded together."""
 
 import functools
 import itertools
 import math
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.deal import Deal
 from kvqjax.cache.fitted import by_groups, check_clocks, in_form, resolved, with_kernels
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
+from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["AT_ONCE", "Carry", "RunLayout", "carry_of", "chains", "runs_of"]
+__all__ = [
+    "AT_ONCE",
+    "Deal",
+    "RunLayout",
+    "chains",
+    "runs_of",
+]
+
+
+class Deal(NamedTuple):
+    """A body's blocks dealt over devices in turn, so that short rows use all of them: of `parts` devices, block j of
+    `block` tokens lies on device j mod `parts`, and a device keeps its blocks in order. Outside `shard_map` a dealt
+    cache is only moved about; inside, `axes` names the mesh axes that number the devices. Undealt bodies (`parts` = 1)
+    pass through."""
+
+    parts: int = 1
+    block: int = 1
+    axes: tuple[str, ...] = ()
+
+    def _here(self) -> Int[Array, ""]:
+        if not self.axes:
+            raise ValueError("a cache dealt over devices is read and written on its mesh only")
+        return jax.lax.axis_index(self.axes)
+
+    def place(self, token: Int[Array, ""] | int) -> tuple[Bool[Array, ""] | None, Int[Array, ""] | int]:
+        """Whether body token `token` lies here (None: everything does), and its number among those that do."""
+        if self.parts == 1:
+            return None, token
+        turn = token // self.block
+        return jnp.equal(turn % self.parts, self._here()), turn // self.parts * self.block + token % self.block
+
+    def tokens(self, local: Int[Array, "*S"]) -> Int[Array, "*S"]:
+        """The body tokens that the `local`-th ones here are."""
+        if self.parts == 1:
+            return local
+        return (local // self.block * self.parts + self._here()) * self.block + local % self.block
+
+    def share(self, tokens: Int[Array, "*S"]) -> Int[Array, "*S"]:
+        """How many of the first `tokens` body tokens lie here."""
+        if self.parts == 1:
+            return tokens
+        whole, here = tokens // self.block, self._here()
+        rest = jnp.where(whole % self.parts == here, tokens % self.block, 0)
+        return (whole - here + self.parts - 1) // self.parts * self.block + rest
+
+    def most(self, tokens: int) -> int:
+        """The most of a row's first `tokens` body tokens that lie on one device."""
+        return -(-tokens // (self.block * self.parts)) * self.block if self.parts > 1 else tokens
+
 
 AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
 
@@ -21,9 +74,10 @@ AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of 
 class RunLayout(NamedTuple):
     """A run of equal layers: `first` .. `first + count - 1`, `shape` being one layer's. The body has `slots` tokens in
     blocks of `block`, a ring of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window
-    is a ring of `ring` tokens. `slots` counts all devices' when the blocks are dealt (`deal`), `slots_here` one's.
-    With eviction the body never holds more than `kept` tokens (0: no eviction). `static`: what a few new tokens read of
-    the body is bounded by its slots and not by data, because a GPU's host decides on every turn of such a loop."""
+    is a ring of `ring` tokens. `slots` counts all devices' when the blocks are dealt (`deal`), `slots_here` one's. With
+    eviction the body never holds more than `budget` tokens (0: no eviction). `static`: how much of the body a few new
+    tokens read is bounded by its slots and not by data, because a GPU's host decides on every turn of such a loop.
+    `lanes`: a few new tokens are multiplied with all heads' channels at once, as suits a TPU."""
 
     first: int
     count: int
@@ -34,8 +88,9 @@ class RunLayout(NamedTuple):
     ring: int
     wraps: bool
     deal: Deal = Deal()
-    kept: int = 0
+    budget: int = 0
     static: bool = False
+    lanes: bool = False
 
     @property
     def sliding(self) -> int | None:
@@ -55,9 +110,14 @@ class RunLayout(NamedTuple):
         return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
 
     @property
+    def plain(self) -> bool:
+        """Whether the body is stored as it is read."""
+        return all(f.kind == "plain" for c in self.wiring.storage.codecs.values() for f in c.fields.values())
+
+    @property
     def carried(self) -> int:
-        """Body tokens of which a reader holds what flows between layers, per row (see `Wiring.chain.copy`)."""
-        return carry_of(self.wiring).tokens(self.slots, self.block)
+        """Body tokens of which a reader holds what flows between layers, per row (`kvqjax.methods.wiring.Chain`)."""
+        return self.wiring.chain.tokens(self.slots, self.block)
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunLayout:
@@ -74,20 +134,23 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
     block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.storage.clocks)))
     room = layout.capacity - layout.method.sinks
+    lanes = family(layout.target) == "tpu" and layout.form == "planes"
     ring = max(clock.window + clock.unit for clock in wiring.storage.clocks)
     # Nothing is ever encoded when the window alone can hold the capacity.
     most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.storage.clocks)
     ring = max(1, min(ring, room))
     if keep is not None:
         unit = wiring.storage.clocks[0].unit
-        kept = max(0, min(keep.budget // unit * unit, most))
-        return RunLayout(first, count, shape, wiring, block, -(-kept // block) * block, ring, False, kept=kept)
+        budget = max(0, min(keep.budget // unit * unit, most))
+        blocks, more = -(-budget // block), {"budget": budget, "lanes": lanes}
+        return RunLayout(first, count, shape, wiring, block, blocks * block, ring, False, **more)
     whole = blocks = max(0, -(-most // block))
     if shape.window is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
         blocks = min(whole, -(-(shape.window + ring) // block) + 1)
     static = layout.form == "heads"
-    return RunLayout(first, count, shape, wiring, block, blocks * block, ring, blocks < whole, static=static)
+    wraps = blocks < whole
+    return RunLayout(first, count, shape, wiring, block, blocks * block, ring, wraps, static=static, lanes=lanes)
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
@@ -109,7 +172,7 @@ def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
 def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
     """The runs of a layout, in layer order. Cached, so that wirings are built once."""
     runs = _plan_runs(layout, 1)
-    if any(carry_of(run.wiring).rebuilt for run in runs):  # a block is then read from all layers below at once
+    if any(run.wiring.chain.rebuilt for run in runs):  # a block is then read from all layers below at once
         runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))
     clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
     if layout.method.keep is not None and len(clocks) > 1:
@@ -145,22 +208,3 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
             f"{layout.method}: layers that feed each other must see the same tokens; sliding windows differ"
         )
     return (tuple(range(len(runs))),)
-
-
-class Carry(NamedTuple):
-    """`held`: one layer's, for all body tokens, flows from layer to layer. `rebuilt`: it is computed anew for every
-    block from the first layer on, so blocks must be common to all layers. Neither: every layer stores its own."""
-
-    held: bool
-    rebuilt: bool
-
-    def tokens(self, slots: int, block: int) -> int:
-        """Of how many body tokens, per row, it is there at a time."""
-        return slots if self.held else block if self.rebuilt else 0
-
-
-CARRIES = {"layer": Carry(True, False), "none": Carry(False, True), "all": Carry(False, False)}
-
-
-def carry_of(wiring: Wiring) -> Carry:
-    return CARRIES[wiring.chain.copy]

@@ -1,30 +1,41 @@
-"""One layer's attention, segment by segment: to the tokens that are held exactly (sinks, window, new ones), and to the
-body, block by block or by what reads it as a whole."""
+"""Attend in one layer, segment by segment: to the tokens that are held exactly (sinks, window, new ones), and to the
+body, either block by block or by a path that reads all of it (kvqjax/cache/whole_body.py)."""
 
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.body_view import alike, body_view
-from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, large_block
+from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, few_block, large_block
 from kvqjax.cache.encoding import Schedule, at_layer, encode_due, gather_tile
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.runs import AT_ONCE
 from kvqjax.cache.state import due
-from kvqjax.cache.view import LayerView, NewTokens, expanded, payload_of, reached, rebuilt, seen, side_by_side
+from kvqjax.cache.view import (
+    LayerView,
+    NewTokens,
+    alike,
+    body_view,
+    expanded,
+    payload_of,
+    reached,
+    rebuilt,
+    seen,
+    side_by_side,
+)
 from kvqjax.cache.whole_body import attend_decoded, attend_packed, attend_stored
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.methods.wiring import SharedValues
-from kvqjax.ops.attention import Partial, segment_attention
+from kvqjax.ops.attention import Partial, blockwise_attention, segment_attention
 from kvqjax.ops.finite import saturated
 
 __all__ = ["attend_body", "attend_exact", "recoded_units", "weigh"]
 
+MOST_ROWS = 128  # queries of all heads that a TPU multiplies with all heads' channels
 MOST_PARTS = 16  # of a body that are decoded in straight code: more would take long to compile
 
 
 def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedValues | None = None):
-    """(read, first, last) as `blockwise_attention` wants them, for the encoded tokens of every row, `size` of them at a
-    time; with `shared`, values as stored, to be decoded after the sum."""
+    """Make (read, first, last) for `blockwise_attention` over the body, `size` tokens of every row at a time. With
+    `shared`, the values read are the stored ones, which the caller maps to heads after the sum."""
     run, body, constants = view.run, body_view(view, tokens), view.run.wiring.maps.prepare(view.constants)
 
     def block(j, carry):
@@ -72,6 +83,9 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
         if at_once:
             return attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
+        if run.lanes and width is None and q.shape[1] * q.shape[2] <= MOST_ROWS:
+            blocks = _body_blocks(view, tokens, few_block(run, q.shape[0]))
+            return blockwise_attention(q, kv_heads, *blocks, carry, lanes=True)
         apart = bool(wiring.chain.carry) or kernels in ("splash", "interpret")
         size = large_block(q, run.reading, run.slots_here, kernels, apart)
         blocks = _body_blocks(view, tokens, size, shared)
@@ -91,8 +105,8 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
 
 
 def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
-    """What the valid queries gave each token, once `lse` is known: a second pass over the scores. `carry` is what
-    `attend_body` was given."""
+    """Sum the softmax weights that the valid queries gave each token, in a second pass over the scores with the known
+    log-sum-exp `lse`. `carry` is what `attend_body` was given."""
     valid = (jnp.arange(q.shape[1])[None] < tokens.counts[:, None])[:, :, None]
     sources, positions, real = side_by_side(view, tokens)
     k, _ = expanded(view, sources, positions)
@@ -113,15 +127,14 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
 
 
 def recoded_units(unit: int, length: int) -> int:
-    """How many units of a clock can fall due while `length` new tokens are appended, before the last of them
+    """Count the units of a clock that can fall due while `length` new tokens are appended, before the last of them
     attends."""
     return -(-(length - 1) // unit)
 
 
 def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
-    """`sources` with every unit of the clock that may fall due inside the new tokens replaced by what a reader will
-    see. Tiles are encoded one row and unit at a time, exactly as `commit` will. `carry` is [B, units, u, W] per
-    name."""
+    """Replace every unit of `sources` that may fall due among the new tokens by what its codes decode to. Units are
+    encoded row by row and one by one, exactly as `commit` will encode them. `carry` is [B, units, u, W] per name."""
     run, units = view.run, recoded_units(clock.unit, tokens.positions.shape[1])
     window = at_layer(view.state.window, view.layer)
 
@@ -158,9 +171,9 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
 
     if not recode and view.chunks in ("splash", "interpret") and q.shape[1] >= MANY_QUERIES:
         k, v = expanded(view, sources, positions)
-        kept = k.shape[1] - q.shape[1]
-        new = attend_segment(q, k[:, kept:], v[:, kept:], mask[:, :, kept:], view.chunks)
-        return [segment_attention(q, k[:, :kept], v[:, :kept], mask[:, :, :kept]), new], carry
+        old = k.shape[1] - q.shape[1]
+        new = attend_segment(q, k[:, old:], v[:, old:], mask[:, :, old:], view.chunks)
+        return [segment_attention(q, k[:, :old], v[:, :old], mask[:, :, :old]), new], carry
     if not recode:
         return [part(sources, mask)], carry
     parts, index = [], (positions - view.sinks)[:, None, :]

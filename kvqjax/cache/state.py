@@ -101,10 +101,8 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
         raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
     chains(layout)  # refuses layers that cannot feed each other, before anything is cached
     runs = tuple(_allocate_run(run, batch, layout) for run in runs_of(layout))
-    first, keep = runs_of(layout)[0], layout.method.keep
-    kept = {}
-    if keep is not None and first.kept:
-        kept = allocate_kept(keep.rule, batch, first.kept, first.wiring.storage.clocks[0].unit, first.ring)
+    first = runs_of(layout)[0]
+    kept = allocate_kept(layout.method.keep, batch, first.budget, first.wiring.storage.clocks[0].unit, first.ring)
     lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
     return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept)
 

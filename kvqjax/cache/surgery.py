@@ -130,8 +130,8 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     counts = [count for state in cache.runs for count in state.flushed]
     encoded = tuple(count * unit for count, (unit, _) in zip(counts, clocks, strict=True))
     wanted = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, cache.lengths) - sinks
-    kept = _floor(wanted, encoded, clocks)
-    whole = jnp.maximum(kept, 0)
+    left = _floor(wanted, encoded, clocks)
+    whole = jnp.maximum(left, 0)
     states = tuple(
         state.replace(
             flushed=tuple(
@@ -141,6 +141,6 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
         )
         for run, state in zip(runs, cache.runs, strict=True)
     )
-    lengths = kept + sinks
+    lengths = left + sinks
     finite = jnp.minimum(cache.finite, lengths)
     return cache.replace(runs=states, lengths=lengths, finite=finite, kept=crop_kept(cache.kept, lengths))

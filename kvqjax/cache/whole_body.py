@@ -8,16 +8,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.body_view import body_view
 from kvqjax.cache.runs import AT_ONCE
 from kvqjax.cache.state import body_tokens
-from kvqjax.cache.view import LayerView, NewTokens, expanded, payload_of, reached, seen
+from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, slots_read, summed
 from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import leading_slots
-from kvqjax.ops.xla import kept_apart, row_major
+from kvqjax.ops.xla import depending_on, row_major
 from kvqjax.pallas_kernels.dispatch import packed_attention
 
 __all__ = ["attend_decoded", "attend_packed", "attend_stored"]
@@ -41,7 +40,7 @@ def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared:
     """Attention to the body in straight code, AT_ONCE tokens of every row decoded at a time (of a single row twice as
     many): first all scores, then all sums of values. Each part waits for the one before it, or XLA would decode all at
     once."""
-    run, body = view.run, view.state.body
+    run = view.run
     count = min(-(-reached(view) // run.block) * run.block, run.slots_here)
     positions, valid = body_view(view, tokens).places(0, count)
     mask = seen(view, tokens, positions, valid)
@@ -50,8 +49,8 @@ def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared:
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     def decoded(part: slice, after):
-        stored = view.state.replace(body=kept_apart((body, after))[0])
-        payload = payload_of(run, stored, view.layer, part.start, part.stop - part.start)
+        payload = payload_of(run, view.state, view.layer, part.start, part.stop - part.start)
+        payload = {source: depending_on(after, fields) for source, fields in payload.items()}
         found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
         return payload, found, expanded(view, found, positions[:, part])
@@ -89,6 +88,8 @@ def attend_stored(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
         return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
 
     body = body | {"k": first("k", body["k"])}
+    if count < slots and direct.part is not None:
+        direct = direct._replace(scores=direct.part)
     mask = seen(view, tokens, *body_view(view, tokens).places(0, count))
     piece = math.gcd(PIECE, slots // 2)
     return attend_whole(q, body, mask, direct, kv_heads, piece, functools.partial(first, "v") if cut else None)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.codecs.kernel_form import Packed, packed_form
+from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
 
 __all__ = ["Clipped", "thresholds"]
@@ -43,3 +45,8 @@ class Clipped:
             return inner.encode(constants, jnp.clip(parts, -bound, bound).reshape(x.shape))
 
         return inner._replace(encode=encode)
+
+    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+        """Name the kernel for keys of `inner` beside these values, clipped or not: clipping shows in no stored
+        field."""
+        return packed_form(self.inner, value.inner if isinstance(value, Clipped) else value, rope, shape)

@@ -153,7 +153,7 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
         return _restored(spec, dense, tile)
 
     needs = {"upper": (width,), "lower": (width,), **_needs(spec)}
-    return Codec(width, 1, _fields(spec, width), encode, decode, needs, FIT)
+    return Codec(width, 1, _fields(spec, width), encode, decode, needs, FIT, apart=True)
 
 
 def _per_token(spec: Nuq, width: int) -> Codec:
@@ -174,7 +174,7 @@ def _per_token(spec: Nuq, width: int) -> Codec:
         scale, centre = (jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre"))
         return _restored(spec, look_up(tile["codes"], read_signposts(spec, constants)) * scale + centre, tile)
 
-    return Codec(width, 1, fields, encode, decode, _needs(spec), FIT)
+    return Codec(width, 1, fields, encode, decode, _needs(spec), FIT, apart=True)
 
 
 def _restored(spec: Nuq, dense, tile):

@@ -69,12 +69,15 @@ class Uniform:
         return _per_channel(self, width) if self.along == "tokens" else _per_token(self, width)
 
     def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-        """Name the kernel for keys per channel beside uniform values per token with scales of the same dtype (KIVI)."""
-        if not isinstance(value, Uniform) or self.dtype != value.dtype:
-            return None
-        if (self.along, value.along) != ("tokens", "channels"):
+        """Name the kernel for keys per channel (KIVI), or per token with one group a head (OSCAR), beside uniform
+        values per token with scales of the same dtype."""
+        if not isinstance(value, Uniform) or (value.along, value.dtype) != ("channels", self.dtype):
             return None
         groups = {"key_group": self.group, "value_group": min(value.group, shape.kv_width)}
+        if self.along == "channels":
+            if rope == "pre" or self.group != shape.head_dim:
+                return None
+            groups |= {"key_group": 0, "key_channels": self.group}
         return Packed(key_value_spec(self, value, rope, shape, **groups), uniform_body)
 
 

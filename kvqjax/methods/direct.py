@@ -26,6 +26,8 @@ __all__ = [
     "by_plane",
     "filled",
     "in_planes",
+    "scored",
+    "scored_part",
     "slots_read",
     "summed",
 ]
@@ -44,10 +46,12 @@ class Direct(NamedTuple):
     scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
     values(planes of weights [B, K, X, S] float32, fields, dtype, piece) -> [B, K, X, D] float32
 
-    Sums over tokens are cut after `piece` stored rows, or fewer."""
+    Sums over tokens are cut after `piece` stored rows, or fewer. `part` are scores of the first of a body's keys, where
+    those are read in another way than all of them."""
 
     scores: Callable
     values: Callable
+    part: Callable | None = None
 
 
 def by_plane(x: Array, planes: int) -> list[Array]:
@@ -71,6 +75,20 @@ def in_planes(pieces: list[Array], planes: int) -> list[Array]:
 def filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
     """Weights of so many slots, the last of them zero."""
     return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
+
+
+def scored_part(q: Float[Array, "B K X D"], k: Float[Array, "B K s D"]) -> Float[Array, "B K X s"]:
+    """Scores of the first keys of a body. XLA reads these in place as long as they are not cut."""
+    return jnp.einsum("bkxd,bksd->bkxs", q, k, preferred_element_type=jnp.float32)
+
+
+def scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K X S"]:
+    """Scores of keys as they are. Cut over tokens, XLA writes them in the order in which values are summed, and softmax
+    weights and their total are then one kernel's instead of two that read all scores."""
+    k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])
+    rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))
+    scores = jnp.einsum("bkxpd,bkpsd->bkxps", rows, k, preferred_element_type=jnp.float32)
+    return scores.reshape(*q.shape[:3], -1)
 
 
 def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:

@@ -1,15 +1,15 @@
-"""How bodies of codecs are read at once, from fields stored head by head (kvqjax/ops/head_major.py): the `Direct` that
-kvqjax.methods.direct attends with.
+"""Read whole bodies at once, from fields stored head by head (kvqjax/ops/head_major.py): functions that make scores and
+sums of values for the `Direct` that kvqjax.methods.direct attends with.
 
     scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
                             k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
     out = sum_s p_s v_s     v_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (its values)
 
-Keys may be per token too (OSCAR), and keys or values of either kind times a factor of their token (OScaR and KVarN's
-keys) or of their channel and group of tokens (KVarN's values).
+OSCAR's keys are per token too. Keys of OScaR and KVarN are also multiplied by a factor of their token, values of KVarN
+by a factor of their channel and group of tokens.
 
-Scales fold into the queries and the softmax weights, offsets and minima become one product a group. X = T * G query
-rows of a KV head, N groups of g tokens, M groups of channels a head.
+Scales fold into the queries and the softmax weights; offsets and minima become one product a group. X is the number of
+query rows of a KV head (T * G), N that of groups of g tokens, M that of groups of channels in a head.
 """
 
 import functools
@@ -23,7 +23,7 @@ from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.kernel_form import ReadAtOnce
 from kvqjax.codecs.scaled import Scaled
-from kvqjax.methods.direct import Direct, Stored, by_plane, filled, in_planes, summed
+from kvqjax.methods.direct import Direct, Stored, by_plane, filled, in_planes, scored, scored_part, summed
 from kvqjax.model.config import KVShape
 from kvqjax.ops.head_major import HALF, offset, tokens_per_row
 from kvqjax.ops.layout import from_bits
@@ -32,20 +32,23 @@ __all__ = ["direct_form", "key_form", "value_form"]
 
 
 def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> Direct | None:
-    """How the bodies of these codecs are read at once; None for what cannot be."""
+    """Make the functions that read bodies of these two codecs at once, or None where one must be decoded first."""
     if rope != "post" and shape.rope is not None:
         return None
     scores, values = key_form(key, shape), value_form(value, shape)
-    return None if scores is None or values is None else Direct(scores, values)
+    part = (lambda q, fields: [scored_part(q, fields["x"][0][0])]) if isinstance(key, Exact) else None
+    return None if scores is None or values is None else Direct(scores, values, part)
 
 
 def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
-    """Whether groups of channels are parts of heads, or whole heads."""
+    """Say whether every group of channels is a part of one head, or several whole heads."""
     group = min(spec.group, shape.kv_width)
     return not (group % shape.head_dim and shape.head_dim % group)
 
 
 def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
+    """Make the function from queries [B, K, X, D] and a body's fields to the scores of its keys, an array
+    [B, K, X, rows] for every plane of codes; None where keys must be decoded first."""
     if isinstance(spec, ReadAtOnce):
         return spec.scores(shape)
     if isinstance(spec, Clipped):
@@ -54,9 +57,7 @@ def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
         inner = key_form(spec.inner if isinstance(spec, Scaled) else spec.inner(shape.kv_width), shape)
         return None if inner is None else lambda q, fields: _token_factors(spec.dtype, inner(q, fields), fields)
     if isinstance(spec, Exact):
-        return lambda q, fields: [
-            jnp.einsum("bkxd,bksd->bkxs", q, fields["x"][0][0], preferred_element_type=jnp.float32)
-        ]
+        return lambda q, fields: [scored(q, fields["x"][0][0])]
     if isinstance(spec, Uniform) and spec.along == "tokens":
         return lambda q, fields: _channel_scores(spec, q, fields)
     if isinstance(spec, Uniform) and _fits_heads(spec, shape):
@@ -65,6 +66,8 @@ def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
 
 
 def value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
+    """Make the function from softmax weights of every plane, a body's fields, the dtype of products and the tokens of
+    one partial sum to the weighted sums of its values [B, K, X, D]; None where values must be decoded first."""
     if isinstance(spec, ReadAtOnce):
         return spec.values(shape)
     if isinstance(spec, Exact):
@@ -79,13 +82,13 @@ def value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
 
 
 def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int) -> Float[Array, "B K X D"]:
-    """Weighted sums of values as they are."""
+    """Sum values that are stored as they are, weighted."""
     return summed(filled(in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
 
 
 def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
-    """(numbers in `dtype` [B, K, rows, D], what they lack to be the plane's codes) for every plane. One chain of
-    operations on what is stored, which XLA fuses into the product that reads it."""
+    """Read every plane as (numbers in `dtype` [B, K, rows, D], constant): its codes are the numbers plus the constant.
+    The numbers are one chain of operations on the stored array, which XLA fuses into the product that reads them."""
     n = stored.astype(dtype)
     if tokens_per_row(bits) == 1:
         return [(n, float(offset(bits)))]
@@ -95,7 +98,7 @@ def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
 
 
 def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
-    """Scores of keys that are uniform per channel in groups of tokens."""
+    """Multiply queries with keys whose codes are uniform per channel, in groups of tokens."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
     wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
@@ -115,7 +118,7 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
 
 
 def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
-    """Scores of keys that are uniform per token in groups of channels."""
+    """Multiply queries with keys whose codes are uniform per token, in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     planes = _readings(spec.bits, codes[0], q.dtype)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, M, S]
@@ -134,24 +137,24 @@ def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> 
 
 
 def _token_factors(dtype: str, scores: list[Array], fields: Stored) -> list[Array]:
-    """Scores of keys that were divided by a factor of their token."""
+    """Multiply the scores of keys by the factor that every token's key was divided by."""
     factors = _of_tokens(fields["factor"], dtype, scores[0].shape[1], len(scores))
     return [x * factor for x, factor in zip(scores, factors, strict=True)]
 
 
 def _of_tokens(stored: tuple[Array, ...], dtype: str, heads: int, planes: int) -> list[Float[Array, "B K 1 S"]]:
-    """A number per token and KV head, in planes; one of several heads is each one's."""
+    """Read a number per token and KV head, plane by plane; a number of several heads is repeated for each."""
     found = _groups_of_heads(from_bits(stored[0][0], dtype).astype(jnp.float32), heads)
     return by_plane(found, planes)
 
 
 def _by_head(x: Array, heads: int) -> Array:
-    """[B, N, K*D] as [B, K, N, D]."""
+    """Reshape [B, N, K*D] to [B, K, N, D]."""
     return jnp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
 
 
 def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> Float[Array, "B K X D"]:
-    """Weighted sums of values that are uniform per token in groups of channels."""
+    """Sum values whose codes are uniform per token, in groups of channels, weighted."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
@@ -170,8 +173,8 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> 
 
 
 def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
-    """Weighted sums of values that are uniform per token and head, times a factor per channel of each group of tokens:
-    groups are summed apart."""
+    """Sum values whose codes are uniform per token and head, weighted. They carry a factor per channel and group of
+    tokens as well, so every group is summed by itself and multiplied by its factor."""
     (codes,) = fields["codes"]
     heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
     planes, here = len(readings), min(spec.group, HALF)  # groups of one plane side by side
@@ -197,7 +200,7 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
 
 
 def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K M S"]:
-    """Numbers of groups of channels by KV head; a group of several heads is each one's."""
+    """Sort numbers of groups of channels by KV head; that of a group of several heads is repeated for each."""
     if x.shape[1] < heads:
         x = jnp.repeat(x, heads // x.shape[1], axis=1)
     return x.reshape(x.shape[0], heads, -1, x.shape[2])

@@ -63,7 +63,7 @@ def flops_per_token(method: Method, config: KVShape) -> int:
 def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
     """Give `layer_flops` of every layer. A chain without a copy computes a layer once more for every layer above it."""
     wirings = enumerate(_wirings(method, config))
-    anew = lambda wiring, i: config.num_layers - i if wiring.chain.copy == "none" else 1  # noqa: E731
+    anew = lambda wiring, i: config.num_layers - i if wiring.chain.rebuilt else 1  # noqa: E731
     return tuple(anew(wiring, i) * wiring.cost.operations for i, wiring in wirings)
 
 

@@ -9,8 +9,8 @@
 Layers have two forms. Stacked over L in front, they are read by number inside a scan, which compiles fast. As a list of
 one dict a layer (`unrolled`) they are read as they lie: XLA copies a layer's weights out of a stack before it uses
 them, on GPUs and CPUs all of them, and moves none of a list. Where sparse and dense layers mix, the names of either
-kind are stacked over the layers of that kind, with a table of which they are (kvqjax/model/rows.py); a list holds plain
-arrays.
+kind are stacked over the layers of that kind, with a table of which they are (kvqjax/model/experts.py); a list holds
+plain arrays.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,15 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
-from kvqjax.model.experts import BY_EXPERT, mix, mlp
+from kvqjax.model.experts import BY_EXPERT, Row, Rows, mix, mlp, whole
 from kvqjax.model.rope import check_length, rotate
-from kvqjax.model.rows import Row, Rows, whole
 from kvqjax.model.weight_trees import (
     Layer,
     Params,
     is_unrolled,
 )
 from kvqjax.ops.attention import segment_attention
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.xla import row_major, times_matrix
 
 __all__ = [
     "Projected",
@@ -64,7 +63,7 @@ class Projected(NamedTuple):
 
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
     """The weights of layer `index` in the compute dtype; of a list only by a plain number. Experts, and what only some
-    layers have, are still to be read (`kvqjax.model.rows.Row`)."""
+    layers have, are still to be read (`kvqjax.model.experts.Row`)."""
     if is_unrolled(params):
         if isinstance(index, jax.core.Tracer):
             raise UserError("this reads weights as stacks; load the model with layers='scan'")
@@ -85,7 +84,7 @@ def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Flo
 
 def _product(x, weights: Layer, name: str):
     # Kept row-major, or the head split after it makes XLA transpose the whole stack of weights before a decode loop.
-    return row_major(jnp.einsum("bte,ef->btf", x, weights[name]))
+    return row_major(times_matrix(x, weights[name]))
 
 
 def _linear(x, weights: Layer, name: str):
@@ -132,7 +131,7 @@ def _tempered(q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
     """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
     attended = attended.reshape(*h.shape[:2], -1).astype(h.dtype)
-    h = h + _total(jnp.einsum("btf,fe->bte", attended, weights["o"]), config)
+    h = h + _total(times_matrix(attended, weights["o"]), config)
     x = norm(h, weights["mlp_norm"], config.norm_eps)
     return h + _total(_feed_forward(weights, x, config), config)
 
@@ -179,8 +178,8 @@ def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Fl
     """Final norm and logits in float32."""
     h = norm(h, params["norm"], config.norm_eps)
     if config.tied_embeddings:
-        return jnp.einsum("bte,ve->btv", h, params["embed"], preferred_element_type=jnp.float32)
-    return jnp.einsum("bte,ev->btv", h, params["head"], preferred_element_type=jnp.float32)
+        return times_matrix(h, params["embed"], jnp.float32, turned=True)
+    return times_matrix(h, params["head"], jnp.float32)
 
 
 def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: Callable, state):

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, RopeConfig
+from kvqjax.ops.xla import made_once
 
 __all__ = ["check_length", "inverse_frequencies", "rotate", "turn"]
 
@@ -93,7 +94,7 @@ def rotate(x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: K
 
 def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:
     """Turn pair i of a token's heads by its angle i (P = D/2), times `factor`: in float32, the result in x.dtype."""
-    cos, sin = jnp.cos(angles)[..., None, :] * factor, jnp.sin(angles)[..., None, :] * factor
+    cos, sin = (made_once(wave(angles) * factor)[..., None, :] for wave in (jnp.cos, jnp.sin))
     # Halves, not pairs of halves on an axis of their own: slower on CPUs, and by XLA's estimates on TPUs.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -174,14 +174,14 @@ def _words(stored: Stored, scheme: Scheme, rows: slice, columns: slice) -> np.nd
     parts = stored.parts
     word, awq = 32 // scheme.bits, scheme.method == "awq"
     order = _AWQ_ORDER if awq else None
-    within = slice(rows.start % word, rows.start % word + rows.stop - rows.start)
+    inside = slice(rows.start % word, rows.start % word + rows.stop - rows.start)
     if awq:
-        codes = _codes(read(parts["qweight"], (columns, _around(rows, word))), scheme.bits, 1, order)[:, within]
+        codes = _codes(read(parts["qweight"], (columns, _around(rows, word))), scheme.bits, 1, order)[:, inside]
     else:
         first = columns.start % word
         codes = _codes(read(parts["qweight"], (_around(columns, word), rows)), scheme.bits, 0)
         codes = codes[first : first + columns.stop - columns.start]
-    zeros = _codes(read(parts["qzeros"], (slice(None), _around(rows, word))), scheme.bits, 1, order)[:, within]
+    zeros = _codes(read(parts["qzeros"], (slice(None), _around(rows, word))), scheme.bits, 1, order)[:, inside]
     scales = read(parts["scales"], (slice(None), rows)).astype(np.float32)
     if "g_idx" in parts:
         group = read(parts["g_idx"], (columns,))

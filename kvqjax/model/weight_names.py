@@ -11,7 +11,7 @@ import jax
 from kvqjax._errors import UserError
 from kvqjax.model.checkpoint import Checkpoint, Tensor
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.rows import Rows
+from kvqjax.model.experts import Rows
 from kvqjax.model.weight_trees import init_params
 
 __all__ = ["Parameter", "experts_apart", "language_part", "parameters"]

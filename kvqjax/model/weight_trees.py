@@ -5,19 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.experts import BY_EXPERT
-from kvqjax.model.rows import Rows
+from kvqjax.model.experts import BY_EXPERT, Rows, is_unrolled
 
 __all__ = ["Params", "init_params", "is_unrolled", "stacked", "unrolled"]
 
 Params = dict
 Layer = dict
 SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")
-
-
-def is_unrolled(params: Params) -> bool:
-    """Whether the layers' weights are a list of one dict a layer."""
-    return isinstance(params["layers"], list | tuple)
 
 
 def unrolled(params: Params) -> Params:

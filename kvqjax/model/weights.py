@@ -26,8 +26,8 @@ from safetensors.numpy import save_file
 from kvqjax._errors import UserError
 from kvqjax.model.checkpoint import Checkpoint, header_digest, open_checkpoint, read, sample, sample_digest
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.experts import Rows
 from kvqjax.model.hf_config import config_to_hf, read_json
-from kvqjax.model.rows import Rows
 from kvqjax.model.stored import Scheme, Stored, decoded, find, read_scheme
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.model.weight_names import Parameter, experts_apart, language_part, parameters

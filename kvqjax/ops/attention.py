@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-
-from kvqjax.ops.xla import filled_by
 
 __all__ = [
     "Partial",
@@ -23,7 +20,6 @@ __all__ = [
     "merge",
     "merge_over",
     "segment_attention",
-    "tiled_attention",
     "total_lse",
 ]
 
@@ -57,8 +53,8 @@ def _accumulate(
     v: Float[Array, "B S J N"],
     mask: Bool[Array, "B T S"],
 ) -> Running:
-    """Fold one block of keys and values into the running softmax; J = 1 is a value that all heads share. A value that
-    no query sees may be anything, for 0 x inf would be NaN."""
+    """Fold one block of keys and values into the running softmax. With J = 1 all heads share the values. A value that
+    no query sees is replaced by 0: it may be infinite, and 0 x inf is NaN."""
     v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
     scores = jnp.einsum("bkgtd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
@@ -79,7 +75,7 @@ def _start(q: Float[Array, "B K G T D"], width: int) -> Running:
 
 
 def finish(state: Running) -> Partial:
-    """Normalise, and put the heads back where they were."""
+    """Divide the sums by the softmax denominator, and give them as [B, T, H, D] with their log-sum-exp."""
     batch, kv_heads, group, length, dim = state.acc.shape
     total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
     out = (state.acc / total[..., None]).transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, dim)
@@ -106,56 +102,45 @@ def blockwise_attention(
     last: Int[Array, ""] | int,
     carry: Any = None,
     width: int | None = None,
+    lanes: bool = False,
 ) -> tuple[Partial, Any]:
     """Attend to blocks `first <= j < last` one at a time, so that only one block of K and V ever exists.
 
     `read(j, carry) -> (k [B,S,K,D], v [B,S,K,D], mask [B,T,S], carry)` materialises block j. With `width`, v is
-    [B,S,1,width], shared by all heads, and so wide is the output.
+    [B,S,1,width], shared by all heads, and so wide is the output. With `lanes` instead, all KV heads are one of K*D
+    channels, which costs K times the products, and no head of what is read is taken apart from the others: for few
+    queries on a TPU, whose matrix unit has the time.
     """
-    by_head = grouped(q, kv_heads)
+    by_head = _spread(grouped(q, kv_heads)) if lanes else grouped(q, kv_heads)
 
     def step(j, loop):
         state, carry = loop
         k, v, mask, carry = read(j, carry)
+        k, v = (x.reshape(*x.shape[:2], 1, -1) for x in (k, v)) if lanes else (k, v)
         return _accumulate(state, by_head, k, v, mask), carry
 
-    state, carry = jax.lax.fori_loop(first, last, step, (_start(by_head, width or q.shape[-1]), carry))
-    return finish(state), carry
+    state, carry = jax.lax.fori_loop(first, last, step, (_start(by_head, width or by_head.shape[-1]), carry))
+    return finish(_own_lanes(state, kv_heads) if lanes else state), carry
 
 
-def tiled_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    mask: Callable[[Int[Array, " t"], Int[Array, " s"]], Bool[Array, "B t s"]],
-    tiles: list[tuple[int, int]],
-    size: tuple[int, int],
-) -> Float[Array, "B T H D"]:
-    """Attend tile by tile, in the queries' dtype: `tiles` are (queries, keys) in units of `size`, those of the same
-    queries after each other. `mask(queries, keys)` says which queries see which keys, by their places. The loop is
-    one, and its length static: a GPU runs it without asking the host."""
-    queries, keys = size
-    table = np.asarray(tiles, np.int32)
-    fresh = np.diff(table[:, 0], prepend=-1) != 0
+def _spread(q: Float[Array, "B K G T D"]) -> Float[Array, "B 1 K*G T K*D"]:
+    """The queries of all KV heads as those of one: each in its own head's channels, zero elsewhere."""
+    batch, heads, _, length, _ = q.shape
+    own = jnp.eye(heads, dtype=q.dtype)[None, :, None, None, :, None]
+    return (q[:, :, :, :, None] * own).reshape(batch, 1, -1, length, heads * q.shape[-1])
 
-    def step(n, loop):
-        state, out = loop
-        (row, column), new = jnp.asarray(table)[n], jnp.asarray(fresh)[n]
-        part = grouped(jax.lax.dynamic_slice_in_dim(q, row * queries, queries, 1), k.shape[2])
-        state = jax.tree.map(lambda x, old: jnp.where(new, x, old), _start(part, q.shape[-1]), state)
-        own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, column * keys, keys, 1) for x in (k, v))
-        seen = mask(row * queries + jnp.arange(queries), column * keys + jnp.arange(keys))
-        state = _accumulate(state, part, own_k, own_v, seen)
-        done = finish(state).out.astype(out.dtype)
-        return state, jax.lax.dynamic_update_slice_in_dim(out, done, row * queries, 1)
 
-    blank = filled_by(q, (_start(grouped(q[:, :queries], k.shape[2]), q.shape[-1]), q))
-    return jax.lax.fori_loop(0, len(tiles), step, blank)[1]
+def _own_lanes(state: Running, heads: int) -> Running:
+    """What `_spread` queries have found, by KV head, each in its own channels."""
+    split = lambda x: x.reshape(x.shape[0], heads, -1, *x.shape[3:])  # noqa: E731
+    acc, own = split(state.acc), jnp.eye(heads)[None, :, None, None, :, None]
+    acc = (acc.reshape(*acc.shape[:-1], heads, -1) * own).sum(4)
+    return Running(split(state.peak), split(state.total), acc)
 
 
 def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
-    """The merge of one segment's parts that lie on the devices along the mesh axes, as a collective: every device gets
-    all of it. Inside `shard_map` only; as it is without axes."""
+    """Merge one segment's parts, which lie on the devices along the mesh axes `axes`, by a collective that gives every
+    device the whole. Works inside `shard_map` only; without axes the part is returned as it is."""
     if not axes:
         return part
     peak = jax.lax.pmax(part.lse, axes)
@@ -167,7 +152,7 @@ def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
 
 
 def total_lse(*parts: Partial) -> Float[Array, "B T H"]:
-    """Log-sum-exp over all segments."""
+    """Compute the log-sum-exp over all segments."""
     return jax.nn.logsumexp(jnp.stack([part.lse for part in parts]), axis=0)
 
 

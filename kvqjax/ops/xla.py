@@ -1,5 +1,7 @@
 """What XLA must be told so that it leaves arrays where and as they are: every workaround has a name here."""
 
+import functools
+import math
 from typing import TypeVar
 
 import jax
@@ -8,9 +10,22 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-__all__ = ["depending_on", "filled_by", "kept_apart", "rounded", "row_major", "rows_if", "unknown_zero", "zeros_by"]
+__all__ = [
+    "depending_on",
+    "few_rows",
+    "filled_by",
+    "kept_apart",
+    "made_once",
+    "rounded",
+    "row_major",
+    "rows_if",
+    "times_matrix",
+    "unknown_zero",
+    "zeros_by",
+]
 
 Tree = TypeVar("Tree")
+FEW = 64  # rows: as many products are bound by the matrix's bytes
 
 
 def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
@@ -29,6 +44,43 @@ def kept_apart(tree: Tree) -> Tree:
     """`tree`, each part of which is ready before any is used: XLA neither merges what comes before with what comes
     after, nor computes either anew for every user."""
     return jax.lax.optimization_barrier(tree)
+
+
+def made_once(x: Float[Array, "*B T P"]) -> Float[Array, "*B T P"]:
+    """`x`, written to memory before it is used. XLA for CPUs would fuse what makes it into its user and compute it once
+    for every number of the result; a product's operands and result it leaves apart, and drops an optimization
+    barrier."""
+
+    def times_one(x):
+        return jnp.einsum("...p,pq->...q", x, jnp.eye(x.shape[-1], dtype=x.dtype), precision="highest")
+
+    return jax.lax.platform_dependent(x, cpu=times_one, default=lambda x: x)
+
+
+def times_matrix(
+    x: Float[Array, "*N E"], w: Float[Array, "_ _"], dtype: DTypeLike | None = None, turned: bool = False
+) -> Float[Array, "*N F"]:
+    """`x` times a matrix [E, F], or [F, E] if it is `turned`; the result is in `dtype` if one is given. XLA for TPUs
+    multiplies a single row on the vector unit, which takes four times what the matrix's bytes do on a v5e or v6e; of
+    two rows it makes a product."""
+    equation = "...e,fe->...f" if turned else "...e,ef->...f"
+    plain = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
+    if x.ndim < 2 or math.prod(x.shape[:-1]) != 1:
+        return plain(x, w)
+
+    def two_rows(x, w):
+        pad = [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]
+        return plain(jnp.pad(x, pad), w)[..., :1, :]
+
+    return jax.lax.platform_dependent(x, w, tpu=two_rows, default=plain)
+
+
+def few_rows(x: Float[Array, "*N E"]) -> Float[Array, "*N E"]:
+    """`x`, what a product has made. Of few rows, it is ready before anything uses it on a TPU: XLA for TPUs makes a
+    product and the one that uses it a single program, which takes a seventh longer than both."""
+    if math.prod(x.shape[:-1]) > FEW:
+        return x
+    return jax.lax.platform_dependent(x, tpu=kept_apart, default=lambda x: x)
 
 
 def _never(x: Array) -> Bool[Array, ""]:

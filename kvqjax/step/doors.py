@@ -1,8 +1,12 @@
-"""What public functions check of their arguments before any work: one line for each mistake, outside jit and inside.
+"""What public functions do around their work: check their arguments, in one line for each mistake, find the calibrated
+constants that a cache takes, and run outside jit as one kept program.
 
 Shapes and dtypes are static, so tracers are checked too; numbers in `counts` only where they are known."""
 
+import dataclasses
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,12 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, check_alive
+from kvqjax.methods import Method
+from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.loading import Model
+from kvqjax.parallel.sharding import over_mesh
 from kvqjax.step.layer_step import is_known
 
-__all__ = ["check_counts", "check_model", "check_new_tokens", "check_pending"]
+__all__ = [
+    "check_counts",
+    "check_model",
+    "check_new_tokens",
+    "check_pending",
+    "kept_program",
+    "run_constants",
+    "run_step",
+    "with_own_constants",
+]
 
 
 def _named(value: Any) -> str:
@@ -94,3 +111,90 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
                 sizes = f"[{run.count}, {cache.batch}, T, {width}]"
                 raise UserError(f"pending[{number}][{name!r}]: {found} given, wanted {sizes} with one T for all")
     _check_numbers(counts, cache.batch, length or 0)
+
+
+def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
+    """Calibrated constants of every run, given for the runs or for the stacks that an artifact holds. Raises UserError,
+    at trace time, for missing or misshapen ones."""
+    runs = runs_of(layout)
+    given = given or tuple({} for _ in runs)
+    stacks = runs if len(given) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
+    if len(given) == len(stacks) != len(runs):
+        given = tuple(
+            jax.tree.map(lambda a, i=index: a[i : i + 1], constants)
+            for stack, constants in zip(stacks, given, strict=True)
+            for index in range(stack.count)
+        )
+    if len(given) != len(runs):
+        raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
+    for run, constants in zip(runs, given, strict=True):
+        for group, names in run.wiring.wanted().items():
+            for name, shape in names.items():
+                array = constants.get(group, {}).get(name)
+                if array is None:
+                    hint = "run `kvqjax calibrate` and load the artifact"
+                    raise UserError(f"layer {run.first} needs the calibrated constant {group}.{name}; {hint}")
+                if array.shape != (run.count, *shape):
+                    raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
+    return given
+
+
+def with_own_constants(model: Model, method: Method) -> Model:
+    """The model with the constants for caches of `method` alone: of its own artifact where there are several, else of
+    the newest that was calibrated for the same codecs and layers."""
+    if not model.others:
+        return model
+    held = list(zip(model.calibrated, (model.constants, *model.others), strict=True))
+    part = functools.partial(calibrated_part, config=model.config)
+    alike = [constants for other, constants in held if part(other) == part(method)]
+    own = [constants for other, constants in held if other == method]
+    return model.replace(constants=[*own, *alike, ()][0], others=(), calibrated=())
+
+
+@jax.custom_jvp
+def _for_inference(tree):
+    """`tree` itself, which cannot be differentiated: what is stored is rounded."""
+    return tree
+
+
+@_for_inference.defjvp
+def _no_gradient(primals, tangents):
+    raise UserError(
+        "forward, attend, commit, prefill, attend_layer and append are for inference: a cache holds rounded numbers "
+        "and has no gradient; train on kvqjax.model.decoder.logits"
+    )
+
+
+def kept_program(
+    function: Callable, static_argnums: tuple[int, ...] = (), static_argnames: tuple[str, ...] = ()
+) -> Callable:
+    """`function` of arrays and trees, compiled once for its shapes and static arguments where no argument is traced.
+    Raises UserError where a gradient is asked for."""
+
+    @functools.wraps(function)
+    @jax.enable_x64(False)  # tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says
+    def plain(*arguments, **options):
+        fixed = [x if i in static_argnums else _for_inference(x) for i, x in enumerate(arguments)]
+        return function(*fixed, **options)
+
+    compiled = jax.jit(plain, static_argnums=static_argnums, static_argnames=static_argnames)
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arguments, options)))
+        return (plain if inside else compiled)(*arguments, **options)
+
+    return call
+
+
+def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):
+    """`step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh."""
+    model = with_own_constants(model, cache.layout.method)
+    arguments = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32), arguments)
+    step = functools.partial(step, **options)
+    if model.rules is None:
+        return step(model, cache, *arguments)
+    return over_mesh(step, model, cache, *arguments, out=out)
+
+
+run_step = kept_program(_placed, static_argnums=(0,), static_argnames=("out", "within", "last", "reach"))

@@ -9,13 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax.cache.state import Cache
-from kvqjax.model import decoder, weight_trees
+from kvqjax.model import decoder
+from kvqjax.model.experts import is_unrolled
 from kvqjax.model.loading import Model
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import depending_on, unknown_zero
-from kvqjax.step.constants import run_constants
-from kvqjax.step.doors import check_new_tokens, check_pending
-from kvqjax.step.eager import run_step
+from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step
 from kvqjax.step.layer_step import (
     attend_one,
     begin,
@@ -56,20 +55,22 @@ def attend(
 
 def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool, reach: int | None):
     """`attend` on one device's part."""
-    call = begin(cache, counts, tokens.shape[1], model.constants, within, reach)
+    constants = run_constants(model.constants, cache.layout)
+    call = begin(cache, counts, tokens.shape[1], constants, within, reach)
     positions, config = call.tokens.positions, model.config
+    project = _project_twice if positions.size == 1 and call.runs[0].static else decoder.project
 
     def step(number, loop, index):
         h, flow = loop
         weights = decoder.layer(model.params, call.runs[number].first + index)
-        projected = decoder.project(weights, h, positions, config)
+        projected = project(weights, h, positions, config)
         whole = projected._replace(q=decoder.whole_heads(projected.q, config))
         attended, new, flow = attend_one(call, number, index, weights, whole, flow)
         attended = saturated(decoder.own_heads(attended, config, projected.q.shape[2]), h.dtype)
         return (decoder.finish(weights, h, attended, config), flow), new
 
     loop = decoder.embed(model.params, tokens, config), first_flow(call)
-    each = _unrolled if weight_trees.is_unrolled(model.params) else _scanned
+    each = _unrolled if is_unrolled(model.params) else _scanned
     pending = []
     for number, run in enumerate(call.runs):
         loop, new = each(functools.partial(step, number), loop, run.count, cache)
@@ -78,6 +79,13 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
     out = last_logits(model, h, counts) if last else decoder.unembed(model.params, h, config)
     return out, (*pending, *(() if mass is None else (mass,)))
+
+
+def _project_twice(weights, h, positions, config):
+    """`decoder.project` of one token, as the first of two equal ones: of a vector times a small matrix XLA for GPUs
+    makes one kernel that writes all products, and one that adds them up."""
+    h, positions = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (h, positions))
+    return jax.tree.map(lambda x: x[:1], decoder.project(weights, h, positions, config))
 
 
 def _scanned(step, loop, count: int, cache: Cache):

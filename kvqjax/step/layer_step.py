@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
-from kvqjax.cache.chunk_paths import kernels_of
-from kvqjax.cache.eviction import Received, no_mass
-from kvqjax.cache.keeping import read_as
-from kvqjax.cache.runs import RunLayout, carry_of, chains, runs_of
+from kvqjax.cache.chunk_paths import MANY_QUERIES, kernels_of
+from kvqjax.cache.eviction import Received
+from kvqjax.cache.keeping import no_mass, read_as
+from kvqjax.cache.runs import RunLayout, chains, runs_of
 from kvqjax.cache.segments import attend_body, attend_exact, recoded_units, weigh
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
@@ -21,7 +21,6 @@ from kvqjax.model.decoder import Projected
 from kvqjax.ops.attention import merge, merge_over, total_lse
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla import row_major
-from kvqjax.step.constants import run_constants
 
 __all__ = [
     "Call",
@@ -80,17 +79,22 @@ def slab(runs, rows: tuple[int, ...], dtype) -> dict:
 
 
 def begin(
-    cache: Cache, counts: Int[Array, " B"], length: int, constants, within: str, reach: int | None = None
+    cache: Cache,
+    counts: Int[Array, " B"],
+    length: int,
+    constants: tuple[dict, ...],
+    within: str,
+    reach: int | None = None,
 ) -> Call:
-    """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `within` and
-    `reach` as in `kvqjax.attend`."""
+    """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `constants` are
+    each run's, `within` and `reach` as in `kvqjax.attend`."""
     if within not in ("chunk", "step"):
         raise UserError(f"within={within!r}; known: chunk, step")
     runs, sinks = runs_of(cache.layout), cache.layout.method.sinks
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
-    return Call(_in_step(cache), runs, run_constants(constants, cache.layout), tokens, recode, reach)
+    return Call(_in_step(cache), runs, constants, tokens, recode, reach)
 
 
 def _in_step(cache: Cache) -> Cache:
@@ -108,7 +112,7 @@ def first_flow(call: Call) -> Flow:
     cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
     dtype, unit = cache.layout.dtype, runs[0].wiring.storage.clocks[0].unit
     body = slab(
-        [run for run in runs if carry_of(run.wiring).held], (cache.batch, max(run.slots_here for run in runs)), dtype
+        [run for run in runs if run.wiring.chain.held], (cache.batch, max(run.slots_here for run in runs)), dtype
     )
     tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
     return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))
@@ -129,7 +133,8 @@ def attend_one(
     if call.reach is not None:
         broken = broken | (call.cache.lengths > call.reach)[:, None]
     below = _below(call, number, index)
-    state, chunks = call.cache.runs[number], kernels_of(call.cache.layout)
+    state, many = call.cache.runs[number], positions.shape[1] >= MANY_QUERIES
+    chunks = kernels_of(call.cache.layout) if many else "off"
     view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, below, chunks, call.reach)
     parts, tile = attend_exact(projected.q, view, call.tokens, call.recode and run.slots > 0, flow.tile)
     body = flow.body
@@ -148,7 +153,7 @@ def attend_one(
 def _below(call: Call, number: int, index) -> tuple:
     """(run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present one,
     where what they carry is computed anew."""
-    if not carry_of(call.runs[number].wiring).rebuilt:
+    if not call.runs[number].wiring.chain.rebuilt:
         return ()
     counts = [*(run.count for run in call.runs[:number]), index]
     return tuple(zip(call.runs, call.cache.runs, call.constants, counts, strict=False))

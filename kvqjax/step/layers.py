@@ -26,8 +26,7 @@ from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import depending_on
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import of_constants, on_parts
-from kvqjax.step.constants import run_constants
-from kvqjax.step.eager import kept_program
+from kvqjax.step.doors import kept_program, run_constants
 from kvqjax.step.layer_step import (
     Call,
     Flow,
@@ -49,9 +48,22 @@ class New(struct.PyTreeNode):
 
 
 def below_first(cache: Cache, counts: Int[Array, " B"], length: int, within: str = "chunk") -> Flow:
-    """What `below` of the first layer is where it must be an array: the start of a scan over layers of a cache whose
-    layers depend on each other (keep=h2o)."""
-    return first_flow(begin(cache, counts, length, None, within))
+    """Make the `below` of the first layer, for `counts[b]` of `length` new tokens: what a scan over layers starts with
+    where layers depend on each other (keep=h2o). On a mesh it lies as the cache does."""
+    return _below_first(cache, counts, length=length, within=within)
+
+
+def _first(cache: Cache, counts, *, length: int, within: str) -> Flow:
+    """`below_first` on one device or on every device's part of the cache's mesh."""
+    first = lambda cache, counts: first_flow(begin(cache, counts, length, (), within))  # noqa: E731
+    rules = cache.layout.rules
+    if rules is None:
+        return first(cache, counts)
+    specs = (PartitionSpec(rules.batch),)
+    return on_parts(first, rules, cache, counts, specs=specs, out=_specs(rules, ()).flow)
+
+
+_below_first = kept_program(_first, static_argnames=("length", "within"))
 
 
 def attend_layer(
@@ -100,7 +112,7 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: s
 
 
 def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
-    """Where one layer's new tokens lie on a mesh, or with `lead` those of all layers, by the sources' names."""
+    """Say where one layer's new tokens lie on a mesh, by the sources' `names`; with `lead`, all layers' as a stack."""
     tokens, body = (PartitionSpec(*lead, rules.batch, *rest) for rest in ((None, rules.kv_heads), (rules.sequence,)))
     rows = PartitionSpec(*lead, rules.batch)
     return New(sources=dict.fromkeys(names, tokens), flow=Flow._make((body, rows, rows)))
@@ -136,7 +148,7 @@ def _check_heads(cache: Cache, q, k, v) -> None:
 
 
 def _place(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | int]:
-    """Run of a layer and its number in it."""
+    """Find a layer: the number of its run, and its own number in that run."""
     if isinstance(layer, jax.core.Tracer):
         if len(runs) > 1:
             raise UserError(f"layers of this cache are stored as {len(runs)} stacks, so `layer` must be a plain number")
@@ -148,7 +160,7 @@ def _place(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | in
 
 
 def _flow_below(call: Call, layer, below: Flow | None) -> Flow:
-    """What flows into `layer`; only the first one may do without what the layer beneath returned."""
+    """Give what flows into `layer`: what the layer beneath returned, or for the first one zeros."""
     if below is not None:
         return below
     flow = first_flow(call)
@@ -195,7 +207,7 @@ def _append_here(cache: Cache, new, counts, fixed) -> Cache:
 
 
 def _by_runs(cache: Cache, new, runs: tuple[RunLayout, ...]) -> tuple[list[dict], Received | None]:
-    """Sources of every run, [L_run, B, T, W] each, and the attention mass that the last layer knows."""
+    """Sort new tokens by runs: the sources of each, [L_run, B, T, W], and the attention mass of the last layer."""
     layers = cache.layout.shape.num_layers
     if isinstance(new, New):
         pending = [{name: x[run.first : run.first + run.count] for name, x in new.sources.items()} for run in runs]

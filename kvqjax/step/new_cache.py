@@ -21,11 +21,12 @@ from kvqjax.model.rope import check_length
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.parallel.rules import Rules
-from kvqjax.step.constants import run_constants, with_own_constants
-from kvqjax.step.doors import check_counts, check_model
+from kvqjax.step.doors import check_counts, check_model, run_constants, with_own_constants
 from kvqjax.verdicts.choose import choose, over_devices
 
-__all__ = ["check_constants", "empty_cache", "init_cache", "planned_layout"]
+__all__ = ["ITS_OWN_PLACE", "check_constants", "empty_cache", "init_cache", "planned_layout"]
+
+ITS_OWN_PLACE = "sharding= is for the cache of a KVShape; a model's lies as the model does: shard(model, ...)"
 
 
 @named_options
@@ -94,9 +95,7 @@ def _plain_layout(
     else:
         check_model(model)
         if sharding is not None:
-            raise UserError(
-                "sharding= is for the cache of a KVShape; a model's lies as the model does: shard(model, ...)"
-            )
+            raise UserError(ITS_OWN_PLACE)
         if advice := bias_advice(method, model.config):
             warnings.warn(advice, stacklevel=5)
         held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules

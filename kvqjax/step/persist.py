@@ -32,7 +32,10 @@ from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.packed import target_of
-from kvqjax.step.constants import with_own_constants
+from kvqjax.parallel.rules import Rules
+from kvqjax.parallel.sharding import on_parts
+from kvqjax.step.doors import with_own_constants
+from kvqjax.step.new_cache import ITS_OWN_PLACE
 from kvqjax.verdicts.choose import choose, over_devices
 
 __all__ = ["load_cache", "save_cache"]
@@ -82,6 +85,18 @@ def _stored(cache: Cache) -> dict[str, Any]:
     return {name: leaf for name, leaf in flatten((cache,)).items() if leaf.size}
 
 
+def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Cache:
+    """`convert`, on a mesh each device its own part."""
+    changed = functools.partial(convert, layers=layers, form=form)
+    if rules is None or form == cache.layout.form:
+        return changed(cache)
+    layout = dataclasses.replace(cache.layout, layers=layers, form=form)
+    out = rules.cache(jax.eval_shape(functools.partial(allocate_cache, layout, cache.batch)))
+    out = out.replace(layout=cache.layout)  # what comes from a mesh carries the layout that went there
+    parts = jax.jit(lambda cache: on_parts(changed, rules, cache, specs=(), out=out))
+    return parts(cache).replace(layout=layout)
+
+
 def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *, constants=None) -> None:
     """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
     and constants filled it. On disk there is one form, whatever the chip. `constants` are an artifact's, by default
@@ -91,11 +106,13 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
     layout = cache.layout
     if isinstance(model, KVShape) and layout.shape != model.alone:
         raise UserError(f"{path}: this is a cache of another shape: {layout.shape}")
+    rules = layout.rules if isinstance(model, KVShape) else model.rules
     if not cache.lengths.is_fully_addressable:
         raise UserError(f"{path}: a cache that lies on several hosts cannot be saved")
     text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
     text |= {"batch": cache.batch, "dealt": layout.dealt}
-    write_folder(Path(path), text | _about(model, constants, layout.method), _stored(convert(cache, **CANONICAL)))
+    text |= _about(model, constants, layout.method)
+    write_folder(Path(path), text, _stored(_held_as(cache, rules, **CANONICAL)))
 
 
 def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
@@ -131,26 +148,45 @@ def _check(path: Path, shape: Cache) -> None:
             raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
 
 
-def load_cache(
-    path: str | os.PathLike, model: Model | KVShape, *, constants=None, kernels: str | Kernels = "auto"
-) -> Cache:
-    """Read a cache that `model` filled, or a model of this KVShape, on whatever chip or mesh it then was: it comes back
-    as `init_cache` would lay it out for `model`, dealt over its devices. On as many devices along the sequence as
-    before, every shard is read straight into its own. `constants` are an artifact's, by default those of the model; a
-    KVShape has none. `kernels` as in `init_cache`: what another chip found when the cache was made does not count.
-    Raises UserError when the folder is missing or damaged, or was written for another model, other constants or another
-    compute dtype, naming the field."""
-    path = Path(path)
-    text = read_description(path, "cache")
-    stored, rules = _layout(path, text, model), None if isinstance(model, KVShape) else model.rules
-    wanted = _about(model, constants, stored.method, text["format"])
+def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Rules | None, str]:
+    """Where a cache of this model goes: an array that lies there, the mesh's rules, and how its layers are held."""
+    if isinstance(model, KVShape):
+        return jnp.zeros(()), sharding, "scan"
+    if sharding is not None:
+        raise UserError(ITS_OWN_PLACE)
+    return model.params["embed"], model.rules, "unroll" if is_unrolled(model.params) else "scan"
+
+
+def _check_owner(path: Path, text: dict, model: Model | KVShape, wanted: dict[str, str]) -> None:
+    """Compare whom the cache was written for with whom it is read for."""
     if not isinstance(model, KVShape):
-        wanted |= {"dtype": str(model.params["embed"].dtype)}
+        wanted = wanted | {"dtype": str(model.params["embed"].dtype)}
     elif text["dtype"] not in ("bfloat16", "float16", "float32"):
         raise UserError(f"{path}: dtype {text['dtype']!r} is unknown")
     for field, value in wanted.items():
         if text.get(field) != value:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
+
+
+def load_cache(
+    path: str | os.PathLike,
+    model: Model | KVShape,
+    *,
+    constants=None,
+    kernels: str | Kernels = "auto",
+    sharding: Rules | None = None,
+) -> Cache:
+    """Read a cache that `model` filled, or a model of this KVShape, on whatever chip or mesh it then was: it comes back
+    as `init_cache` would lay it out for `model`, dealt over its devices. On as many devices along the sequence as
+    before, every shard is read straight into its own. `constants` are an artifact's, by default those of the model; a
+    KVShape has none. `kernels` and `sharding` (the mesh of a KVShape's cache) as in `init_cache`: what another chip
+    found when the cache was made does not count.
+    Raises UserError when the folder is missing or damaged, or was written for another model, other constants or another
+    compute dtype, naming the field."""
+    path, (held, rules, layers) = Path(path), _home(model, sharding)
+    text = read_description(path, "cache")
+    stored = _layout(path, text, model)
+    _check_owner(path, text, model, _about(model, constants, stored.method, text["format"]))
     layout = dataclasses.replace(stored, dealt=1)
     if rules is not None:
         layout = rules.cache_layout(layout, text["batch"])
@@ -167,10 +203,8 @@ def load_cache(
     if stored != layout:
         cache = dealt_anew(cache, layout)
     cache = jax.tree.map(jnp.asarray, cache) if places is None else jax.device_put(cache, places)
-    unrolled = not isinstance(model, KVShape) and is_unrolled(model.params)
     wanted = dataclasses.replace(
-        layout, layers="unroll" if unrolled else "scan", form=stored_form(layout.target), kernels=BY_TABLE
+        layout, layers=layers, form=stored_form(layout.target), kernels=BY_TABLE, rules=sharding
     )
-    held = jnp.zeros(()) if isinstance(model, KVShape) else model.params["embed"]
     wanted = choose(wanted, kernels, held, **({} if rules is None else over_devices(rules, wanted)))
-    return convert(cache, layers=wanted.layers, form=wanted.form).replace(layout=wanted)
+    return _held_as(cache, rules, layers=wanted.layers, form=wanted.form).replace(layout=wanted)

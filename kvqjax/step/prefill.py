@@ -8,18 +8,16 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
-from kvqjax.cache.append import remember
-from kvqjax.cache.flush import flush_layer
+from kvqjax.cache.append import flush_layer, remember
 from kvqjax.cache.keeping import Entering, entering
 from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, units_due
-from kvqjax.model import decoder, weight_trees
+from kvqjax.model import decoder
+from kvqjax.model.experts import is_unrolled
 from kvqjax.model.loading import Model
 from kvqjax.ops.finite import leading
 from kvqjax.ops.xla import unknown_zero
-from kvqjax.step.constants import run_constants
-from kvqjax.step.doors import check_new_tokens
-from kvqjax.step.eager import run_step
+from kvqjax.step.doors import check_new_tokens, run_constants, run_step
 from kvqjax.step.forward import (
     last_logits,
 )
@@ -50,7 +48,7 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     layout, runs = cache.layout, runs_of(cache.layout)
     constants = run_constants(model.constants, layout)
     counts, overflow = admitted(cache, counts)
-    path = path_of(layout, tokens.shape[1])
+    path = path_of(layout, *tokens.shape)
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
     mass = functools.partial(received_by, model, runs, constants, h, counts)
@@ -79,21 +77,24 @@ def _prefill_run(
 
     def step(index, loop):
         (h, carry, whole), body, exact = loop
-        weights = decoder.layer(model.params, run.first + index)
         fixed = caches.at_layer(constants, index)
-        new, h, finite, _ = exact_layer(model, run, weights, fixed, h, counts, path)
-        whole = jnp.minimum(whole, leading(finite))
-        if run.slots and into.length:
-            body, encoded, carry = flush_layer(run, body, index, into.sources(new), into.held, schedules, fixed, carry)
-            new = into.rest(new, encoded)
-        blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
-        fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
-        fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-        return (h, carry, whole), body, jax.tree.map(put, exact, (fresh.sinks, fresh.window))
 
-    count = run.count if weight_trees.is_unrolled(model.params) else run.count + unknown_zero(counts)
+        def keep(new, finite):
+            encoded = body, carry
+            if run.slots and into.length:
+                full, moved, late = flush_layer(run, body, index, into.sources(new), into.held, schedules, fixed, carry)
+                encoded, new = (full, late), into.rest(new, moved)
+            blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
+            fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
+            fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return *encoded, jax.tree.map(put, exact, (fresh.sinks, fresh.window)), leading(finite)
+
+        (body, carry, exact, found), h, _ = exact_layer(model, run, index, fixed, h, counts, path, keep)
+        return (h, carry, jnp.minimum(whole, found)), body, exact
+
+    count = run.count if is_unrolled(model.params) else run.count + unknown_zero(counts)
     loop = flow, state.body, (state.sinks, state.window)
-    flow, body, (kept, window) = decoder.over_layers(model.params, 0, count, step, loop)
+    flow, body, (first, window) = decoder.over_layers(model.params, 0, count, step, loop)
     flushed = units_due(run, state, counts - sinks) if run.slots else state.flushed
-    return flow, Run(body=body, sinks=kept, window=window, flushed=flushed)
+    return flow, Run(body=body, sinks=first, window=window, flushed=flushed)

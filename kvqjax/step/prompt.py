@@ -1,6 +1,8 @@
 """A whole prompt attending to itself exactly, one layer at a time: what an exact prefill is made of."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,22 +11,23 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.cache import at_layer
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.chunk_paths import by_splash, kernels_of
-from kvqjax.cache.eviction import received
+from kvqjax.cache.chunk_paths import kernels_of
 from kvqjax.cache.runs import RunLayout
-from kvqjax.cache.view import visible
 from kvqjax.model import decoder
+from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
-from kvqjax.ops.attention import Partial, blockwise_attention, tiled_attention
+from kvqjax.model.weight_trees import is_unrolled
+from kvqjax.ops.attention import merge
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
-from kvqjax.ops.xla import filled_by
+from kvqjax.ops.xla import filled_by, kept_apart, unknown_zero
 from kvqjax.pallas_kernels import splash
+from kvqjax.step.prompt_attention import SCORES, Prompt, add_received, by_blocks, far, near, splashed
 
 __all__ = ["Path", "exact_layer", "path_of", "received_by"]
 
-SCORES = 2**30  # bytes of a tile's scores in float32
-CHUNK, LARGE = 512, 2048  # prompt tokens at a time: where one core does the work, and where there are many
+CHUNK, LARGE = 512, 1024  # prompt tokens at a time: where one core does the work, and where a matrix unit does
+LARGEST = 4096  # the same where every chunk costs launches
 
 
 class Path(NamedTuple):
@@ -35,12 +38,14 @@ class Path(NamedTuple):
     chunk: int
 
 
-def path_of(layout: CacheLayout, length: int) -> Path:
-    """How a prompt of `length` tokens, a bucket, attends to itself on the chip that a cache is for."""
+def path_of(layout: CacheLayout, batch: int, length: int) -> Path:
+    """How `batch` prompts of `length` tokens, a bucket, attend to themselves on the chip that a cache is for."""
     small, kernels = Path("off", min(CHUNK, length)), kernels_of(layout)
     if kernels == "off" or length <= CHUNK:
         return small
-    chunk = -(-length // -(-length // LARGE) // CHUNK) * CHUNK  # as even as chunks of CHUNK can be
+    numbers = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
+    most = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
+    chunk = -(-length // -(-length // max(CHUNK, most)) // CHUNK) * CHUNK  # as even as chunks of CHUNK can be
     whole = -(-length // chunk) * chunk
     there = kernels == "tiles" or splash.fits(chunk, whole, layout.shape.head_dim)
     return Path(kernels, chunk) if there else small
@@ -52,90 +57,13 @@ def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[A
 
     def step(run, fixed, index, loop):
         h, mass = loop
-        weights = decoder.layer(model.params, run.first + index)
-        _, h, _, more = exact_layer(model, run, weights, at_layer(fixed, index), h, counts, path, weighing=True)
+        _, h, more = exact_layer(model, run, index, at_layer(fixed, index), h, counts, path, weighing=True)
         return h, mass + more
 
     loop = h, jnp.zeros(h.shape[:2])
     for run, fixed in zip(runs, constants, strict=True):
         loop = decoder.over_layers(model.params, 0, run.count, functools.partial(step, run, fixed), loop)
     return loop[1]
-
-
-class _Prompt(NamedTuple):
-    """What one layer's queries attend to: keys and values of all T tokens, how many of a row are its own, and the
-    sliding window."""
-
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
-    counts: Int[Array, " B"]
-    sliding: int | None
-
-    def mask(self, queries: Int[Array, " t"], keys: Int[Array, " s"]):
-        """[B, t, s], by places."""
-        rows = len(self.counts)
-        queries, keys = (jnp.broadcast_to(x[None], (rows, len(x))) for x in (queries, keys))
-        return visible(queries, keys, keys < self.counts[:, None], self.sliding)
-
-    def block(self, start, count: int):
-        return (jax.lax.dynamic_slice_in_dim(x, start, count, 1) for x in (self.k, self.v))
-
-
-def _tiled(q: Float[Array, "B T H D"], prompt: _Prompt, chunk: int) -> Float[Array, "B T H D"]:
-    """Attention of a whole prompt in tiles of `chunk` queries and as many keys as memory allows."""
-    batch, length, heads = q.shape[:3]
-    most = max(chunk, SCORES // (4 * batch * heads * chunk))
-    keys = chunk * max(n for n in range(1, length // chunk + 1) if length // chunk % n == 0 and n * chunk <= most)
-    tiles = []
-    for row in range(length // chunk):
-        oldest = 0 if prompt.sliding is None else max(0, row * chunk - prompt.sliding + 1)
-        tiles += [(row, column) for column in range(oldest // keys, row * chunk // keys + 1)]
-    return tiled_attention(q, prompt.k, prompt.v, prompt.mask, tiles, (chunk, keys))
-
-
-def _by_blocks(q, start, prompt: _Prompt) -> tuple[Partial, tuple]:
-    """Attention of the queries from `start` on to blocks of as many keys: (found, which blocks were read)."""
-    chunk = q.shape[1]
-
-    def read(j, carry):
-        return *prompt.block(j * chunk, chunk), _block_mask(prompt, start, j, chunk), carry
-
-    first = jnp.int32(0) if prompt.sliding is None else jnp.maximum(start - prompt.sliding + 1, 0) // chunk
-    found, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1)
-    return found, (first, start // chunk + 1)
-
-
-def _block_mask(prompt: _Prompt, start, j, chunk: int):
-    return prompt.mask(start + jnp.arange(chunk), j * chunk + jnp.arange(chunk))
-
-
-def _received(q, start, prompt: _Prompt, lse, blocks, mass):
-    """`mass` and what the queries from `start` on gave each token."""
-    chunk = q.shape[1]
-    valid = (start + jnp.arange(chunk))[None] < prompt.counts[:, None]
-
-    def add(j, mass):
-        part = received(
-            q, next(prompt.block(j * chunk, chunk)), _block_mask(prompt, start, j, chunk) & valid[:, :, None], lse
-        )
-        part = part + jax.lax.dynamic_slice_in_dim(mass, j * chunk, chunk, 1)
-        return jax.lax.dynamic_update_slice_in_dim(mass, part, j * chunk, 1)
-
-    first, last = blocks
-    return jax.lax.fori_loop(first, last, add, mass)
-
-
-def _splashed(q, start, prompt: _Prompt, by_head, kernels: str):
-    """`_by_blocks`' output by splash attention, on a TPU, with keys and values by head."""
-    places = start + jnp.arange(q.shape[1])
-    # What is only padding sees nothing: its blocks are left out.
-    newest = jnp.where(places < prompt.counts.max(), places, -1)
-
-    def kernel(q, newest, k, v, interpret):
-        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret).out
-
-    plain = lambda q, *_: _by_blocks(q, start, prompt)[0].out  # noqa: E731
-    return by_splash(kernels, kernel, plain, q, newest, *by_head)
 
 
 def _by_chunks(make, starts, h: Float[Array, "B T E"]):
@@ -150,54 +78,79 @@ def _by_chunks(make, starts, h: Float[Array, "B T E"]):
     return jax.lax.scan(step, blank, starts)[0]
 
 
+def _captured(run: RunLayout, constants, weights, projected: Projected, positions: Int[Array, "B t"], config):
+    """(sources, keys and values as they are attended to, which tokens are finite), 0 for what is not."""
+    sources = run.wiring.maps.capture(weights, constants, projected, positions)
+    k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
+    made, dtype = (sources, {"k": rotate(k, positions, config), "v": v}), projected.q.dtype
+    finite = found_finite(dtype, *jax.tree.map(lambda x: x.reshape(*positions.shape, -1), made))
+    return *(zeroed(dtype, x) for x in made), finite
+
+
 def exact_layer(
     model: Model,
     run: RunLayout,
-    weights,
+    index: Int[Array, ""] | int,
     constants,
     h: Float[Array, "B T E"],
     counts,
     path: Path,
+    keep: Callable = lambda sources, finite: (),
     weighing: bool = False,
 ):
-    """One layer of exact causal attention, a chunk of `path` at a time: (sources [B,T,W] with 0 for what is not finite,
-    next hidden states [B,T,E], which tokens are finite [B,T], and with `weighing` the attention mass of every token,
-    [B,T], else 0)."""
+    """Layer `index` of a run with exact causal attention, a chunk of `path` at a time: (what `keep(sources, finite)`
+    makes, next hidden states [B,T,E], and with `weighing` the attention mass of every token, [B,T], else 0). `sources`
+    are [B,T,W] with 0 for what is not finite, `finite` says which tokens are, [B,T]; they are gone before queries
+    attend."""
     config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
-    starts = jnp.arange(0, length, chunk)
+    starts, cut = jnp.arange(0, length, chunk), lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)
+
+    def weights(start):
+        # Read anew for every chunk on a TPU, where XLA would keep copies of a layer's matrices beside the stacks.
+        anew = path.kernels != "off" and not is_unrolled(model.params)
+        return decoder.layer(model.params, run.first + index + (unknown_zero(start[None]) if anew else 0))
 
     def project(h, start):
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
-        return positions, decoder.project(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), positions, config)
+        return positions, decoder.project(weights(start), cut(h, start), positions, config)
 
     def keys(start):
         positions, projected = project(h, start)
-        sources = run.wiring.maps.capture(weights, constants, projected, positions)
-        k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
-        made = sources, {"k": rotate(k, positions, config), "v": v}
-        each = found_finite(h.dtype, *jax.tree.map(lambda x: x.reshape(batch, chunk, -1), made))
-        return *(zeroed(h.dtype, x) for x in made), each, projected.q if path.kernels == "tiles" else ()
+        found = _captured(run, constants, weights(start), projected, positions, config)
+        return *found, projected.q if path.kernels == "tiles" else ()
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
-    broken, prompt = spoiled(finite, counts), _Prompt(attending["k"], attending["v"], counts, run.sliding)
-    tiled = _tiled(q, prompt, chunk) if path.kernels == "tiles" else None
-    by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
+    kept, attending = kept_apart((keep(new, finite), attending))
+    attend = _attention(Prompt(attending["k"], attending["v"], counts, run.sliding), q, path, weighing)
+    broken = spoiled(finite, counts)
 
     def attended(loop, start):
         mass, h = loop  # a chunk of h is read by itself alone, so what comes out takes its place
-        if tiled is not None:
-            out = jax.lax.dynamic_slice_in_dim(tiled, start, chunk, 1)
-        elif path.kernels in ("splash", "interpret"):
-            out = _splashed(project(h, start)[1].q, start, prompt, by_head, path.kernels)
-        else:
-            q = project(h, start)[1].q
-            (out, lse), blocks = _by_blocks(q, start, prompt)
-            mass = _received(q, start, prompt, lse, blocks, mass) if weighing else mass
-        spoilt = jax.lax.dynamic_slice_in_dim(broken, start, chunk, 1)[:, :, None, None]
-        out = jnp.where(spoilt, jnp.nan, out)
-        done = decoder.finish(weights, jax.lax.dynamic_slice_in_dim(h, start, chunk, 1), out, config)
+        out, mass = attend(start, lambda: project(h, start)[1].q, mass)
+        out = jnp.where(cut(broken, start)[:, :, None, None], jnp.nan, out)
+        done = decoder.finish(weights(start), cut(h, start), out, config)
         return (mass, jax.lax.dynamic_update_slice_in_dim(h, done, start, 1)), None
 
     empty = jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0)
     (mass, h), _ = jax.lax.scan(attended, (empty, h), starts)
-    return new, h, finite, mass
+    return kept, h, mass
+
+
+def _attention(prompt: Prompt, queries, path: Path, weighing: bool) -> Callable:
+    """`attend(start, make, mass)` of the chunk from `start` on, whose queries are cut out of all `queries` where they
+    are there, else made: (output, and `mass` with what it gave each token)."""
+    length, cut = prompt.k.shape[1], functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
+    before = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
+    by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
+
+    def attend(start, make, mass):
+        if path.kernels == "tiles":
+            older = jax.tree.map(lambda x: cut(x, start), before)
+            return merge(near(cut(queries, start), start, prompt), older), mass
+        q = make()
+        if path.kernels in ("splash", "interpret"):
+            return splashed(q, start, prompt, by_head, path.kernels), mass
+        (out, lse), blocks = by_blocks(q, start, prompt)
+        return out, add_received(q, start, prompt, lse, blocks, mass) if weighing else mass
+
+    return attend

@@ -38,10 +38,12 @@ METHODS = (
     *(f"omniscale:bits={bits},group={group}" for bits in (2, 4) for group in (32, 128)),
     *(f"kvarn:bits={bits}" for bits in (2, 4)),
     "kvarn:bits=4,value_bits=2",
+    *(f"oscar:bits={bits},rotate=hadamard" for bits in (2, 4)),
     *(f"kvquant:bits={bits},outliers={share}" for share in (0, 0.01) for bits in (2, 3, 4)),
     *(f"commvq:bits={bits}" for bits in (1, 2)),
     *(f"higgs:bits={bits}" for bits in (2, 3, 4)),
     *(f"xquant:bits={bits},latent=true" for bits in (2, 3, 4)),
+    "exact",
 )
 FEW_ON_CPU = ("exact", "kivi:bits=2", "kvquant:bits=3,outliers=0.01", "higgs:bits=2")
 ON_CPU = (*FEW_ON_CPU, "uniform:bits=4", "kivi:bits=3,group=128", "kivi:bits=4,rope=pre", "commvq:bits=1")

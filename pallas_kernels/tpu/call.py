@@ -16,8 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
-__all__ = ["Operand", "Refs", "by_row", "by_tile", "fetched", "invoke", "memory", "of_body", "scalars", "whole"]
+__all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke", "memory"]
+__all__ += ["of_body", "scalars", "whole"]
 
+KEYS_BY_TOKEN = ("key_scale", "key_low")
 BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
 
 

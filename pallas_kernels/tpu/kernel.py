@@ -150,7 +150,7 @@ def _score(refs: Refs, plan, place: Place, blocks, top):
         for number, found in zip(plan.columns(index), score(refs, plan, place, index), strict=True):
             tokens = aligned(number, plan.column)
             if plan.spec.key_factors:
-                found = found * token_factors(refs, plan, place, number)
+                found = found * token_factors(refs.token_factors, plan, place, number, plan.spec.key_factors)
             scores = jnp.minimum(found, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores
             for lane in range(0, plan.column, LANES):

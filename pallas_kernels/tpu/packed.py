@@ -6,6 +6,7 @@ so the kernel sees one head of `lanes` channels. Per tile, with codes c and e, s
 scale r and minimum n of a value:
 
     scores_t = (q * s_g) . c_t + q . m_g            scaled queries of the groups a product of tokens meets are stacked
+             = s_t (q . c_t) + m_t sum(q)           where scales and minima are a token's (OSCAR)
     out      = sum_t (p_t r_t) e_t + sum_t p_t n_t  likewise for the channel groups of a head
 
 Where groups are of fewer than 128 tokens, key scales multiply the codes instead (`keys`). `rope` says how keys before
@@ -24,7 +25,19 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 from kvqjax.pallas_kernels.tpu import keys as tpu_keys
 from kvqjax.pallas_kernels.tpu import outliers as tpu_outliers
 from kvqjax.pallas_kernels.tpu import rope as tpu_rope
-from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, fetched, invoke, memory, of_body, scalars, whole
+from kvqjax.pallas_kernels.tpu.call import (
+    BY_TOKEN,
+    KEYS_BY_TOKEN,
+    Operand,
+    by_row,
+    by_tile,
+    fetched,
+    invoke,
+    memory,
+    of_body,
+    scalars,
+    whole,
+)
 from kvqjax.pallas_kernels.tpu.kernel import kernel
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 from kvqjax.pallas_kernels.tpu.planning import make_plan
@@ -52,8 +65,11 @@ def packed_attention(
     row's tokens where the batch alone does not fill the chip. Tiles of `work` are a multiple of the plan's block and of
     eight key groups."""
     check(q, body, spec)
-    if (spec.datatype == "nuq") != (spec.key_group == 0) or (spec.datatype == "nuq" and spec.rope is None):
+    nuq = spec.datatype == "nuq"
+    if nuq != (spec.key_group == 0 == spec.key_channels) or (nuq and spec.rope is None):
         raise ValueError(f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only")
+    if spec.key_channels not in (0, spec.head_dim):
+        raise ValueError(f"{spec}: this kernel takes keys per token with one scale a head")
     if spec.scales != "bfloat16":
         raise ValueError(f"scales={spec.scales!r}; the TPU kernel takes bfloat16 scales")
     plan = make_plan(q, body, spec, ways, work, splits)
@@ -112,7 +128,8 @@ def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> d
         "ends": scalars(_outermost(body)) if outliers else None,
         # [1, W] f32: turns per position of every lane
         "rates": whole(jnp.asarray(tpu_outliers.rates(plan))) if outliers else None,
-        "body": of_body(stored, plan, tile),  # words [1, 1, rows, P*W], scales [1, 1, N, P*W] and [1, 1, C, S]
+        # words [1, 1, rows, P*W], scales [1, 1, N, P*W] and [1, 1, C, S]
+        "body": of_body(stored, plan, tile, BY_TOKEN + KEYS_BY_TOKEN * bool(spec.key_channels)),
     }
 
 
@@ -157,6 +174,9 @@ def _scratch(plan: Plan) -> dict:
         held |= dict.fromkeys(("slab_scales", "slab_zeros"), memory(rows, spec.width, dtype=jnp.bfloat16))
     if spec.key_factors:  # [S/128 * F, 128]: what a token's keys are multiplied by, in lane order
         held["token_factors"] = memory(plan.tile * spec.key_factors // LANES, LANES)
+    if spec.key_channels:  # [S/128 * K, 128]: scales and minima of a token's keys, times D^-1/2 log2(e)
+        keys = memory(plan.tile * spec.kv_heads // LANES, LANES)
+        return held | {"key_scales": keys, "key_lows": keys}
     if spec.value_factors:  # [P*W/128 * N, 128]: what the values of a key group are multiplied by
         held["channel_factors"] = memory(*factors)
     return held | tpu_outliers.scratch(plan)

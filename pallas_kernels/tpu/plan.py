@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 from kvqjax.ops.layout import split_bits
+from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.tpu.signposts import pair_order
 from kvqjax.pallas_kernels.tpu.unpack import token_order
@@ -167,7 +168,7 @@ class Plan:
         return self.spec.head_dim // self.spec.value_slice
 
 
-def lane_groups(spec: PackedSpec) -> int:
+def lane_groups(spec: PackedSpec | ExactSpec) -> int:
     """Return how many groups of lanes are handled one after the other. A group is as few whole heads as fill 128 lanes.
     The matrix units of v6e and v7x could take 256 lanes at once, but that spills registers."""
     lanes = math.lcm(spec.head_dim, LANES)

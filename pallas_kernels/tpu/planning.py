@@ -19,7 +19,9 @@ def cheapest_ways(spec: PackedSpec) -> int:
     most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
     if spec.datatype == "nuq" or (spec.target in WIDE and most == 8):
         return 2
-    return most if spec.rope is None and spec.key_group >= LANES else 4  # 8 spill where codes of keys are multiplied
+    by_token = spec.key_channels > 0
+    # 8 spill where codes of keys are multiplied.
+    return most if by_token or (spec.rope is None and spec.key_group >= LANES) else 4
 
 
 def work_of(spec: PackedSpec, per_head: int) -> Work:

@@ -4,14 +4,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.pallas_kernels.tpu.plan import Plan
 from kvqjax.pallas_kernels.tpu.rope import swapped
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
 __all__ = ["by_head", "collect", "collect_groups", "lane_queries", "row_bounds", "tile_ends"]
 
 
-def lane_queries(q, plan: Plan) -> Float[Array, "B P M W"]:
+def lane_queries(q, plan) -> Float[Array, "B P M W"]:
     """Lay out the queries of every lane group: each head's in its own lanes, zero elsewhere. For keys before RoPE q~
     follows beside q, 2W lanes."""
     batch, length, heads, dim = q.shape
@@ -40,7 +39,7 @@ def tile_ends(start, stop, tile: int, slots: int) -> Int[Array, "3 B"]:
     return jnp.stack([first, end, jnp.maximum(end - 1, first)]).astype(jnp.int32)
 
 
-def collect(out, lse, shape: tuple[int, ...], plan: Plan) -> Partial:
+def collect(out, lse, shape: tuple[int, ...], plan) -> Partial:
     """Merge the splits by their log-sum-exps, take every head's own lanes, and bring rows back to [B, T, H]."""
     batch, length, heads, dim = shape
     group, shared = heads // plan.spec.kv_heads, plan.shared

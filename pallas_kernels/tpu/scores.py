@@ -26,6 +26,9 @@ def rotated_scores(refs, plan: Plan, place: Place, index):
     if plan.multiplied:
         yield from _multiplied_scores(refs, plan, place, index)
         return
+    if plan.spec.key_channels:
+        yield from _token_scores(refs, plan, place, index)
+        return
     queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
     found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
     for i, codes in enumerate(found):
@@ -47,11 +50,23 @@ def _multiplied_scores(refs, plan: Plan, place: Place, index):
         yield dot(refs.queries[0, place.group], keys, 1) * plan.spread
 
 
-def token_factors(refs, plan: Plan, place: Place, number):
-    """Load what the scores of column `number` of the tile are multiplied by: [M, column]."""
-    count, first = plan.spec.key_factors, number * (plan.column // LANES)
+def token_factors(ref, plan: Plan, place: Place, number, count: int):
+    """Load numbers of the tokens of column `number` of the tile, of which `ref` has `count` a token: one for each KV
+    head, or one for all. [M, column]."""
     own = [place.group * plan.shared + head for head in range(plan.shared)] if count > 1 else [0]
-    return of_heads(refs.token_factors, plan, own, count, first)
+    return of_heads(ref, plan, own, count, number * (plan.column // LANES))
+
+
+def _token_scores(refs, plan: Plan, place: Place, index):
+    """Yield the scores of a block's columns for keys that have scales and minima per token."""
+    queries = refs.queries[0, place.group]
+    total = queries.astype(jnp.float32).sum(-1, keepdims=True)
+    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
+    for number, codes in zip(plan.columns(index), found, strict=True):
+        scale, low = (
+            token_factors(ref, plan, place, number, plan.spec.kv_heads) for ref in (refs.key_scales, refs.key_lows)
+        )
+        yield dot(queries, codes, 1) * scale + total * low
 
 
 def unrotated_scores(refs, plan: Plan, place: Place, index):

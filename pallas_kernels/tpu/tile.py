@@ -28,7 +28,8 @@ def prepare(refs: Refs, plan, tile) -> None:
     """Write limits, scales and minima of tile number `tile`, and what its outliers add."""
     write_limits(refs, plan, tile)
     order_scales(refs, plan, tile)
-    _fold_constants(refs, plan, tile)
+    if not plan.spec.key_channels:
+        _fold_constants(refs, plan, tile)
     tpu_outliers.prepare(refs, plan, tile)
     if plan.spec.key_slots:
         tpu_outliers.add_keys(refs, plan)
@@ -43,12 +44,15 @@ def write_limits(refs, plan, tile):
 
 
 def order_scales(refs, plan, tile):
-    """Bring this tile's value scales and minima, and factors of its keys, into lane order: [C, S] to [S/128 * C, 128].
+    """Bring this tile's value scales and minima, and those or factors of its keys, into lane order: [C, S] to
+    [S/128 * C, 128].
     The offset of the codes is taken off the minima."""
-    count, width = plan.value_rows, math.gcd(plan.tile, TOKENS)
-    # With factors the results of all lanes would fill the registers: parts one after the other.
-    most = LANES if plan.wide else 2 * LANES
-    parts = max(plan.period // most, 1) if plan.spec.key_factors else 1
+    spec, count = plan.spec, plan.value_rows
+    more = 2 * spec.kv_heads if spec.key_channels else spec.key_factors
+    # With more than values' scales the results of all lanes would fill the registers: parts one after the other.
+    width = math.gcd(plan.tile, TOKENS // 2 if more and plan.wide else TOKENS)
+    most = {"v5e": 1, "v5p": 1, "v6e": 2}.get(plan.spec.target, 4) * LANES
+    parts = max(plan.period // most, 1) if more else 1
 
     def pieces(number, tokens, *stored):
         """Load what is stored by token, in stretches of `period` tokens."""
@@ -60,19 +64,22 @@ def order_scales(refs, plan, tile):
     def write(number, many: int, rows, part):
         product = dot(rows, refs.onehot[:, aligned(part, plan.period // parts)], 0)
         for i in range(many):
-            scale, low = (product[(2 * i + n) * count : (2 * i + n + 1) * count] for n in range(2))
             column = number * (width // LANES) + (i * (plan.period // LANES) + part * (plan.period // parts // LANES))
-            _write_columns(refs.scales, scale, column)
-            _write_columns(refs.lows, low - _offset(plan.spec.value_bits, plan) * scale, column)
-            if plan.spec.key_factors:
-                first = 2 * count * many + i * plan.spec.key_factors
-                _write_columns(refs.token_factors, product[first : first + plan.spec.key_factors], column)
+            values = product[2 * i * count : 2 * (i + 1) * count]
+            keys = product[2 * count * many + i * more : 2 * count * many + (i + 1) * more]
+            _write_pair(refs.scales, refs.lows, values, column, _offset(spec.value_bits, plan))
+            if spec.key_channels:
+                scaled = keys * plan.spread
+                _write_pair(refs.key_scales, refs.key_lows, scaled, column, _offset(spec.key_bits, plan))
+            elif spec.key_factors:
+                _write_columns(refs.token_factors, keys, column)
 
     def step(number):
         tokens = aligned(number, width)
         values = pieces(number, tokens, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
-        factors = pieces(number, tokens, refs.body.key_factor) if plan.spec.key_factors else []
-        part = functools.partial(write, number, len(values), jnp.concatenate([*values, *factors]))
+        keys = (refs.body.key_scale, refs.body.key_low) if spec.key_channels else (refs.body.key_factor,)
+        every = values + pieces(number, tokens, *keys) if more else values
+        part = functools.partial(write, number, len(values), jnp.concatenate(every))
         part(0) if parts == 1 else loop(parts, part)
 
     loop(plan.tile // width, step)
@@ -88,6 +95,14 @@ def _write_columns(ref, x, first):
     rows = x.shape[0]
     for i in range(x.shape[1] // LANES):
         ref[aligned(first + i, rows)] = x[:, i * LANES : (i + 1) * LANES]
+
+
+def _write_pair(scales, lows, both, first, lift: int):
+    """Write scales and minima [2C, lanes] as `_write_columns` does; the offset of their codes is taken off the
+    minima."""
+    scale, low = jnp.split(both, 2)
+    _write_columns(scales, scale, first)
+    _write_columns(lows, low - lift * scale, first)
 
 
 def _fold_constants(refs: Refs, plan, tile):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import BAD, all_finite, check_row, empty, extend, fresh
-from cases import CASES, FEW, model_and_method
+from cases import CASES, FEW, GENERAL, model_and_method
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
@@ -84,7 +84,7 @@ def with_bad_field(field, stored, end, slots: int):
     return (jnp.where(dead, bad_like(x, field.dtype), x),)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GENERAL)
 def test_dead_slots_may_hold_anything(name):
     """Whatever is put into the arrays themselves: a row that is long, one that was cropped, and one that is new."""
     cache = crop(fresh(name, ROWS), jnp.asarray([170, 60, 17], jnp.int32))
@@ -95,7 +95,7 @@ def test_dead_slots_may_hold_anything(name):
         same(attend(model, TOKENS, COUNTS, with_bad_dead_slots(cache), within=within)[0], want)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GENERAL)
 def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
     """Appended: the row is flagged, its logits are NaN, nothing of it is stored; others are as they would be alone.
     Cropped or evicted: an ordinary row."""
@@ -206,8 +206,10 @@ def test_reconstructions_saturate_in_float16(name):
     assert all(np.isfinite(row).all() for row in valid(logits))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in CASES), *((name, "bfloat16") for name in (*FEW, "kvquant", "commvq"))],
+)
 def test_codecs_of_huge_numbers_stay_finite(name, dtype):
     """Up to the largest number of the type: ranges and sums of squares would overflow."""
     model, _ = model_and_method(name)

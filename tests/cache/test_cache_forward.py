@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method
+from cases import GENERAL, model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -74,7 +74,7 @@ def test_drafts_see_what_single_steps_see(name):
     assert np.abs(rough[0] - single[0]).max() > 10 * BOUND, "the test cannot tell the two modes apart"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("kivi")])
+@pytest.mark.parametrize("name", [name for name in GENERAL if name.startswith("kivi")])
 def test_a_row_in_a_batch_is_the_row_alone(name):
     model, method = model_and_method(name)
     text, counts = tokens(2, LENGTH), jnp.asarray(COUNTS)

@@ -21,6 +21,7 @@ AT_ONCE = [
     ("kivi:bits=4,value_group=16,window=32;0=exact", "heads"),
     ("kivi:bits=4,value_group=16,window=480", "planes"),  # a window as large as a tile, which begins anywhere in it
     ("xquant:bits=4,group=32,window=32", "planes"),
+    ("kvquant:bits=3,window=40,sinks=3", "planes"),  # single tokens: many planes at once
 ]
 
 

@@ -34,16 +34,19 @@ def held(spec: str, form: str = "heads", dtype: str = "f32"):
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("spec", SPECS)
 def test_equal_to_the_last_bit(spec, length):
+    """But for exact keys: scores of all of them are another product than those of a part, so they round otherwise."""
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    same = close if spec == "exact" else np.testing.assert_array_equal
     model, cache = held(spec)
     new, counts = tokens(2, 710)[:, 700 : 700 + length], jnp.asarray([length, 1])
     whole, after = forward(model, new, counts, cache)
     assert np.isfinite(np.asarray(whole)[:, 0]).all()
     for few in (1024, 3000, 5000):
         got, own = forward(model, new, counts, cache, reach=few)
-        np.testing.assert_array_equal(got[0], whole[0])
-        np.testing.assert_array_equal(got[1, :1], whole[1, :1])
+        same(got[0], whole[0])
+        same(got[1, :1], whole[1, :1])
         for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(after), strict=True):
-            np.testing.assert_array_equal(a, b)
+            same(a, b)
 
 
 def test_equal_in_bfloat16():

@@ -123,6 +123,7 @@ def test_ctrl_c_prints_one_word():
 import os, signal, sys, threading
 from kvqjax.cli import main
 from kvqjax.cli import calibrate as command
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 def run(*_, **__):
     os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait(60)

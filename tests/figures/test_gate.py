@@ -18,10 +18,8 @@ LIVE = (  # shape, cache, stress, mode
     ("qwen2", "xquant:bits=6", "keys x8", "copy"),
     ("qwen2", KIVI, "keys x8", "copy"),
     ("qwen2", HIGGS, "none", "copy"),
-    ("qwen2", "uniform:bits=3", "none", "copy"),
     ("mistral", "higgs:bits=3", "none", "copy"),
     ("recall", KIVI, "none", "long decode"),
-    ("qwen2", "higgs:bits=3", "none", "copy"),
 )
 
 

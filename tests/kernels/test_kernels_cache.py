@@ -15,6 +15,7 @@ from kvqjax.pallas_kernels.tpu import packed as tpu
 
 METHODS = ["kivi_star:protected=0,sinks=3", "kvquant:bits=2,outliers=0.01,sinks=3"]
 ROTATED = ["omniscale:bits=4,window=0,sinks=3", "kvarn:bits=2,sinks=3"]
+ROTATED += ["oscar:bits=2,rotate=hadamard,window=0,sinks=3"]
 
 
 @pytest.mark.parametrize("method", METHODS + ROTATED)
@@ -42,11 +43,12 @@ def test_elsewhere_the_general_path(method):
     for_tpu = for_chip(cache, "v6e")
     wiring = kvq.cache.runs_of(for_tpu.layout)[0].wiring
     assert dispatch.path(wiring.fast.packed.spec, 2, 512) == "tpu"
-    np.testing.assert_array_equal(logits(model, for_tpu), logits(model, cache))
+    here = logits(model, cache)
+    np.testing.assert_allclose(logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max())  # all heads at once
 
 
 REACHING = ["kivi:bits=2", "kivi:bits=4", "kivi:bits=2,group=128", "omniscale:bits=2", "omniscale:bits=4,group=128"]
-REACHING += ["kvarn:bits=2", "kvarn:bits=4", "kvarn:bits=4,value_bits=2"]
+REACHING += ["kvarn:bits=2", "kvarn:bits=4", "kvarn:bits=4,value_bits=2", "oscar:bits=2", "uniform:bits=4"]
 
 
 @pytest.mark.parametrize("method", REACHING)
@@ -54,7 +56,7 @@ def test_bodies_of_kivis_shape_reach_the_kernel(method):
     """As users name them, with their default groups, on every TPU that has the row."""
     model = tiny(head_dim=128, num_layers=1)
     cache = kvq.init_cache(model, kvq.parse(method), 1, 1024)
-    targets = {"kivi": ("v5e", "v5p", "v6e", "v7x"), "omniscale": ("v6e", "v7x"), "kvarn": ("v7x",)}
-    for target in targets[method.partition(":")[0]]:
+    targets = {"omniscale": ("v6e", "v7x"), "kvarn": ("v7x",)}
+    for target in targets.get(method.partition(":")[0], ("v5e", "v5p", "v6e", "v7x")):
         form = kvq.cache.runs_of(for_chip(cache, target).layout)[0].wiring.fast.packed
         assert dispatch.path(form.spec, 4, 1024) == "tpu", target

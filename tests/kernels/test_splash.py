@@ -51,6 +51,29 @@ def test_equals_the_plain_path(length, keys, start, sliding, dim, batch):
     np.testing.assert_allclose(found.lse, wanted.lse, atol=1e-5)
 
 
+def test_bfloat16_rounds_the_output_alone():
+    """Against float64. A float32 sum of n products is off by at most n * 2^-24 of the sum of their magnitudes. So a
+    score is, and with it its weight, above and below the fraction alike; the output is then rounded to 8 bits."""
+    dim, keys, unit = 128, 384, 2.0**-24
+    shapes = ((1, 128, 2, dim), (2, keys, dim), (2, keys, dim))
+    q, k, v = (random(*shape, seed=seed).astype("bfloat16") for seed, shape in enumerate(shapes))
+    newest = 200 + np.arange(128)
+    found = jax.jit(splash_attention, static_argnums=(4, 5))(q, k, v, jnp.asarray(newest), 150, True)
+    scaled = q * jnp.asarray(dim**-0.5, q.dtype)  # in the inputs' dtype, as everywhere
+    wide_q, wide_k, wide_v = (np.asarray(x, np.float64) for x in (scaled[0].swapaxes(0, 1), k, v))
+    scores = wide_q @ wide_k.swapaxes(1, 2)
+    seen = (np.arange(keys) <= newest[:, None]) & (np.arange(keys) > newest[:, None] - 150)
+    weights = np.where(seen, np.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True)
+    out, lse = (weights / total @ wide_v).swapaxes(0, 1), np.log(total[..., 0]).T
+    score = unit * (dim + 2) * float((np.abs(wide_q) @ np.abs(wide_k).swapaxes(1, 2)).max())
+    by_weights = 2 * (score + unit * keys) * float(np.abs(wide_v).max())
+    wrong = np.abs(np.asarray(found.out[0], np.float64) - out)
+    np.testing.assert_array_less(wrong, by_weights + 2.0**-8 * np.abs(out))
+    assert (wrong > by_weights).any()  # it was rounded
+    np.testing.assert_array_less(np.abs(np.asarray(found.lse[0]) - lse), score + unit * (keys + 2 * np.abs(lse)))
+
+
 def test_one_program_for_every_offset():
     traced = []
 

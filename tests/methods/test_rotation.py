@@ -48,10 +48,17 @@ def orthogonal(model, method):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rope"),
-    [("hadamard", "post"), ("signs:3", "post"), ("pairs", "post"), ("pairs", "pre"), ("fitted", "post")],
+    ("kind", "rope", "keep"),
+    [
+        ("hadamard", "post", None),
+        ("signs:3", "post", None),
+        ("pairs", "post", None),
+        ("pairs", "pre", None),
+        ("pairs", "pre", "h2o:96"),
+        ("fitted", "post", None),
+        ("fitted", "post", "h2o:96"),
+    ],
 )
-@pytest.mark.parametrize("keep", [None, "h2o:96"])
 def test_exact_codecs_in_any_frame_give_exact_attention(kind, rope, keep):
     """float32: the products of a rotation and its inverse differ from 1 by some eps."""
 

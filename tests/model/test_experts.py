@@ -20,7 +20,7 @@ from kvqjax.calibrate.xquant import prepared
 from kvqjax.eval.measure_perplexity import perplexity
 from kvqjax.model import decoder, experts, weight_trees
 from kvqjax.model.config import ExpertConfig
-from kvqjax.model.rows import Row, Rows
+from kvqjax.model.experts import Row, Rows
 from kvqjax.model.weight_codes import code_weight
 
 SPARSE = ExpertConfig(count=8, per_token=2, width=24, shared_width=16)

@@ -124,6 +124,7 @@ def test_tied_checkpoint_may_repeat_the_embedding_but_not_contradict_it(folder):
 
 def test_progress_shows_only_on_slow_loads_at_a_terminal(folder, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for "this is a terminal"
+    monkeypatch.setenv("TERM", "xterm")  # and for one that can move its cursor
     load(folder)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(weights, "_PROGRESS_AFTER_SECONDS", -1.0)

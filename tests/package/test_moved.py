@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from kvqjax import _moved, cache
+from kvqjax import _moved
 
 
 def test_an_old_name_gives_the_same_module():
@@ -49,6 +49,23 @@ def test_names_that_went_elsewhere_are_found_in_the_old_module(old, name, new):
     assert getattr(module, name) is getattr(importlib.import_module(f"kvqjax.{new}"), name)
 
 
-def test_renamed_names_of_caches_warn():
-    with pytest.warns(DeprecationWarning, match="is now runs_of"):
-        assert cache.plan is cache.runs_of
+@pytest.mark.parametrize(
+    ("old", "name", "new"),
+    [
+        ("cache", "plan", "cache.runs.runs_of"),
+        ("cache.append", "window_tokens", "cache.state.window_tokens"),
+        ("methods.wiring", "through_heads", "methods.summing.through_heads"),
+        ("model", "Placement", "model.loading.Placement"),
+    ],
+)
+def test_names_that_moved_out_of_modules_that_stay_warn(old, name, new):
+    place, _, named = new.rpartition(".")
+    with pytest.warns(DeprecationWarning, match=rf"kvqjax\.{old}\.{name} is now kvqjax\.{new}"):
+        found = getattr(importlib.import_module(f"kvqjax.{old}"), name)
+    assert found is getattr(importlib.import_module(f"kvqjax.{place}"), named)
+    assert not hasattr(importlib.import_module(f"kvqjax.{old}"), "nothing")
+
+
+def test_every_place_named_exists():
+    for old, places in _moved.NAMES.items():
+        assert all(importlib.import_module(f"kvqjax.{place}").__all__ for place in places), old

@@ -12,12 +12,12 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
+from kvqjax.step import persist
 
 CAPACITY, LENGTHS, NEW = 1024, (700, 300), 3
 SHAPE = tiny().config.alone
 SPLIT = {  # method -> whether KV heads lie on different devices; the last one's layers depend on each other
     "kivi:bits=4,value_group=16,window=32,sinks=3": True,
-    "uniform:bits=4,group=32": False,
     "aqua:bits=4,buffer=32": False,
 }
 
@@ -33,7 +33,7 @@ def call(cache, counts, constants, length: int):
     k, v = (drawn(seed, length, SHAPE.num_kv_heads) for seed in (2, 3))
     outs, new = [], []
     for layer in range(SHAPE.num_layers):
-        below = new[-1] if new else None
+        below = new[-1] if new else kvq.below_first(cache, counts, length)
         out, own = kvq.attend_layer(
             cache, layer, q[layer], k[layer], v[layer], counts, below=below, constants=constants
         )
@@ -66,20 +66,34 @@ def test_a_shape_s_cache_on_a_mesh(spec):
             np.testing.assert_allclose(x, other.window[name], atol=1e-6)  # keys are rotated in another program
 
 
-def test_what_a_mesh_s_cache_goes_through(tmp_path):
-    """Surgery and saving know no mesh; a saved one comes back on one device and attends as before."""
+def test_what_a_mesh_s_cache_goes_through(tmp_path, monkeypatch):
+    """Surgery knows no mesh; a cache saved from GPUs' form comes back on one device or on another mesh, there in the
+    same form, each device its part, and attends as before."""
     method = kvq.parse("kivi:bits=4,value_group=16,window=32")
     rules = rules_for(SHAPE, method, MeshSize(data=1, seq=2, model=2))
-    spread = kvq.init_cache(SHAPE, method, 2, 512, sharding=rules)
+    spread = kvq.init_cache(SHAPE, method, 2, 512, sharding=rules, form="heads")
     _, spread = call(spread, jnp.asarray([200, 90]), (), 200)
     spread = kvq.crop(kvq.gather(spread, jnp.asarray([1, 0])), jnp.asarray([90, 190]))
     kvq.save_cache(tmp_path / "cache", spread, SHAPE)
     back = kvq.load_cache(tmp_path / "cache", SHAPE)
     one = jnp.asarray([1, 1])
-    np.testing.assert_allclose(call(spread, one, (), 1)[0], call(back, one, (), 1)[0], atol=2e-5)
+    wanted = call(back, one, (), 1)[0]
+    np.testing.assert_allclose(call(spread, one, (), 1)[0], wanted, atol=2e-5)
+    monkeypatch.setattr(persist, "stored_form", lambda target: "heads")
+    rules = rules_for(SHAPE, method, MeshSize(data=2, seq=2, model=2))
+    there = kvq.load_cache(tmp_path / "cache", SHAPE, sharding=rules)
+    fresh = kvq.init_cache(SHAPE, method, 2, 512, sharding=rules, form="heads")
+    assert there.layout == fresh.layout
+    for got, own in zip(jax.tree.leaves(there), jax.tree.leaves(fresh), strict=True):
+        assert got.sharding.is_equivalent_to(own.sharding, own.ndim) or not own.size
+    for x in jax.tree.leaves([run.body for run in there.runs]):
+        assert x.size == x.addressable_shards[0].data.size * 8
+    np.testing.assert_allclose(call(there, one, (), 1)[0], wanted, atol=2e-5)
 
 
 def test_a_model_says_itself_where_its_caches_lie():
     rules = rules_for(SHAPE, "exact", MeshSize())
     with pytest.raises(kvq.UserError, match="shard"):
         kvq.init_cache(tiny(), "exact", 1, 64, sharding=rules)
+    with pytest.raises(kvq.UserError, match="shard"):
+        kvq.load_cache("no folder", tiny(), sharding=rules)

@@ -13,7 +13,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.deal import Deal
+from kvqjax.cache.runs import Deal
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import shares_heads
 from kvqjax.parallel.sharding import rules_for
@@ -27,7 +27,6 @@ CELLS: dict[str, tuple[dict, bool]] = {
     "kivi:bits=4,value_group=16,window=64,rule=published": ({}, True),
     "kivi_star:bits=4,protected=1": ({}, False),
     "uniform:bits=4,group=32": ({}, False),
-    "kivi:bits=4,value_group=16,window=32,rotate=signs": ({}, True),
     "oscar:bits=4,window=32,sinks=3": ({}, True),  # a rotation of every head's own
     "omniscale:bits=4,value_group=16,window=32": ({}, False),  # one norm of all heads
     "kvquant:bits=4,sinks=2": ({}, False),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method
+from cases import GENERAL, model_and_method
 from tiny import tiny
 
 import kvqjax as kvq
@@ -36,13 +36,9 @@ def caches() -> tuple:
     return np.asarray(logits).tolist(), cache.lengths.tolist()
 
 
-def sampled():
+def sampled_by_chunks():
     options = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}
-    return kvq.generate(tiny(), PROMPTS, METHOD, max_new_tokens=4, **options).tokens
-
-
-def by_chunks():
-    return kvq.generate(tiny(), PROMPTS, METHOD, max_new_tokens=3, chunk=16).tokens
+    return kvq.generate(tiny(), PROMPTS, METHOD, max_new_tokens=4, chunk=16, **options).tokens
 
 
 def speculated():
@@ -53,7 +49,7 @@ def beams():
     return kvq.beam_search(tiny(), PROMPTS, METHOD, max_new_tokens=4, beams=3).tokens
 
 
-CALLS = (caches, sampled, by_chunks, speculated, beams)
+CALLS = (caches, sampled_by_chunks, speculated, beams)
 
 
 @contextlib.contextmanager
@@ -98,7 +94,7 @@ def test_the_variable_of_the_environment():
     assert found.stdout.split("\n")[0] == str(wanted)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GENERAL)
 def test_a_plan_made_inside_a_trace_serves_outside(name):
     """What a plan's functions hold belongs to no trace."""
     model, method = model_and_method(name)

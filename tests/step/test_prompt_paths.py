@@ -18,19 +18,18 @@ from kvqjax.step.prompt import Path, path_of
 def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
     model = tiny(head_dim=64, **changes)
     cache = kvq.init_cache(model, "kivi:bits=4,window=32,sinks=2", len(counts), length)
-    patch.setattr(prefill, "path_of", lambda layout, length: path)
+    patch.setattr(prefill, "path_of", lambda layout, batch, length: path)
     run = jax.jit(lambda *arguments: prefill._prefill(*arguments))
     logits, cache = run(model, cache, tokens(len(counts), length), jnp.asarray(counts))
     return logits, cache
 
 
 @pytest.mark.parametrize("path", [Path("tiles", 128), Path("interpret", 128)])
-@pytest.mark.parametrize("sliding", [None, 70])
+@pytest.mark.parametrize("sliding", [(None, 70), (9, 200)])
 def test_paths_agree(monkeypatch, path, sliding):
-    """On ragged and padded rows, one of them empty, with and without a sliding window: 384 tokens are three chunks."""
-    monkeypatch.setattr(
-        "kvqjax.step.prompt.SCORES", 4 * 3 * 4 * 128 * 256
-    )  # two chunks' keys at most: tiles are skipped
+    """On ragged and padded rows, one of them empty, with and without sliding windows, which are shorter than a part of
+    a chunk, than a chunk, and longer: 384 tokens are three chunks."""
+    monkeypatch.setattr("kvqjax.step.prompt_attention.TILES", 1)  # up to three chunks' keys a tile
     arguments = {"sliding_window": sliding}, [300, 0, 129], 300
     wanted, held = prefilled(monkeypatch, Path("off", 64), *arguments)
     logits, cache = prefilled(monkeypatch, path, *arguments)
@@ -45,7 +44,7 @@ def test_not_finite_tokens_stay_in_their_rows(monkeypatch):
     model = tiny(head_dim=64)
     spoilt = model.replace(params=model.params | {"embed": model.params["embed"].at[7].set(jnp.nan)})
     for path in (Path("tiles", 128), Path("interpret", 128)):
-        monkeypatch.setattr(prefill, "path_of", lambda layout, length, path=path: path)
+        monkeypatch.setattr(prefill, "path_of", lambda layout, batch, length, path=path: path)
         prompt = jnp.full((2, 128), 3, jnp.int32).at[0, 5].set(7)
         cache = kvq.init_cache(spoilt, "exact", 2, 128)
         logits, cache = jax.jit(lambda *a: prefill._prefill(*a))(spoilt, cache, prompt, jnp.full((2,), 128))
@@ -57,13 +56,15 @@ def test_not_finite_tokens_stay_in_their_rows(monkeypatch):
 def test_the_chip_and_the_length_choose_the_path():
     layout = kvq.init_cache(tiny(head_dim=128), "exact", 1, 64).layout
     on = lambda target: dataclasses.replace(layout, target=target)  # noqa: E731
-    assert path_of(on("cpu"), 32768) == Path("off", 512)
-    assert path_of(on("sm90"), 32768) == Path("tiles", 2048)
-    assert path_of(on("v6e"), 32768) == Path("splash", 2048)
-    assert path_of(on("v6e"), 3072) == Path("splash", 1536)  # no more padding than there must be
-    assert path_of(on("v6e"), 256) == Path("off", 256)
+    assert path_of(on("cpu"), 1, 32768) == Path("off", 512)
+    assert path_of(on("sm90"), 1, 32768) == Path("tiles", 4096)
+    assert path_of(on("sm90"), 1, 4608) == Path("tiles", 2560)  # no more padding than there must be
+    assert path_of(on("sm90"), 512, 32768) == Path("tiles", 512)  # as memory allows
+    assert path_of(on("v6e"), 1, 32768) == Path("splash", 1024)
+    assert path_of(on("v6e"), 1, 1536) == Path("splash", 1024)
+    assert path_of(on("v6e"), 1, 256) == Path("off", 256)
     other = kvq.init_cache(tiny(head_dim=48), "exact", 1, 64).layout
-    assert path_of(dataclasses.replace(other, target="v6e"), 32768) == Path("off", 512)
+    assert path_of(dataclasses.replace(other, target="v6e"), 1, 32768) == Path("off", 512)
 
 
 @pytest.mark.parametrize("kernels", ["tiles", "interpret"])

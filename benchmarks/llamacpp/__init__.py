@@ -1,0 +1,1 @@
+"""A decode step and a prompt on the CPU beside llama.cpp."""

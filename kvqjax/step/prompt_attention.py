@@ -1,0 +1,122 @@
+"""How a chunk of a whole prompt attends to the prompt, exactly: in blocks, in large tiles on GPUs, by a kernel."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax.cache.chunk_paths import by_splash
+from kvqjax.cache.eviction import received
+from kvqjax.cache.view import visible
+from kvqjax.ops.attention import Partial, blockwise_attention, segment_attention
+from kvqjax.ops.large_tiles import tiled_attention
+from kvqjax.pallas_kernels import splash
+
+__all__ = ["SCORES", "Prompt", "add_received", "by_blocks", "far", "near", "splashed"]
+
+SCORES, TILES = 2**31, 8  # bytes of a large tile's numbers; how many of them a prompt's keys are at least
+PARTS = 8  # of a chunk, among which a large tile's keys are masked
+
+
+class Prompt(NamedTuple):
+    """What one layer's queries attend to: keys and values of all T tokens, how many of a row are its own, and the
+    sliding window."""
+
+    k: Float[Array, "B T K D"]
+    v: Float[Array, "B T K D"]
+    counts: Int[Array, " B"]
+    sliding: int | None
+
+    def mask(self, queries: Int[Array, " t"], keys: Int[Array, " s"]):
+        """[B, t, s], by places."""
+        rows = len(self.counts)
+        queries, keys = (jnp.broadcast_to(x[None], (rows, len(x))) for x in (queries, keys))
+        return visible(queries, keys, keys < self.counts[:, None], self.sliding)
+
+    def block(self, start, count: int):
+        return (jax.lax.dynamic_slice_in_dim(x, start, count, 1) for x in (self.k, self.v))
+
+
+def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
+    """Attention of every PARTth of a chunk of queries to the keys that all of it sees, in large tiles."""
+    batch, length, heads = q.shape[:3]
+    chunks, part = length // chunk, chunk // PARTS
+    most = min(chunks // TILES, SCORES // (q.dtype.itemsize * batch * heads * chunk**2))
+    keys = chunk * max(n for n in range(1, max(1, most) + 1) if chunks % n == 0)
+    newest = np.arange(0, length, part).reshape(chunks, PARTS)  # one past it
+    oldest = np.maximum(0, newest + part - (prompt.sliding or length))
+
+    def seen(number, places):
+        first, last = (jnp.asarray(x, jnp.int32)[number][:, None] for x in (oldest, newest))
+        places = places[None]
+        return ((places >= first) & (places < last))[None] & (places < prompt.counts[:, None])[:, None]
+
+    reach = zip(oldest[:, 0] // keys, -(-newest[:, -1] // keys), strict=True)
+    tiles = [(row, tile) for row, (first, last) in enumerate(reach) for tile in range(first, last)]
+    return tiled_attention(q, prompt.k, prompt.v, seen, tiles, (chunk, keys))
+
+
+def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
+    """Attention of every PARTth of the queries from `start` on to the keys that not all of it sees: its own, and those
+    that a sliding window takes from one query after the other."""
+    part = q.shape[1] // PARTS
+    first = start + part * jnp.arange(PARTS)[:, None]
+    keys = own = first + jnp.arange(part)[None]
+    mask = jax.vmap(prompt.mask, out_axes=1)(own, own)
+    if prompt.sliding is not None:
+        old = own + 1 - prompt.sliding
+        left = (old >= 0) & (old < first) & (old < first + part - prompt.sliding)
+        keys = jnp.concatenate([own, jnp.maximum(old, 0)], 1)
+        mask = jnp.concatenate([mask, jax.vmap(prompt.mask, out_axes=1)(own, old) & left[None, :, None]], 3)
+    by_part = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    rows = q.reshape(-1, part, *q.shape[2:])
+    k, v = (by_part(x[:, keys]) for x in (prompt.k, prompt.v))
+    found = segment_attention(rows, k, v, by_part(mask))
+    return Partial(*(x.reshape(q.shape[:2] + x.shape[2:]) for x in found))
+
+
+def by_blocks(q, start, prompt: Prompt) -> tuple[Partial, tuple]:
+    """Attention of the queries from `start` on to blocks of as many keys: (found, which blocks were read)."""
+    chunk = q.shape[1]
+
+    def read(j, carry):
+        return *prompt.block(j * chunk, chunk), _block_mask(prompt, start, j, chunk), carry
+
+    first = jnp.int32(0) if prompt.sliding is None else jnp.maximum(start - prompt.sliding + 1, 0) // chunk
+    found, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1)
+    return found, (first, start // chunk + 1)
+
+
+def _block_mask(prompt: Prompt, start, j, chunk: int):
+    return prompt.mask(start + jnp.arange(chunk), j * chunk + jnp.arange(chunk))
+
+
+def add_received(q, start, prompt: Prompt, lse, blocks, mass):
+    """`mass` and what the queries from `start` on gave each token."""
+    chunk = q.shape[1]
+    valid = (start + jnp.arange(chunk))[None] < prompt.counts[:, None]
+
+    def add(j, mass):
+        part = received(
+            q, next(prompt.block(j * chunk, chunk)), _block_mask(prompt, start, j, chunk) & valid[:, :, None], lse
+        )
+        part = part + jax.lax.dynamic_slice_in_dim(mass, j * chunk, chunk, 1)
+        return jax.lax.dynamic_update_slice_in_dim(mass, part, j * chunk, 1)
+
+    first, last = blocks
+    return jax.lax.fori_loop(first, last, add, mass)
+
+
+def splashed(q, start, prompt: Prompt, by_head, kernels: str):
+    """`by_blocks`' output by splash attention, on a TPU, with keys and values by head."""
+    places = start + jnp.arange(q.shape[1])
+    # What is only padding sees nothing: its blocks are left out.
+    newest = jnp.where(places < prompt.counts.max(), places, -1)
+
+    def kernel(q, newest, k, v, interpret):
+        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret).out
+
+    plain = lambda q, *_: by_blocks(q, start, prompt)[0].out  # noqa: E731
+    return by_splash(kernels, kernel, plain, q, newest, *by_head)
