@@ -38,7 +38,7 @@ def record(gate):
 @pytest.mark.filterwarnings("ignore:.*keys have a bias")
 @pytest.mark.parametrize("wanted", LIVE, ids=lambda row: " ".join(row[:3]))
 def test_recorded_rows_are_measured_again(gate, record, wanted):
-    """Nothing differs, and every bound is held or missed for the reason that is written down."""
+    """Nothing differs, and by the record every bound is held or missed for the reason that is written down."""
     (row,) = (row for row in record if gate.key_of(row) == wanted)
     assert gate.check(record, [row]) == []
 
@@ -68,21 +68,30 @@ def test_a_default_that_fails_is_seen(gate):
     assert bounds.defaults([row | other for other in left_out]) == []
 
 
-def test_a_changed_figure_and_a_changed_verdict_are_noticed(gate, record, monkeypatch):
+def test_a_changed_figure_is_noticed(gate, record, monkeypatch):
     (row,) = (row for row in record if gate.key_of(row) == LIVE[1])
     better = {"ratio": row["ratio"] * 0.9, "kld": row["kld"] / 2, "bits": row["bits"] + 0.01}
     monkeypatch.setattr(gate, "measure", lambda wanted, windows: row | wanted | better)
-    found = gate.check(record, [row])
-    assert [text.split(": ")[1] for text in found if text.startswith("(")] == ["bits", "kld", "ratio"]
-    worse = {"ratio": 1.03}
-    monkeypatch.setattr(gate, "measure", lambda wanted, windows: row | wanted | worse)
-    assert any("missed, unexplained" in text for text in gate.check(record, [row]))
+    assert [text.split(": ")[1] for text in gate.check(record, [row])] == ["bits", "kld", "ratio"]
+
+
+def test_a_changed_verdict_is_noticed(gate, record, monkeypatch):
+    (row,) = (row for row in record if gate.key_of(row) == LIVE[1])
+    (text,) = gate.check([*(other for other in record if other != row), row | {"ratio": 1.03}], [])
+    assert text.endswith("missed, unexplained")
     monkeypatch.setitem(
         sys.modules["benchmarks.gate_bounds"].MISSED, ("qwen2, stress keys x8: ratio", KIVI), "no longer"
     )
-    monkeypatch.setattr(gate, "measure", lambda wanted, windows: row)
-    (text,) = gate.check(record, [row])
+    (text,) = gate.check(record, [])
     assert text.endswith("held, but its miss is explained")
+
+
+def test_a_figure_beside_its_bound_may_fall_on_either_side(gate, record, monkeypatch):
+    """Rounding on another processor moved this row's growth over that of noise from 1.26 to 1.24; the bound is 1.25."""
+    (row,) = (r for r in record if gate.key_of(r) == ("qwen3", KIVI, "none", "long decode"))
+    moved = {"last": row["last"] * 0.98, "growth": row["growth"] * 0.98}
+    monkeypatch.setattr(gate, "measure", lambda wanted, windows: row | moved)
+    assert gate.check(record, [row]) == []
 
 
 def test_check_fails_where_the_record_is_another(gate, record, monkeypatch, tmp_path):
