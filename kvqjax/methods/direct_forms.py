@@ -27,6 +27,7 @@ from kvqjax.methods.direct import Direct, Stored, by_plane, filled, in_planes, s
 from kvqjax.model.config import KVShape
 from kvqjax.ops.head_major import HALF, offset, tokens_per_row
 from kvqjax.ops.layout import from_bits
+from kvqjax.ops.xla import kept_apart
 
 __all__ = ["direct_form", "key_form", "value_form"]
 
@@ -131,6 +132,7 @@ def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> 
     scales, lows = (by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
     for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
         part = jnp.einsum("bkrd,bksd->bkrs", rows, n, preferred_element_type=jnp.float32)
+        rows, _ = kept_apart((rows, part))  # XLA would merge both planes' products and write all keys for that
         part = part.reshape(*q.shape[:3], each, -1) + lift * sums
         out.append((part * factor[:, :, None] + sums * least[:, :, None]).sum(3))
     return out
