@@ -84,11 +84,12 @@ def compute(row: Row, depths: tuple[int, ...], folder: Path) -> dict[str, dict]:
 
 
 def renew(row: Row, depths: tuple[int, ...], folder: Path) -> bool:
-    """Compute a row unless its record is of the same program; whether it was computed."""
+    """Compute a row unless its record and those of chips that share its program are of it; whether it was computed."""
     if row.is_tpu:
         tpu.prepare(str(folder))  # before the stamp, which loads libtpu
-    mark, known = stamp(row), read(row)
-    if known is not None and known["stamp"] == mark:
+    mark = stamp(row)
+    known = [read(row._replace(chip=chip)) for chip in CHIPS if (SAME | ALIKE).get(chip, chip) == row.chip]
+    if all(one is not None and one["stamp"] == mark for one in known):
         return False
     RECORDS.mkdir(parents=True, exist_ok=True)
     for chip, found in compute(row, depths, folder).items():

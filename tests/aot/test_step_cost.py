@@ -99,14 +99,15 @@ def test_a_step_on_an_h100_costs_what_the_longest_row_holds():
 
 @pytest.mark.parametrize(("cache", "most"), [("exact", 1.15), ("kivi:bits=2,group=128", 0.75)])
 def test_eight_full_rows_on_an_h100_cost_their_bytes(cache, most):
-    """Rows of 32K tokens, whose new tokens are written by a kernel for all of them."""
+    """Rows of 32K tokens, whose new tokens are written by a kernel for all of them. Temporaries are one layer's, as many
+    layers as there may be: XLA lays out nothing of a layer before its turn."""
     if reason := _missing("h100"):
         pytest.skip(reason)
     found = _counted("step_cost", "--chip=h100", f"--cache={cache}", "--context=32768", "--batch=8", "--layers=1,2")
     assert found["bytes_over_bound"] <= most
     assert found["syncs"] <= 2
     assert found["launches"] <= 48 * 32
-    assert found["temp_gb"] <= 0.2
+    assert found["temp_gb"] <= 0.08
 
 
 def test_an_a100_s_programs_are_an_h100_s():
