@@ -16,7 +16,7 @@ from kvqjax.methods.wiring import Packed, SharedValues
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import leading_slots
-from kvqjax.ops.xla import depending_on, row_major
+from kvqjax.ops.xla import known_after, row_major
 from kvqjax.pallas_kernels.dispatch import packed_attention
 
 __all__ = ["attend_decoded", "attend_packed", "attend_stored"]
@@ -49,8 +49,7 @@ def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared:
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     def decoded(part: slice, after):
-        payload = payload_of(run, view.state, view.layer, part.start, part.stop - part.start)
-        payload = {source: depending_on(after, fields) for source, fields in payload.items()}
+        payload = payload_of(run, view.state, view.layer, known_after(after, part.start), part.stop - part.start)
         found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
         return payload, found, expanded(view, found, positions[:, part])

@@ -15,6 +15,7 @@ __all__ = [
     "few_rows",
     "filled_by",
     "kept_apart",
+    "known_after",
     "made_once",
     "rounded",
     "row_major",
@@ -94,6 +95,12 @@ def depending_on(x: Array, new: dict[str, Array]) -> dict[str, Array]:
     body: without this, XLA copies the body so that `append` may write at the same time. It must be data, since an
     optimization barrier is gone when XLA's CPU backend places copies."""
     return {name: jnp.where(_never(x), jnp.zeros_like(y), y) for name, y in new.items()}
+
+
+def known_after(x: Array, number: int) -> Int[Array, ""]:
+    """`number`, that XLA cannot know before it has `x`. What is cut from a stored array at a number that is known may be
+    cut for all unrolled layers at once."""
+    return jnp.where(_never(x), jnp.int32(number + 1), jnp.int32(number))
 
 
 def unknown_zero(counts: Int[Array, " B"]) -> Int[Array, ""]:
