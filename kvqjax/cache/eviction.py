@@ -18,17 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.methods.keep import Keep
 
-__all__ = [
-    "Chosen",
-    "Moves",
-    "Received",
-    "allocate_kept",
-    "choose",
-    "crop_kept",
-    "enter",
-    "forget",
-    "received",
-]
+__all__ = ["Chosen", "Moves", "Received", "allocate_kept", "choose", "crop_kept", "enter", "forget", "received"]
 
 Kept = dict  # name -> array, see the module
 

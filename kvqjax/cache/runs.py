@@ -18,13 +18,7 @@ from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = [
-    "AT_ONCE",
-    "Deal",
-    "RunLayout",
-    "chains",
-    "runs_of",
-]
+__all__ = ["AT_ONCE", "Deal", "RunLayout", "chains", "runs_of"]
 
 
 class Deal(NamedTuple):

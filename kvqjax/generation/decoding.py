@@ -11,15 +11,7 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache.reach import reach_for
-from kvqjax.generation.loop import (
-    STRIDE,
-    Progress,
-    decode_steps,
-    fetched,
-    require_finite,
-    shared,
-    start,
-)
+from kvqjax.generation.loop import STRIDE, Progress, decode_steps, fetched, require_finite, shared, start
 from kvqjax.generation.prompt_chunks import AUTO
 from kvqjax.generation.prompt_ids import Prompts, encode_prompts
 from kvqjax.generation.sampling import make_sampling

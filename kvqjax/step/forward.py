@@ -15,12 +15,7 @@ from kvqjax.model.loading import Model
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import depending_on, unknown_zero
 from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step
-from kvqjax.step.layer_step import (
-    attend_one,
-    begin,
-    check_capacity,
-    first_flow,
-)
+from kvqjax.step.layer_step import attend_one, begin, check_capacity, first_flow
 
 __all__ = ["attend", "commit", "forward", "last_logits"]
 

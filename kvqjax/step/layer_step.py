@@ -22,16 +22,7 @@ from kvqjax.ops.attention import merge, merge_over, total_lse
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla import row_major
 
-__all__ = [
-    "Call",
-    "Flow",
-    "attend_one",
-    "begin",
-    "check_capacity",
-    "first_flow",
-    "is_known",
-    "slab",
-]
+__all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "is_known", "slab"]
 
 
 class Flow(NamedTuple):

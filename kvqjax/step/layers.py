@@ -27,14 +27,7 @@ from kvqjax.ops.xla import depending_on
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import of_constants, on_parts
 from kvqjax.step.doors import kept_program, run_constants
-from kvqjax.step.layer_step import (
-    Call,
-    Flow,
-    attend_one,
-    begin,
-    check_capacity,
-    first_flow,
-)
+from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
 
 __all__ = ["New", "append", "attend_layer", "below_first", "ready_queries"]
 

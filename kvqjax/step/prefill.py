@@ -18,14 +18,8 @@ from kvqjax.model.loading import Model
 from kvqjax.ops.finite import leading
 from kvqjax.ops.xla import unknown_zero
 from kvqjax.step.doors import check_new_tokens, run_constants, run_step
-from kvqjax.step.forward import (
-    last_logits,
-)
-from kvqjax.step.layer_step import (
-    check_capacity,
-    is_known,
-    slab,
-)
+from kvqjax.step.forward import last_logits
+from kvqjax.step.layer_step import check_capacity, is_known, slab
 from kvqjax.step.prompt import Path, exact_layer, path_of, received_by
 
 __all__ = ["prefill"]
