@@ -1,6 +1,6 @@
 """Compile the GPU kernels ahead of time for Hopper and read what ptxas says of them: registers, spills, shared memory.
 
-    python benchmarks/gpu_registers.py [--cases kivi-4,exact] [--write]
+    python benchmarks/gpu_registers.py [--cases kivi-4,kvquant-3] [--write]
 
 Needs the CUDA plugin of this JAX (jax-cuda13-plugin, jax-cuda13-pjrt) and ptxas, no GPU. A multiprocessor has 65536
 registers and 227 KiB of shared memory for its programs of 128 threads each: what a program takes says how many fit.
@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 RECORD = Path(__file__).parent / "records" / "gpu_registers.json"
 # Form and bits; fewer than 8 query rows are padded to 8.
 CASES = {f"{form}-{bits}": (form, bits) for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)}
-CASES["exact"] = ("exact", 16)
 SLOTS, LAYERS, BATCH, KV_HEADS, QUERY_ROWS = 16384, 4, 2, 8, 8
 
 
@@ -46,16 +45,12 @@ def _call(form: str, bits: int):
     import jax.numpy as jnp
     from packed_bodies import HEAD_DIM, shapes, spec_of
 
-    from kvqjax.pallas_kernels.gpu import exact as gpu_exact
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
     shaped = jax.ShapeDtypeStruct
     q = shaped((BATCH, 1, KV_HEADS * QUERY_ROWS, HEAD_DIM), jnp.bfloat16)
     bounds = shaped((BATCH, 1), jnp.int32)
     last = (shaped((), jnp.int32), bounds, bounds)
-    if form == "exact":
-        exact = shaped((LAYERS, BATCH, SLOTS, KV_HEADS * HEAD_DIM), jnp.bfloat16)
-        return gpu_exact.exact_attention, (q, exact, exact, *last)
     spec = spec_of(form, bits, KV_HEADS, "sm90")
     return lambda *args: gpu.packed_attention(*args, spec), (q, shapes(spec, LAYERS, BATCH, SLOTS), *last)
 
@@ -64,16 +59,12 @@ def _shared_bytes(form: str, bits: int) -> int:
     """Shared memory of a program, without what the compiler adds for barriers and alignment."""
     import jax
     import numpy as np
-    from packed_bodies import HEAD_DIM, spec_of
+    from packed_bodies import spec_of
 
-    from kvqjax.pallas_kernels.gpu import exact as gpu_exact
     from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
-    if form == "exact":
-        memory = gpu_exact.memory(gpu_exact.Plan(KV_HEADS, HEAD_DIM, SLOTS, QUERY_ROWS, 1))
-    else:
-        memory = gpu_kernel.memory(gpu.Plan(spec_of(form, bits, KV_HEADS, "sm90"), QUERY_ROWS, 1))
+    memory = gpu_kernel.memory(gpu.Plan(spec_of(form, bits, KV_HEADS, "sm90"), QUERY_ROWS, 1))
     buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
     return sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in buffers)
 

@@ -25,7 +25,6 @@ from kvqjax.calibrate import commvq_values as values
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.codecs.commvq_keys import truncate_rounds
 from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.commvq_wiring import CommVQLayer
@@ -36,7 +35,7 @@ from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "truncate", "work"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 32, 512  # for small models; the paper takes 1024 documents of up to 8192 tokens
 PARTS = 10  # reports of a value encoder's training
@@ -212,17 +211,3 @@ def fit(
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
     about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in now["reports"]]
     return Artifact(method, _stack(data.shape, method, now["constants"]), data.fingerprint, about)
-
-
-def truncate(artifact: Artifact, method: Method, config: ModelConfig) -> Artifact:
-    """The artifact with fewer rounds of key codebooks, which are nested; `method` differs by `rounds` only."""
-    runs = runs_of(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32"))
-    cut = []
-    for run, constants in zip(runs, artifact.constants, strict=True):
-        if constants:
-            rounds = run.wiring.storage.codecs["k"].needs["codebook"][0]
-            constants = constants | {
-                "k": {"codebook": truncate_rounds(jnp.asarray(constants["k"]["codebook"]), rounds)}
-            }
-        cut.append(constants)
-    return dataclasses.replace(artifact, method=method, constants=tuple(cut))

@@ -22,7 +22,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import Params
 
-__all__ = ["constants", "latent_maps", "outlier_channels", "prepared", "shared_map", "signed_svd"]
+__all__ = ["constants", "latent_maps", "prepared", "shared_map", "signed_svd"]
 
 Factors = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -51,12 +51,6 @@ def shared_map(layer: Mapping[str, Array | np.ndarray], space: str) -> dict[str,
     if space == "residual":
         joint = _host(layer["attn_norm"])[:, None] * joint
     return {"down": signed_svd(joint)[0].astype(np.float32)}
-
-
-def outlier_channels(key_weight: Float[Array | np.ndarray, "E N"], top: int) -> np.ndarray:
-    """The `top` channels of the keys where outliers are to be expected, likeliest first: the largest entries in size of
-    B_k^T's first row (Appendix B, Table B.2)."""
-    return np.argsort(-np.abs(signed_svd(_host(key_weight))[2][0]), kind="stable")[:top]
 
 
 def _layer_constants(spec: LayerSpec, params: Params, number: int, config: ModelConfig) -> dict:

@@ -25,11 +25,7 @@ class Style(NamedTuple):
 
 # gptq: GPTQ's script, as KVQuant and most papers use it (with windows of 2048). aqua: AQUA-KV's, 8192 tokens in steps
 # of 32 through the cache. llama-perplexity: llama.cpp's tool of that name.
-STYLES = {
-    "gptq": Style(512, 32),
-    "aqua": Style(8192, 32),
-    "llama-perplexity": Style(512, 32, half=True, bos=True),
-}
+STYLES = {"gptq": Style(512, 32), "aqua": Style(8192, 32), "llama-perplexity": Style(512, 32, half=True, bos=True)}
 
 
 def style(name: str) -> Style:

@@ -86,7 +86,7 @@ NAMES = {
     "methods.aqua_wiring": ("methods.aqua_layer",),
     "methods.direct": ("methods.direct_forms",),
     "methods.spec": ("methods.keys_values",),
-    "methods.wiring": ("methods.keys_values", "methods.summing"),
+    "methods.wiring": ("codecs.kernel_form", "methods.keys_values", "methods.maps", "methods.summing"),
     "methods.xquant_cl_wiring": ("methods.cross_layer",),
     "methods.xquant_wiring": ("methods.rematerialise",),
     "model": ("model.loading",),

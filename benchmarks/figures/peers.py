@@ -43,17 +43,6 @@ def _tokens() -> str:
     return about + table(["cache", "tokens a second", "over transformers"], rows)
 
 
-def _encoding() -> str:
-    record = read("aqua_speed")
-    names = ("million_values_per_second", "authors", "ratio")
-    rows = [[str(row["bits"]), str(row["dim"]), *(f"{row[name]:.3g}" for name in names)] for row in record["rows"]]
-    about = (
-        "\n## Encoding by HIGGS beside the authors' code (`python -m benchmarks.aqua_speed --aquakv FOLDER`)\n\n"
-        f"Million values a second, width {record['width']}, float32; {record['machine']}.\n\n"
-    )
-    return about + table(["bits", "dimensions", "ours", "the authors'", "ratio"], rows)
-
-
 def text() -> str:
     """The page."""
-    return HEAD + _steps() + _tokens() + _encoding()
+    return HEAD + _steps() + _tokens()

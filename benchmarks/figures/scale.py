@@ -80,16 +80,6 @@ def _times() -> str:
     return TIMES + table(["method", *heads], rows)
 
 
-def _million() -> str:
-    row = read("long_context")
-    size, where = f"{row['cache_bytes'] / GIB:.2f} GiB", f"{row['about']['device']}, {row['about']['processor']}"
-    return (
-        "\n## A long context in real arrays (`python benchmarks/long_context.py`)\n\n"
-        f"{row['model']}: `{row['cache']}` holds {row['tokens']} tokens in {size},\n"
-        f"and a decode step takes {row['ms_per_step']:.0f} ms ({where}).\n"
-    )
-
-
 def _encoding() -> str:
     (chip, rows), *_ = read("flush_cycles").items()
     heads = ["method", f"encode a token ({chip})", "read 512 tokens", "rows gathered", "% of reading 8192 tokens"]
@@ -106,4 +96,4 @@ def _rematerialised() -> str:
 def text() -> str:
     """The page."""
     heads = ["table", "model", "cache", "tokens", "paper", "cache here", "with constants", "bits stored"]
-    return HEAD + table(heads, sizes()) + _plans() + _times() + _million() + _encoding() + _rematerialised()
+    return HEAD + table(heads, sizes()) + _plans() + _times() + _encoding() + _rematerialised()

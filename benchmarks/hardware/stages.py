@@ -3,16 +3,15 @@
 import dataclasses
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import kvqjax as kvq
+from benchmarks.random_model import peak_bytes, random_model
 from kvqjax._timing import copy_rate, median_seconds, product_rate
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
@@ -27,9 +26,6 @@ from kvqjax.verdicts.check import verdict_folder
 from kvqjax.verdicts.choose import choose
 from kvqjax.verdicts.paths import decoding
 from kvqjax.verdicts.trial import Candidate, full, make
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from long_context import peak_bytes, random_model
 
 __all__ = ["FULL", "STAGES", "TINY", "Sizes", "items"]
 

@@ -24,8 +24,7 @@ __all__ = ["train"]
 def _schedule(peak: float, recipe: Recipe):
     start = recipe.steps - int(recipe.decay * recipe.steps)
     return optax.join_schedules(
-        [optax.linear_schedule(0, peak, recipe.warmup), optax.linear_schedule(peak, 0, recipe.steps - start)],
-        [start],
+        [optax.linear_schedule(0, peak, recipe.warmup), optax.linear_schedule(peak, 0, recipe.steps - start)], [start]
     )
 
 
@@ -68,11 +67,7 @@ def _save(path: Path, state: dict) -> None:
 
 
 def train(
-    recipe: Recipe,
-    corpus: data.Corpus,
-    folder: Path,
-    report: Callable[[dict, int], str],
-    save_seconds: float = 180.0,
+    recipe: Recipe, corpus: data.Corpus, folder: Path, report: Callable[[dict, int], str], save_seconds: float = 180.0
 ) -> dict:
     """Train to the end of the recipe, or go on from `folder`'s checkpoint; returns the params.
 

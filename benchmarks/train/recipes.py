@@ -76,11 +76,7 @@ _SHORT_PHASES = (
     Phase(60, 8, 512, _BOTH),
     Phase(24, 4, 1024, _BOTH),
 )
-_WINDOW_PHASES = (
-    _SHORT_PHASES[0],
-    Phase(220, 16, 256, _BOTH, piece=250),
-    Phase(80, 8, 512, _BOTH, piece=250),
-)
+_WINDOW_PHASES = (_SHORT_PHASES[0], Phase(220, 16, 256, _BOTH, piece=250), Phase(80, 8, 512, _BOTH, piece=250))
 
 _DEMO = ModelConfig(
     vocab_size=2048,
@@ -133,10 +129,7 @@ RECIPES = {
     ),
     "qwen3": _tiny("Qwen3 shape with QK-norm", architecture="Qwen3ForCausalLM", qk_norm=True, rope=_QWEN_ROPE),
     "mistral": _tiny(
-        "Mistral shape with a sliding window",
-        _WINDOW_PHASES,
-        architecture="MistralForCausalLM",
-        sliding_window=256,
+        "Mistral shape with a sliding window", _WINDOW_PHASES, architecture="MistralForCausalLM", sliding_window=256
     ),
     "mha": _tiny("Llama shape without grouped queries", num_kv_heads=4),
 }

@@ -13,10 +13,7 @@ from kvqjax.eval.tasks.ruler_needles import word
 
 __all__ = ["questions"]
 
-_FILES = {
-    "squad": ("squad.json", "dev-v2.0.json"),
-    "hotpotqa": ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
-}
+_FILES = {"squad": ("squad.json", "dev-v2.0.json"), "hotpotqa": ("hotpotqa.json", "hotpot_dev_distractor_v1.json")}
 _TRADES = ("a baker", "a sailor", "a teacher", "a painter", "a judge", "a gardener", "a weaver", "a printer")
 
 Made = tuple[str, tuple[str, ...], list[str], list[str]]  # question, answers, its documents, others

@@ -125,10 +125,7 @@ def better(new: np.ndarray, old: np.ndarray) -> bool:
 
 
 def climb(
-    table: Table,
-    start: Policy,
-    limit: float,
-    measure: Callable[[list[Policy]], Float[np.ndarray, "P N"]],
+    table: Table, start: Policy, limit: float, measure: Callable[[list[Policy]], Float[np.ndarray, "P N"]]
 ) -> Policy:
     """The policy that no measured exchange improves beyond noise. `measure(policies)` gives divergences in every
     window."""

@@ -58,7 +58,7 @@ class Ledger:
 
     @property
     def flops(self) -> int:
-        """Operations per cached token and decode step, all layers."""
+        """Count the operations per cached token and decode step, all layers."""
         return sum(self.layer_flops)
 
     @property
@@ -67,11 +67,11 @@ class Ledger:
 
     @property
     def exact_bytes(self) -> int:
-        """What keys and values of `capacity` tokens take in the compute dtype, uncompressed."""
+        """Count the bytes of keys and values of `capacity` tokens in the compute dtype, uncompressed."""
         return self.batch * self.capacity * self.values * self.bits_exact // 8
 
     def by_role(self) -> dict[str, int]:
-        """Bytes by class; padding is shown apart from the class it belongs to."""
+        """Sum bytes by class; padding is shown apart from the class it belongs to."""
         out: dict[str, int] = {}
         for entry in self.entries:
             out[entry.role] = out.get(entry.role, 0) + entry.bytes - entry.padding
@@ -79,7 +79,7 @@ class Ledger:
         return {role: size for role, size in out.items() if size}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers for `--json`."""
+        """Give plain numbers for `--json`."""
         rows = [dataclasses.asdict(entry) for entry in self.entries]
         summary = {"bytes": self.bytes, "bytes_exact": self.exact_bytes, "bits_method": self.bits_method}
         summary |= {"flops_per_cached_token": self.flops, "flops_by_layer": self.layer_flops}
@@ -89,7 +89,7 @@ class Ledger:
 
 
 def _tiled(array) -> int:
-    """Bytes when the last two axes are padded to TPU tiles."""
+    """Count an array's bytes with its last two axes padded to TPU tiles."""
     item = np.dtype(array.dtype).itemsize
     rows, lanes = (1, *array.shape)[-2:]
     sublanes = 8 * max(1, 4 // item)
@@ -118,7 +118,7 @@ def _run_entries(run: RunLayout, state, capacity: int, sinks: int):
 
 
 def _method_bits(runs: tuple[RunLayout, ...], values: int) -> float:
-    """Stored bits per key or value channel by the codecs alone."""
+    """Count the bits that the codecs alone store per key or value channel."""
     total = sum(
         run.count * bits_per_value(codec) * codec.width for run in runs for codec in run.wiring.storage.codecs.values()
     )
@@ -126,7 +126,7 @@ def _method_bits(runs: tuple[RunLayout, ...], values: int) -> float:
 
 
 def _carry_bytes(runs: tuple[RunLayout, ...], batch: int, dtype: str) -> int:
-    """What a decode step holds of what flows between layers."""
+    """Count the bytes that a decode step holds of what flows between layers."""
     widths = {name: width for run in runs for name, width in run.wiring.chain.carry.items()}
     return batch * max(run.carried for run in runs) * sum(widths.values()) * np.dtype(dtype).itemsize
 

@@ -21,8 +21,9 @@ __all__ = ["commit", "flush_chain", "flush_layer", "remember"]
 
 def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry):
     """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry`
-    holds every prompt token's, [B, T, W]. Returns (body, new, carry); `new` changes only where a source is encoded
-    before its partner and stays in the window as reconstructed."""
+    holds every prompt token's, [B, T, W]. Returns (body, new, carry). `new` changes only where keys and values leave
+    the window apart: a token whose key is encoded before its value stays in the window with the key as
+    reconstructed."""
     length = next(iter(new.values())).shape[1]
 
     def tile_step(number, row, token, slot, size, state):
@@ -47,21 +48,21 @@ def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedul
 
 
 def _empty_carry(runs, size: int, dtype) -> dict:
-    """What enters the first layer: zeros, [size, W] for every name any layer carries."""
+    """Make what enters the first layer: zeros, [size, W] for every name any layer carries."""
     return {name: jnp.zeros((size, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
 
 
 def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
-    """Whether what falls due on a GPU is the one new token of every row."""
+    """Say whether what falls due on a GPU is the one new token of every row."""
     one = all(x.shape[2] == 1 for new in news for x in new.values())
     fine = all(run.static and not run.wiring.chain.carry for run in runs)
     return one and fine and len(schedules) == 1 and schedules[0].clock.unit == 1 and not schedules[0].clock.window
 
 
 def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], constants, dtype):
-    """Encode what is due in a chain of runs: row by row, tile by tile, all layers in order. `states` are (body, window)
-    pairs; a source encoded before its partner leaves the window is replaced there by its reconstruction. Returns
-    (body, window, new) of every run."""
+    """Encode what is due in a chain of runs: row by row, tile by tile, all layers in order. Of every run it takes the
+    state and the new tokens, [L, B, T, W] per source, and returns (body, window, new). A source encoded before its
+    partner leaves the window is replaced there by its reconstruction."""
     if _is_newest(runs, news, schedules):
         return flush_newest(runs, states, news, schedules[0], constants)
     replace, length = len(schedules) > 1, next(iter(news[0].values())).shape[2]
@@ -109,9 +110,9 @@ Sources = dict  # source name -> array
 
 
 def _put(old, new, first, wanted, held):
-    """Put new tokens, [L, B, T, W], into slots [L, B, C, W], body token t into slot t % C, where `wanted` [B, C]; no
-    slot stands for a token before `first` [B]. Slices row by row: a gather or scatter over rows makes XLA re-order the
-    whole ring."""
+    """Put new tokens, [L, B, T, W], into the slots [L, B, C, W] that are `wanted` [B, C]: body token t goes to slot t %
+    C. No slot stands for a token before `first` [B]. It cuts slices row by row, because a gather or scatter over rows
+    makes XLA re-order the whole ring."""
     count, length = old.shape[2], new.shape[2]
     size = min(count, length)
 
@@ -127,8 +128,8 @@ def _put(old, new, first, wanted, held):
 
 
 def _put_one(old, new, slots, wanted):
-    """`_put` for a decode step: each wanted row's one new token, [L, B, 1, W], into its slot, not touching the
-    others."""
+    """Put each wanted row's one new token, [L, B, 1, W], into its slot, and leave the other rows as they are: `_put`
+    for a decode step."""
 
     def row_step(row, old):
         start = (0, row, slots[row], 0)
@@ -140,13 +141,13 @@ def _put_one(old, new, slots, wanted):
 
 
 def _put_one_at_once(old, new, slots, wanted):
-    """`_put_one` as one scatter, which a GPU does in place by one kernel; a loop is two a row."""
+    """Do what `_put_one` does by one scatter, which a GPU runs in place as one kernel; a loop takes two a row."""
     place = jnp.where(wanted, slots, old.shape[2])  # beyond the end: dropped
     return old.at[:, jnp.arange(old.shape[1]), place].set(new[:, :, 0].astype(old.dtype), mode="drop")
 
 
 def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
-    """Put new tokens, [L, B, T, W] per source, into sinks and window. `run.flushed` must already be up to date."""
+    """Put new tokens, [L, B, T, W] per source, into sinks and window. `state.flushed` must already be up to date."""
     held = lengths - sinks  # body tokens before the call; negative while the sinks fill
     end = held + counts
     oldest = jnp.maximum(end - run.ring, 0)

@@ -72,13 +72,14 @@ class Artifact:
 
 
 def flatten(runs: Any) -> dict[str, Any]:
-    """{"0/k/scale": array, ...}: one level, so that empty runs cost nothing and names stay readable."""
+    """Give a tree's leaves by path, {"0/k/scale": array, ...}: one level, so that empty runs cost nothing and names
+    stay readable."""
     leaves = jax.tree_util.tree_flatten_with_path(runs)[0]
     return {"/".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path): leaf for path, leaf in leaves}
 
 
 def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
-    """Inverse of `flatten` for nested dicts."""
+    """Undo `flatten` for nested dicts."""
     out: tuple[dict, ...] = tuple({} for _ in range(runs))
     for name, leaf in flat.items():
         if not re.fullmatch(r"\d{1,9}(/\w+)+", name) or int(name.split("/")[0]) >= runs:
@@ -92,7 +93,7 @@ def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
 
 
 def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Arrays and description.json in a folder that appears only when it is complete."""
+    """Write arrays and description.json into a folder that appears only when it is complete."""
     if path.exists():
         raise UserError(f"{path} exists already; choose another folder")
     part = path.with_name(path.name + ".part")
@@ -112,7 +113,8 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
 
 
 def read_description(path: Path, kind: str) -> dict[str, Any]:
-    """description.json of a stored folder of this kind. Raises UserError when there is none or it is another format."""
+    """Read description.json of a stored folder of this kind. Raises UserError when there is none or it is another
+    format."""
     try:
         text = json.loads((path / "description.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -132,8 +134,8 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
 
 
 def read_method(text: dict[str, Any], shape: KVShape | None = None) -> Method:
-    """The method that a description names, its options as they were when it was written; for a model of this `shape`,
-    as they are named now where they mean the same."""
+    """Read the method that a description names, its options as they were when it was written. For a model of this
+    `shape` they are spelled as today where they mean the same."""
     if text["format"] > 1 or (shape is not None and not shape.known_key_bias):
         return parse(text["method"])
     tree = read_text(text["method"])
@@ -143,7 +145,7 @@ def read_method(text: dict[str, Any], shape: KVShape | None = None) -> Method:
 
 
 def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every array of a stored folder, without reading it."""
+    """Read shape and dtype of every array of a stored folder, without its numbers."""
     if not (path / "arrays").exists():
         return {}
     try:
@@ -156,7 +158,7 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
 def read_arrays(
     path: Path, places: Mapping[str, jax.sharding.Sharding] | None = None
 ) -> dict[str, np.ndarray | jax.Array]:
-    """The arrays of a stored folder, on the host; with `places`, every shard straight on its devices."""
+    """Read the arrays of a stored folder, onto the host; with `places`, every shard straight onto its devices."""
     like: dict[str, Any] = {
         name: np.broadcast_to(np.zeros((), a.dtype), a.shape)
         if places is None

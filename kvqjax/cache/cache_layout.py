@@ -42,5 +42,5 @@ class CacheLayout:
 
 
 def stored_form(target: str) -> str:
-    """The form that a chip reads best."""
+    """Choose the form that a chip reads best."""
     return "heads" if family(target) == "gpu" else "planes"

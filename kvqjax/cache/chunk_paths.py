@@ -19,16 +19,16 @@ from kvqjax.pallas_kernels.packed import family
 
 __all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "few_block", "kernels_of", "large_block"]
 
-MANY_QUERIES = 128  # from so many new tokens on, chunks take these paths
-SCORES, DECODED = 2**31, 2**13  # of one block of a body: bytes of its weights on a GPU, its tokens on a TPU
+MANY_QUERIES = 128  # new tokens of a call that takes these paths, at least
+SCORES, DECODED = 2**31, 2**13  # of one block: bytes of softmax weights on a GPU, tokens on a TPU
 SLACK = 1.25  # how much more a block may be, rather than one block more
 FEW_TOKENS = 2**14  # of one row of a plain body, read at a time by a few queries on a TPU
 WHOLE = 2**28  # bytes of a layer's keys and values that a chunk on a TPU may hold decoded, all at once
 
 
 def kernels_of(layout: CacheLayout) -> str:
-    """ "off", "tiles" (large blocks of plain products, on GPUs) or "splash" (on TPUs, where the layout lets it run);
-    "interpret" is splash in the interpreter."""
+    """Name what a chunk attends by: "off" (blocks as small as for few queries), "tiles" (large blocks of plain
+    products, on GPUs) or "splash" (on TPUs, where the layout lets it run). "interpret" is splash in the interpreter."""
     kind = family(layout.target)
     if kind == "gpu":
         return "tiles"
@@ -36,11 +36,10 @@ def kernels_of(layout: CacheLayout) -> str:
 
 
 def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: str, apart: bool) -> int:
-    """How many of a body's `slots` tokens a chunk reads at a time where it may be more than `reading`: each is decoded
-    once, and few programs run. The last block may begin within the one before it, unless blocks must lie `apart`."""
+    """Choose how many of a body's `slots` tokens a chunk reads at a time: at least `reading`, and as many as memory
+    allows, so that each is decoded once and few programs run. The last block may begin within the one before it, unless
+    blocks must lie `apart`."""
     batch, length, heads, _ = q.shape
-    if kernels == "off" or length < MANY_QUERIES:
-        return reading
     most = SCORES / (q.dtype.itemsize * batch * heads * length) if kernels == "tiles" else DECODED / batch
     whole = slots // reading
     if apart:
@@ -50,23 +49,23 @@ def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: s
 
 
 def few_block(run: RunLayout, batch: int) -> int:
-    """How many of a body's tokens a few queries on a TPU read at a time, where it is stored as it is read: small
-    operations between blocks take a tenth of the time then."""
+    """Choose how many of a body's tokens a few queries on a TPU read at a time. A body that is stored as it is read
+    takes large blocks, which need a tenth of the small operations between blocks."""
     if run.wraps or not run.plain:
         return run.reading
     return run.reading * max(1, min(FEW_TOKENS // max(1, batch // 2), run.slots_here) // run.reading)
 
 
 def by_splash(kernels: str, kernel: Callable, plain: Callable, *arrays):
-    """`kernel(*arrays, interpret)` where a program is for a TPU or the interpreter is asked for, else `plain(*arrays)`;
-    a program for a TPU may be lowered for something else."""
+    """Call `kernel(*arrays, interpret)` in a program for a TPU, or where the interpreter is asked for, else
+    `plain(*arrays)`: a program that was traced for a TPU may be lowered for something else."""
     if kernels == "interpret":
         return kernel(*arrays, True)
     return jax.lax.platform_dependent(*arrays, tpu=lambda *x: kernel(*x, False), default=plain)
 
 
 def _splashed(q, k, v, newest: Int[Array, "B T"], oldest: Int[Array, "B T"], interpret: bool) -> Partial:
-    """Row by row: splash attention's mask is one for all heads, and rows are heads to it."""
+    """Attend row by row: splash attention has one mask for all heads, so a row's heads are one call."""
     each = []
     for row in range(q.shape[0]):
         own_k, own_v = (jnp.swapaxes(x[row], 0, 1) for x in (k, v))
@@ -76,7 +75,7 @@ def _splashed(q, k, v, newest: Int[Array, "B T"], oldest: Int[Array, "B T"], int
 
 
 def attend_segment(q, k, v, mask: Bool[Array, "B T S"], kernels: str) -> Partial:
-    """`segment_attention` where every query sees consecutive keys, by a kernel where there is one."""
+    """Attend as `segment_attention` does where every query sees consecutive keys, by a kernel where there is one."""
     keys = k.shape[1]
     if kernels not in ("splash", "interpret") or not splash.fits(q.shape[1], keys, q.shape[3]):
         return segment_attention(q, k, v, mask)
@@ -90,8 +89,8 @@ def attend_segment(q, k, v, mask: Bool[Array, "B T S"], kernels: str) -> Partial
 
 
 def _attend_at_once(q, kv_heads: int, read, first, last, carry, slots: int, kernels: str) -> tuple[Partial, Any]:
-    """Attention to a body by one call of the kernel: its blocks, which lie apart, first become keys and values of all
-    its `slots`. All queries of a row see the same of it, its first tokens."""
+    """Attend to a body by one call of the kernel. Blocks are decoded one after the other into keys and values of all
+    `slots`, [B, K, slots, D]. All queries of a row see the same of it, its first tokens."""
     rows, length, _, dim = q.shape
 
     def step(j, loop):
@@ -124,10 +123,10 @@ def _attend_at_once(q, kv_heads: int, read, first, last, carry, slots: int, kern
 def attend_blocks(
     q, kv_heads: int, read, first, last, carry, width: int | None, kernels: str, alike: bool, slots: int
 ) -> tuple[Partial, Any]:
-    """`blockwise_attention` of a body of `slots` tokens. Where all queries of a row see `alike`, it is tiles to a GPU,
-    and one segment to the kernel if so much may be decoded; else its blocks are segments to the kernel."""
-    few = q.shape[1] < MANY_QUERIES or width is not None
-    if few or kernels == "off" or (kernels == "tiles" and not alike):
+    """Attend from a chunk of queries to a body of `slots` tokens that `read` decodes block by block: blocks are large
+    tiles on a GPU, and segments of splash attention on a TPU. Where all queries of a row see `alike`, and memory
+    allows, a TPU decodes the body first and attends to it at once."""
+    if width is not None or (kernels == "tiles" and not alike):
         return blockwise_attention(q, kv_heads, read, first, last, carry, width)
     if kernels == "tiles":
         return tile_attention(q, kv_heads, read, first, last, carry)

@@ -20,7 +20,7 @@ CANONICAL = {"layers": "scan", "form": "planes"}
 
 @functools.partial(jax.jit, static_argnames=("old", "new", "slots"))
 def _rewritten(old: Field, new: Field, stored: Stored, slots: int) -> Stored:
-    """One layer's field, [1, B, ...], read in one form and written in another, HALF tokens at a time."""
+    """Read one layer's field, [1, B, ...], in one form and write it in another, HALF tokens at a time."""
     rows = stored[0].shape[1]
     tiles = read(old, stored, 0, 0, slots).reshape(rows, -1, HALF, old.width)
 
@@ -32,17 +32,17 @@ def _rewritten(old: Field, new: Field, stored: Stored, slots: int) -> Stored:
 
 
 def _joined(parts: list):
-    """[1, ...] arrays of layers as one stack; of one layer the very array."""
+    """Join [1, ...] arrays of layers to one stack; give the very array of a single layer."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _cut(tree, index: int, count: int):
-    """Layer `index` of a run of `count` as a stack of one."""
+    """Cut layer `index` out of a run of `count`, as a stack of one."""
     return tree if count == 1 else jax.tree.map(lambda a: a[index : index + 1], tree)
 
 
 def _run(run: RunLayout, members: list[tuple[RunLayout, Run, int]]) -> Run:
-    """The arrays of a run whose layers come from `members`: (run, state, number in it)."""
+    """Make the arrays of a run whose layers come from `members`: (run, state, number in it)."""
 
     def field(source: str, name: str, wanted: Field) -> Stored:
         parts = []
@@ -59,9 +59,9 @@ def _run(run: RunLayout, members: list[tuple[RunLayout, Run, int]]) -> Run:
 
 
 def convert(cache: Cache, *, layers: str, form: str) -> Cache:
-    """The same cache with its layers and bodies held otherwise (`CacheLayout.layers`, `.form`); arrays that do not
-    change are shared with it. A cache that is dealt over devices changes its form inside `shard_map`, each device its
-    own part; raises UserError elsewhere."""
+    """Hold the same cache's layers and bodies otherwise (`CacheLayout.layers`, `.form`); arrays that do not change are
+    shared with it. A cache that is dealt over devices changes its form inside `shard_map`, each device its own part;
+    raises UserError elsewhere."""
     layout = dataclasses.replace(cache.layout, layers=layers, form=form)
     if layout == cache.layout:
         return cache

@@ -50,13 +50,14 @@ class Schedule(NamedTuple):
 
 
 def in_order(clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], at_once: int = 1) -> Schedule:
-    """Units that lie in the body as they lie in the sequence."""
+    """Schedule units that lie in the body as they lie in the sequence."""
     return Schedule(clock, start, stop, lambda row, number: (number * clock.unit, number * clock.unit), at_once)
 
 
 def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
-    """How many units of a clock these runs may encode as one tile: as many as `length` new tokens complete, up to a
-    bound of memory and what a body holds, where that gives the same bits and they lie side by side in the body."""
+    """Count the units of a clock that these runs may encode as one tile: as many as `length` new tokens complete,
+    bounded by memory and by what a body holds. It is 1 unless that gives the same bits and the units lie side by side
+    in the body."""
     codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
     alone = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
     beside = not any(run.wraps or run.deal.parts > 1 for run in runs)
@@ -68,20 +69,20 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
 
 
 def at_layer(tree, index):
-    """Entry `index` of every leaf's first axis."""
+    """Cut entry `index` out of every leaf's first axis."""
     return jax.tree.map(lambda a: row_major(jax.lax.dynamic_index_in_dim(a, index, keepdims=False)), tree)
 
 
 def cut_tile(x, at, row, start, size: int):
-    """`size` consecutive rows of one row of `x`, [size, W]; a slice, because a gather is slow on TPUs."""
+    """Cut `size` consecutive tokens out of one row of `x`, [size, W]; a slice, because a gather is slow on TPUs."""
     begin, whole = (*at, row, start, 0), (1,) * (len(at) + 1)
     return row_major(jax.lax.dynamic_slice(x, begin, (*whole, size, x.shape[-1]))).reshape(size, -1)
 
 
 def gather_tile(window, new, at, row, token, size: int, held, unit: int):
-    """Tokens `token .. token + size - 1` of one row: [size, W] from the ring where they are older than body token
-    `held`, else from `new` whose first token is `held`. `token` is a multiple of `size`, or of `unit` where a tile is
-    several units. `at` indexes the arrays' leading axes before the row."""
+    """Collect tokens `token .. token + size - 1` of one row, [size, W]: from the ring where they are older than body
+    token `held`, else from `new` whose first token is `held`. `token` is a multiple of `size`, or of `unit` where a
+    tile is several units. `at` indexes the arrays' leading axes before the row."""
     tokens, slots, length = token + jnp.arange(size), window.shape[-2], new.shape[-2]
     if slots % size == 0 and size <= max(unit, PLANE):  # a tile never wraps
         ring = cut_tile(window, at, row, token % slots, size)
@@ -95,8 +96,8 @@ def gather_tile(window, new, at, row, token, size: int, held, unit: int):
 
 
 def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry):
-    """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body slot `slot`, of which a ring
-    has fewer."""
+    """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body slot `slot` on, counted as
+    if a ring had no end."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
     return store_tile(run, body, at, clock, slot, payload), recon, carry
 
@@ -149,8 +150,8 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
         return jax.lax.fori_loop(first, stop, lambda j, s: body_fn(j, unit, s), state)
 
     def phase(number, loop):
-        """Single tokens up to a plane's edge, then whole planes, many and one by one; the second time single tokens
-        to the end. A choice inside one loop would make XLA copy the words."""
+        """Work off single tokens up to a plane's edge, then whole planes, many and one by one; the second time single
+        tokens to the end. A choice inside one loop would make XLA copy the words."""
         token, state = loop
         edge = jnp.where(number == 0, jnp.minimum(stop, -(-token // PLANE) * PLANE), stop)
         state = jax.lax.fori_loop(token, edge, lambda j, s: body_fn(j, 1, s), state)

@@ -18,17 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.methods.keep import Keep
 
-__all__ = [
-    "Chosen",
-    "Moves",
-    "Received",
-    "allocate_kept",
-    "choose",
-    "crop_kept",
-    "enter",
-    "forget",
-    "received",
-]
+__all__ = ["Chosen", "Moves", "Received", "allocate_kept", "choose", "crop_kept", "enter", "forget", "received"]
 
 Kept = dict  # name -> array, see the module
 
@@ -56,8 +46,8 @@ class Chosen(NamedTuple):
 
 
 def allocate_kept(keep: Keep | None, batch: int, slots: int, unit: int, ring: int) -> Kept:
-    """The bookkeeping of empty rows: N = `slots`, u = `unit`, C = `ring`. Nothing where no token is ever dropped, and
-    where there is no room for a body."""
+    """Allocate the bookkeeping of empty rows: N = `slots`, u = `unit`, C = `ring`. It is empty where no token is ever
+    dropped, and where there is no room for a body."""
     if keep is None or not slots:
         return {}
     kept = {"positions": jnp.full((batch, slots), -1, jnp.int32)}
@@ -69,7 +59,8 @@ def allocate_kept(keep: Keep | None, batch: int, slots: int, unit: int, ring: in
 def received(
     q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], mask: Bool[Array, "B T S"], lse: Float[Array, "B T H"]
 ) -> Float[Array, "B S"]:
-    """Attention probability that all queries and heads together give each key; `lse` is that of all segments."""
+    """Sum the attention probability that all queries and heads together give each key; `lse` is the log-sum-exp over
+    all segments."""
     batch, length, _, dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, length, kv_heads, -1, dim) * jnp.asarray(dim**-0.5, q.dtype)
@@ -84,7 +75,7 @@ def _take(x: Array, index: Array) -> Array:
 
 
 def _by_group(x: Array, groups: int) -> Array:
-    """[B, N] as [B, groups, N / groups]."""
+    """Split [B, N] into [B, groups, N / groups]."""
     return x.reshape(x.shape[0], groups, -1)
 
 
@@ -92,8 +83,9 @@ def choose(
     rule: str, kept: Kept, mass: Float[Array, "B T"], leaving: Int[Array, " B"], window: Int[Array, "B C"],
     unit: int, sinks: int,
 ) -> tuple[Chosen, Kept]:  # fmt: skip
-    """Which of the first `leaving[b]` tokens after the sinks of a fresh prompt enter the body: the newest, or those of
-    most `mass`. Token by token, and written in order. `window` are the body tokens that its slots then stand for."""
+    """Choose which of the first `leaving[b]` tokens after the sinks of a fresh prompt enter the body: the newest, or
+    those of most `mass`, token by token and in their order. `window` are the body tokens that its slots then stand
+    for."""
     length, slots = mass.shape[1], kept["positions"].shape[1]
     room = min(slots, length // unit * unit)
     tokens = jnp.broadcast_to(jnp.arange(length)[None], mass.shape)
@@ -113,7 +105,8 @@ def choose(
 
 
 def _mass_of(kept: Kept, call: Received, tokens: Int[Array, "B M"], held: Int[Array, " B"], sinks: int) -> Array:
-    """Mass of body tokens in the window or among the new ones: what they had, and what this call gave them, [B, M]."""
+    """Sum the mass of body tokens in the window or among the new ones: what they had, and what this call gave them, [B,
+    M]."""
     ring = kept["recent"].shape[1]
     old, slot = tokens < held[:, None], tokens % ring
     place = jnp.where(old, sinks + slot, sinks + ring + tokens - held[:, None])

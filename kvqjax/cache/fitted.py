@@ -4,19 +4,34 @@ import dataclasses
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.methods.keep import Keep
-from kvqjax.methods.wiring import Packed, Wiring
+from kvqjax.codecs.kernel_form import Packed
+from kvqjax.methods.spec import LayerSpec, Method
+from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import PLANE
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
+from kvqjax.pallas_kernels.packed import PackedSpec
 
-__all__ = ["by_groups", "check_clocks", "in_form", "resolved", "with_kernels"]
+__all__ = ["fitted"]
 
 MOST_TOKENS = 2**30  # sums of two such counts are still int32
 
 
-def resolved(wiring: Wiring, dtype: str) -> Wiring:
+def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> Wiring:
+    """Build the wiring of the layers of one spec and `shape`, of which `first` is the first, for a layout. Raises
+    UserError where they do not fit each other."""
+    try:
+        wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout.form, shape)
+        if wiring.fast.packed is not None:
+            wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
+    except ValueError as error:
+        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
+    _check_clocks(wiring, str(layout.method))
+    return _by_groups(wiring, layout.method)
+
+
+def _resolved(wiring: Wiring, dtype: str) -> Wiring:
     """Give fields of dtype "compute", and what a kernel is told of them, the cache's compute dtype."""
 
     def fix(codec):
@@ -32,8 +47,8 @@ def resolved(wiring: Wiring, dtype: str) -> Wiring:
     return wiring.having(fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))})
 
 
-def in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
-    """The wiring with its fields in the form that they are stored in."""
+def _in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
+    """Give fields the form that they are stored in."""
     if form == "planes" or wiring.fast.direct is None:
         return wiring.having(fast={"direct": None})
 
@@ -46,14 +61,15 @@ def in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
     return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
 
-def with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
-    """The form with the layout's word on its kernel: a body for "cpu" has none."""
+def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
+    """Tell a packed form which chip's kernels may read it; "cpu" stands for none."""
     allowed = layout.kernels.allow(form_of(packed.spec))
     spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
-    return packed._replace(spec=spec, trusted=layout.kernels.forms is not None)
+    straight = spec.target != "cpu" or (isinstance(spec, PackedSpec) and spec.plain)
+    return packed._replace(spec=spec, trusted=layout.kernels.forms is not None, straight=straight)
 
 
-def check_clocks(wiring: Wiring, name: str) -> None:
+def _check_clocks(wiring: Wiring, name: str) -> None:
     for clock in wiring.storage.clocks:
         if clock.window < 0:
             raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
@@ -71,11 +87,14 @@ def check_clocks(wiring: Wiring, name: str) -> None:
                 )
 
 
-def by_groups(wiring: Wiring, layout: CacheLayout, keep: Keep) -> Wiring:
-    """The wiring with a clock that eviction can work with: one for all sources, of whole planes at least."""
+def _by_groups(wiring: Wiring, method: Method) -> Wiring:
+    """Give the wiring a clock that eviction can work with: one for all sources, of whole planes at least. It stays as
+    it is where nothing is evicted."""
+    if method.keep is None:
+        return wiring
     if len(wiring.storage.clocks) > 1:
-        raise UserError(f"{layout.method}: keys and values leave the window apart, so their tokens cannot be evicted")
+        raise UserError(f"{method}: keys and values leave the window apart, so their tokens cannot be evicted")
     clock = wiring.storage.clocks[0]._replace(unit=max(PLANE, wiring.storage.clocks[0].unit))
-    if keep.budget < clock.unit:
-        raise UserError(f"{layout.method}: tokens leave the body {clock.unit} at a time; keep that many at least")
+    if method.keep.budget < clock.unit:
+        raise UserError(f"{method}: tokens leave the body {clock.unit} at a time; keep that many at least")
     return wiring.having(storage={"clocks": (clock,)})

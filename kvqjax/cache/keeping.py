@@ -1,5 +1,5 @@
-"""Which tokens a body keeps, said once for who writes and who reads it: all in their order, or those that a policy of
-eviction leaves (kvqjax/cache/eviction.py)."""
+"""Which tokens a body keeps: all in their order, or those that eviction leaves (kvqjax/cache/eviction.py). Whoever
+writes or reads a body asks here."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,8 +20,8 @@ Schedules = Callable[[Sequence[RunLayout], Run], tuple[Schedule, ...]]
 
 
 def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tuple[Schedules, Kept]:
-    """What is encoded when `counts[b]` of the pending tokens are appended, for the runs of a chain, and the bookkeeping
-    after it."""
+    """Schedule what is encoded when `counts[b]` of the pending tokens are appended, as a function of a chain's runs,
+    and give the bookkeeping after it."""
     held = cache.lengths - cache.layout.method.sinks
 
     length = next(iter(pending[0].values())).shape[2]
@@ -44,7 +44,7 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
 
 
 def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves, Kept]:
-    """Which units go where, and the bookkeeping after it."""
+    """Choose which units go where, and give the bookkeeping after it."""
     run, flushed = runs_of(cache.layout)[0], cache.runs[0].flushed[0]
     clock, length = run.wiring.storage.clocks[0], next(iter(pending[0].values())).shape[2]
     most = (length + clock.unit - 1) // clock.unit
@@ -68,8 +68,8 @@ class Entering(NamedTuple):
 
 
 def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Array, "B T"]], length: int) -> Entering:
-    """What a prompt of `length` tokens, `counts[b]` of them valid, leaves in the body. `mass()` is what its tokens
-    received of attention, asked for where they are chosen by it."""
+    """Choose what a prompt of `length` tokens, `counts[b]` of them valid, leaves in the body. `mass()` gives the
+    attention that its tokens received; it is called only where they are chosen by it."""
     sinks, empty = cache.layout.method.sinks, jnp.zeros_like(counts)
 
     def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
@@ -96,7 +96,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
 
 
 def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:
-    """Zero mass of a call with `length` new tokens, or None where tokens are not chosen by it."""
+    """Make the zero mass of a call with `length` new tokens, or None where tokens are not chosen by it."""
     if "mass" not in kept:
         return None
     batch, ring = kept["recent"].shape
@@ -104,7 +104,8 @@ def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:
 
 
 def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str, jax.Array]:
-    """`stored` and `oldest` of `NewTokens`: what the body holds, and from where on each query of a draft sees it."""
+    """Give `stored` and `oldest` of `NewTokens`: what the body holds, and the first body token that each query of a
+    draft sees."""
     if not cache.kept:
         return {}
     if within == "chunk" or positions.shape[1] == 1:

@@ -10,8 +10,8 @@ __all__ = ["flush_newest"]
 
 
 def flush_newest(runs, states, news, schedule: Schedule, constants):
-    """`flush_chain` of the new token of each row for which it is due: all rows' are encoded as one tile, without a loop
-    whose bound is data, at each turn of which a GPU's host would decide."""
+    """Do what `flush_chain` does where one new token of each row may be due: all rows' are encoded as one tile. There
+    is no loop whose bound is data, because a GPU's host decides on every turn of one."""
     due = schedule.stop > schedule.start
 
     def layer_step(run, new, fixed, layer, body):

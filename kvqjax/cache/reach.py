@@ -13,8 +13,8 @@ LEAST = 4096  # tokens; shorter bodies cost less than a step's weights
 
 
 def reach_for(layout: CacheLayout, tokens: int) -> int | None:
-    """The shortest of a layout's static lengths that rows of at most `tokens` tokens fit; None for the whole capacity,
-    and where a loop ends with the longest row."""
+    """Choose the shortest of a layout's static lengths that rows of at most `tokens` tokens fit. None stands for the
+    whole capacity, and for layouts whose loops end with the longest row."""
     if not any(run.static for run in runs_of(layout)):
         return None
     reach = layout.capacity

@@ -1,8 +1,8 @@
-"""A cache on the host that was dealt over some devices, as it lies when it is dealt over others.
+"""Deal a cache on the host over another number of devices than it was dealt over before.
 
-A body is a ring of blocks: token block j stands in ring block j mod n (a body that never wraps is a ring long enough).
-Dealing says where ring block q is stored, and how many there are: whole turns of all devices. So a block moves, as it
-is, from its place in the one ring to its place in the other.
+A body is a ring of blocks: token block j stands in ring block j mod n; a body that never wraps is a ring that is long
+enough. Dealing says where ring block q is stored, and how many there are: whole turns of all devices. So a block moves,
+as it is, from its place in the one ring to its place in the other.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ __all__ = ["dealt_anew"]
 
 
 def _places(run: RunLayout) -> Int[np.ndarray, " n"]:
-    """Where ring block q is stored: devices one after the other, each with its own blocks in order."""
+    """Find where each ring block is stored: devices one after the other, each with its own blocks in order."""
     ring, deal = np.arange(run.slots // run.block), run.deal
     each = max(1, deal.block // run.block)
     turn = ring // each
@@ -28,8 +28,8 @@ def _places(run: RunLayout) -> Int[np.ndarray, " n"]:
 def _moved(
     old: RunLayout, new: RunLayout, encoded: Int[np.ndarray, " B"], array: Shaped[np.ndarray, "L B R W"], axis: int
 ) -> Shaped[np.ndarray, "L B r w"]:
-    """A field's array of `old` as `new` stores it; tokens follow each other along `axis`. Of a row's blocks each ring
-    holds the newest; what the old one no longer held is zero."""
+    """Move the blocks of a field's array from where `old` stores them to where `new` does; tokens follow each other
+    along `axis`. Of a row's blocks each ring holds the newest; what the old one no longer held is zero."""
     count, wanted = old.slots // old.block, new.slots // new.block
     blocks = np.moveaxis(array, axis, 2)
     blocks = blocks.reshape(*blocks.shape[:2], count, -1, blocks.shape[3])
@@ -57,6 +57,6 @@ def _run(old: RunLayout, new: RunLayout, state: Run) -> Run:
 
 
 def dealt_anew(cache: Cache, layout: CacheLayout) -> Cache:
-    """`cache`, its arrays numpy's, with its blocks dealt as `layout` says, which is else its own."""
+    """Deal the blocks of a cache, its arrays numpy's, as `layout` says, which differs from its own in nothing else."""
     runs = zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
     return cache.replace(runs=tuple(_run(old, new, state) for old, new, state in runs), layout=layout)

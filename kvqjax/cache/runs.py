@@ -12,19 +12,13 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.fitted import by_groups, check_clocks, in_form, resolved, with_kernels
+from kvqjax.cache.fitted import fitted
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = [
-    "AT_ONCE",
-    "Deal",
-    "RunLayout",
-    "chains",
-    "runs_of",
-]
+__all__ = ["AT_ONCE", "Deal", "RunLayout", "chains", "runs_of"]
 
 
 class Deal(NamedTuple):
@@ -43,20 +37,20 @@ class Deal(NamedTuple):
         return jax.lax.axis_index(self.axes)
 
     def place(self, token: Int[Array, ""] | int) -> tuple[Bool[Array, ""] | None, Int[Array, ""] | int]:
-        """Whether body token `token` lies here (None: everything does), and its number among those that do."""
+        """Say whether body token `token` lies here (None: everything does), and give its number among those that do."""
         if self.parts == 1:
             return None, token
         turn = token // self.block
         return jnp.equal(turn % self.parts, self._here()), turn // self.parts * self.block + token % self.block
 
     def tokens(self, local: Int[Array, "*S"]) -> Int[Array, "*S"]:
-        """The body tokens that the `local`-th ones here are."""
+        """Number the `local`-th body tokens here as the sequence does."""
         if self.parts == 1:
             return local
         return (local // self.block * self.parts + self._here()) * self.block + local % self.block
 
     def share(self, tokens: Int[Array, "*S"]) -> Int[Array, "*S"]:
-        """How many of the first `tokens` body tokens lie here."""
+        """Count how many of the first `tokens` body tokens lie here."""
         if self.parts == 1:
             return tokens
         whole, here = tokens // self.block, self._here()
@@ -64,7 +58,7 @@ class Deal(NamedTuple):
         return (whole - here + self.parts - 1) // self.parts * self.block + rest
 
     def most(self, tokens: int) -> int:
-        """The most of a row's first `tokens` body tokens that lie on one device."""
+        """Count the most of a row's first `tokens` body tokens that lie on one device."""
         return -(-tokens // (self.block * self.parts)) * self.block if self.parts > 1 else tokens
 
 
@@ -94,7 +88,7 @@ class RunLayout(NamedTuple):
 
     @property
     def sliding(self) -> int | None:
-        """How many tokens a query sees, itself included; None: all before it."""
+        """Say how many tokens a query sees, itself included; None: all before it."""
         return self.shape.window
 
     @property
@@ -103,58 +97,56 @@ class RunLayout(NamedTuple):
 
     @property
     def reading(self) -> int:
-        """Tokens read at a time: as many blocks as divide the body, up to what the wiring or a GPU asks for; one where
-        it is a ring."""
+        """Choose how many tokens are read at a time: as many blocks as divide the body, up to what the wiring or a GPU
+        asks for; one block where it is a ring."""
         wanted = max(self.wiring.fast.reading, AT_ONCE if self.static else 1)
         most = 1 if self.wraps else max(1, wanted // self.block)
         return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
 
     @property
     def plain(self) -> bool:
-        """Whether the body is stored as it is read."""
+        """Say whether the body is stored as it is read."""
         return all(f.kind == "plain" for c in self.wiring.storage.codecs.values() for f in c.fields.values())
 
     @property
     def carried(self) -> int:
-        """Body tokens of which a reader holds what flows between layers, per row (`kvqjax.methods.wiring.Chain`)."""
+        """Count how many body tokens' carry is live during a decode step, per row (`kvqjax.methods.wiring.Chain`)."""
         return self.wiring.chain.tokens(self.slots, self.block)
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunLayout:
-    try:
-        wiring = in_form(resolved(spec.build(shape), layout.dtype), layout.form, shape)
-        if wiring.fast.packed is not None:
-            wiring = wiring.having(fast={"packed": with_kernels(wiring.fast.packed, layout)})
-    except ValueError as error:
-        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
-    check_clocks(wiring, str(layout.method))
-    keep = layout.method.keep
-    if keep is not None:
-        wiring = by_groups(wiring, layout, keep)
+    """Plan a run of equal layers, its block a multiple of `block`. Here alone eviction decides how large arrays are:
+    whoever writes or reads them asks `RunLayout` and `Cache.kept`, and no method knows of it."""
+    wiring, keep = fitted(spec, layout, first, shape), layout.method.keep
+    clocks = wiring.storage.clocks
     fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
-    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.storage.clocks)))
+    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in clocks)))
     room = layout.capacity - layout.method.sinks
-    lanes = family(layout.target) == "tpu" and layout.form == "planes"
-    ring = max(clock.window + clock.unit for clock in wiring.storage.clocks)
+    ring = max(1, min(max(clock.window + clock.unit for clock in clocks), room))
     # Nothing is ever encoded when the window alone can hold the capacity.
-    most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.storage.clocks)
-    ring = max(1, min(ring, room))
-    if keep is not None:
-        unit = wiring.storage.clocks[0].unit
-        budget = max(0, min(keep.budget // unit * unit, most))
-        blocks, more = -(-budget // block), {"budget": budget, "lanes": lanes}
-        return RunLayout(first, count, shape, wiring, block, blocks * block, ring, False, **more)
-    whole = blocks = max(0, -(-most // block))
-    if shape.window is not None:
+    most = max(0, *((room - clock.window) // clock.unit * clock.unit for clock in clocks))
+    budget = 0 if keep is None else min(keep.budget // clocks[0].unit * clocks[0].unit, most)
+    whole = blocks = -(-(most if keep is None else budget) // block)
+    if keep is None and shape.window is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
         blocks = min(whole, -(-(shape.window + ring) // block) + 1)
-    static = layout.form == "heads"
-    wraps = blocks < whole
-    return RunLayout(first, count, shape, wiring, block, blocks * block, ring, wraps, static=static, lanes=lanes)
+    return RunLayout(
+        first,
+        count,
+        shape,
+        wiring,
+        block,
+        slots=blocks * block,
+        ring=ring,
+        wraps=blocks < whole,
+        budget=budget,
+        static=keep is None and layout.form == "heads",
+        lanes=family(layout.target) == "tpu" and layout.form == "planes",
+    )
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
-    """The runs in layer order, their blocks multiples of `block`."""
+    """Plan the runs in layer order, their blocks multiples of `block`."""
     numbers = range(layout.shape.num_layers)
     shapes = [layout.shape.layer(index) for index in numbers]
     apart = numbers if layout.layers == "unroll" else [0] * len(numbers)
@@ -170,7 +162,7 @@ def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
 
 @functools.lru_cache(maxsize=64)
 def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
-    """The runs of a layout, in layer order. Cached, so that wirings are built once."""
+    """Plan the runs of a layout, in layer order. Cached, so that wirings are built once."""
     runs = _plan_runs(layout, 1)
     if any(run.wiring.chain.rebuilt for run in runs):  # a block is then read from all layers below at once
         runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))
@@ -181,7 +173,7 @@ def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
 
 
 def _dealt(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
-    """The runs with as many whole blocks on every device. A token lies on one device in all layers, because layers may
+    """Give every device as many whole blocks of every run. A token lies on one device in all layers, because layers may
     feed each other: the blocks dealt are common to all runs."""
     deal = Deal(layout.dealt, math.lcm(*(run.block for run in runs)), layout.dealt_over)
     turn = deal.block * deal.parts
@@ -190,8 +182,8 @@ def _dealt(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
 
 @functools.lru_cache(maxsize=64)
 def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
-    """Run numbers that are encoded together: all of them when something flows from layer to layer; else those that
-    fall due at the same time, so that one question decides for all."""
+    """Group the numbers of runs that are encoded together: all of them when something flows from layer to layer; else
+    those that fall due at the same time, so that one question decides for all."""
     runs = runs_of(layout)
     if not any(run.wiring.chain.carry for run in runs):
         due_together: dict[tuple, list[int]] = {}

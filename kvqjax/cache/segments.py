@@ -4,7 +4,7 @@ body, either block by block or by a path that reads all of it (kvqjax/cache/whol
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, few_block, large_block
+from kvqjax.cache.chunk_paths import attend_blocks, attend_segment, few_block, large_block
 from kvqjax.cache.encoding import Schedule, at_layer, encode_due, gather_tile
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.runs import AT_ONCE
@@ -58,8 +58,8 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
-    """Attention to the encoded tokens that lie here, one block of every row at a time. `carry` is [B, slots_here, W]
-    per name: what the layer below reconstructed for each body token, replaced block by block by this layer's."""
+    """Attend to the encoded tokens that lie here. `carry` is [B, slots_here, W] per name: what the layer below
+    reconstructed for each body token; this layer's takes its place."""
     frame = view.run.wiring.maps.frame
     if frame is not None:  # once for all of the body, here and at the end
         q = frame.queries(view.constants, q)
@@ -70,7 +70,7 @@ def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dic
 
 
 def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
-    """`attend_body` with queries and outputs in the body's frame."""
+    """Attend as `attend_body` does, with queries and outputs in the body's frame."""
     run, wiring = view.run, view.run.wiring
     fast, body = wiring.fast, body_view(view, tokens)
     kernels = view.chunks if body.together else "off"
@@ -86,6 +86,8 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
         if run.lanes and width is None and q.shape[1] * q.shape[2] <= MOST_ROWS:
             blocks = _body_blocks(view, tokens, few_block(run, q.shape[0]))
             return blockwise_attention(q, kv_heads, *blocks, carry, lanes=True)
+        if kernels == "off":
+            return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, run.reading, shared), carry, width)
         apart = bool(wiring.chain.carry) or kernels in ("splash", "interpret")
         size = large_block(q, run.reading, run.slots_here, kernels, apart)
         blocks = _body_blocks(view, tokens, size, shared)
@@ -94,9 +96,9 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     if fast.direct is not None and few:
         return attend_stored(q, kv_heads, view, tokens, fast.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
-    short = kernels == "off" or q.shape[1] < MANY_QUERIES
-    if fast.packed is not None and short and shared is fast.shared and body.linear:
-        found = attend_packed(q, view, tokens, fast.packed, lambda: by_blocks()[0])
+    packed = fast.packed if kernels == "off" and shared is fast.shared and body.linear else None
+    if packed is not None and packed.straight:
+        found = attend_packed(q, view, tokens, packed, lambda: by_blocks()[0])
     else:
         found, carry = by_blocks()
     if shared is not None:
@@ -169,7 +171,7 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
         k, v = expanded(view, sources, positions)
         return segment_attention(q, k, v, mask)
 
-    if not recode and view.chunks in ("splash", "interpret") and q.shape[1] >= MANY_QUERIES:
+    if not recode and view.chunks in ("splash", "interpret"):
         k, v = expanded(view, sources, positions)
         old = k.shape[1] - q.shape[1]
         new = attend_segment(q, k[:, old:], v[:, old:], mask[:, :, old:], view.chunks)

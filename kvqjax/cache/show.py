@@ -21,7 +21,7 @@ def arrays_text(tree) -> str:
 
 
 def run_text(first: int, count: int, parts: dict) -> str:
-    """A run's arrays by name: `layers 0-2: body.k.codes uint32[..], ...`; those that hold nothing are left out."""
+    """Print a run's arrays by name, `layers 0-2: body.k.codes uint32[..], ...`, without those that hold nothing."""
     layers = f"layers {first}-{first + count - 1}" if count > 1 else f"layer {first}"
     named = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]:

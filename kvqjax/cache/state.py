@@ -67,8 +67,8 @@ class Cache(struct.PyTreeNode):
 
     @property
     def nonfinite(self) -> Bool[Array, " B"]:
-        """Rows that hold a token with a NaN or infinite source: its numbers are stored as 0, and the row's logits are
-        NaN until a crop cuts that token or the row is evicted."""
+        """Mark rows that hold a token with a NaN or infinite source. Its numbers are stored as 0, and the row's logits
+        are NaN until a crop cuts that token or the row is evicted."""
         return self.finite < self.lengths
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
 
 @jax.enable_x64(False)
 def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
-    """An empty cache of `batch` rows."""
+    """Allocate an empty cache of `batch` rows."""
     if layout.capacity < 1 or batch < 1:
         raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
     chains(layout)  # refuses layers that cannot feed each other, before anything is cached
@@ -118,41 +118,42 @@ def check_alive(*values: Any) -> None:
 
 
 def body_tokens(run: RunLayout, state: Run) -> Int[Array, " B"]:
-    """Tokens of each row that are encoded in every source, and so attended to in the body."""
+    """Count the tokens of each row that are encoded in every source, and so attended to in the body."""
     units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)]
     return functools.reduce(jnp.minimum, units)
 
 
 def due(clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]) -> Int[Array, "*S"]:
-    """Units that are encoded once a row holds `body_length` tokens after the sinks (never fewer than `flushed`)."""
+    """Count the units that are encoded once a row holds `body_length` tokens after the sinks, never fewer than
+    `flushed`."""
     return jnp.maximum(flushed, (body_length - clock.window) // clock.unit)
 
 
 def units_due(run: RunLayout, state: Run, body_length: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
-    """`due` of every clock of a run whose rows hold `body_length` tokens after the sinks."""
+    """Count the `due` units of every clock of a run whose rows hold `body_length` tokens after the sinks."""
     return tuple(due(clock, body_length, f) for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True))
 
 
 def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
-    """The body token each window slot stands for, when `first` is the oldest one held."""
+    """Say which body token each window slot stands for, when `first` is the oldest one held."""
     first = first[:, None]
     return first + (jnp.arange(ring)[None] - first) % ring
 
 
 def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
-    """The body token each window slot stands for once a row has held `end` of them."""
+    """Say which body token each window slot stands for once a row has held `end` of them."""
     return ring_tokens(ring, jnp.maximum(end - ring, 0))
 
 
 def admitted(cache: Cache, counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """How many of `counts` new tokens still fit each row, and the overflow flags after them."""
+    """Count how many of `counts` new tokens still fit each row, and give the overflow flags after them."""
     fits = jnp.clip(counts, 0, cache.layout.capacity - cache.lengths)
     return fits, cache.overflow | (fits < counts)
 
 
 def finite_tokens(cache: Cache, whole: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
-    """The cache's `finite` after `counts` new tokens of each row, `whole` of which come before the first that is not
-    finite. Devices that hold other heads see other numbers: the least counts."""
+    """Give the cache's `finite` after `counts` new tokens of each row, `whole` of which come before the first that is
+    not finite. Devices that hold other heads see other numbers: the least counts."""
     axes = cache.layout.heads_over
     whole = jax.lax.pmin(whole, axes) if axes else whole
     return jnp.where(cache.nonfinite, cache.finite, cache.lengths + jnp.minimum(whole, counts))

@@ -23,7 +23,7 @@ __all__ = ["crop", "evict", "fork", "gather", "insert"]
 
 
 def fork(cache: Cache) -> Cache:
-    """A copy that shares no buffer with `cache`: either may be donated and the other lives on."""
+    """Copy a cache so that no buffer is shared: either may be donated and the other lives on."""
     check_alive(cache)
     return jax.tree.map(jnp.copy, cache)
 
@@ -54,7 +54,8 @@ def _by_rows(function: Callable, cache: Cache, *others: Cache) -> Cache:
 
 
 def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
-    """A cache whose row i is row `rows[i]` of `cache`; rows may repeat or be left out (beams), N may differ from B."""
+    """Make a cache whose row i is row `rows[i]` of `cache`. Rows may repeat or be left out (beams); N may differ from
+    B."""
     return _by_rows(lambda axis, array: jnp.take(array, rows, axis=axis, mode="clip"), cache)
 
 
@@ -66,8 +67,8 @@ def _check_same(cache: Cache, other: Cache) -> None:
 
 
 def insert(cache: Cache, row: Int[Array, ""] | int, other: Cache, other_row: Int[Array, ""] | int) -> Cache:
-    """`cache` with its row `row` replaced by row `other_row` of a cache of equal layout (a request that was prefilled
-    apart joins a running batch). Raises UserError when the layouts differ, naming the field."""
+    """Replace row `row` of a cache by row `other_row` of a cache of equal layout: a request that was prefilled apart
+    joins a running batch. Raises UserError when the layouts differ, naming the field."""
     _check_same(cache, other)
 
     def put(axis, array, source):
@@ -94,8 +95,8 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
 def _floor(
     wanted: Int[Array, " B"], encoded: tuple[Int[Array, " B"], ...], clocks: tuple[tuple[int, bool], ...]
 ) -> Int[Array, " B"]:
-    """The most body tokens, at most `wanted`, at which each clock (unit, whether its body is a ring) can stand: at or
-    above what it has `encoded`, or on a boundary of its units below that."""
+    """Find the most body tokens, at most `wanted`, at which every clock (unit, whether its body is a ring) can stand:
+    at or above what it has `encoded`, or on a boundary of its units below that."""
 
     def lower(length):
         for (unit, wraps), done in zip(clocks, encoded, strict=True):

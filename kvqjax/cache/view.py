@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvqjax.cache.chunk_paths import MANY_QUERIES
 from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.runs import RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
@@ -49,9 +48,10 @@ class NewTokens(NamedTuple):
 
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
-    `below` are (run, state, constants, layers) of the runs up to this layer, where their carry is rebuilt; `chunks`
-    says how many queries attend (kvqjax/cache/chunk_paths.py). No row holds more than `reach` tokens (None: than the
-    capacity)."""
+
+    `below` are (run, state, constants, layers) of the runs up to this layer, where their carry is rebuilt. `chunks`
+    says how many queries attend at once, "off" for few of them (kvqjax/cache/chunk_paths.py). No row holds more than
+    `reach` tokens (None: than the capacity)."""
 
     run: RunLayout
     state: Run
@@ -66,14 +66,14 @@ class LayerView(NamedTuple):
 
 
 def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
-    """Causal and sliding-window mask by absolute position: queries [B,T], keys [B,S], valid [B,S]."""
+    """Make the causal and sliding-window mask by absolute position: queries [B,T], keys [B,S], valid [B,S]."""
     query, key = queries[:, :, None], keys[:, None, :]
     seen = (key <= query) & valid[:, None, :]
     return seen if sliding is None else seen & (key > query - sliding)
 
 
 def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B T S"]:
-    """Which of the tokens at `positions` each query sees."""
+    """Mark which of the tokens at `positions` each query sees."""
     mask = visible(tokens.positions, positions, valid, view.run.sliding)
     if tokens.oldest is None:
         return mask
@@ -81,7 +81,7 @@ def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B
 
 
 def side_by_side(view: LayerView, tokens: NewTokens):
-    """Sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], valid [B,N])."""
+    """Put sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], valid [B,N])."""
     batch, length = tokens.positions.shape
     ring = ring_tokens(view.run.ring, body_tokens(view.run, view.state))
     sink = jnp.broadcast_to(jnp.arange(view.sinks)[None], (batch, view.sinks))
@@ -95,13 +95,13 @@ def side_by_side(view: LayerView, tokens: NewTokens):
 
 
 def expanded(view: LayerView, sources: dict, positions):
-    """Keys and values of exact or decoded sources, [B, N, K, D]; what overflows on the way saturates."""
+    """Make keys and values [B, N, K, D] of exact or decoded sources; what overflows on the way saturates."""
     k, v = view.run.wiring.maps.expand(view.weights, view.constants, sources, positions)
     return saturated(k, k.dtype), saturated(v, v.dtype)
 
 
 def payload_of(run: RunLayout, state: Run, layer, at, size: int) -> dict:
-    """`size` tokens of every row of one layer, whole blocks, unpacked."""
+    """Read and unpack `size` tokens of every row of one layer, whole blocks."""
     return {
         source: {name: read(f, state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
         for source, codec in run.wiring.storage.codecs.items()
@@ -109,12 +109,12 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int) -> dict:
 
 
 def _passed(run: RunLayout, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
-    """The carry of one block after one more layer."""
+    """Pass the carry of one block through one more layer."""
     return run.wiring.maps.decode(at_layer(constants, layer), payload_of(run, state, layer, at, size), carry)[1]
 
 
 def rebuilt(view: LayerView, at, size: int) -> dict:
-    """The carry of one block where none is held: zeros, and what the layers `below` make of them."""
+    """Rebuild the carry of one block where none is held: from zeros, through the layers `below`."""
     batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
     carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.chain.carry.items()}
     for run, state, constants, count in view.below:
@@ -123,7 +123,7 @@ def rebuilt(view: LayerView, at, size: int) -> dict:
 
 
 def reached(view: LayerView) -> int:
-    """The most body tokens that any row may have here, by what is static."""
+    """Bound the body tokens that any row may have here, by what is static."""
     run = view.run
     return run.slots_here if view.reach is None else run.deal.most(min(view.reach, run.slots))
 
@@ -145,38 +145,37 @@ class BodyView(NamedTuple):
 
 
 def body_view(view: LayerView, tokens: NewTokens) -> BodyView:
-    """One layer's body as the new tokens' queries read it."""
+    """Make the view of one layer's body that the new tokens' queries read."""
     if tokens.stored is not None:
         return _evicted(view, tokens.stored)
     return (_ring if view.run.wraps else _linear)(view, tokens)
 
 
 def _numbered(view: LayerView, slots: Int[Array, " n"], least: Number) -> Places:
-    """The places of body tokens numbered as `slots`, of which those before `least` were read before."""
+    """Give the places of the body tokens in `slots`, of which those before `least` belong to another block."""
     ends = body_tokens(view.run, view.state)
     index = jnp.broadcast_to(view.run.deal.tokens(slots)[None], (ends.shape[0], len(slots)))
     return index + view.sinks, (index < ends[:, None]) & (slots >= least)[None]
 
 
 def _pinned(slots: int) -> Callable[[Number, int], Number]:
-    """Where block j begins in a body of `slots` tokens: the last one may begin within the one before it."""
+    """Say where block j begins in a body of `slots` tokens: the last one may begin within the one before it."""
     return lambda j, size: jnp.minimum(j * size, slots - size)
 
 
 def alike(view: LayerView, tokens: NewTokens) -> bool:
-    """Whether all new tokens of a row see the same of the body, which is all of it."""
+    """Say whether all new tokens of a row see the same of the body, which is all of it."""
     return view.run.sliding is None and tokens.oldest is None
 
 
 def _is_static(view: LayerView, tokens: NewTokens) -> bool:
-    """Whether the blocks read may not be bounded by data."""
-    length = tokens.positions.shape[1]
-    tiled = view.chunks == "tiles" and length >= MANY_QUERIES and alike(view, tokens)
-    return tiled or (view.run.static and length <= MOST_QUERIES)
+    """Say whether data may not bound how many blocks are read."""
+    tiled = view.chunks == "tiles" and alike(view, tokens)
+    return tiled or (view.run.static and tokens.positions.shape[1] <= MOST_QUERIES)
 
 
 def _in_reach(view: LayerView, tokens: NewTokens, size: int) -> tuple[Number, Number]:
-    """The blocks that hold tokens, but for those that no query reaches any more."""
+    """Find the blocks that hold tokens which some query still sees: the first, and one past the last."""
     run = view.run
     last = -(-run.deal.share(body_tokens(run, view.state).max()) // size)
     if run.sliding is None:
@@ -200,14 +199,15 @@ def _linear(view: LayerView, tokens: NewTokens) -> BodyView:
 
 
 def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
-    """Block j of the sequence lies in ring block j mod n; where bounds must be static, all n are read as they lie."""
+    """View a ring: block j of the sequence lies in ring block j mod n. Where bounds must be static, all n blocks are
+    read in the order in which they lie."""
     run, around = view.run, view.run.slots_here
 
     def places(j, size):
         return _numbered(view, j * size + jnp.arange(size), j * size)
 
     def newest(j, size):
-        """Each row's newest tokens that its slots held; a row that has not filled the ring has none before 0."""
+        """Give each slot's newest token; in a row that has not filled the ring, some slots have none."""
         ends, slots = run.deal.share(body_tokens(run, view.state))[:, None], j * size + jnp.arange(size)[None]
         index = slots + (ends - 1 - slots) // around * around
         return run.deal.tokens(index) + view.sinks, index >= 0

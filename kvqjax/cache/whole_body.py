@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from kvqjax.cache.runs import AT_ONCE
 from kvqjax.cache.state import body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
+from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, slots_read, summed
-from kvqjax.methods.wiring import Packed, SharedValues
+from kvqjax.methods.wiring import SharedValues
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import leading_slots
@@ -23,7 +24,7 @@ __all__ = ["attend_decoded", "attend_packed", "attend_stored"]
 
 
 def attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, general: Callable[[], Partial]) -> Partial:
-    """Attention to the body straight from its packed words, where there is a kernel or a plain form for them."""
+    """Attend to the body straight from its packed words, by a kernel or by the plain form of uniform codes."""
     run = view.run
     first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
     body = packed.body(view.weights, view.constants, view.state.body, first)
@@ -37,7 +38,7 @@ def attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, general
 
 
 def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None) -> Partial:
-    """Attention to the body in straight code, AT_ONCE tokens of every row decoded at a time (of a single row twice as
+    """Attend to the body in straight code, AT_ONCE tokens of every row decoded at a time (of a single row twice as
     many): first all scores, then all sums of values. Each part waits for the one before it, or XLA would decode all at
     once."""
     run = view.run
@@ -77,7 +78,8 @@ def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared:
 
 
 def attend_stored(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: Direct) -> Partial:
-    """Attention to the body without a loop over its blocks; of a body whose rows are short, to a first part of it."""
+    """Attend to the body as it is stored, without a loop over its blocks; where rows are short, to a first part of
+    it."""
     run, slots = view.run, view.run.slots_here
     count, cut = slots_read(reached(view), run.block, slots)
     body = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, view.layer, keepdims=True), view.state.body)

@@ -24,8 +24,7 @@ Folder = Annotated[Path | None, typer.Option("--folder", help="holds the data se
 Context = Annotated[int, number("--context", least=32, help="tokens of a row for which bits and bytes are counted")]
 Chunk = Annotated[int, number("--chunk", help="tokens that enter the cache at a time")]
 PromptChunk = Annotated[
-    int | None,
-    number("--chunk", help="prompts pass through the cache N tokens at a time; default: exact prefill"),
+    int | None, number("--chunk", help="prompts pass through the cache N tokens at a time; default: exact prefill")
 ]
 
 

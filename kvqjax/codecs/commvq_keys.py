@@ -24,7 +24,7 @@ from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
-__all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "truncate_rounds", "ungroup_pairs"]
+__all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "ungroup_pairs"]
 
 FIT = Fit("kvqjax.calibrate.commvq")
 
@@ -170,10 +170,3 @@ def _decode(spec: CommVQKeys, constants, tile):
     total = jax.lax.platform_dependent(constants, codes, tpu=multiplied, cuda=fused, default=gathered)
     prescale = jnp.swapaxes(tile["prescale"], -1, -2).astype(jnp.float32)
     return ungroup_pairs(total, spec.head_dim, spec.pairs) * prescale
-
-
-def truncate_rounds(codebook: Float[Array, "*L R C V g2"], rounds: int) -> Float[Array, "*L r C V g2"]:
-    """Keep the first `rounds` rounds of codebooks. They are nested, and their codes are the first 2*rounds*C lanes."""
-    if not 1 <= rounds <= codebook.shape[-4]:
-        raise ValueError(f"rounds={rounds}; the codebook has {codebook.shape[-4]}")
-    return codebook[..., :rounds, :, :, :]

@@ -26,11 +26,13 @@ class Packed(NamedTuple):
         body(weights, constants, stored, positions) -> PackedBody, LatentBody, HiggsBody or CommVQBody
 
     from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]. `trusted`:
-    the chip itself checked the kernel, or the user forces it, so that the table of kernels is not asked."""
+    the chip itself checked the kernel, or the user forces it, so that the table of kernels is not asked. `straight`:
+    something reads the words themselves, a kernel of the cache's chip or the plain form of uniform codes."""
 
     spec: Spec
     body: Callable
     trusted: bool = False
+    straight: bool = True
 
 
 @runtime_checkable

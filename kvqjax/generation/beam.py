@@ -15,7 +15,7 @@ from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.surgery import gather
 from kvqjax.generation.loop import require_finite
-from kvqjax.generation.prompt_ids import Prompts, bucket, encode_prompts
+from kvqjax.generation.prompt_ids import Prompts, bucket, encode_prompts, end_ids, padded
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_counts
@@ -146,13 +146,11 @@ def beam_search(
     if beams > model.config.vocab_size:
         raise UserError(f"beams={beams}; the vocabulary has {model.config.vocab_size} tokens")
     counts = np.asarray([len(p) for p in ids], np.int32)
-    tokens = np.zeros((len(ids), bucket(int(counts.max()))), np.int32)
-    for row, prompt in zip(tokens, ids, strict=True):
-        row[: len(prompt)] = prompt
+    tokens = padded(ids, bucket(int(counts.max())))
     capacity = -(-(tokens.shape[1] + max_new_tokens) // 256) * 256
     cache = init_cache(model, method, len(ids), capacity, kernels=kernels)
     logits, cache = _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
-    eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
+    eos = jnp.asarray(end_ids(model, eos_ids))
     penalty = jnp.float32(length_penalty)
     state = _begin(cache, logits, eos, penalty, beams=beams, new=max_new_tokens)
     state = _search(model, state, eos, penalty)

@@ -11,17 +11,9 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache.reach import reach_for
-from kvqjax.generation.loop import (
-    STRIDE,
-    Progress,
-    decode_steps,
-    fetched,
-    require_finite,
-    shared,
-    start,
-)
+from kvqjax.generation.loop import STRIDE, Progress, decode_steps, fetched, require_finite, shared, start
 from kvqjax.generation.prompt_chunks import AUTO
-from kvqjax.generation.prompt_ids import Prompts, encode_prompts
+from kvqjax.generation.prompt_ids import Prompts, encode_prompts, end_ids
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
@@ -83,7 +75,7 @@ def stream(
     ids = encode_prompts(model, prompts, chat)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     parameters = shared(model, make_sampling(**options, repetition_penalty=repetition_penalty))
-    eos = shared(model, np.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), np.int32).reshape(-1))
+    eos = shared(model, end_ids(model, eos_ids))
     cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity), kernels=kernels)
     state = start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos, progress)
     while True:

@@ -1,7 +1,7 @@
 """The state of a generation under way: a prefilled cache, then decode steps inside one jit."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.reach import reach_for
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
-from kvqjax.generation.prompt_ids import bucket
+from kvqjax.generation.prompt_ids import bucket, padded
 from kvqjax.generation.sampling import Sampling, sample
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
@@ -39,13 +39,6 @@ class LoopState(struct.PyTreeNode):
 
 _prefill = jax.jit(prefill, donate_argnames="cache")
 _forward = jax.jit(forward, static_argnames=("last", "reach"), donate_argnames="cache")
-
-
-def _padded(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    out = np.zeros((len(prompts), width), np.int32)
-    for row, tokens in zip(out, prompts, strict=True):
-        row[: len(tokens)] = tokens
-    return out
 
 
 def shared(model: Model, tree):
@@ -159,7 +152,7 @@ def start(
 ) -> LoopState:
     """Prefill the prompts and draw the first token of each."""
     counts = np.asarray([len(p) for p in prompts], np.int32)
-    tokens = _padded(prompts, bucket(int(counts.max())))
+    tokens = padded(prompts, bucket(int(counts.max())))
     if chunk is None:
         logits, cache = _prefill(model, *shared(model, (tokens, counts)), cache)
     else:

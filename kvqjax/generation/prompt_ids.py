@@ -1,14 +1,17 @@
 """Prompts as token ids, and the lengths that they are padded to."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
+
+import numpy as np
+from jaxtyping import Int
 
 from kvqjax._errors import UserError
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_model
 
-__all__ = ["Prompts", "bucket", "encode_prompts"]
+__all__ = ["Prompts", "bucket", "encode_prompts", "end_ids", "padded"]
 
 Prompts = str | Iterable[Any]  # strings, lists of token ids, or lists of messages
 
@@ -16,6 +19,19 @@ Prompts = str | Iterable[Any]  # strings, lists of token ids, or lists of messag
 def bucket(length: int) -> int:
     """Prompt lengths are padded to a power of two from 16 to 512, then to multiples of 512: few programs."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
+
+
+def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T"]:
+    """Put prompts into rows of `width` token ids, filled up with 0."""
+    out = np.zeros((len(prompts), width), np.int32)
+    for row, tokens in zip(out, prompts, strict=True):
+        row[: len(tokens)] = tokens
+    return out
+
+
+def end_ids(model: Model, given: Sequence[int] | None) -> Int[np.ndarray, " N"]:
+    """Choose the tokens that end a row: the given ones, by default the model's."""
+    return np.asarray(model.config.eos_ids if given is None else tuple(given), np.int32).reshape(-1)
 
 
 def _chat_ids(model: Model, prompt) -> list[int]:

@@ -19,7 +19,7 @@ from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.generation.loop import require_finite
-from kvqjax.generation.prompt_ids import Prompts, bucket, encode_prompts
+from kvqjax.generation.prompt_ids import Prompts, bucket, encode_prompts, end_ids, padded
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_counts
@@ -181,15 +181,13 @@ def speculate(
     counts = np.asarray([len(p) for p in ids], np.int32)
     width = bucket(int(counts.max()))
     capacity = -(-(width + max_new_tokens) // 256) * 256
-    known = np.zeros((len(ids), capacity), np.int32)
-    for row, prompt in zip(known, ids, strict=True):
-        row[: len(prompt)] = prompt
+    known = padded(ids, capacity)
     logits, cache = _begin(model, method, known[:, :width], counts, capacity, kernels)
     small = None
     if drafter is not None:
         own = "off" if kernels == "off" else "auto"  # what is forced is forced on the model's cache
         small = _begin(drafter, drafter_method, known[:, :width], counts, capacity, own)[1]
-    eos = jnp.asarray(model.config.eos_ids if eos_ids is None else tuple(eos_ids), jnp.int32).reshape(-1)
+    eos = jnp.asarray(end_ids(model, eos_ids))
     state = _first(_state(cache, small, known, counts, max_new_tokens), logits, eos)
     state = _rounds(model, drafter, state, eos, draft=draft, ngram=ngram)
     require_finite(state.cache)

@@ -53,15 +53,22 @@ def aqua(
     sinks: int = 4,
     centre: str = "auto",
 ) -> Method:
-    """Residuals of `bits` per value (`key_bits`, `value_bits` one by one) by `backbone` "higgs", "token" or "channel";
-    the first layer at `first_bits` by HIGGS without a predictor, 16 meaning exact (AQUA-KV, sections 3 and 4.1).
+    """AQUA-KV (arXiv 2501.19392, sections 3 and 4.1): what a small calibrated model cannot predict of keys and values
+    from those of the layer below, in codes of `backbone`.
 
-    `predictor` is "linear", "int4", "low_rank" (of `rank`) or "mlp"; `key_inputs`, `value_inputs` and `rope` give the
-    paper's ablations. Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above
-    predicts from their exact keys and values. `buffer` tokens are encoded at a time, whatever is beyond the newest
-    `window`. `copy`: see AquaLayer.
-    `centre="auto"` takes the model's key bias, where it has one, off the keys of every layer (before RoPE); "mean" a
-    calibrated mean off the first layer's (the predictors' biases do so above it); "none" nothing.
+    - `bits` per number (`key_bits` and `value_bits` override it) by `backbone` "higgs" (in `dim` dimensions), "token"
+      or "channel" (uniform), a scale for `group` channels or tokens; `seed` as in `higgs`. The first layer has no
+      predictor and `first_bits` by HIGGS; 16 means exact.
+    - `predictor`: "linear", "int4", "low_rank" (of `rank`) or "mlp". `key_inputs` and `value_inputs` ("k", "v", "kv" or
+      "none") and `rope` ("pre" or "post") give the paper's ablations.
+    - Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above predicts from them.
+    - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
+    - `copy`, what a decode step holds of the layer below: "layer", "none" or "all", see `AquaLayer`.
+    - `centre="auto"` takes the model's key bias, where it has one, off the keys of every layer (before RoPE); "mean" a
+      calibrated mean off the first layer's (the predictors' biases do so above it); "none" nothing.
+
+    With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises ValueError for values that are not listed
+    here.
     """
     shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
     unbiased = centre == "auto" and rope == "pre"

@@ -106,13 +106,19 @@ def commvq(
     sinks: int = 0,
     centre: str = "auto",
 ) -> Method:
-    """1 or 2 bits per channel (CommVQ, sections 4.1 and 4.2); needs calibrated codebooks and value encoders.
+    """CommVQ (arXiv 2506.18879, sections 4.1 and 4.2): keys before RoPE in a codebook that commutes with it, values in
+    additive codes. Needs calibrated codebooks and value encoders.
 
-    `rounds` of the key codebook (None: round(bits * g / log2(levels)), so 11 and 21 at head dimension 128, 5 and 11 at
-    64), `levels` in it, `group` rotation pairs that share a code (0: a whole head); `hidden` units of the value encoder
-    (0: one per logit, 4096 at most). The newest `window` tokens stay exact and `unit` leave together; `window=0` is the
-    published rule: the whole buffer is encoded when it holds 128 tokens. `centre="auto"` codes keys without the
-    model's key bias, where it has one; "none" with it.
+    - `bits` per channel, 1 to 4 (1 and 2 in the paper).
+    - `rounds` of the key codebook (None: round(bits * g / log2(levels)), so 11 and 21 at head dimension 128, 5 and 11
+      at 64), `levels` in each (a power of two up to 256), `group` rotation pairs that share a code (0: a whole head).
+    - `hidden` units of the value encoder (0: one per logit, 4096 at most).
+    - `window` newest and `sinks` first tokens stay exact, and `unit` tokens leave the window together. `window=0` is
+      the published rule: the whole buffer is encoded when it holds 128 tokens.
+    - `centre="auto"` codes keys without the model's key bias, where it has one; "none" with it.
+
+    With the defaults, Llama-3.1-8B stores 1.031 bits per channel. Raises ValueError for values that are not listed
+    here.
     """
     if centre not in ("auto", "none"):
         raise ValueError(f"centre={centre!r}; known: auto, none")

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.codecs import Codec, Uniform
+from kvqjax.methods.maps import Maps
 from kvqjax.methods.rematerialise import FIT, attended, input_width, summed_first, times
-from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Maps, Storage, Wiring
+from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Storage, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field

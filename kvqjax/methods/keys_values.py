@@ -8,8 +8,9 @@ from kvqjax.codecs import CodecSpec, Fit
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.kernel_form import packed_form
 from kvqjax.methods.direct_forms import direct_form
+from kvqjax.methods.maps import Maps
 from kvqjax.methods.rotation import check_rotation, frame, needs_of
-from kvqjax.methods.wiring import Calibration, Clock, Maps, Storage, Wiring
+from kvqjax.methods.wiring import Calibration, Clock, Storage, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected, key_bias
 from kvqjax.model.rope import rotate

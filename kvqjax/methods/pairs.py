@@ -8,8 +8,9 @@ is a `Pair`, read block by block.
 import dataclasses
 from typing import Any
 
+from kvqjax.methods.maps import Maps
 from kvqjax.methods.spec import LayerSpec
-from kvqjax.methods.wiring import Clock, Fast, Maps, Storage, Wiring
+from kvqjax.methods.wiring import Clock, Fast, Storage, Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = ["Pair", "apart", "joined"]

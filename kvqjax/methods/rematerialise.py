@@ -32,11 +32,7 @@ def prefers_latents(config: KVShape) -> bool:
 
 
 def attended(
-    k: Float[Array, "B n KD"],
-    v: Float[Array, "B n KD"],
-    weights: Layer,
-    positions: Int[Array, "B n"],
-    config: KVShape,
+    k: Float[Array, "B n KD"], v: Float[Array, "B n KD"], weights: Layer, positions: Int[Array, "B n"], config: KVShape
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
     """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE. Numbers that overflowed
     saturate before a norm or a rotation makes NaN of them."""

@@ -21,11 +21,9 @@ from kvqjax.model.config import KVShape, ModelConfig
 __all__ = [
     "StepCost",
     "bits_by_layer",
-    "constant_bytes",
     "flops_by_layer",
     "flops_per_token",
     "layer_cost",
-    "layer_flops",
     "longest_memory_bound",
     "step_cost",
 ]
@@ -48,12 +46,6 @@ def _wirings(method: Method, config: KVShape) -> list[Wiring]:
     return [built[spec] for spec in method.layers(config)]
 
 
-def layer_flops(spec: LayerSpec, config: KVShape) -> int:
-    """Count the operations that one layer spends on one cached token per read; 0 where keys and values themselves are
-    stored."""
-    return spec.build(config.layer(0)).cost.operations
-
-
 def flops_per_token(method: Method, config: KVShape) -> int:
     """Count operations per generated token and cached token, all layers: times the context length, the price of one
     step."""
@@ -61,7 +53,8 @@ def flops_per_token(method: Method, config: KVShape) -> int:
 
 
 def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
-    """Give `layer_flops` of every layer. A chain without a copy computes a layer once more for every layer above it."""
+    """Count the operations that every layer spends on one cached token per read; 0 where keys and values themselves are
+    stored. A chain without a copy computes a layer once more for every layer above it."""
     wirings = enumerate(_wirings(method, config))
     anew = lambda wiring, i: config.num_layers - i if wiring.chain.rebuilt else 1  # noqa: E731
     return tuple(anew(wiring, i) * wiring.cost.operations for i, wiring in wirings)
@@ -72,16 +65,6 @@ def bits_by_layer(method: Method, config: KVShape) -> tuple[float, ...]:
     stored = [wiring.storage.codecs.values() for wiring in _wirings(method, config)]
     total = lambda codecs: sum(bits_per_value(codec) * codec.width for codec in codecs)  # noqa: E731
     return tuple(total(codecs) / sum(codec.width for codec in codecs) for codecs in stored)
-
-
-def constant_bytes(method: Method, config: KVShape) -> int:
-    """Count the bytes of all calibrated constants as 16-bit numbers, words of codes as they are."""
-    total = 0
-    for wiring in _wirings(method, config):
-        size = lambda name, w=wiring: 4 if w.calibration.kinds.get(name) == "uint32" else 2  # noqa: E731
-        wanted = wiring.wanted().values()
-        total += sum(size(name) * math.prod(shape) for names in wanted for name, shape in names.items())
-    return total
 
 
 def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:

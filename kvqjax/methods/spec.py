@@ -15,14 +15,7 @@ from kvqjax.methods.keep import Keep, read_keep
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 
-__all__ = [
-    "LayerSpec",
-    "Method",
-    "calibrated_part",
-    "first_layers",
-    "method_factory",
-    "option_text",
-]
+__all__ = ["LayerSpec", "Method", "calibrated_part", "first_layers", "method_factory", "option_text"]
 
 MOST_LAYERS = 4096  # an option's slip must not fill the memory with overrides
 UNCALIBRATED = ("window", "unit", "clocks", "copy")  # of layer specs: when tokens are encoded, and what a reader holds

@@ -29,12 +29,15 @@ def turboquant(
     scales: str = "bfloat16",
     centre: str = "none",
 ) -> Method:
-    """TurboQuant (arXiv 2504.19874), its quantiser of least squared error: rotated keys and values, 2, 3 or 4 bits, in
-    the best scalar grid for a normal distribution, one norm a token and head. Nothing is calibrated.
+    """TurboQuant (arXiv 2504.19874), its quantiser of least squared error: rotated keys and values in the best scalar
+    grid for a normal distribution, one norm a token and head. Nothing is calibrated.
 
-    `form="paper"` rotates keys and values with random signs (`seed`). `form="vllm"` does as that engine: no signs,
-    values unrotated between their minimum and maximum, and `boundary` exact layers at each end (2 there, else 0).
-    `norm` as in `higgs`: "corrected" as in that engine, "unbiased" keeps the scores of keys. `centre` as in `kivi`.
+    `bits` per number, 2 to 4 (`key_bits` and `value_bits` override it). `form="paper"` rotates keys and values with
+    random signs (`seed`). `form="vllm"` does as that engine: no signs, values unrotated between their minimum and
+    maximum, and `boundary` exact layers at each end (2 there, else 0). `norm` as in `higgs`: "corrected" as in that
+    engine, "unbiased" keeps the scores of keys. `window` newest and `sinks` first tokens stay exact; `scales` is the
+    dtype of norms; `centre` is "none" or "mean". With the defaults, Llama-3.1-8B stores 4.125 bits per channel. Raises
+    ValueError for values that are not listed here.
     """
     if form not in FORMS:
         raise ValueError(f"form={form!r}; known: {', '.join(FORMS)}")

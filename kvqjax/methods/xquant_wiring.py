@@ -21,9 +21,10 @@ from kvqjax.codecs import Codec, Uniform
 from kvqjax.codecs.kernel_form import BLOCK, Packed, rope_of
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.codecs.uniform import uniform_body
+from kvqjax.methods.maps import Maps
 from kvqjax.methods.rematerialise import FIT, attended, input_width, prefers_latents, quantiser, summed_first, times
 from kvqjax.methods.spec import Method, first_layers, method_factory
-from kvqjax.methods.wiring import Calibration, Clock, Cost, Fast, Maps, SharedValues, Storage, Wiring
+from kvqjax.methods.wiring import Calibration, Clock, Cost, Fast, SharedValues, Storage, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
@@ -164,11 +165,17 @@ def xquant(
     latent: bool | None = None,
     scales: str = "bfloat16",
 ) -> Method:
-    """The layer input (MHA) or its two latents (GQA) at 8, 4, 3 or 2 bits, 16 for the identity; keys and values are
-    computed anew at every read, which costs compute (kvqjax.methods.roofline).
+    """XQuant (arXiv 2508.10395, sections 3.1 and 3.3): uniform codes of the layer input (MHA) or its two latents (GQA).
+    Keys and values are computed anew at every read, which costs compute (kvqjax.methods.roofline).
 
-    The newest tokens stay exact until `group` of them are complete, and `window` more. The first `protected` layers
-    have `high_bits` (Table 4: 3 layers of 4 bits).
+    - `bits` of a code, 1 to 6 or 8, 16 for the identity. With latents `value_bits` overrides it for values, and the
+      first `outliers` channels of the keys' latent stay at 16 bits. `latent` None chooses by size.
+    - The first `protected` layers have `high_bits` (Table 4: 3 layers of 4 bits).
+    - `group` channels (of keys' latents: tokens) share a scale of dtype `scales`. `group` tokens leave the window
+      together, beyond the newest `window`; `sinks` first tokens stay exact.
+
+    With the defaults, Llama-3.1-8B stores 4.25 bits per key or value channel. Raises ValueError for values that are not
+    listed here, and for value bits or outliers where there is no latent.
     """
     layer = LayerInput(
         bits=bits, value_bits=value_bits, outliers=outliers, group=group, window=window, latent=latent, scales=scales

@@ -24,11 +24,7 @@ from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.experts import BY_EXPERT, Row, Rows, mix, mlp, whole
 from kvqjax.model.rope import check_length, rotate
-from kvqjax.model.weight_trees import (
-    Layer,
-    Params,
-    is_unrolled,
-)
+from kvqjax.model.weight_trees import Layer, Params, is_unrolled
 from kvqjax.ops.attention import segment_attention
 from kvqjax.ops.xla import row_major, times_matrix
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvqjax._errors import UserError
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.hf_experts import experts_from_hf, experts_to_hf
+from kvqjax.model.hf_families import DEFAULTS, NESTED, QK_NORM, QKV_BIAS
 from kvqjax.model.hf_fields import integer, number, refuse
 from kvqjax.model.hf_rope import growth_from_hf, rope_from_hf, rope_to_hf
 from kvqjax.model.hf_windows import windows_from_hf, windows_to_hf
@@ -17,78 +18,6 @@ from kvqjax.model.stored import read_scheme
 __all__ = ["config_to_hf", "parse_config", "read_config", "read_json"]
 
 MOST_LAYERS = 10_000  # a tuple of this length is made before anything else is checked
-
-_DEFAULTS = {
-    "LlamaForCausalLM": {"model_type": "llama", "max_position_embeddings": 2048},
-    "MistralForCausalLM": {
-        "model_type": "mistral",
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "Qwen2ForCausalLM": {
-        "model_type": "qwen2",
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "Qwen3ForCausalLM": {
-        "model_type": "qwen3",
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "head_dim": 128,
-    },
-    "MinistralForCausalLM": {
-        "model_type": "ministral",
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "Ministral3ForCausalLM": {
-        "model_type": "ministral3",
-        "max_position_embeddings": 262144,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-    },
-    "MixtralForCausalLM": {
-        "model_type": "mixtral",
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "Qwen2MoeForCausalLM": {
-        "model_type": "qwen2_moe",
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 16,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-    },
-    "Qwen3MoeForCausalLM": {
-        "model_type": "qwen3_moe",
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-}
-QKV_BIAS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
-QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-
-# Checkpoints of pictures and text, whose config holds that of the language part.
-_NESTED = ("Mistral3ForConditionalGeneration",)
 
 # Fields that change what a model computes, with the values that leave it as the decoder has it; null is always fine.
 _ACCEPTED = {
@@ -113,7 +42,7 @@ _ACCEPTED = {
 def _language_part(raw: dict) -> dict:
     """The config of the language part of a checkpoint of pictures and text; any other as it is."""
     names, text = raw.get("architectures"), raw.get("text_config")
-    nested = any(name in _NESTED for name in names) if isinstance(names, list) else raw.get("model_type") == "mistral3"
+    nested = any(name in NESTED for name in names) if isinstance(names, list) else raw.get("model_type") == "mistral3"
     if not nested:
         if text is None and ("vision_config" in raw or "Vision" in str(names)):
             refuse("architectures", names, "a vision model without a language part")
@@ -121,7 +50,7 @@ def _language_part(raw: dict) -> dict:
     if not isinstance(text, dict):
         refuse("text_config", text, "wanted the language part's config")
     kind = text.get("model_type", "mistral")
-    own = [name for name, defaults in _DEFAULTS.items() if defaults["model_type"] == kind]
+    own = [name for name, defaults in DEFAULTS.items() if defaults["model_type"] == kind]
     if kind not in ("mistral", "ministral3"):
         refuse("text_config.model_type", kind, "wanted mistral or ministral3")
     shared = ("quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id", "auto_map")
@@ -131,15 +60,15 @@ def _language_part(raw: dict) -> dict:
 
 def _architecture(raw: dict) -> str:
     """The one architecture of the config; without `architectures` it follows from `model_type`."""
-    known = ", ".join(_DEFAULTS)
+    known = ", ".join(DEFAULTS)
     names = raw.get("architectures")
     if not names:
-        names = [name for name, defaults in _DEFAULTS.items() if defaults["model_type"] == raw.get("model_type")]
+        names = [name for name, defaults in DEFAULTS.items() if defaults["model_type"] == raw.get("model_type")]
         if not names:
             refuse("model_type", raw.get("model_type"), f"known architectures: {known}")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(_DEFAULTS):
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(DEFAULTS):
         refuse("architectures", names, f"known: {known}")
-    wanted = _DEFAULTS[names[0]]["model_type"]
+    wanted = DEFAULTS[names[0]]["model_type"]
     if raw.get("model_type", wanted) != wanted:
         refuse("model_type", raw["model_type"], f"{names[0]} has {wanted!r}")
     return names[0]
@@ -184,7 +113,7 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
     up to `rope_length` tokens (RopeConfig says which kinds ask for it). Raises UserError."""
     raw = _language_part(raw)
     architecture = _architecture(raw)
-    raw = {**_DEFAULTS[architecture], **raw}
+    raw = {**DEFAULTS[architecture], **raw}
     _check_accepted(raw, architecture)
     read_scheme(raw)
     width, heads = (integer(raw, field) for field in ("hidden_size", "num_attention_heads"))
@@ -245,11 +174,11 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
 
 def config_to_hf(config: ModelConfig) -> dict:
     """The contents of config.json for a ModelConfig: what `parse_config` reads back as the same value."""
-    if config.architecture not in _DEFAULTS:
-        raise UserError(f"architecture {config.architecture!r} is unknown; known: {', '.join(_DEFAULTS)}")
+    if config.architecture not in DEFAULTS:
+        raise UserError(f"architecture {config.architecture!r} is unknown; known: {', '.join(DEFAULTS)}")
     raw = {
         "architectures": [config.architecture],
-        "model_type": _DEFAULTS[config.architecture]["model_type"],
+        "model_type": DEFAULTS[config.architecture]["model_type"],
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
         "intermediate_size": config.mlp_width,

@@ -84,10 +84,7 @@ def finish(state: Running) -> Partial:
 
 
 def segment_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    mask: Bool[Array, "B T S"],
+    q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], v: Float[Array, "B S K D"], mask: Bool[Array, "B T S"]
 ) -> Partial:
     """Attend to S exact tokens at once. `mask[b, t, s]` is True where query t may see token s."""
     by_head = grouped(q, k.shape[2])

@@ -70,7 +70,8 @@ def _check_cache(model: Any, cache: Any) -> None:
 
 
 def _check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
-    """`value` must be an array of integers of this shape, in which a letter stands for any length of at least 1."""
+    """Raise UserError unless `value` is an array of integers of this shape, in which a letter stands for any length of
+    at least 1."""
     wanted = "[" + ", ".join(map(str, shape)) + "]"
     if not isinstance(value, jax.Array | np.ndarray):
         raise UserError(f"{name} is {_named(value)}; wanted an array of integers {wanted}: {why}")
@@ -114,8 +115,8 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
 
 
 def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
-    """Calibrated constants of every run, given for the runs or for the stacks that an artifact holds. Raises UserError,
-    at trace time, for missing or misshapen ones."""
+    """Give every run its calibrated constants, from those of the runs or of the stacks that an artifact holds. Raises
+    UserError, at trace time, for missing or misshapen ones."""
     runs = runs_of(layout)
     given = given or tuple({} for _ in runs)
     stacks = runs if len(given) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
@@ -140,7 +141,7 @@ def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
 
 
 def with_own_constants(model: Model, method: Method) -> Model:
-    """The model with the constants for caches of `method` alone: of its own artifact where there are several, else of
+    """Reduce a model that holds several artifacts to the constants for caches of `method`: of its own artifact, else of
     the newest that was calibrated for the same codecs and layers."""
     if not model.others:
         return model
@@ -153,7 +154,7 @@ def with_own_constants(model: Model, method: Method) -> Model:
 
 @jax.custom_jvp
 def _for_inference(tree):
-    """`tree` itself, which cannot be differentiated: what is stored is rounded."""
+    """Give back `tree`, which cannot be differentiated: what is stored is rounded."""
     return tree
 
 
@@ -168,8 +169,8 @@ def _no_gradient(primals, tangents):
 def kept_program(
     function: Callable, static_argnums: tuple[int, ...] = (), static_argnames: tuple[str, ...] = ()
 ) -> Callable:
-    """`function` of arrays and trees, compiled once for its shapes and static arguments where no argument is traced.
-    Raises UserError where a gradient is asked for."""
+    """Wrap a function of arrays and trees so that it is compiled once for its shapes and static arguments; inside a
+    trace it is called as it is. Raises UserError where a gradient is asked for."""
 
     @functools.wraps(function)
     @jax.enable_x64(False)  # tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says
@@ -188,7 +189,7 @@ def kept_program(
 
 
 def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):
-    """`step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh."""
+    """Call `step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh."""
     model = with_own_constants(model, cache.layout.method)
     arguments = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32), arguments)
     step = functools.partial(step, **options)

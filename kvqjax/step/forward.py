@@ -15,12 +15,7 @@ from kvqjax.model.loading import Model
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import depending_on, unknown_zero
 from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step
-from kvqjax.step.layer_step import (
-    attend_one,
-    begin,
-    check_capacity,
-    first_flow,
-)
+from kvqjax.step.layer_step import attend_one, begin, check_capacity, first_flow
 
 __all__ = ["attend", "commit", "forward", "last_logits"]
 
@@ -37,8 +32,8 @@ def attend(
     last: bool = False,
     reach: int | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Pending]:
-    """Logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache stays as
-    it is.
+    """Compute logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache
+    stays as it is.
 
     `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one
     token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
@@ -54,7 +49,7 @@ def attend(
 
 
 def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool, reach: int | None):
-    """`attend` on one device's part."""
+    """Do `attend` on one device's part."""
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, counts, tokens.shape[1], constants, within, reach)
     positions, config = call.tokens.positions, model.config
@@ -82,19 +77,19 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
 
 
 def _project_twice(weights, h, positions, config):
-    """`decoder.project` of one token, as the first of two equal ones: of a vector times a small matrix XLA for GPUs
-    makes one kernel that writes all products, and one that adds them up."""
+    """Project one token as the first of two equal ones: of a vector times a small matrix XLA for GPUs makes one kernel
+    that writes all products, and one that adds them up."""
     h, positions = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (h, positions))
     return jax.tree.map(lambda x: x[:1], decoder.project(weights, h, positions, config))
 
 
 def _scanned(step, loop, count: int, cache: Cache):
-    """`step` over `count` layers of stacked weights: (loop, new sources [count, B, T, W])."""
+    """Run `step` over `count` layers of stacked weights: (loop, new sources [count, B, T, W])."""
     return jax.lax.scan(step, loop, unknown_zero(cache.lengths) + jnp.arange(count))
 
 
 def _unrolled(step, loop, count: int, cache: Cache):
-    """`_scanned` over a list of weights: straight code."""
+    """Run `step` over a list of weights, in straight code."""
     new = []
     for index in range(count):
         loop, own = step(loop, index)
@@ -103,7 +98,7 @@ def _unrolled(step, loop, count: int, cache: Cache):
 
 
 def last_logits(model: Model, h: Float[Array, "B T E"], counts: Int[Array, " B"]) -> Float[Array, "B V"]:
-    """Logits of each row's last valid token."""
+    """Compute the logits of each row's last valid token."""
     h = jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
     return decoder.unembed(model.params, h, model.config)[:, 0]
 
@@ -129,8 +124,8 @@ def forward(
     last: bool = False,
     reach: int | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
-    """`attend`, then `commit`: logits of T new tokens and the cache that holds them. Pure; works inside and outside
-    jit. `reach` as in `attend`."""
+    """Compute logits of T new tokens, and the cache that holds them: `attend`, then `commit`. Pure; works inside and
+    outside jit. `reach` as in `attend`."""
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     out = ("logits" if last else "chunk", "cache")

@@ -22,16 +22,7 @@ from kvqjax.ops.attention import merge, merge_over, total_lse
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla import row_major
 
-__all__ = [
-    "Call",
-    "Flow",
-    "attend_one",
-    "begin",
-    "check_capacity",
-    "first_flow",
-    "is_known",
-    "slab",
-]
+__all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "is_known", "slab"]
 
 
 class Flow(NamedTuple):
@@ -58,7 +49,7 @@ class Call(NamedTuple):
 
 
 def is_known(*arrays) -> bool:
-    """Whether every array has numbers that this process can read: no tracer, no part on another host."""
+    """Say whether every array has numbers that this process can read: no tracer, no part on another host."""
     return all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in arrays)
 
 
@@ -74,7 +65,7 @@ def check_capacity(cache: Cache, counts) -> None:
 
 
 def slab(runs, rows: tuple[int, ...], dtype) -> dict:
-    """Zeros [*rows, W] for whatever flows from layer to layer."""
+    """Make zeros [*rows, W] for whatever flows from layer to layer."""
     return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
 
 
@@ -98,8 +89,8 @@ def begin(
 
 
 def _in_step(cache: Cache) -> Cache:
-    """The cache with one array for the equal counts of all layers that are encoded together, so that what follows from
-    them is computed once and not in every layer."""
+    """Give all layers that are encoded together one array for their equal counts, so that what follows from them is
+    computed once and not in every layer."""
     runs = list(cache.runs)
     for first, *others in chains(cache.layout):
         for number in others:
@@ -108,7 +99,7 @@ def _in_step(cache: Cache) -> Cache:
 
 
 def first_flow(call: Call) -> Flow:
-    """What enters the first layer: zeros."""
+    """Make what enters the first layer: zeros."""
     cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
     dtype, unit = cache.layout.dtype, runs[0].wiring.storage.clocks[0].unit
     body = slab(
@@ -151,8 +142,8 @@ def attend_one(
 
 
 def _below(call: Call, number: int, index) -> tuple:
-    """(run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present one,
-    where what they carry is computed anew."""
+    """Collect (run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present
+    one, where what they carry is computed anew."""
     if not call.runs[number].wiring.chain.rebuilt:
         return ()
     counts = [*(run.count for run in call.runs[:number]), index]

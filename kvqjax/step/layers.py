@@ -27,14 +27,7 @@ from kvqjax.ops.xla import depending_on
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import of_constants, on_parts
 from kvqjax.step.doors import kept_program, run_constants
-from kvqjax.step.layer_step import (
-    Call,
-    Flow,
-    attend_one,
-    begin,
-    check_capacity,
-    first_flow,
-)
+from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
 
 __all__ = ["New", "append", "attend_layer", "below_first", "ready_queries"]
 
@@ -54,7 +47,7 @@ def below_first(cache: Cache, counts: Int[Array, " B"], length: int, within: str
 
 
 def _first(cache: Cache, counts, *, length: int, within: str) -> Flow:
-    """`below_first` on one device or on every device's part of the cache's mesh."""
+    """Do `below_first` on one device, or on every device's part of the cache's mesh."""
     first = lambda cache, counts: first_flow(begin(cache, counts, length, (), within))  # noqa: E731
     rules = cache.layout.rules
     if rules is None:
@@ -94,7 +87,7 @@ def attend_layer(
 
 
 def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: str):
-    """`attend_layer` after its checks, on one device or on every device's part of the cache's mesh."""
+    """Do `attend_layer` after its checks, on one device or on every device's part of the cache's mesh."""
     attend, rules = functools.partial(_attend_here, within=within), cache.layout.rules
     below = below.flow if isinstance(below, New) else below
     given = q, k, v, counts, below, run_constants(constants, cache.layout)
@@ -119,7 +112,7 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
 
 
 def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, *, within: str):
-    """`_attend` on one device's part."""
+    """Do `_attend` on one device's part."""
     counts = counts.astype(jnp.int32)
     call = begin(cache, counts, q.shape[1], constants, within)
     number, index = _place(call.runs, layer)
@@ -187,7 +180,7 @@ def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B
 
 @kept_program
 def _append(cache: Cache, new, counts, constants) -> Cache:
-    """`append` after its checks, on one device or on every device's part of the cache's mesh."""
+    """Do `append` after its checks, on one device or on every device's part of the cache's mesh."""
     fixed, rules = run_constants(constants, cache.layout), cache.layout.rules
     if rules is None:
         return _append_here(cache, new, counts, fixed)
@@ -201,7 +194,7 @@ def _append(cache: Cache, new, counts, constants) -> Cache:
 
 
 def _append_here(cache: Cache, new, counts, fixed) -> Cache:
-    """`_append` on one device's part."""
+    """Do `_append` on one device's part."""
     pending, mass = _by_runs(cache, new, runs_of(cache.layout))
     return caches.commit(cache, (*pending, *(() if mass is None else (mass,))), counts.astype(jnp.int32), fixed)
 

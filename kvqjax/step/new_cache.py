@@ -63,15 +63,15 @@ def init_cache(
 def planned_layout(
     model: Model | KVShape, method: Method, batch: int, capacity: int, *, kernels: str | Kernels = "auto", **options
 ) -> CacheLayout:
-    """The layout of the cache that `init_cache` makes of these options. Outside jit this may check kernels; inside,
-    `empty_cache` makes the cache."""
+    """Plan the layout of the cache that `init_cache` makes of these options. Outside jit this may check kernels;
+    inside, `empty_cache` makes the cache."""
     layout, held, rules = _plain_layout(model, method, batch, capacity, **options)
     shared = {} if rules is None else over_devices(rules, layout)
     return choose(layout, kernels, held, form=options.get("form"), **shared)
 
 
 def empty_cache(model: Model | KVShape, layout: CacheLayout, batch: int) -> Cache:
-    """An empty cache of this layout, on the model's devices."""
+    """Allocate an empty cache of this layout on the model's devices."""
     rules = layout.rules if isinstance(model, KVShape) else model.rules
     return allocate_cache(layout, batch) if rules is None else _allocator(layout, batch, rules)()
 
@@ -88,7 +88,8 @@ def _plain_layout(
     target=None,
     sharding=None,
 ) -> tuple[CacheLayout, Any, Rules | None]:
-    """The layout before kernels are chosen, an array that lies where the model does, and the mesh's rules."""
+    """Plan the layout before kernels are chosen; also give an array that lies where the model does, and the mesh's
+    rules."""
     if isinstance(model, KVShape):
         held = jnp.zeros((), compute_dtype(dtype))
         shape, rules, stored = model.alone, sharding, "scan"
@@ -119,7 +120,7 @@ def _plain_layout(
 
 @functools.lru_cache(maxsize=64)
 def _allocator(layout: CacheLayout, batch: int, rules: Rules):
-    """A program that makes an empty cache in place on a mesh; kept, because every new one would be compiled."""
+    """Compile a program that makes an empty cache in place on a mesh; kept, because every new one would be compiled."""
     allocate = functools.partial(allocate_cache, layout, batch)
     return jax.jit(allocate, out_shardings=rules.places(jax.eval_shape(allocate)))
 

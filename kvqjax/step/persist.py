@@ -50,12 +50,13 @@ FIRST_FIELDS = (
 
 
 def _as_before(fields: list) -> dict:
-    """Fields as a dict, without those of a rope by length where they are empty: caches were saved before they were."""
+    """Give fields as a dict, without those of a rope by length where they are empty: older caches were saved without
+    them."""
     return {name: x for name, x in fields if x or name not in ("length", "short_factor", "long_factor")}
 
 
 def _digest(config: KVShape, form: int = FORMAT) -> str:
-    """Digest of what a cache must know of a model; in format 1, of all of its config."""
+    """Digest what a cache must know of a model; in format 1, all of its config."""
     fields = dataclasses.asdict(config.kv_shape, dict_factory=_as_before)
     if form == 1:
         every = dataclasses.asdict(config, dict_factory=_as_before) | {"windows": config.windows}
@@ -64,7 +65,7 @@ def _digest(config: KVShape, form: int = FORMAT) -> str:
 
 
 def _constants(constants) -> str:
-    """Digest of the calibrated constants: words mean nothing without the very ones they were encoded with."""
+    """Digest the calibrated constants: words mean nothing without the very ones they were encoded with."""
     digest = hashlib.sha256()
     for name, leaf in sorted(flatten(constants or ()).items()):
         array = np.asarray(leaf)
@@ -73,7 +74,7 @@ def _constants(constants) -> str:
 
 
 def _about(model: Model | KVShape, constants, method: Method, form: int = FORMAT) -> dict[str, str]:
-    """What a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
+    """Describe what a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
     if isinstance(model, KVShape):
         return {"config": _digest(model.alone), "constants": _constants(constants)}
     own = _constants(with_own_constants(model, method).constants if constants is None else constants)
@@ -81,12 +82,12 @@ def _about(model: Model | KVShape, constants, method: Method, form: int = FORMAT
 
 
 def _stored(cache: Cache) -> dict[str, Any]:
-    """The cache's arrays by name, without those that hold nothing (no sinks): Orbax refuses them."""
+    """Name the cache's arrays, without those that hold nothing (no sinks): Orbax refuses them."""
     return {name: leaf for name, leaf in flatten((cache,)).items() if leaf.size}
 
 
 def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Cache:
-    """`convert`, on a mesh each device its own part."""
+    """Call `convert`, on a mesh for each device's own part."""
     changed = functools.partial(convert, layers=layers, form=form)
     if rules is None or form == cache.layout.form:
         return changed(cache)
@@ -116,7 +117,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
 
 
 def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
-    """What was stored: the layout of `model` in its canonical form, its blocks dealt as they were then."""
+    """Give the layout that was stored: that of `model` in its canonical form, its blocks dealt as they were then."""
     dealt = text.get("dealt", 1)
     if type(dealt) is not int or dealt < 1:
         raise UserError(f"{path}: description.json has no usable 'dealt'")
@@ -149,7 +150,8 @@ def _check(path: Path, shape: Cache) -> None:
 
 
 def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Rules | None, str]:
-    """Where a cache of this model goes: an array that lies there, the mesh's rules, and how its layers are held."""
+    """Find where a cache of this model goes: an array that lies there, the mesh's rules, and how its layers are
+    held."""
     if isinstance(model, KVShape):
         return jnp.zeros(()), sharding, "scan"
     if sharding is not None:

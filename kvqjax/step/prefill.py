@@ -18,14 +18,8 @@ from kvqjax.model.loading import Model
 from kvqjax.ops.finite import leading
 from kvqjax.ops.xla import unknown_zero
 from kvqjax.step.doors import check_new_tokens, run_constants, run_step
-from kvqjax.step.forward import (
-    last_logits,
-)
-from kvqjax.step.layer_step import (
-    check_capacity,
-    is_known,
-    slab,
-)
+from kvqjax.step.forward import last_logits
+from kvqjax.step.layer_step import check_capacity, is_known, slab
 from kvqjax.step.prompt import Path, exact_layer, path_of, received_by
 
 __all__ = ["prefill"]
@@ -34,9 +28,9 @@ __all__ = ["prefill"]
 def prefill(
     model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Exact prefill of an empty cache: the prompt attends to itself exactly, then is encoded; logits of each row's
-    last token, [B, V]. Runs layer by layer and holds the hidden states [B,T,E], one layer's K and V, and the method's
-    carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen."""
+    """Let prompts attend to themselves exactly and encode them into an empty cache; gives the logits of each row's last
+    token, [B, V]. Layers run one after the other: held are the hidden states [B,T,E], one layer's K and V, and the
+    method's carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen."""
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     if is_known(cache.lengths) and int(cache.lengths.max()) > 0:
@@ -70,9 +64,9 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
 def _prefill_run(
     model, run: RunLayout, state: Run, constants, flow: tuple, counts, path: Path, sinks: int, into: Entering
 ):
-    """One run of layers over the whole prompt: attention, then encoding of what goes `into` the body, layer by layer.
-    `flow` goes from layer to layer: hidden states, the method's carry, and how many tokens come before the first that
-    is not finite."""
+    """Run one run of layers over the whole prompt: attention, then encoding of what goes `into` the body, layer by
+    layer. `flow` goes from layer to layer: hidden states, the method's carry, and how many tokens come before the first
+    that is not finite."""
     empty, schedules = jnp.zeros_like(counts), into.schedules((run,), state)
 
     def step(index, loop):

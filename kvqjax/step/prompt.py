@@ -39,7 +39,7 @@ class Path(NamedTuple):
 
 
 def path_of(layout: CacheLayout, batch: int, length: int) -> Path:
-    """How `batch` prompts of `length` tokens, a bucket, attend to themselves on the chip that a cache is for."""
+    """Choose how `batch` prompts, padded to `length` tokens, attend to themselves on the chip that a cache is for."""
     small, kernels = Path("off", min(CHUNK, length)), kernels_of(layout)
     if kernels == "off" or length <= CHUNK:
         return small
@@ -52,7 +52,7 @@ def path_of(layout: CacheLayout, batch: int, length: int) -> Path:
 
 
 def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[Array, "B T E"], counts):
-    """The attention mass that each of a prompt's tokens receives in all layers, [B, T]."""
+    """Sum the attention mass that each of a prompt's tokens receives in all layers, [B, T]."""
     path = Path("off", min(CHUNK, h.shape[1]))  # no kernel gives what each token received
 
     def step(run, fixed, index, loop):
@@ -67,7 +67,7 @@ def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[A
 
 
 def _by_chunks(make, starts, h: Float[Array, "B T E"]):
-    """What `make(start)` gives, [B, chunk, ..], for all chunks: [B, T, ..]."""
+    """Call `make(start)` for every chunk and put its results, [B, chunk, ..], together: [B, T, ..]."""
 
     def step(found, start):
         put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1)  # noqa: E731
@@ -79,7 +79,8 @@ def _by_chunks(make, starts, h: Float[Array, "B T E"]):
 
 
 def _captured(run: RunLayout, constants, weights, projected: Projected, positions: Int[Array, "B t"], config):
-    """(sources, keys and values as they are attended to, which tokens are finite), 0 for what is not."""
+    """Give (sources, keys and values as they are attended to, which tokens are finite), with 0 for numbers that are not
+    finite."""
     sources = run.wiring.maps.capture(weights, constants, projected, positions)
     k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
     made, dtype = (sources, {"k": rotate(k, positions, config), "v": v}), projected.q.dtype
@@ -98,10 +99,10 @@ def exact_layer(
     keep: Callable = lambda sources, finite: (),
     weighing: bool = False,
 ):
-    """Layer `index` of a run with exact causal attention, a chunk of `path` at a time: (what `keep(sources, finite)`
-    makes, next hidden states [B,T,E], and with `weighing` the attention mass of every token, [B,T], else 0). `sources`
-    are [B,T,W] with 0 for what is not finite, `finite` says which tokens are, [B,T]; they are gone before queries
-    attend."""
+    """Run layer `index` of a run with exact causal attention, a chunk of `path` at a time. Returns (what `keep` gives,
+    the next hidden states [B,T,E], and with `weighing` the attention mass of every token, [B,T], else 0).
+    `keep(sources, finite)` sees the sources [B,T,W], 0 where a number is not finite, and which tokens are finite,
+    [B,T]; it runs before any query attends, so that sources need no memory then."""
     config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
     starts, cut = jnp.arange(0, length, chunk), lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)
 
@@ -137,8 +138,8 @@ def exact_layer(
 
 
 def _attention(prompt: Prompt, queries, path: Path, weighing: bool) -> Callable:
-    """`attend(start, make, mass)` of the chunk from `start` on, whose queries are cut out of all `queries` where they
-    are there, else made: (output, and `mass` with what it gave each token)."""
+    """Make `attend(start, make, mass)` for the chunk from `start` on: (output, `mass` with what the chunk gave each
+    token). Its queries are cut out of all `queries` where they are there, else `make()` makes them."""
     length, cut = prompt.k.shape[1], functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
     before = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])

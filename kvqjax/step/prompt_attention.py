@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
     sliding: int | None
 
     def mask(self, queries: Int[Array, " t"], keys: Int[Array, " s"]):
-        """[B, t, s], by places."""
+        """Mark which keys the queries see, [B, t, s]; both are numbered by their places in the prompt."""
         rows = len(self.counts)
         queries, keys = (jnp.broadcast_to(x[None], (rows, len(x))) for x in (queries, keys))
         return visible(queries, keys, keys < self.counts[:, None], self.sliding)
@@ -40,7 +40,8 @@ class Prompt(NamedTuple):
 
 
 def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
-    """Attention of every PARTth of a chunk of queries to the keys that all of it sees, in large tiles."""
+    """Attend, in large tiles, to the keys that all queries of a piece see; a piece is one PARTS-th of a chunk of
+    queries. `near` does the rest."""
     batch, length, heads = q.shape[:3]
     chunks, part = length // chunk, chunk // PARTS
     most = min(chunks // TILES, SCORES // (q.dtype.itemsize * batch * heads * chunk**2))
@@ -59,8 +60,8 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
 
 
 def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
-    """Attention of every PARTth of the queries from `start` on to the keys that not all of it sees: its own, and those
-    that a sliding window takes from one query after the other."""
+    """Attend, for every piece of the chunk from `start` on, to the keys that not all of its queries see: its own
+    tokens, and those that a sliding window takes from one query after the other."""
     part = q.shape[1] // PARTS
     first = start + part * jnp.arange(PARTS)[:, None]
     keys = own = first + jnp.arange(part)[None]
@@ -78,7 +79,7 @@ def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
 
 
 def by_blocks(q, start, prompt: Prompt) -> tuple[Partial, tuple]:
-    """Attention of the queries from `start` on to blocks of as many keys: (found, which blocks were read)."""
+    """Attend from the queries from `start` on to blocks of as many keys: (found, which blocks were read)."""
     chunk = q.shape[1]
 
     def read(j, carry):
@@ -94,7 +95,7 @@ def _block_mask(prompt: Prompt, start, j, chunk: int):
 
 
 def add_received(q, start, prompt: Prompt, lse, blocks, mass):
-    """`mass` and what the queries from `start` on gave each token."""
+    """Add to `mass` what the queries from `start` on gave each token."""
     chunk = q.shape[1]
     valid = (start + jnp.arange(chunk))[None] < prompt.counts[:, None]
 
@@ -110,7 +111,7 @@ def add_received(q, start, prompt: Prompt, lse, blocks, mass):
 
 
 def splashed(q, start, prompt: Prompt, by_head, kernels: str):
-    """`by_blocks`' output by splash attention, on a TPU, with keys and values by head."""
+    """Attend as `by_blocks` does, by splash attention on a TPU, with keys and values by head."""
     places = start + jnp.arange(q.shape[1])
     # What is only padding sees nothing: its blocks are left out.
     newest = jnp.where(places < prompt.counts.max(), places, -1)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
 
-__all__ = ["OUTCOMES", "Key", "Verdict", "begin", "died", "every", "find", "keep", "reset"]
+__all__ = ["OUTCOMES", "Key", "Verdict", "begin", "died", "find", "keep", "reset"]
 
 FORMAT = 1
 OUTCOMES = ("faster", "slower", "wrong", "failed", "crashed")
@@ -154,21 +154,6 @@ def keep(folder: Path, key: Key, verdict: Verdict) -> None:
     _write(folder / f"{key.name}.json", data)
     for marker in filter(_is_dead, list(folder.glob(f"{key.name}.begun-*"))):
         marker.unlink(missing_ok=True)
-
-
-def every(folder: Path) -> dict[Path, tuple[Key, Verdict] | None]:
-    """Read all files of verdicts; None for those that cannot be understood."""
-    found: dict[Path, tuple[Key, Verdict] | None] = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            key = Key(**json.loads(text)["about"])
-        except (OSError, ValueError, KeyError, TypeError):
-            found[path] = None
-            continue
-        verdict = _read(text, key)
-        found[path] = None if verdict is None else (key, verdict)
-    return found
 
 
 def reset(folder: Path) -> int:

@@ -73,7 +73,7 @@ def visible(slot, limits):
 
 
 def begin_state(tokens: int, dim: int, rows: int) -> State:
-    """Return the online softmax of nothing seen yet."""
+    """Return the online softmax of no tokens."""
     spread = plgpu.layout_cast(jnp.zeros((tokens, rows), jnp.float32), plgpu.Layout.WGMMA)
     acc = plgpu.layout_cast(jnp.zeros((CHANNELS, rows), jnp.float32), plgpu.Layout.WGMMA)
     peak = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), COLUMNS)
@@ -114,16 +114,15 @@ def row_index(shape: tuple[int, int]):
 
 
 def hidden(memory, natural):
-    """Take the leading 1 of references away by an index that is always 0, in a way that the compiler does not see
-    through. It would otherwise compute the addresses of all operands before the loop, and keep them in more registers
-    than there are."""
+    """Index away the leading 1 of references by a number that is always 0, but that the compiler cannot know. Otherwise
+    it would compute the addresses of all operands before the loop and keep them in more registers than there are."""
     nought = lax.shift_right_logical(natural, 31)
     return jax.tree.map(lambda ref: ref.at[nought], memory, is_leaf=lambda x: hasattr(x, "at"))
 
 
 def fold(state: State, scores, write_weights, weigh) -> State:
     """Fold the scores of more tokens, a list of [M, R], into the online softmax. `write_weights(peak)` puts their
-    softmax weights into shared memory and returns what `total` and `low` grow by; `weigh()` returns the weighted sums
+    softmax weights into shared memory and returns what to add to `total` and `low`. `weigh()` returns the weighted sums
     of values."""
     peak = jnp.maximum(state.peak, functools.reduce(jnp.maximum, scores).max(0))
     decay = jnp.exp2(state.peak - peak)

@@ -117,8 +117,7 @@ def twice(halves: jax.Array, bits: int) -> jax.Array:
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(TWICE,),
-        return_type=plgpu.ShapeDtypeStruct((2 * HALF, halves.shape[1]), jnp.uint16, layout=layout),
+        arg_types=(TWICE,), return_type=plgpu.ShapeDtypeStruct((2 * HALF, halves.shape[1]), jnp.uint16, layout=layout)
     )
     def rename(_, halves):
         second = arith.divui(arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, _i32())), mgpu.c(64, _i32()))
@@ -137,8 +136,7 @@ def beside(left: jax.Array, right: jax.Array) -> jax.Array:
     layout, (rows, columns) = plgpu.Layout.WGMMA, left.shape
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout),
-        return_type=plgpu.ShapeDtypeStruct((rows, 2 * columns), left.dtype, layout=layout),
+        arg_types=(layout, layout), return_type=plgpu.ShapeDtypeStruct((rows, 2 * columns), left.dtype, layout=layout)
     )
     def join(_, left, right):
         registers = np.concatenate([left.registers, right.registers], axis=1)

@@ -25,8 +25,8 @@ __all__ = ["add_balanced_sums"]
 
 
 class Met(NamedTuple):
-    """Say which groups a column of tokens meets, counted from its block's first; for each 128 lanes the groups of their
-    tokens; and 1 where a token belongs to the group that a row is for, else 0: [groups * M, column]."""
+    """The groups of tokens that one column meets, counted from its block's first. `lanes` lists the groups of the
+    tokens on every 128 lanes. `own` is 1 where a token belongs to the group of a row, else 0: [groups * M, column]."""
 
     groups: list[int]
     lanes: list[tuple[int, ...]]
@@ -39,8 +39,8 @@ def _add(sums: dict, key, x) -> None:
 
 
 def _met(refs: Refs, plan) -> tuple[list[Met], dict]:
-    """Return what every column of a block meets, and masks [M, 128] by the groups of 128 lanes and by group. Lanes that
-    alternate alike share masks, or they would be made anew for each."""
+    """List what each column of a block meets. Also return masks [M, 128], by the tuple of groups on 128 lanes and then
+    by group: columns whose lanes alternate alike share them."""
     masks: dict[tuple, dict] = {}
     found = []
     none = jnp.zeros((plan.rows, LANES))
@@ -56,7 +56,8 @@ def _met(refs: Refs, plan) -> tuple[list[Met], dict]:
 
 
 def _apart(scaled, plan, met: Met):
-    """Stack the weights of a column once for every group, zero for tokens of others: [groups * M, column] bfloat16."""
+    """Stack a column's weights once for every group that it meets, with zeros for tokens of the others: [groups * M,
+    column] bfloat16."""
     rows = jnp.concatenate([scaled] * len(met.groups))
     # Where the vector unit has bfloat16 it multiplies two rows at once.
     if plan.wide:
@@ -65,7 +66,8 @@ def _apart(scaled, plan, met: Met):
 
 
 def _by_group(products: dict) -> dict:
-    """Return the sums [M, W] by group of stacked products by the groups that they met."""
+    """Add up, for every group, the parts of stacked products that belong to it. `products` [groups * M, W] come by the
+    tuple of their groups; the result is [M, W] by group."""
     apart = {}
     for groups, stacked in products.items():
         for group, part in zip(groups, jnp.split(stacked, len(groups)), strict=True):
@@ -74,8 +76,8 @@ def _by_group(products: dict) -> dict:
 
 
 def _block_sums(refs: Refs, plan, place: Place, index, products: dict, minima: dict, masks: dict):
-    """Yield what each group of a block adds, [M, W]: its sums of codes, and of minima by the groups of 128 lanes, times
-    its factors."""
+    """Yield what each group of a block adds to the output, [M, W]: its channels' factors times the sum of its weighted
+    codes and of its weighted minima."""
     apart = _by_group(products)
     for group, number in enumerate(plan.groups(index)):
         own = [jnp.where(masks[names][group], low, 0.0) for names, low in minima.items() if group in names]

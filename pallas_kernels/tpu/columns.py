@@ -112,9 +112,9 @@ def pick(pieces: list, owner, names: list[int]):
 
 
 def load_row(ref, row, rows: int, column, width: int):
-    """Load row `row` of an array [rows, n] that is stored as columns of 128 lanes, one below the other. Return `width`
-    lanes from column `column` on, on 8 equal rows: [8, width]. Loading 128 lanes at a time fills all rows of a register
-    for free."""
+    """Load `width` lanes of row `row` of an array [rows, n], from column `column` of 128 lanes on, onto 8 equal rows:
+    [8, width]. The array is stored as columns of 128 lanes, one below the other. Loading 128 lanes at a time fills all
+    rows of a register for free."""
     pieces = [ref[pl.ds((column + i) * rows + row, 1), :] for i in range(width // LANES)]
     return jnp.concatenate([jnp.broadcast_to(piece, (8, LANES)) for piece in pieces], axis=1)
 
@@ -127,8 +127,9 @@ def key_rows(refs, plan: Plan, lane_group, part) -> tuple:
 
 
 def of_heads(ref, plan: Plan, numbers: Iterable, count: int, column):
-    """Load row `numbers[i]`, of `count` per token, for head i of a lane group, each on the rows of its head's queries:
-    [M, column]. `column` is the number of the first 128 tokens. One number alone is for all heads."""
+    """Load a number per token for every head of a lane group, each onto the rows of its head's queries: [M, column].
+    Head i takes row `numbers[i]` of `count`; a single number is for all heads. `column` is the number of the first 128
+    tokens."""
     heads = [load_row(ref, number, count, column, plan.column) for number in numbers]
     row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
     chosen = filled(heads[0], plan)

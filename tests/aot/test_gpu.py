@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PLUGIN = "jax_plugins.xla_cuda13"
 FORMS = [f"{form}-{bits}" for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)]
 # Programs of 128 threads that a multiprocessor must hold: 65536 registers and 228 KiB, of which a program costs 1 more
-RESIDENT = dict.fromkeys(FORMS, 2) | dict.fromkeys(("kivi-2", "kivi-4", "exact"), 3)
+RESIDENT = dict.fromkeys(FORMS, 2) | dict.fromkeys(("kivi-2", "kivi-4"), 3)
 
 
 def _has_plugin() -> bool:

@@ -63,14 +63,3 @@ def test_a_key_bias_hardly_changes_what_a_model_says(bench):
     assert 1e-5 < np.abs(found - plain).max() < 0.05 * plain.std()
     with pytest.raises(kvq.UserError, match="without QK-norm"):
         gate.under(tiny(qk_norm=True), "key bias")
-
-
-def test_a_byte_has_three_bits_of_mantissa(bench):
-    byte = bench("one_byte").byte
-    x = np.exp(np.random.default_rng(0).normal(size=1000) * 3).astype(np.float32)
-    up, near = np.asarray(byte(x, up=True)), np.asarray(byte(x, up=False))
-    for found in (up, near):
-        mantissa, _ = np.frexp(found)
-        np.testing.assert_array_equal(mantissa * 16, np.round(mantissa * 16))
-    assert ((up >= x) & (up < x * 1.126)).all()
-    assert (np.abs(near - x) <= x / 16 * 1.001).all()

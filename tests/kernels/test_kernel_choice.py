@@ -19,7 +19,7 @@ from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.step import new_cache, persist
 from kvqjax.verdicts import check as check_module
-from kvqjax.verdicts import choose, store
+from kvqjax.verdicts import choose
 from kvqjax.verdicts.check import check, verdict_folder
 from kvqjax.verdicts.examine import Speed
 from kvqjax.verdicts.paths import by_kernel, by_plain_path, queries
@@ -82,7 +82,7 @@ def test_auto_checks_once_and_keeps_the_verdict(chip):
     choose._usable.cache_clear()  # another process
     chosen()
     assert len(checked) == 1
-    assert len(store.every(verdict_folder())) == 1
+    assert len(list(verdict_folder().glob("*.json"))) == 1
 
 
 @pytest.mark.parametrize("outcome", ["slower", "wrong", "failed"])

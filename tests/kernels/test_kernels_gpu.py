@@ -5,6 +5,7 @@ Bound: as for the TPU kernel (`kernel_cases.near`).
 
 import dataclasses
 
+import gpu_exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,6 @@ from kernel_forms import case_of, inputs, name, rope, within
 from kvqjax.pallas_kernels import dispatch, support
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call
-from kvqjax.pallas_kernels.gpu import exact as gpu_exact
 from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
 from kvqjax.pallas_kernels.gpu import keys as gpu_keys
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup

@@ -5,6 +5,7 @@ neither products with the left operand in registers nor code on registers, so th
 functions of `gpu.words` run on numpy as in tests/gpu_simulator.py.
 """
 
+import gpu_exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,6 @@ from gpu_simulator import install_words, traced_packed
 from kernel_cases import Case, near, oracle
 from kernel_forms import case_of, inputs, name
 
-from kvqjax.pallas_kernels.gpu import exact as gpu_exact
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import packed as gpu
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack

@@ -108,7 +108,7 @@ def test_a_verdict_comes_back(tmp_path):
     assert store.find(folder, KEY) is None
     store.keep(folder, KEY, GOOD)
     assert store.find(folder, KEY) == GOOD
-    assert list(store.every(folder).values()) == [(KEY, GOOD)]
+    assert (len(list(folder.glob("*.json"))), store.find(folder, KEY)) == (1, GOOD)
     for field in Key._fields:  # another chip, version or form is another verdict
         assert store.find(folder, KEY._replace(**{field: "other"})) is None
     assert store.reset(folder) == 1
@@ -227,7 +227,7 @@ def test_processes_that_write_at_once_leave_whole_files(tmp_path):
         found = store.find(tmp_path, KEY)
         if found is not None:
             seen.add(found.error)
-        assert all(kept is not None for kept in store.every(tmp_path).values())
+        assert all(json.loads(path.read_text())["about"] == KEY._asdict() for path in tmp_path.glob("*.json"))
     assert all(writer.returncode == 0 for writer in writers)
     assert seen <= {1.0, 2.0}
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]

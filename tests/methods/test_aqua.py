@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.calibrate.aqua_fit import Recipe, cast, fit_layer
 from kvqjax.codecs.higgs import Higgs, higgs_codec
 from kvqjax.methods import aqua, parse
 from kvqjax.methods.aqua_layer import AquaLayer, encode_source, reconstruct
-from kvqjax.methods.roofline import bits_by_layer, constant_bytes, flops_per_token
+from kvqjax.methods.roofline import bits_by_layer, flops_per_token
 from kvqjax.model.config import ModelConfig
 
 HIGGS = Higgs(bits=2, dtype="float32")
@@ -209,7 +210,10 @@ def test_bits_as_table_1_counts_them():
 )
 def test_predictor_sizes(options, layers, mebibytes):
     config = llama(layers, 1024)
-    assert constant_bytes(aqua(**options), config) / 2**20 == pytest.approx(mebibytes, rel=3e-3)
+    layout = CacheLayout(shape=config.kv_shape, method=aqua(**options), capacity=1, dtype="bfloat16")
+    held = jax.tree.leaves([run.wiring.constants(run.count, "bfloat16") for run in runs_of(layout)])
+    size = sum(x.size * (4 if x.dtype == jnp.uint32 else 2) for x in held)  # biases as 16-bit numbers, too
+    assert size / 2**20 == pytest.approx(mebibytes, rel=3e-3)
 
 
 def test_operations_per_cached_token():

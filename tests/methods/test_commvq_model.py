@@ -12,7 +12,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.surgery import evict
-from kvqjax.calibrate.commvq import PARTS, calibrate, truncate
+from kvqjax.calibrate.commvq import PARTS, calibrate
 from kvqjax.methods import commvq, kivi, parse
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
@@ -121,11 +121,13 @@ def test_a_killed_calibration_resumes_with_the_same_bytes(model, artifact, tmp_p
     assert resumed.about == artifact.about
 
 
-def test_an_artifact_truncates_to_fewer_rounds(model, artifact):
-    """Of the same keys the shorter code is a prefix of the longer one: the first rows of the same packed words."""
+def test_codebooks_are_nested(model, artifact):
+    """Of the same keys the code of fewer rounds is a prefix of the longer one: the first rows of the same packed
+    words."""
     method = commvq(bits=2, rounds=2, levels=8, hidden=32, window=32, unit=32, sinks=1)
-    cut = model.with_artifact(truncate(artifact, method, CONFIG))
-    _, short = through_cache(cut, method, 72)
+    cut = tuple({**own, "k": {"codebook": own["k"]["codebook"][..., :2, :, :, :]}} for own in artifact.constants)
+    fewer = model.with_artifact(dataclasses.replace(artifact, method=method, constants=cut))
+    _, short = through_cache(fewer, method, 72)
     _, long = through_cache(model.with_artifact(artifact), METHOD, 72)
     for a, b in zip(short.runs[0].body["k"]["codes"], long.runs[0].body["k"]["codes"], strict=True):
         assert a[0].any()

@@ -1,7 +1,8 @@
-"""Decode attention on exact bfloat16 keys and values, split over tokens: the yardstick of packed kernels.
+"""Decode attention on exact bfloat16 keys and values, split over tokens: a GPU kernel that nothing stands in for.
 
-The same skeleton as `kernel` without unpacking: keys are the left operand of the scores as they lie in shared memory,
-values, transposed, that of the output. benchmarks/decode_attention.py calls it; the cache does not."""
+The same skeleton as the packed kernels' (`pallas_kernels/gpu/kernel.py`) without unpacking, so that JAX's interpreter
+can run it whole and look for races: keys are the left operand of the scores as they lie in shared memory, values,
+transposed, that of the output. No cache uses it."""
 
 import dataclasses
 import math
