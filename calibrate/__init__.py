@@ -9,7 +9,7 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact, flatten
-from kvqjax.cache.state import CacheLayout, runs_of
+from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate import xquant
 from kvqjax.calibrate.parts import Part, calibrated, divided, fitter, forget, needed
 from kvqjax.methods import METHODS, MethodLike, parse
@@ -44,8 +44,7 @@ def _known(shape: KVShape) -> list[str]:
 
 def _check_needed(method: Method, shape: KVShape) -> None:
     if not needed(method, shape):
-        runs = runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
-        if any(run.wiring.wanted() for run in runs):
+        if any(run.wiring.wanted() for run in runs_for(method, shape)):
             raise UserError(f"{method} has constants, and no `fit` of its codecs or layers says what finds them")
         known = ", ".join(_known(shape))
         raise UserError(f"{method} needs no calibration; calibrated: {known}, rotate=fitted, and keys with centre=mean")

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache.runs import runs_for, runs_of
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.planner import prompt_operations
@@ -154,7 +154,7 @@ def _advance_layer(task: _Task, state: dict) -> dict:
 def _stack(config: KVShape, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
     """Constants by run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
     stacks = []
-    for run in runs_of(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32")):
+    for run in runs_for(method, config):
         ready = [{s: cast(c, dtype) for s, c in constants[run.first + i].items() if c} for i in range(run.count)]
         stacks.append(jax.tree.map(lambda *arrays: jnp.stack(arrays), *ready))
     return tuple(stacks)

@@ -15,8 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.runs import RunLayout, runs_for
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.planner import prompt_operations
@@ -29,13 +28,9 @@ __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame"
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
 
-def _runs(method: Method, shape: KVShape) -> tuple[RunLayout, ...]:
-    return runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
-
-
 def _rope(method: Method, shape: KVShape) -> str:
     layers: tuple[Any, ...] = method.layers(shape)
-    ropes = {layers[run.first].rope for run in _runs(method, shape) if run.wiring.wanted()}
+    ropes = {layers[run.first].rope for run in runs_for(method, shape) if run.wiring.wanted()}
     if len(ropes) != 1:
         raise UserError(f"{method}: centred keys both before and after RoPE; one kind is wanted for calibration")
     return ropes.pop()
@@ -81,7 +76,7 @@ def fit(
     mean = jnp.asarray(now["sum"] / (data.count * (data.length - sinks)), jnp.float32)
     constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...] = tuple(
         {"k": {"mean": in_frame(run, {}, mean[run.first : run.first + run.count])}} if run.wiring.wanted() else {}
-        for run in _runs(method, shape)
+        for run in runs_for(method, shape)
     )
     about = {"sequences": data.count, "tokens": data.length, "rope": rope}
     return Artifact(method, constants, data.fingerprint, about)

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate import commvq_values as values
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
@@ -153,7 +152,7 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
 
 def _stack(shape: KVShape, method: Method, constants: list[dict]) -> tuple[dict, ...]:
     """By run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
-    runs = runs_of(CacheLayout(shape=shape, method=method, capacity=1, dtype="float32"))
+    runs = runs_for(method, shape)
     own = (constants[run.first : run.first + run.count] for run in runs)
     return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers) for layers in own)
 

@@ -20,8 +20,7 @@ from jaxtyping import Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.runs import RunLayout, runs_for
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.fisher import Sequences, of_model
@@ -82,7 +81,7 @@ def _codecs(spec) -> tuple[Nuq, Nuq] | None:
 
 def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
     layers: tuple[Any, ...] = method.layers(data.shape)
-    runs = runs_of(CacheLayout(shape=data.shape, method=method, capacity=1, dtype="float32"))
+    runs = runs_for(method, data.shape)
     specs = tuple(_codecs(layers[run.first]) for run in runs)
     ropes = {layers[run.first].rope for run, pair in zip(runs, specs, strict=True) if pair}
     if len(ropes) != 1:

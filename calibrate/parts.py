@@ -16,7 +16,7 @@ import jax
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, RunLayout, runs_of
+from kvqjax.cache.runs import RunLayout, runs_for
 from kvqjax.codecs import Exact
 from kvqjax.codecs.base import Fit
 from kvqjax.methods import KeysAndValues, Method
@@ -49,10 +49,6 @@ def fitter(fit: Fit) -> ModuleType:
         ) from error
 
 
-def _runs(method: Method, shape: KVShape) -> tuple[RunLayout, ...]:
-    return runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
-
-
 def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
     """Leave out fits whose constants another one finds as well."""
     return tuple(fit for fit in dict.fromkeys(fits) if not any(fit.module in other.also for other in fits))
@@ -72,7 +68,7 @@ def _asked(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
 def _by_layer(method: Method, shape: KVShape) -> list[Asked]:
     """List what every layer asks for; a fit that covers another one takes its layers too."""
     specs, asked = method.layers(shape), []
-    for run in _runs(method, shape):
+    for run in runs_for(method, shape):
         asked += [_asked(method, run, specs[run.first])] * run.count
     everywhere = [fit for layer in asked for fit in layer.values()]
 
@@ -124,7 +120,7 @@ def calibrated(
     for number, part in enumerate(parts):
         tell = lambda done, total, n=number: advance(n * 1000 + 1000 * done // total, 1000 * len(parts))  # noqa: E731
         found.append(one(part, _own_state(state, number), tell))
-    constants = tuple(_merged(run, parts, found, shape) for run in _runs(method, shape))
+    constants = tuple(_merged(run, parts, found, shape) for run in runs_for(method, shape))
     about = {"parts": [{"by": part.fit.module, **artifact.about} for part, artifact in zip(parts, found, strict=True)]}
     return Artifact(method, constants, found[0].fingerprint, about)
 
@@ -148,7 +144,7 @@ def _merged(run: RunLayout, parts: list[Part], found: list[Artifact], shape: KVS
     for part, artifact in zip(parts, found, strict=True):
         if run.first not in part.groups:
             continue
-        group, runs = part.groups[run.first], _runs(part.method, shape)
+        group, runs = part.groups[run.first], runs_for(part.method, shape)
         place = next(n for n, other in enumerate(runs) if run.first < other.first + other.count)
         start = run.first - runs[place].first
         own = jax.tree.map(lambda x: x[start : start + run.count], artifact.constants[place])  # noqa: B023

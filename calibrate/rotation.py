@@ -24,8 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.runs import RunLayout, runs_for
 from kvqjax.calibrate.centre import in_frame
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
@@ -33,7 +32,7 @@ from kvqjax.hardware.planner import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.rotation import CONSTANTS
 from kvqjax.model import decoder, weight_trees
-from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention
@@ -65,10 +64,6 @@ class Recipe:
     def __post_init__(self):
         if self.values not in OBJECTIVES:
             raise UserError(f"values={self.values!r} is unknown; known: {', '.join(OBJECTIVES)}")
-
-
-def _runs(method: Method, shape: KVShape) -> tuple[RunLayout, ...]:
-    return runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype="float32"))
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
@@ -167,7 +162,7 @@ def calibrate(
         return {name: now[name] + np.asarray(x, np.float64) for name, x in zip(sums, new, strict=True)}
 
     now = stepped({"done": np.int64(0)} | sums, count, step, state, owner, advance)
-    constants = tuple(_constants(run, now, recipe, count * (length - sinks)) for run in _runs(method, config))
+    constants = tuple(_constants(run, now, recipe, count * (length - sinks)) for run in runs_for(method, config))
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
     return Artifact(method, constants, model.fingerprint, about)
 

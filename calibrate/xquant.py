@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache.runs import runs_for
 from kvqjax.methods import Method
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.methods.xquant_cl_wiring import CrossLayer
@@ -66,7 +65,7 @@ def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict
     """What every run of XQuant's layers needs, stacked over them, on the host and in the dtype that a model of the
     params' dtype holds it in; {} for layers that need nothing, or what weights alone do not tell."""
     specs, dtype, stacks = method.layers(config), str(params["embed"].dtype), []
-    for run in runs_of(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=dtype)):
+    for run in runs_for(method, config, dtype):
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
         wanted = run.wiring.constants(run.count, dtype) if layers[0] else {}

@@ -191,11 +191,9 @@ def key_value_recall(
     return Problem(f"{store}?{pairs[asked][0]}", pairs[asked][1])
 
 
-def repeated_spans(
-    rng: np.random.Generator, length: int, count: Callable[[str], int], symbols: Sequence[str] = tuple(SYMBOLS)
-) -> Problem:
+def repeated_spans(rng: np.random.Generator, length: int, count: Callable[[str], int]) -> Problem:
     """A span of random symbols (the prompt) and the same span again (the answer), together at most `length` tokens."""
-    span = "".join(rng.choice(list(symbols), max(1, length // 2)))
+    span = "".join(rng.choice(list(SYMBOLS), max(1, length // 2)))
     while 2 * count(span) > length and len(span) > 1:
         span = span[: max(1, len(span) * length // (2 * count(span) + 1))]
     return Problem(span, span)

@@ -41,15 +41,9 @@ SUMS = 2e-4  # float32 sums of a few hundred terms of size about 1 in another or
 def small_model(**changes) -> Model:
     """A random Llama of 2 layers, width 128, 4 query and 2 KV heads of 32, 64 tokens, float32; fields of `ModelConfig`
     may be changed."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "width": 128,
-        "mlp_width": 128,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-    }
-    config = ModelConfig(**(sizes | {"head_dim": 32} | changes))
+    sizes: dict[str, Any] = {"vocab_size": 64, "width": 128, "mlp_width": 128, "num_layers": 2}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    config = ModelConfig(**(sizes | changes))
     return Model(params=weight_trees.init_params(jax.random.key(0), config), config=config)
 
 

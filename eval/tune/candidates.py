@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache.runs import runs_for
 from kvqjax.eval.stamp import ledger_of
 from kvqjax.hardware.planner import DEVICES, plan_memory, step_bounds
 from kvqjax.methods import METHODS, Method, parse, policy, to_dict
@@ -91,7 +90,7 @@ def _free(shape: KVShape) -> Iterable[str]:
         method = METHODS[name]()
         if name == "exact" or method.overrides:
             continue
-        run = runs_of(CacheLayout(shape=shape, method=method, capacity=1, dtype="float32"))[0]
+        run = runs_for(method, shape)[0]
         if apart(run.wiring) and not run.wiring.wanted():
             yield name
     yield from MORE
@@ -111,7 +110,7 @@ def _at_widths(text: str, config: ModelConfig) -> list[Method]:
     for bits in WIDTHS:
         try:
             method = parse(to_dict(given) | {"bits": bits})
-            runs_of(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32"))
+            runs_for(method, config)
             found.append(method)
         except (UserError, ValueError) as error:
             reason = str(error)
@@ -135,7 +134,7 @@ def named(text: str, config: ModelConfig) -> list[Method]:
         wanted += {"data-free": _free, "all": _all}[item](config.kv_shape) if item in GROUPS else [item]
     methods = [method for one in dict.fromkeys(wanted) for method in _at_widths(one, config)]
     for method in methods:
-        runs_of(CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype="float32"))
+        runs_for(method, config)
     return list(dict.fromkeys(methods))
 
 
@@ -144,7 +143,7 @@ def sorted_out(methods: list[Method], config: ModelConfig) -> Candidates:
     sinks = max((method.sinks for method in methods), default=0)
     given = [parse("exact"), *(m for m in methods if m.name.partition(":")[0] != "exact")]
     given = [parse(to_dict(method) | {"sinks": sinks}) for method in given]
-    runs = [runs_of(CacheLayout(shape=config.kv_shape, method=m, capacity=1, dtype="float32")) for m in given]
+    runs = [runs_for(m, config) for m in given]
     alone = [not (m.overrides or m.keep or r[0].wiring.chain.carry) for m, r in zip(given, runs, strict=True)]
     parts = [method for method, ok in zip(given, alone, strict=True) if ok]
     whole = [not apart(r[0].wiring) for r, ok in zip(runs, alone, strict=True) if ok]

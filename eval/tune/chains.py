@@ -12,7 +12,8 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.state import CacheLayout, chains, runs_of
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import chains, runs_of
 from kvqjax.eval.tune.candidates import Candidates, bare, bytes_by_layer, stretches
 from kvqjax.eval.tune.choices import Choice, chosen_constants
 from kvqjax.eval.tune.constants import Bar

@@ -11,8 +11,7 @@ import numpy as np
 
 from kvqjax import calibrate
 from kvqjax.cache.artifacts import Artifact, load_artifact
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.runs import RunLayout, runs_for
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -33,7 +32,7 @@ class Learnt(NamedTuple):
 
 def _plan(model: Model, method: Method) -> tuple[RunLayout, ...]:
     dtype = str(model.params["embed"].dtype)
-    return runs_of(CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype))
+    return runs_for(method, model.config, dtype)
 
 
 def _runs(model: Model, method: Method, texts: list[str], folder: Path | None, bar: Bar) -> Runs:

@@ -5,8 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache.runs import runs_for
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.eval.tune.choices import Choice, chosen_constants
 from kvqjax.eval.tune.constants import Learnt
@@ -32,7 +31,7 @@ class Trial:
         self.method = choice_of(found)
         self.own = {f"{n}.{group}": names for n, groups in self.fixed.items() for group, names in groups.items()}
         dtype = str(model.params["embed"].dtype)
-        self.runs = runs_of(CacheLayout(shape=model.config.kv_shape, method=self.method, capacity=1, dtype=dtype))
+        self.runs = runs_for(self.method, model.config, dtype)
 
     def subject(self, policy: np.ndarray) -> Subject:
         name = " ".join(f"{a}.{b}" for a, b in policy)

@@ -1,4 +1,4 @@
-"""What is static about a cache: one frozen value."""
+"""One frozen value of all that is static about a cache."""
 
 import dataclasses
 from typing import Any
@@ -14,12 +14,17 @@ __all__ = ["CacheLayout"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """Everything static about a cache: the model's shape, method, most tokens per row, the dtype of sinks and window,
-    whether layers that cache alike are one stack ("scan") or each is stored by itself ("unroll"), whether a body that
-    can be is stored head by head ("heads", kvqjax/ops/head_major.py) or as planes of words ("planes"), the chip whose
-    kernels read the body (`kvqjax.pallas_kernels.packed.TARGETS`), which `kernels` may, and over how many devices (mesh
-    axes, inside `shard_map`) the body's blocks are dealt. `heads_over` are, inside `shard_map`, the axes that share out
-    heads. `rules` say how a cache that belongs to no model of ours lies on a mesh (kvqjax/parallel/rules.py)."""
+    """Everything static about a cache.
+
+    - `shape` of the model, `method`, `capacity` in tokens a row, and the `dtype` of sinks and window.
+    - `layers`: those that cache alike are one stack ("scan"), or each is stored by itself ("unroll").
+    - `form`: bodies are planes of words ("planes"), or head by head where they can be ("heads",
+      kvqjax/ops/head_major.py).
+    - `target`: the chip that programs on the cache are for (`kvqjax.pallas_kernels.packed.TARGETS`). `kernels` says
+      which of its kernels may read the body.
+    - `dealt`: over how many devices the body's blocks are dealt. Inside `shard_map`, `dealt_over` names their mesh
+      axes, and `heads_over` those that share out heads.
+    - `rules` say how a cache that belongs to no model of ours lies on a mesh (kvqjax/parallel/rules.py)."""
 
     shape: KVShape
     method: Method

@@ -13,12 +13,13 @@ from jaxtyping import Array, Bool, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.fitted import fitted
+from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["AT_ONCE", "Deal", "RunLayout", "chains", "runs_of"]
+__all__ = ["AT_ONCE", "Deal", "RunLayout", "chains", "runs_for", "runs_of"]
 
 
 class Deal(NamedTuple):
@@ -66,12 +67,15 @@ AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of 
 
 
 class RunLayout(NamedTuple):
-    """A run of equal layers: `first` .. `first + count - 1`, `shape` being one layer's. The body has `slots` tokens in
-    blocks of `block`, a ring of blocks when it `wraps`: layers that see only `sliding` tokens keep no more. The window
-    is a ring of `ring` tokens. `slots` counts all devices' when the blocks are dealt (`deal`), `slots_here` one's. With
-    eviction the body never holds more than `budget` tokens (0: no eviction). `static`: how much of the body a few new
-    tokens read is bounded by its slots and not by data, because a GPU's host decides on every turn of such a loop.
-    `lanes`: a few new tokens are multiplied with all heads' channels at once, as suits a TPU."""
+    """A run of `count` equal layers from layer `first` on, each of one `shape` and `wiring`.
+
+    - The body has `slots` slots in blocks of `block` tokens, on all devices together where blocks are dealt (`deal`).
+      It is a ring of blocks if it `wraps`: layers that see only `sliding` tokens keep no more. With eviction it never
+      holds more than `budget` tokens (0: no eviction).
+    - The window is a ring of `ring` tokens.
+    - `static`: how many blocks a few new tokens read is bounded by the slots and not by data, because a GPU's host
+      decides on every turn of a loop that data bounds.
+    - `lanes`: a few queries meet all heads' channels in one product, as suits a TPU."""
 
     first: int
     count: int
@@ -170,6 +174,11 @@ def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
     if layout.method.keep is not None and len(clocks) > 1:
         raise UserError(f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}")
     return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
+
+
+def runs_for(method: Method, shape: KVShape, dtype: str = "float32") -> tuple[RunLayout, ...]:
+    """Plan the runs of a method's caches for a model, whatever their capacity."""
+    return runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype=dtype))
 
 
 def _dealt(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:

@@ -1,14 +1,16 @@
 """Attend in one layer, segment by segment: to the tokens that are held exactly (sinks, window, new ones), and to the
 body, either block by block or by a path that reads all of it (kvqjax/cache/whole_body.py)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from kvqjax.cache.chunk_paths import attend_blocks, attend_segment, few_block, large_block
 from kvqjax.cache.encoding import Schedule, at_layer, encode_due, gather_tile
 from kvqjax.cache.eviction import Received, received
-from kvqjax.cache.runs import AT_ONCE
-from kvqjax.cache.state import due
+from kvqjax.cache.runs import AT_ONCE, RunLayout
+from kvqjax.cache.state import Run, due
 from kvqjax.cache.view import (
     LayerView,
     NewTokens,
@@ -17,7 +19,6 @@ from kvqjax.cache.view import (
     expanded,
     payload_of,
     reached,
-    rebuilt,
     seen,
     side_by_side,
 )
@@ -33,6 +34,20 @@ MOST_ROWS = 128  # queries of all heads that a TPU multiplies with all heads' ch
 MOST_PARTS = 16  # of a body that are decoded in straight code: more would take long to compile
 
 
+def _passed(run: RunLayout, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
+    """Pass the carry of one block through one more layer."""
+    return run.wiring.maps.decode(at_layer(constants, layer), payload_of(run, state, layer, at, size), carry)[1]
+
+
+def _rebuilt(view: LayerView, at, size: int) -> dict:
+    """Rebuild the carry of one block where none is held: from zeros, through the layers `below`."""
+    batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
+    carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.chain.carry.items()}
+    for run, state, constants, count in view.below:
+        carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at, size), carry)
+    return carry
+
+
 def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedValues | None = None):
     """Make (read, first, last) for `blockwise_attention` over the body, `size` tokens of every row at a time. With
     `shared`, the values read are the stored ones, which the caller maps to heads after the sum."""
@@ -42,7 +57,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
         at = body.at(j, size)
         payload = payload_of(run, view.state, view.layer, at, size)
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
-        part = part or rebuilt(view, at, size)
+        part = part or _rebuilt(view, at, size)
         decoded, part = run.wiring.maps.decode(constants, payload, part)
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
         carry = {

@@ -27,7 +27,6 @@ __all__ = [
     "expanded",
     "payload_of",
     "reached",
-    "rebuilt",
     "seen",
     "side_by_side",
     "visible",
@@ -106,20 +105,6 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int) -> dict:
         source: {name: read(f, state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
         for source, codec in run.wiring.storage.codecs.items()
     }
-
-
-def _passed(run: RunLayout, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
-    """Pass the carry of one block through one more layer."""
-    return run.wiring.maps.decode(at_layer(constants, layer), payload_of(run, state, layer, at, size), carry)[1]
-
-
-def rebuilt(view: LayerView, at, size: int) -> dict:
-    """Rebuild the carry of one block where none is held: from zeros, through the layers `below`."""
-    batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
-    carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.chain.carry.items()}
-    for run, state, constants, count in view.below:
-        carry = jax.lax.fori_loop(0, count, functools.partial(_passed, run, state, constants, at, size), carry)
-    return carry
 
 
 def reached(view: LayerView) -> int:

@@ -131,6 +131,7 @@ class Rules:
     def cache_layout(self, layout: CacheLayout, batch: int) -> CacheLayout:
         """The layout of a cache of `batch` rows that is dealt as these rules say. Raises UserError when the method
         mixes what they split, or they cannot share out the rows."""
+        # A device knows the attention mass of its own heads and tokens only, and nothing exchanges it.
         if layout.method.keep is not None and self.mesh.size > 1:
             raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
         if batch % self.size(self.batch):

@@ -54,16 +54,8 @@ def _alike(one: Partial, other: Partial) -> bool:
     return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
-def examine(
-    kernel: Attention,
-    plain: Attention,
-    queries: Sequence[jax.Array],
-    timed: Callable[[], Speed],
-    *,
-    repeats: int = REPEATS,
-    most: float = MOST,
-) -> Verdict:
-    """Compare `kernel` with `plain` on every array of queries, `repeats` times, and then by what `timed()` says. What
+def examine(kernel: Attention, plain: Attention, queries: Sequence[jax.Array], timed: Callable[[], Speed]) -> Verdict:
+    """Compare `kernel` with `plain` on every array of queries, REPEATS times, and then by what `timed()` says. What
     the kernel raises is a finding. What the plain path raises is raised, because it says nothing of the kernel."""
     wanted = [jax.block_until_ready(plain(q)) for q in queries]
     worst = 0.0
@@ -71,9 +63,9 @@ def examine(
         for q, want in zip(queries, wanted, strict=True):
             first = jax.block_until_ready(kernel(q))
             worst = max(worst, worst_error(first, want))
-            if worst > most:
+            if worst > MOST:
                 return Verdict(outcome="wrong", error=worst, note=f"a query of {q.shape[1]} is off by {worst:.2%}")
-            for _ in range(repeats - 1):
+            for _ in range(REPEATS - 1):
                 if not _alike(first, jax.block_until_ready(kernel(q))):
                     return Verdict(outcome="wrong", error=worst, note="results differ from call to call")
         speed = timed()
