@@ -68,6 +68,9 @@ class Deal(NamedTuple):
         return -(-tokens // (self.block * self.parts)) * self.block if self.parts > 1 else tokens
 
 
+TPU_LANES = 2**14  # of one row of a plain body
+CPU_LANES = 2**11  # keys and values of a few heads, which stay in its caches
+MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
 
 
@@ -77,7 +80,8 @@ class RunLayout(NamedTuple):
     is a ring of `ring` tokens. `slots` counts all devices' when the blocks are dealt (`deal`), `slots_here` one's. With
     eviction the body never holds more than `budget` tokens (0: no eviction). `static`: how much of the body a few new
     tokens read is bounded by its slots and not by data, because a GPU's host decides on every turn of such a loop.
-    `lanes`: a few new tokens are multiplied with all heads' channels at once, as suits a TPU."""
+    `lanes`: as many tokens are read at a time by a few new ones, which are multiplied with all heads' channels at once
+    (0: head by head)."""
 
     first: int
     count: int
@@ -90,7 +94,7 @@ class RunLayout(NamedTuple):
     deal: Deal = Deal()
     budget: int = 0
     static: bool = False
-    lanes: bool = False
+    lanes: int = 0
 
     @property
     def sliding(self) -> int | None:
@@ -108,11 +112,6 @@ class RunLayout(NamedTuple):
         wanted = max(self.wiring.fast.reading, AT_ONCE if self.static else 1)
         most = 1 if self.wraps else max(1, wanted // self.block)
         return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the body is stored as it is read."""
-        return all(f.kind == "plain" for c in self.wiring.storage.codecs.values() for f in c.fields.values())
 
     @property
     def carried(self) -> int:
@@ -134,7 +133,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
     block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in wiring.storage.clocks)))
     room = layout.capacity - layout.method.sinks
-    lanes = family(layout.target) == "tpu" and layout.form == "planes"
+    lanes = _lanes(layout, shape, all(field.kind == "plain" for field in fields))
     ring = max(clock.window + clock.unit for clock in wiring.storage.clocks)
     # Nothing is ever encoded when the window alone can hold the capacity.
     most = max((room - clock.window) // clock.unit * clock.unit for clock in wiring.storage.clocks)
@@ -151,6 +150,16 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     static = layout.form == "heads"
     wraps = blocks < whole
     return RunLayout(first, count, shape, wiring, block, blocks * block, ring, wraps, static=static, lanes=lanes)
+
+
+def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
+    """How many tokens are read at a time where no head is taken apart from the others (`RunLayout.lanes`)."""
+    kind = family(layout.target)
+    if layout.form != "planes" or kind == "gpu":
+        return 0
+    if kind == "tpu":
+        return TPU_LANES if plain else 1
+    return CPU_LANES if shape.num_kv_heads <= MOST_HEADS else 0
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
