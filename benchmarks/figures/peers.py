@@ -1,8 +1,12 @@
 """benchmarks/peers.md: this library beside others, each pair measured in one run."""
 
+from pathlib import Path
+
 from benchmarks.tables import read, table
 
-__all__ = ["text"]
+__all__ = ["llamacpp", "text"]
+
+RECORD = Path(__file__).parents[1] / "records" / "llamacpp.json"
 
 HEAD = """# Beside other libraries
 
@@ -43,6 +47,33 @@ def _tokens() -> str:
     return about + table(["cache", "tokens a second", "over transformers"], rows)
 
 
+def _beside_llamacpp(row: dict, record: dict) -> list[str]:
+    """Cells of one row: milliseconds, then by how much it is faster than each of what was measured in its rounds."""
+    ms, peers = row["ms"], row["peers"]
+    ratios = [min(peers.values()) / ms, peers["q4_0"] / ms if "q4_0" in peers else None, row["exact"] / ms]
+    bound = 1e3 * (record["weights"] + row["bytes"]) / record["bytes_per_second"] if "bytes" in row else None
+    cells = [row["kind"], str(row["tokens"]), f"`{row['cache']}`", f"{ms:.1f}"]
+    theirs = [f"{peers[name]:.1f}" if name in peers else "" for name in ("f16", "q8_0", "q4_0")]
+    return [*cells, *theirs, *(f"{x:.2f}" if x else "" for x in ratios), f"{ms / bound:.2f}" if bound else ""]
+
+
+def llamacpp(record: dict) -> str:
+    """The section on llama.cpp, of what `python -m benchmarks.llamacpp --out` wrote."""
+    heads = ["", "tokens", "cache", "ms", "f16", "q8_0", "q4_0", "faster than the fastest by", "than q4_0 by"]
+    heads += ["than our exact by", "time of its bytes, times"]
+    rows = [_beside_llamacpp(row, record) for row in record["rows"]]
+    about = (
+        "\n## A decode step and a prompt beside llama.cpp (`python -m benchmarks.llamacpp`)\n\n"
+        "A Llama of 8 layers, width 768, MLP 2048, 12 query and 4 KV heads of 64, float32 weights; "
+        f"{_machine(record['machine'])},\nllama-cpp-python {record['llama-cpp-python']} with flash attention. "
+        "Each row is one run, in which our cache, our exact one and llama.cpp's\ncaches took turns (their milliseconds "
+        "in the middle). The last column divides the step by the time that its weights and\nits cache take to be read "
+        f"once, at the {record['bytes_per_second'] / 1e9:.1f} GB/s at which XLA adds up numbers here.\n\n"
+    )
+    return about + table(heads, rows)
+
+
 def text() -> str:
     """The page."""
-    return HEAD + _steps() + _tokens()
+    beside = llamacpp(read("llamacpp")) if RECORD.exists() else ""
+    return HEAD + beside + _steps() + _tokens()

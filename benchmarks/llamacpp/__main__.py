@@ -1,13 +1,16 @@
-"""A decode step and a prompt on the CPU beside llama.cpp with the same float32 weights, in one run.
+"""A decode step and a prompt on the CPU beside llama.cpp with the same float32 weights.
 
     pip install llama-cpp-python gguf    # in an environment of its own, built for this machine's processor
-    python -m benchmarks.llamacpp [--tokens 8192 --tokens 32768] [--prompt 8192] [--out FILE]
+    python -m benchmarks.llamacpp [--tokens 8192 --tokens 32768] [--prompt 8192] [--only CACHE] [--out FILE]
+    python -m benchmarks.figures    # the table of benchmarks/peers.md
 
 A Llama of 8 layers: width 768, MLP 2048, 12 query and 4 KV heads of 64, random weights. Both give the same logits for a
-short text, which is checked first. Then all take turns, round after round; medians of the rounds. Steps are of one
-token behind a cache of `tokens`; ours flush as they go. `--prompt` times a prompt up to its first new token: at once,
-and in chunks through the cache. Nothing else may run on the machine: llama.cpp's threads spin while they wait for each
-other, and lose much when one is taken off its core.
+short text, which is checked first. Then each cache takes turns with the exact one and with llama.cpp's three, round
+after round; medians of the rounds. A row of the record is one such run, and stands by itself: rows that FILE has are
+kept, but for those of caches that are named, so a run that was cut off goes on. Steps are of one token behind a cache
+of `tokens` random codes; ours flush as they go. `--prompt` times a prompt up to its first new token: at once, and in
+chunks through the cache. Nothing else may run on the machine: llama.cpp's threads spin while they wait for each other,
+and lose much when one is taken off its core.
 """
 
 import argparse
@@ -23,12 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax as kvq
+from benchmarks.figures.peers import llamacpp
+from benchmarks.llamacpp.filled import filled, random
 from benchmarks.llamacpp.peer import TYPES, Peer, write_model
-from benchmarks.tables import table
-from kvqjax._timing import alternating_seconds, machine
+from kvqjax._timing import alternating_seconds, machine, median_seconds
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cli.bench import decoding
+from kvqjax.cli.bench import stepping
 from kvqjax.cli.progress import announce
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import init_params, unrolled
@@ -70,109 +74,133 @@ def models(params: dict, caches: tuple[str, ...]) -> dict[str, kvq.Model]:
     for text in caches:
         layout = CacheLayout(shape=CONFIG.kv_shape, method=kvq.parse(text), capacity=1024, dtype="float32")
         shapes = tuple(run.wiring.constants(run.count, layout.dtype) for run in runs_of(layout))
-        ready[text] = kvq.Model(params=unrolled(params), constants=jax.tree.map(_random, shapes), config=CONFIG)
+        ready[text] = kvq.Model(params=unrolled(params), constants=jax.tree.map(random, shapes), config=CONFIG)
     return ready
 
 
-def _random(of: jax.ShapeDtypeStruct) -> jax.Array:
-    floating = jnp.issubdtype(of.dtype, jnp.floating)
-    return 0.1 * jax.random.normal(jax.random.key(0), of.shape, of.dtype) if floating else jnp.zeros(of.shape, of.dtype)
+def read_rate(params: dict) -> float:
+    """Bytes of weights that XLA reads in a second, when it only adds them up."""
+    total = jax.jit(lambda tree: sum(x.sum() for x in jax.tree.leaves(tree)))
+    return sum(x.nbytes for x in jax.tree.leaves(params)) / median_seconds(lambda: total(params), 10)
 
 
-def in_turn(calls: dict[str, Callable], rounds: int, inner: int = 1) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each call in the rounds, and the least."""
+def in_turn(calls: dict[str, Callable], rounds: int, inner: int = 1) -> dict[str, float]:
+    """Median milliseconds of each call in the rounds."""
     spent = alternating_seconds(list(calls.values()), rounds)
-    return {
-        name: {"ms": 1e3 * float(np.median(own)) / inner, "least_ms": 1e3 * min(own) / inner}
-        for name, own in zip(calls, spent, strict=True)
-    }
+    return {name: 1e3 * float(np.median(own)) / inner for name, own in zip(calls, spent, strict=True)}
 
 
-def step_rows(ready: dict, path: Path, tokens: int, rounds: int, threads: int) -> list[dict]:
-    """A decode step behind `tokens` cached ones."""
-    calls = {}
-    for name, model in ready.items():
-        announce(f"filling {name} with {tokens} tokens")
-        calls[name] = decoding(model, kvq.parse(name), tokens, 1, STEPS, rounds + 1)[1]
-    peers = {kind: Peer(path, kind, tokens + 512, threads, tokens // 512 + 1) for kind in TYPES}
-    calls |= {f"llama.cpp {kind}": peer.steps(tokens, STEPS) for kind, peer in peers.items()}
-    found = in_turn(calls, rounds, STEPS)
+def row_of(found: dict[str, float], **about) -> dict:
+    """A row of the record: a cache's milliseconds, the exact cache's and llama.cpp's in the same rounds."""
+    return about | {"ms": found["own"], "exact": found["exact"], "peers": {n: found[n] for n in TYPES if n in found}}
+
+
+def step_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
+    """Decode steps behind `tokens` cached ones, cache by cache."""
+    peers = {kind: Peer(path, kind, tokens + 512, given.threads, tokens // 512 + 1) for kind in TYPES}
+    theirs = {kind: peer.steps(tokens, STEPS) for kind, peer in peers.items()}
+    for name in wanted:
+        announce(f"steps behind {tokens} tokens: {name}")
+        calls, room = {}, STEPS * (given.rounds + 1)
+        for kind, text in {"exact": "exact", "own": name}.items():
+            cache = filled(ready[text], text, tokens, room)
+            size = sum(x.nbytes for x in jax.tree.leaves(cache))
+            calls[kind] = stepping(ready[text], cache, STEPS)
+        found = in_turn(calls | theirs, given.rounds, STEPS)
+        yield row_of(found, kind="step", tokens=tokens, cache=name, bytes=size)
     for peer in peers.values():
         peer.close()
-    return [{"kind": "step", "tokens": tokens, "cache": name} | own for name, own in found.items()]
 
 
-def prompt_rows(ready: dict, path: Path, tokens: int, rounds: int, threads: int) -> list[dict]:
+def prompt_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
     """A whole prompt up to the first new token: at once, in chunks through the cache, and llama.cpp's."""
     ids = np.random.default_rng(2).integers(0, CONFIG.vocab_size, tokens)
     whole, counts = jax.jit(prefill, donate_argnames="cache"), jnp.full((1,), tokens, jnp.int32)
     through = jax.jit(lambda *given: forward(*given, last=True), donate_argnums=3)
 
-    def at_once(model, name):
+    def at_once(name):
+        model = ready[name]
         return lambda: whole(model, jnp.asarray(ids[None]), counts, kvq.init_cache(model, name, 1, tokens))[0]
 
-    def in_chunks(model, name):
+    def in_chunks(name):
         def run():
-            cache, full = kvq.init_cache(model, name, 1, tokens), jnp.full((1,), CHUNK, jnp.int32)
+            cache, full = kvq.init_cache(ready[name], name, 1, tokens), jnp.full((1,), CHUNK, jnp.int32)
             for start in range(0, tokens, CHUNK):
-                out, cache = through(model, jnp.asarray(ids[None, start : start + CHUNK]), full, cache)
+                out, cache = through(ready[name], jnp.asarray(ids[None, start : start + CHUNK]), full, cache)
             return out
 
         return run
 
-    asked = [name for name in PROMPTED if name in ready]
-    calls = {name: at_once(ready[name], name) for name in asked}
-    calls |= {f"{name} in chunks of {CHUNK}": in_chunks(ready[name], name) for name in asked}
-    peer = Peer(path, "f16", tokens + 512, threads)
-    calls["llama.cpp f16"] = peer.prompt(ids)
-    found = in_turn(calls, rounds)
+    peer = Peer(path, "f16", tokens + 512, given.threads)
+    for name in wanted:
+        for kind, made in {"prompt": at_once, f"prompt in chunks of {CHUNK}": in_chunks}.items():
+            announce(f"{kind}, {tokens} tokens: {name}")
+            calls = {"exact": made("exact"), "own": made(name), "f16": peer.prompt(ids)}
+            yield row_of(in_turn(calls, max(1, given.rounds // 3)), kind=kind, tokens=tokens, cache=name)
     peer.close()
-    return [{"kind": "prompt", "tokens": tokens, "cache": name} | own for name, own in found.items()]
 
 
-def shown(rows: list[dict]) -> str:
-    """The rows as Markdown, each beside the fastest of llama.cpp's in its group."""
-    lines = []
-    for row in rows:
-        peers = [
-            r for r in rows if r["cache"].startswith("llama.cpp") and all(r[n] == row[n] for n in ("kind", "tokens"))
-        ]
-        q4 = next((r["ms"] for r in peers if r["cache"].endswith("q4_0")), None)
-        ratios = (min(r["ms"] for r in peers) / row["ms"], q4 / row["ms"] if q4 else None)
-        cells = [f"{x:.2f}" if x is not None else "" for x in ratios]
-        lines.append([row["kind"], str(row["tokens"]), f"`{row['cache']}`", f"{row['ms']:.1f}", *cells])
-    return table(["", "tokens", "cache", "ms", "faster than llama.cpp's fastest by", "than its q4_0 by"], lines)
+def missing(record: dict, kind: str, tokens: int, caches: tuple[str, ...], named: list[str] | None) -> list[str]:
+    """Those of the caches that are named, else those that the record lacks."""
+    there = {row["cache"] for row in record["rows"] if row["tokens"] == tokens and row["kind"].startswith(kind)}
+    return [name for name in caches if (name in named if named else name not in there)]
+
+
+def merged(record: dict, row: dict) -> dict:
+    """The record with this row, in the place of the one that measured the same."""
+    same = lambda other: all(other[name] == row[name] for name in ("kind", "tokens", "cache"))  # noqa: E731
+    rows = [other for other in record["rows"] if not same(other)] + [row]
+    order = ("step", "prompt", f"prompt in chunks of {CHUNK}")
+    place = lambda row: (order.index(row["kind"]), row["tokens"], CACHES.index(row["cache"]))  # noqa: E731
+    return record | {"rows": sorted(rows, key=place)}
+
+
+def begun(out: Path | None, params: dict, difference: float) -> dict:
+    """The record of this machine so far."""
+    version = importlib.metadata.version("llama-cpp-python")
+    about = {"machine": machine(), "llama-cpp-python": version, "logits": difference, "rows": []}
+    about |= {"weights": sum(x.nbytes for x in jax.tree.leaves(params)), "bytes_per_second": read_rate(params)}
+    if out is None or not out.exists():
+        return about
+    record = json.loads(out.read_text(encoding="utf-8"))
+    if record["machine"]["processor"] != about["machine"]["processor"] or record["llama-cpp-python"] != version:
+        raise SystemExit(f"{out} is another machine's or version's: move it away")
+    return record
+
+
+def checked(path: Path, params: dict, threads: int) -> float:
+    """How far both logits differ. Raises SystemExit where the models are not the same."""
+    peer = Peer(path, "f16", 512, threads)
+    difference = agree(params, peer)
+    peer.close()
+    print(f"logits differ by {difference:.1e} of the largest", flush=True)
+    if difference > 0.01:  # llama.cpp keeps keys and values in 16 bits
+        raise SystemExit("llama.cpp computes something else")
+    return difference
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", action="append", help="only these beside the exact one; repeatable")
+    parser.add_argument("--only", action="append", choices=CACHES, help="measure this cache (anew); repeatable")
     parser.add_argument("--tokens", type=int, action="append", help="cached tokens; repeatable; multiples of 512")
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    rows, params = [], init_params(jax.random.key(0), CONFIG)
+    given, params = parser.parse_args(), init_params(jax.random.key(0), CONFIG)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_model(path, params, CONFIG)
-        peer = Peer(path, "f16", 512, given.threads)
-        difference = agree(params, peer)
-        peer.close()
-        print(f"logits differ by {difference:.1e} of the largest", flush=True)
-        if difference > 0.01:  # llama.cpp keeps keys and values in 16 bits
-            raise SystemExit("llama.cpp computes something else")
-        ready = models(params, ("exact", *given.cache) if given.cache else CACHES)
-        for tokens in given.tokens or (8192, 32768):
-            rows += step_rows(ready, path, tokens, given.rounds, given.threads)
-        if given.prompt:
-            rows += prompt_rows(ready, path, given.prompt, max(1, given.rounds // 3), given.threads)
-    print(shown(rows))
-    if given.out:
-        version = importlib.metadata.version("llama-cpp-python")
-        record = {"machine": machine(), "llama-cpp-python": version, "logits": difference, "rows": rows}
-        given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record, ready = begun(given.out, params, checked(path, params, given.threads)), models(params, CACHES)
+        groups = [(step_rows, "step", tokens, CACHES) for tokens in given.tokens or (8192, 32768)]
+        groups += [(prompt_rows, "prompt", given.prompt, PROMPTED)] if given.prompt else []
+        for measure, kind, tokens, caches in groups:
+            wanted = missing(record, kind, tokens, caches, given.only)
+            for row in measure(ready, wanted, path, tokens, given) if wanted else ():
+                record = merged(record, row)
+                if given.out:
+                    given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(llamacpp(record))
 
 
 if __name__ == "__main__":

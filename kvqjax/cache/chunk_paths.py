@@ -22,7 +22,6 @@ __all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "few_
 MANY_QUERIES = 128  # new tokens of a call that takes these paths, at least
 SCORES, DECODED = 2**31, 2**13  # of one block: bytes of softmax weights on a GPU, tokens on a TPU
 SLACK = 1.25  # how much more a block may be, rather than one block more
-FEW_TOKENS = 2**14  # of one row of a plain body, read at a time by a few queries on a TPU
 WHOLE = 2**28  # bytes of a layer's keys and values that a chunk on a TPU may hold decoded, all at once
 
 
@@ -48,12 +47,14 @@ def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: s
     return reading * -(-whole // min(whole, count))
 
 
-def few_block(run: RunLayout, batch: int) -> int:
-    """Choose how many of a body's tokens a few queries on a TPU read at a time. A body that is stored as it is read
-    takes large blocks, which need a tenth of the small operations between blocks."""
-    if run.wraps or not run.plain:
+def few_block(run: RunLayout, batch: int, apart: bool) -> int:
+    """Choose how many of a body's tokens a few queries read at a time that meet all heads' channels: small operations
+    between blocks take a tenth of a TPU's time then, and a third of a CPU's. `apart` as in `large_block`."""
+    if run.wraps:
         return run.reading
-    return run.reading * max(1, min(FEW_TOKENS // max(1, batch // 2), run.slots_here) // run.reading)
+    whole = run.slots_here // run.reading
+    most = max(1, min(run.lanes // max(1, batch // 2) // run.reading, whole))
+    return run.reading * (max(n for n in range(1, most + 1) if whole % n == 0) if apart else most)
 
 
 def by_splash(kernels: str, kernel: Callable, plain: Callable, *arrays):

@@ -63,6 +63,9 @@ class Deal(NamedTuple):
         return -(-tokens // (self.block * self.parts)) * self.block if self.parts > 1 else tokens
 
 
+TPU_LANES = 2**14  # of one row of a plain body
+CPU_LANES = 2**11  # keys and values of a few heads, which stay in its caches
+MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
 
 
@@ -75,7 +78,8 @@ class RunLayout(NamedTuple):
     - The window is a ring of `ring` tokens.
     - `static`: how many blocks a few new tokens read is bounded by the slots and not by data, because a GPU's host
       decides on every turn of a loop that data bounds.
-    - `lanes`: a few queries meet all heads' channels in one product, as suits a TPU."""
+    - `lanes`: so many tokens are read at a time by a few queries, which meet all heads' channels in one product (0:
+      head by head)."""
 
     first: int
     count: int
@@ -88,7 +92,7 @@ class RunLayout(NamedTuple):
     deal: Deal = Deal()
     budget: int = 0
     static: bool = False
-    lanes: bool = False
+    lanes: int = 0
 
     @property
     def sliding(self) -> int | None:
@@ -108,11 +112,6 @@ class RunLayout(NamedTuple):
         return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
 
     @property
-    def plain(self) -> bool:
-        """Say whether the body is stored as it is read."""
-        return all(f.kind == "plain" for c in self.wiring.storage.codecs.values() for f in c.fields.values())
-
-    @property
     def carried(self) -> int:
         """Count how many body tokens' carry is live during a decode step, per row (`kvqjax.methods.wiring.Chain`)."""
         return self.wiring.chain.tokens(self.slots, self.block)
@@ -126,6 +125,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
     block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in clocks)))
     room = layout.capacity - layout.method.sinks
+    lanes = _lanes(layout, shape, all(field.kind == "plain" for field in fields))
     ring = max(1, min(max(clock.window + clock.unit for clock in clocks), room))
     # Nothing is ever encoded when the window alone can hold the capacity.
     most = max(0, *((room - clock.window) // clock.unit * clock.unit for clock in clocks))
@@ -145,8 +145,18 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
         wraps=blocks < whole,
         budget=budget,
         static=keep is None and layout.form == "heads",
-        lanes=family(layout.target) == "tpu" and layout.form == "planes",
+        lanes=lanes,
     )
+
+
+def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
+    """How many tokens are read at a time where no head is taken apart from the others (`RunLayout.lanes`)."""
+    kind = family(layout.target)
+    if layout.form != "planes" or kind == "gpu":
+        return 0
+    if kind == "tpu":
+        return TPU_LANES if plain else 1
+    return CPU_LANES if shape.num_kv_heads <= MOST_HEADS else 0
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:

@@ -52,6 +52,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
     """Make (read, first, last) for `blockwise_attention` over the body, `size` tokens of every row at a time. With
     `shared`, the values read are the stored ones, which the caller maps to heads after the sum."""
     run, body, constants = view.run, body_view(view, tokens), view.run.wiring.maps.prepare(view.constants)
+    waves = run.wiring.fast.waves(size) if run.wiring.fast.waves and body.together else None
 
     def block(j, carry):
         at = body.at(j, size)
@@ -64,7 +65,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
             n: jax.lax.dynamic_update_slice_in_dim(c, saturated(part[n], c.dtype), at, 1) for n, c in carry.items()
         }
         positions, valid = body.places(j, size)
-        k, v = expanded(view, decoded, positions)
+        k, v = expanded(view, decoded, positions if waves is None else waves(positions))
         if shared is not None:  # the decoded values then have no user and are never computed
             v = saturated(shared.read(view.weights, view.constants, payload, decoded)[:, :, None], v.dtype)
         return k, v, seen(view, tokens, positions, valid), carry
@@ -91,16 +92,17 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     kernels = view.chunks if body.together else "off"
     few = body.linear and q.shape[1] <= MOST_QUERIES
     at_once = run.static and few and not wiring.chain.carry and reached(view) <= MOST_PARTS * AT_ONCE
-    shared = (fast.summed if at_once else None) or fast.shared
+    shared = (fast.summed if at_once or run.lanes > 1 else None) or fast.shared
     shared = shared if shared is not None and q.shape[1] <= shared.most else None
 
     def by_blocks():
         if at_once:
             return attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
-        if run.lanes and width is None and q.shape[1] * q.shape[2] <= MOST_ROWS:
-            blocks = _body_blocks(view, tokens, few_block(run, q.shape[0]))
-            return blockwise_attention(q, kv_heads, *blocks, carry, lanes=True)
+        if run.lanes and (width is None or run.lanes > 1) and q.shape[1] * q.shape[2] <= MOST_ROWS:
+            size = few_block(run, q.shape[0], bool(wiring.chain.carry) or not body.linear)
+            blocks = _body_blocks(view, tokens, size, shared)
+            return blockwise_attention(q, kv_heads, *blocks, carry, width, lanes=True)
         if kernels == "off":
             return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, run.reading, shared), carry, width)
         apart = bool(wiring.chain.carry) or kernels in ("splash", "interpret")

@@ -37,7 +37,7 @@ from kvqjax.step.forward import commit, forward
 from kvqjax.step.new_cache import init_cache, planned_layout
 from kvqjax.step.prefill import prefill
 
-__all__ = ["bench", "decoding", "step_milliseconds"]
+__all__ = ["bench", "decoding", "step_milliseconds", "stepping"]
 
 CHUNK = 512
 
@@ -89,13 +89,19 @@ def decoding(
     for start in range(0, context, CHUNK):
         cache = jax.block_until_ready(_fill(model, cache, jax.random.key(start // CHUNK)))
         progress(min(1.0, (start + CHUNK) / context))
+    return size, stepping(model, cache, steps)
+
+
+def stepping(model: Model, cache: Cache, steps: int) -> Callable[[], jax.Array]:
+    """What decodes `steps` more tokens at each call, the first of them behind what `cache` holds. It takes the cache's
+    memory."""
 
     def run():
         nonlocal cache
         out, cache = _steps(model, cache, steps=steps)
         return out
 
-    return size, run
+    return run
 
 
 def step_milliseconds(

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.linalg import hadamard as sylvester
 
-__all__ = ["hadamard", "has_hadamard", "transform"]
+__all__ = ["factors", "hadamard", "has_hadamard", "multiplied", "transform"]
 
 FACTOR = 6  # log2 of the largest Sylvester factor applied as one matrix product
 
@@ -61,7 +61,7 @@ def _paley(order: int) -> np.ndarray:
     return (np.kron(core, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])).astype(np.int8)
 
 
-def _factors(order: int) -> list[np.ndarray]:
+def factors(order: int) -> list[np.ndarray]:
     """Give matrices whose Kronecker product, first to last, is the Hadamard matrix."""
     parts = _split(order)
     if parts is None:
@@ -75,16 +75,19 @@ def _factors(order: int) -> list[np.ndarray]:
 @functools.lru_cache(maxsize=32)
 def hadamard(order: int) -> np.ndarray:
     """Build H int8 [order, order] of +-1 with H H^T = order * I, in Sylvester's natural order for powers of two."""
-    return functools.reduce(np.kron, _factors(order), np.ones((1, 1), np.int8))
+    return functools.reduce(np.kron, factors(order), np.ones((1, 1), np.int8))
 
 
 def transform(x: Float[Array, "*B W"], inverse: bool = False) -> Float[Array, "*B W"]:
     """Multiply by H along the last axis, or by H^T (`inverse`: H^T H = W * I), float32 and unnormalised. There is one
     small product per Kronecker factor (1024 = 32 x 32: two products that fill a matrix unit), in full float32."""
-    shape = x.shape
-    x = x.astype(jnp.float32)
-    done, left = 1, shape[-1]
-    for factor in _factors(shape[-1]):
+    return multiplied(x.astype(jnp.float32), factors(x.shape[-1]), inverse)
+
+
+def multiplied(x: Float[Array, "*B W"], parts: list[np.ndarray], inverse: bool) -> Float[Array, "*B W"]:
+    """Multiply along the last axis by the Kronecker product of `parts` and an identity, as `transform` does."""
+    shape, done, left = x.shape, 1, x.shape[-1]
+    for factor in parts:
         size = factor.shape[0]
         left //= size
         matrix = jnp.asarray(factor.T if inverse else factor, jnp.float32)

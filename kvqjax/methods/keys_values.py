@@ -1,6 +1,7 @@
 """Layers that cache keys and values themselves, each source with a codec of its own: most methods."""
 
 import dataclasses
+import functools
 
 from jaxtyping import Array, Float, Int
 
@@ -10,10 +11,10 @@ from kvqjax.codecs.kernel_form import packed_form
 from kvqjax.methods.direct_forms import direct_form
 from kvqjax.methods.maps import Maps
 from kvqjax.methods.rotation import check_rotation, frame, needs_of
-from kvqjax.methods.wiring import Calibration, Clock, Storage, Wiring
+from kvqjax.methods.wiring import Calibration, Clock, Fast, Storage, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected, key_bias
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import following, rotate
 
 __all__ = ["KeysAndValues", "cached_keys", "keys_and_values"]
 
@@ -89,6 +90,7 @@ def keys_and_values(
     return Wiring(
         Storage(widths, codecs, clocks),
         Maps(capture, encode, decode, expand, frame=turning),
+        fast=Fast(waves=functools.partial(following, config=config) if rope == "pre" else None),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )
 

@@ -9,7 +9,7 @@ from kvqjax.methods.summing import shared_until, through_heads
 from kvqjax.methods.wiring import SharedValues
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Layer, heads, norm
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import Waves, rotate
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import PLANE, row_major
 
@@ -32,7 +32,11 @@ def prefers_latents(config: KVShape) -> bool:
 
 
 def attended(
-    k: Float[Array, "B n KD"], v: Float[Array, "B n KD"], weights: Layer, positions: Int[Array, "B n"], config: KVShape
+    k: Float[Array, "B n KD"],
+    v: Float[Array, "B n KD"],
+    weights: Layer,
+    positions: Int[Array, "B n"] | Waves,
+    config: KVShape,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
     """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE. Numbers that overflowed
     saturate before a norm or a rotation makes NaN of them."""

@@ -83,13 +83,15 @@ class Fast(NamedTuple):
     `packed`: a kernel reads it as it is stored. `direct`: XLA reads all of it at once, stored head by head
     (kvqjax.methods.direct). `shared`: values are summed before they are mapped to heads. `summed`: the same on a GPU
     only, where no kernel reads the body. `reading`: tokens that are decoded at a time, where the body's block is
-    smaller and divides them."""
+    smaller and divides them. `waves`: waves(n) makes the function from n consecutive positions to what `expand` then
+    takes in their place (kvqjax.model.rope.following)."""
 
     packed: Packed | None = None
     direct: Direct | None = None
     shared: SharedValues | None = None
     summed: SharedValues | None = None
     reading: int = 1
+    waves: Callable | None = None
 
 
 class Calibration(NamedTuple):

@@ -16,6 +16,7 @@ R = min(E, KD); made from the weights alone by kvqjax.calibrate.xquant. MHA need
 """
 
 import dataclasses
+import functools
 
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.codecs.kernel_form import BLOCK, Packed, rope_of
@@ -24,8 +25,9 @@ from kvqjax.codecs.uniform import uniform_body
 from kvqjax.methods.maps import Maps
 from kvqjax.methods.rematerialise import FIT, attended, input_width, prefers_latents, quantiser, summed_first, times
 from kvqjax.methods.spec import Method, first_layers, method_factory
-from kvqjax.methods.wiring import Calibration, Clock, Cost, Fast, SharedValues, Storage, Wiring
+from kvqjax.methods.wiring import Calibration, Clock, Cost, Fast, Storage, Wiring
 from kvqjax.model.config import KVShape
+from kvqjax.model.rope import following
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -33,7 +35,7 @@ __all__ = ["LayerInput", "latents", "layer_input", "xquant"]
 
 
 def _independent(
-    sources: dict[str, int], codecs: dict[str, Codec], clock: Clock, capture, expand, shared: SharedValues, cost: Cost
+    sources: dict[str, int], codecs: dict[str, Codec], clock: Clock, capture, expand, fast: Fast, cost: Cost
 ) -> Wiring:
     """Wire sources that are encoded one by one, in layers that do not depend on each other."""
 
@@ -45,7 +47,7 @@ def _independent(
         return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
 
     storage, maps = Storage(sources, codecs, (clock,)), Maps(capture, encode, decode, expand)
-    return Wiring(storage, maps, fast=Fast(shared=shared), calibration=Calibration(fit=FIT), cost=cost)
+    return Wiring(storage, maps, fast=fast, calibration=Calibration(fit=FIT), cost=cost)
 
 
 def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
@@ -63,8 +65,9 @@ def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
 
     width = input_width(config)
     shared = summed_first(width, config, read, lambda weights, constants: weights["v"])
+    fast = Fast(shared=shared, waves=functools.partial(following, config=config))
     cost = Cost(operations=4 * width * config.kv_width)  # two products, each multiply-accumulate two operations
-    return _independent({"x": width}, {"x": codec}, clock, capture, expand, shared, cost)
+    return _independent({"x": width}, {"x": codec}, clock, capture, expand, fast, cost)
 
 
 def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
@@ -85,9 +88,10 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
         return sources["v"]
 
     shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
+    fast = Fast(shared=shared, waves=functools.partial(following, config=config))
     # U takes the place of W_k and W_v.
     cost = Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width)
-    wiring = _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, shared, cost)
+    wiring = _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, fast, cost)
     return wiring.having(calibration={"kinds": dict.fromkeys(needs, "compute")})  # they stand for weights
 
 

@@ -19,7 +19,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.hf_sampling import read_sampling
 from kvqjax.model.weight_codes import CodedWeight
-from kvqjax.model.weight_trees import Params, is_unrolled
+from kvqjax.model.weight_trees import Params, is_unrolled, stored_layers
 from kvqjax.model.weights import ShardingRule, fingerprint, load_params
 
 __all__ = ["BUNDLED", "CODED_WEIGHTS", "Model", "Placement", "compute_dtype", "load", "locate"]
@@ -195,15 +195,14 @@ def load(
     hold. Or `sharding(parameter name)` gives each parameter's placement alone (kvqjax.model.weights.load_params).
     `weights` "int8" or "int4" keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype
     stays. `layers="scan"` keeps layers as stacks, which compile fast, "unroll" each by itself, which XLA for GPUs reads
-    at half the cost (kvqjax/model/decoder.py); None means unroll on GPUs, scan elsewhere. Its caches are stored
-    likewise. `text_only=True` loads the language part of a checkpoint of pictures and text, which is refused otherwise.
+    at half the cost (kvqjax/model/decoder.py); None means as `stored_layers` says. Its caches are stored likewise.
+    `text_only=True` loads the language part of a checkpoint of pictures and text, which is refused otherwise.
     `rope_length` is how long texts may become: RoPE of the kinds dynamic and longrope is another one for texts longer
     than the length the model was trained on first, which is what None stands for. Other kinds pass it over.
     Code from a checkpoint is never run. Raises UserError with one line naming the cause.
     """
     compute = compute_dtype(dtype)
-    layers = layers or ("unroll" if jax.default_backend() == "gpu" else "scan")
-    if layers not in ("scan", "unroll"):
+    if layers not in (None, "scan", "unroll"):
         raise UserError(f"layers={layers!r}; known: scan, unroll")
     if weights is not None and weights not in CODED_WEIGHTS:
         raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
@@ -214,6 +213,7 @@ def load(
     rules = sharding if isinstance(sharding, Placement) else None
     place = sharding.placement if isinstance(sharding, Placement) else sharding
     bits = CODED_WEIGHTS[weights] if weights else None
+    layers = layers or stored_layers(jax.default_backend(), config, compute)
     params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)
     about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
     return Model(params, config=config, **about)

@@ -1,5 +1,7 @@
 """The weights of a decoder as a pytree: their two forms, and random ones."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -7,11 +9,24 @@ from jaxtyping import Array
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.experts import BY_EXPERT, Rows, is_unrolled
 
-__all__ = ["Params", "init_params", "is_unrolled", "stacked", "unrolled"]
+__all__ = ["Params", "init_params", "is_unrolled", "stacked", "stored_layers", "unrolled"]
 
 Params = dict
 Layer = dict
+LARGE_LAYER, DEEPEST = 2**26, 48  # bytes of weights, layers
 SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")
+
+
+def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
+    """Say how the layers of a model are stored by default: "unroll" (each by itself) on GPUs, "scan" (as stacks) on
+    TPUs. XLA for CPUs copies every matrix out of a stack at every step, which takes as long as the product, but
+    compiles each layer of a list anew, a second or more: that is repaid within a text of some hundred tokens where
+    layers are large, and never in a very deep model."""
+    if platform != "cpu":
+        return "unroll" if platform == "gpu" else "scan"
+    shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))["layers"]
+    each = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) * jnp.dtype(dtype).itemsize / config.num_layers
+    return "unroll" if each >= LARGE_LAYER and config.num_layers <= DEEPEST else "scan"
 
 
 def unrolled(params: Params) -> Params:

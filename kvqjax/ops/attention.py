@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax.ops.xla import scores_of
+
 __all__ = [
     "Partial",
     "Running",
@@ -56,7 +58,7 @@ def _accumulate(
     """Fold one block of keys and values into the running softmax. With J = 1 all heads share the values. A value that
     no query sees is replaced by 0: it may be infinite, and 0 x inf is NaN."""
     v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
-    scores = jnp.einsum("bkgtd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = scores_of(q, k)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(-1))
     # A finite stand-in for the peak of an all-masked row keeps exp(-inf - -inf) from becoming NaN.
@@ -117,7 +119,7 @@ def blockwise_attention(
         return _accumulate(state, by_head, k, v, mask), carry
 
     state, carry = jax.lax.fori_loop(first, last, step, (_start(by_head, width or by_head.shape[-1]), carry))
-    return finish(_own_lanes(state, kv_heads) if lanes else state), carry
+    return finish(_own_lanes(state, kv_heads, width is None) if lanes else state), carry
 
 
 def _spread(q: Float[Array, "B K G T D"]) -> Float[Array, "B 1 K*G T K*D"]:
@@ -127,11 +129,12 @@ def _spread(q: Float[Array, "B K G T D"]) -> Float[Array, "B 1 K*G T K*D"]:
     return (q[:, :, :, :, None] * own).reshape(batch, 1, -1, length, heads * q.shape[-1])
 
 
-def _own_lanes(state: Running, heads: int) -> Running:
-    """What `_spread` queries have found, by KV head, each in its own channels."""
+def _own_lanes(state: Running, heads: int, apart: bool) -> Running:
+    """What `_spread` queries have found, by KV head; of values that lie `apart`, each in its own channels."""
     split = lambda x: x.reshape(x.shape[0], heads, -1, *x.shape[3:])  # noqa: E731
     acc, own = split(state.acc), jnp.eye(heads)[None, :, None, None, :, None]
-    acc = (acc.reshape(*acc.shape[:-1], heads, -1) * own).sum(4)
+    if apart:
+        acc = (acc.reshape(*acc.shape[:-1], heads, -1) * own).sum(4)
     return Running(split(state.peak), split(state.total), acc)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "rounded",
     "row_major",
     "rows_if",
+    "scores_of",
     "times_matrix",
     "unknown_zero",
     "zeros_by",
@@ -63,7 +64,8 @@ def times_matrix(
 ) -> Float[Array, "*N F"]:
     """`x` times a matrix [E, F], or [F, E] if it is `turned`; the result is in `dtype` if one is given. XLA for TPUs
     multiplies a single row on the vector unit, which takes four times what the matrix's bytes do on a v5e or v6e; of
-    two rows it makes a product."""
+    two rows it makes a product. XLA for CPUs takes a third longer than a matrix's bytes do; of the sum's two halves it
+    makes products that both cores read at their full rate."""
     equation = "...e,fe->...f" if turned else "...e,ef->...f"
     plain = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
     if x.ndim < 2 or math.prod(x.shape[:-1]) != 1:
@@ -73,7 +75,27 @@ def times_matrix(
         pad = [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]
         return plain(jnp.pad(x, pad), w)[..., :1, :]
 
-    return jax.lax.platform_dependent(x, w, tpu=two_rows, default=plain)
+    def halves(x, w):
+        parts, w = x.reshape(2, -1), w.reshape(2, -1, w.shape[1])
+        out = jnp.einsum("pe,pef->pf", parts, w, preferred_element_type=dtype).sum(0)
+        return out.reshape(*x.shape[:-1], -1)
+
+    cut = not turned and x.shape[-1] % 2 == 0 and x.dtype == w.dtype == jnp.float32
+    return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=halves if cut else plain, default=plain)
+
+
+def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float[Array, "B K G T S"]:
+    """Products of queries and keys, float32. XLA for CPUs turns the second operand of a product over its last axis; of
+    a few queries that costs more than the product, and keys that are decoded for it are then made number by number."""
+    plain = functools.partial(jnp.einsum, "bkgtd,bskd->bkgts", preferred_element_type=jnp.float32)
+    if q.shape[2] * q.shape[3] > FEW:
+        return plain(q, k)
+
+    def keys_first(q, k):
+        found = jnp.einsum("bskd,bkgtd->bksgt", k, q, preferred_element_type=jnp.float32)
+        return jnp.moveaxis(found, 2, -1)
+
+    return jax.lax.platform_dependent(q, k, cpu=keys_first, default=plain)
 
 
 def few_rows(x: Float[Array, "*N E"]) -> Float[Array, "*N E"]:
@@ -98,8 +120,8 @@ def depending_on(x: Array, new: dict[str, Array]) -> dict[str, Array]:
 
 
 def known_after(x: Array, number: int) -> Int[Array, ""]:
-    """`number`, that XLA cannot know before it has `x`. What is cut from a stored array at a number that is known may be
-    cut for all unrolled layers at once."""
+    """`number`, that XLA cannot know before it has `x`. What is cut from a stored array at a known number may be cut
+    for all unrolled layers at once."""
     return jnp.where(_never(x), jnp.int32(number + 1), jnp.int32(number))
 
 

@@ -1,5 +1,6 @@
 """Layers as a list instead of a stack: the same codes and logits, for weights and caches in either form."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache import runs_of
 from kvqjax.model.decoder import layer, logits
-from kvqjax.model.weight_trees import is_unrolled, stacked, unrolled
+from kvqjax.model.weight_trees import is_unrolled, stacked, stored_layers, unrolled
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 COUNTS = (96, 61)
@@ -88,6 +89,21 @@ def test_a_loaded_model_has_the_form_that_is_asked_for(tmp_path):
     method = kvq.parse("kivi:bits=4,window=32")
     wanted = kvq.generate(scan, ["The old house"], method, max_new_tokens=12).tokens
     assert kvq.generate(apart, ["The old house"], method, max_new_tokens=12).tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("platform", "sizes", "form"),
+    [
+        ("gpu", {}, "unroll"),
+        ("tpu", {"width": 4096, "mlp_width": 8192}, "scan"),
+        ("cpu", {}, "scan"),
+        ("cpu", {"width": 2048, "mlp_width": 4096}, "unroll"),
+        ("cpu", {"width": 2048, "mlp_width": 4096, "num_layers": 64}, "scan"),
+    ],
+)
+def test_how_layers_are_stored_follows_from_chip_size_and_depth(platform, sizes, form):
+    config = dataclasses.replace(tiny().config, **sizes)
+    assert stored_layers(platform, config, "float32") == form
 
 
 def test_artifacts_hold_stacks_whatever_the_model():
