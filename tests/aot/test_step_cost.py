@@ -99,8 +99,8 @@ def test_a_step_on_an_h100_costs_what_the_longest_row_holds():
 
 @pytest.mark.parametrize(("cache", "most"), [("exact", 1.15), ("kivi:bits=2,group=128", 0.75)])
 def test_eight_full_rows_on_an_h100_cost_their_bytes(cache, most):
-    """Rows of 32K tokens, whose new tokens are written by a kernel for all of them. Temporaries are one layer's: XLA lays
-    out nothing of a layer before its turn."""
+    """Rows of 32K tokens, whose new tokens are written by a kernel for all of them. Temporaries are one layer's: XLA
+    lays out nothing of a layer before its turn."""
     if reason := _missing("h100"):
         pytest.skip(reason)
     found = _counted("step_cost", "--chip=h100", f"--cache={cache}", "--context=32768", "--batch=8", "--layers=1,2")
