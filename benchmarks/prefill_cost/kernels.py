@@ -22,11 +22,19 @@ def bundles(listing: str) -> tuple[int, int]:
 
 
 def _listing(folder: Path, name: str) -> str:
-    files = list(folder.glob(f"*-{name}-*-final_bundles.txt"))
-    files = [file for file in files if "schedule-analysis" not in file.name]
-    if not files:
+    """Read the schedule of a call. XLA may copy a call after its schedule was written: then the one that all calls of
+    this kernel have, if they have the same."""
+
+    def texts(start: str) -> list[str]:
+        files = sorted(folder.glob(f"*-{start}-final_bundles.txt"))
+        return [file.read_text() for file in files if "schedule-analysis" not in file.name]
+
+    found, alike = texts(f"{name}-*"), texts(f"{name.rpartition('.')[0]}*")
+    if not found and len({bundles(text) for text in alike}) == 1:
+        found = alike
+    if not found:
         raise ValueError(f"{name}: its schedule was not written")
-    return files[-1].read_text()
+    return found[-1]
 
 
 def seen(queries: int, keys: int, whole: int, sliding: int | None) -> tuple[float, int]:
