@@ -55,3 +55,15 @@ def test_blocks_of_splash_attention(counter):
     assert kernels.seen(2048, 8192, 8192, 1024)[0] == (2 + 3 * 3) / 4  # a window reaches one block back at most
     lines = [" 0x1 LB: > { }", " 0x2 : > { }", " 0x3 PF: > { }", " 0x4 : > { }", " 0x5 : > { }", " 0x6 PF: > { }"]
     assert kernels.bundles("\n".join(lines)) == (6, 3)
+
+
+def test_a_copied_call_has_the_schedule_that_all_have(counter, tmp_path):
+    kernels = counter("prefill_cost.kernels")
+    text, other = (f" 0x1 LB: > {{ }}\n 0x2 : > {{ }}\n 0x3 PF: > {{ }}{more}" for more in ("", "\n 0x4 : > { }"))
+    for number in (7, 8):
+        (tmp_path / f"1-splash.{number}-2-final_bundles.txt").write_text(text)
+    assert kernels._listing(tmp_path, "splash.9") == text
+    (tmp_path / "1-splash.8-2-final_bundles.txt").write_text(other)
+    assert kernels._listing(tmp_path, "splash.8") == other
+    with pytest.raises(ValueError, match=r"splash\.9: its schedule was not written"):
+        kernels._listing(tmp_path, "splash.9")
