@@ -49,8 +49,8 @@ def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: s
 
 
 def few_block(run: RunLayout, batch: int) -> int:
-    """Choose how many of a body's tokens a few queries on a TPU read at a time. A body that is stored as it is read
-    takes large blocks, which need a tenth of the small operations between blocks."""
+    """Choose how many of a body's tokens a few queries on a TPU read at a time. A body that is stored as it is read is
+    read in large blocks: small operations between blocks then take a tenth of the time."""
     if run.wraps or not run.plain:
         return run.reading
     return run.reading * max(1, min(FEW_TOKENS // max(1, batch // 2), run.slots_here) // run.reading)
