@@ -46,6 +46,7 @@ class Schedule(NamedTuple):
 
     @property
     def anything(self) -> Bool[Array, ""]:
+        """Say whether any row has a unit that is due."""
         return (self.stop > self.start).any()
 
 
