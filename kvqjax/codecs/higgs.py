@@ -198,7 +198,7 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
 
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
     forms = {} if plan is None else {name: functools.partial(form.inverse, plan) for name, form in FORMS.items()}
-    if not spec.rotated and 1 < dim and factors(group)[-1].shape[0] % dim == 0:
+    if not spec.rotated and dim > 1 and factors(group)[-1].shape[0] % dim == 0:
         forms |= {"cpu": by_factors}
 
     def decode(_, tile):
