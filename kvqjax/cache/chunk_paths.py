@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout
 from kvqjax.ops.attention import Partial, blockwise_attention, merge, segment_attention, total_lse
 from kvqjax.ops.large_tiles import tile_attention
 from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.forms import SPLASH
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "few_block", "kernels_of", "large_block"]
+__all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "kernels_of", "large_block"]
 
 MANY_QUERIES = 128  # new tokens of a call that takes these paths, at least
 SCORES, DECODED = 2**31, 2**13  # of one block: bytes of softmax weights on a GPU, tokens on a TPU
@@ -45,16 +44,6 @@ def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: s
         return reading * max(n for n in range(1, max(1, min(round(most / reading), whole)) + 1) if whole % n == 0)
     count = math.ceil(whole * reading / (SLACK * most))  # of even blocks
     return reading * -(-whole // min(whole, count))
-
-
-def few_block(run: RunLayout, batch: int, apart: bool) -> int:
-    """Choose how many of a body's tokens a few queries read at a time that meet all heads' channels: small operations
-    between blocks take a tenth of a TPU's time then, and a third of a CPU's. `apart` as in `large_block`."""
-    if run.wraps:
-        return run.reading
-    whole = run.slots_here // run.reading
-    most = max(1, min(run.lanes // max(1, batch // 2) // run.reading, whole))
-    return run.reading * (max(n for n in range(1, most + 1) if whole % n == 0) if apart else most)
 
 
 def by_splash(kernels: str, kernel: Callable, plain: Callable, *arrays):

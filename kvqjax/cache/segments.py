@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.chunk_paths import attend_blocks, attend_segment, few_block, large_block
+from kvqjax.cache.chunk_paths import attend_blocks, attend_segment, large_block
 from kvqjax.cache.encoding import Schedule, at_layer, encode_due, gather_tile
 from kvqjax.cache.eviction import Received, received
-from kvqjax.cache.runs import AT_ONCE, RunLayout
+from kvqjax.cache.runs import AT_ONCE, RunLayout, few_block
 from kvqjax.cache.state import Run, due
 from kvqjax.cache.view import (
     LayerView,

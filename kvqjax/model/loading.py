@@ -195,8 +195,9 @@ def load(
     hold. Or `sharding(parameter name)` gives each parameter's placement alone (kvqjax.model.weights.load_params).
     `weights` "int8" or "int4" keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype
     stays. `layers="scan"` keeps layers as stacks, which compile fast, "unroll" each by itself, which XLA for GPUs reads
-    at half the cost (kvqjax/model/decoder.py); None means as `stored_layers` says. Its caches are stored likewise.
-    `text_only=True` loads the language part of a checkpoint of pictures and text, which is refused otherwise.
+    at half the cost (kvqjax/model/decoder.py); None means unroll on GPUs and, of large layers, on CPUs
+    (kvqjax/model/weight_trees.py). Its caches are stored likewise. `text_only=True` loads the language part of a
+    checkpoint of pictures and text, which is refused otherwise.
     `rope_length` is how long texts may become: RoPE of the kinds dynamic and longrope is another one for texts longer
     than the length the model was trained on first, which is what None stands for. Other kinds pass it over.
     Code from a checkpoint is never run. Raises UserError with one line naming the cause.
