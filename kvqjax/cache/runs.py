@@ -119,8 +119,8 @@ class RunLayout(NamedTuple):
 
 def few_block(run: RunLayout, batch: int, apart: bool) -> int:
     """Choose how many of a body's tokens a few queries read at a time that meet all heads' channels: small operations
-    between blocks take a tenth of a TPU's time then, and a third of a CPU's. Where
-    blocks must lie `apart`, none may begin within the one before it."""
+    between blocks take a tenth of a TPU's time then, and a third of a CPU's. Where blocks must lie
+    `apart`, none may begin within the one before it."""
     if run.wraps:
         return run.reading
     whole = run.slots_here // run.reading
