@@ -104,6 +104,7 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
     wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
     scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
+    # A sum, not a product, for which XLA would lay the minima of all unrolled layers out anew at the start of a step.
     added = (wide[:, :, :, None] * low[:, :, None].astype(jnp.float32)).sum(-1)
     here = HALF // spec.group if len(planes) == 2 else scale.shape[2]  # groups of one plane side by side
     out = []
