@@ -17,12 +17,23 @@ from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.forms import SPLASH
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["MANY_QUERIES", "attend_blocks", "attend_segment", "by_splash", "few_block", "kernels_of", "large_block"]
+__all__ = [
+    "MANY_QUERIES",
+    "MOST_ROWS",
+    "attend_blocks",
+    "attend_segment",
+    "by_splash",
+    "few_block",
+    "kernels_of",
+    "large_block",
+]
 
 MANY_QUERIES = 128  # from so many new tokens on, chunks take these paths
 SCORES, DECODED = 2**31, 2**13  # of one block of a body: bytes of its weights on a GPU, its tokens on a TPU
 SLACK = 1.25  # how much more a block may be, rather than one block more
 FEW_TOKENS = 2**14  # of one row of a plain body, read at a time by a few queries on a TPU
+MOST_ROWS = 128  # queries of all heads that a TPU multiplies with all heads' channels
+CARRIED = 2**22  # of the numbers that flow between layers, read at a time on a TPU: what its fast memory holds
 WHOLE = 2**28  # bytes of a layer's keys and values that a chunk on a TPU may hold decoded, all at once
 
 
@@ -49,12 +60,22 @@ def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kernels: s
     return reading * -(-whole // min(whole, count))
 
 
-def few_block(run: RunLayout, batch: int) -> int:
-    """How many of a body's tokens a few queries on a TPU read at a time, where it is stored as it is read: small
-    operations between blocks take a tenth of the time then."""
-    if run.wraps or not run.plain:
+def few_block(run: RunLayout, batch: int, rows: int) -> int:
+    """How many of a body's tokens a few queries, `rows` of all heads, on a TPU read at a time, where it is stored as it
+    is read, or where layers feed each other: operations on a few tokens take longer to start than to run. The last
+    block may begin within the one before it."""
+    if not run.lanes or run.wraps:
         return run.reading
-    return run.reading * max(1, min(FEW_TOKENS // max(1, batch // 2), run.slots_here) // run.reading)
+    chain = run.wiring.chain
+    if chain.carry and chain.held:
+        most = CARRIED // (batch * max(chain.carry.values()))
+    elif run.plain and rows <= MOST_ROWS:
+        most = FEW_TOKENS // max(1, batch // 2)
+    else:
+        return run.reading
+    whole = run.slots_here // run.reading
+    count = -(-whole // max(1, most // run.reading))  # of even blocks
+    return run.reading * -(-whole // max(1, count))
 
 
 def by_splash(kernels: str, kernel: Callable, plain: Callable, *arrays):
