@@ -13,12 +13,14 @@ def estimate(attributes: str) -> int:
     return int(found[1]) if found and int(found[1]) < NONE else 0
 
 
-def bundles(listing: str) -> int:
-    """Bundles of one grid step: those of a loop count as often as its exit test says, nested ones as the product."""
-    found, open_loops, trips, total = list(BUNDLE.finditer(listing)), [], [], []
+def turns(listing: str) -> list[int]:
+    """How often every bundle of a listing runs in one grid step, 0 outside the grid: a loop as often as its exit test
+    says, nested ones as the product."""
+    found, open_loops, trips, inside = list(BUNDLE.finditer(listing)), [], [], []
     for match, after in zip(found, [*found[1:], None], strict=True):
         depth = match[2].count(">")
         if not depth:  # outside the grid, or empty and without its mark
+            inside.append(None)
             continue
         if match[1] == "LB":  # a bundle of fewer marks may stand within a loop: only the next loop ends one
             open_loops = [loop for loop in open_loops if loop[0] < depth]
@@ -29,5 +31,22 @@ def bundles(listing: str) -> int:
             waiting = [number for begun, number in open_loops if begun <= depth and not trips[number]]
             if waiting:
                 trips[waiting[-1]] = int(trip)
-        total.append([number for begun, number in open_loops if begun <= depth])
-    return sum(math.prod(trips[number] for number in inside[1:]) for inside in total)
+        inside.append([number for begun, number in open_loops if begun <= depth])
+    return [0 if loops is None else math.prod(trips[number] for number in loops[1:]) for loops in inside]
+
+
+def bundles(listing: str) -> int:
+    """Bundles of one grid step."""
+    return sum(turns(listing))
+
+
+def busy(listing: str, utilization: str) -> dict[str, float]:
+    """Unit -> the share of its slots that one grid step's bundles fill, by the compiler's table of a schedule."""
+    head, table = utilization.split("UTILIZATION:")
+    names, capacity = head.splitlines()[-3:-1]
+    rows = [list(map(int, line.split())) for line in table.splitlines() if line.strip()]
+    often = turns(listing)
+    used = [sum(map(math.prod, zip(often, column, strict=True))) for column in zip(*rows, strict=True)]
+    most = [sum(often) * int(slots) for slots in capacity.split()]
+    shares = zip(names.replace(" ", "").split(","), used, most, strict=True)
+    return {name: round(filled / room, 3) for name, filled, room in shares if ":" not in name}

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from schedule import bundles
+from schedule import bundles, busy
 
 RECORD = Path(__file__).parent / "records" / "tpu_bundles.json"
 CHIPS = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}  # a kernel's target -> the chip's name
@@ -125,14 +125,16 @@ def _arguments(name: str, chip: str):
 
 
 def count(folder: Path) -> dict:
-    """Bundles of a grid step, and vector spills, of the kernel last compiled; its dump is emptied."""
+    """Bundles of a grid step, what share of each unit's slots they fill, and vector spills, of the kernel last
+    compiled; its dump is emptied."""
     listing = next(folder.glob("*packed_attention*-final_bundles.txt")).read_text()
     slots = next(folder.glob("*packed_attention*final_hlo-static-per-bundle-utilization.txt")).read_text()
     rows = [line.split() for line in slots.split("UTILIZATION:")[1].splitlines()]
     for file in folder.iterdir():
         if file.is_file():
             file.unlink()
-    return {"bundles": bundles(listing), "spills": sum(int(row[8]) for row in rows if len(row) == 10)}
+    spills = sum(int(row[8]) for row in rows if len(row) == 10)
+    return {"bundles": bundles(listing), "busy": busy(listing, slots), "spills": spills}
 
 
 def compile_case(chip: str, name: str, work, folder: Path) -> dict:
@@ -164,7 +166,7 @@ def measure(chip: str, name: str, folder: Path) -> dict:
     total = found[plan.tile]["bundles"] / KV_HEADS * 512 / plan.tile
     numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "total": round(total, 1)}
     numbers |= {"tile": plan.tile, "pieces": plan.pieces, "ahead": plan.ahead}
-    return {**numbers, **{name: found[plan.tile][name] for name in ("spills", "temp_bytes")}}
+    return {**numbers, **{name: found[plan.tile][name] for name in ("busy", "spills", "temp_bytes")}}
 
 
 def options_of(description: str, cases) -> argparse.ArgumentParser:
@@ -185,7 +187,7 @@ def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str
             for name in options.cases.split(","):
                 found = measured(chip, name, Path(folder))
                 print(json.dumps({"chip": chip, "case": name, **found}), flush=True)
-                record.setdefault(chip, {})[name] = found
+                record.setdefault(chip, {}).setdefault(name, {}).update(found)
                 if options.write:
                     path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 

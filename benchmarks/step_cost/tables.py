@@ -2,6 +2,8 @@
 
 from benchmarks.step_cost.account import ASSUMPTIONS
 from benchmarks.step_cost.bound import CLOCKS, NAMES
+from benchmarks.step_cost.limits import CHIP as LIMITED
+from benchmarks.step_cost.limits import limits
 from benchmarks.step_cost.row import ALIKE, SAME, Row
 from kvqjax.hardware.planner import DEVICES, GIB
 
@@ -99,4 +101,5 @@ def page_text(found: dict[Row, dict | None]) -> str:
     lines += ["", "Written by `python -m benchmarks.step_cost.page`; one row by `python -m benchmarks.step_cost`.", ""]
     for chip in chips:
         lines += _chip(chip, {row: one for row, one in found.items() if row.chip == chip})
+        lines += [limits(found)] if chip == LIMITED else []
     return "\n".join(lines).rstrip() + "\n"

@@ -19,7 +19,7 @@ from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["AT_ONCE", "Deal", "RunLayout", "chains", "few_block", "runs_for", "runs_of"]
+__all__ = ["AT_ONCE", "MOST_ROWS", "Deal", "RunLayout", "chains", "few_block", "runs_for", "runs_of"]
 
 
 class Deal(NamedTuple):
@@ -65,6 +65,8 @@ class Deal(NamedTuple):
 
 TPU_LANES = 2**14  # of one row of a plain body
 CPU_LANES = 2**11  # keys and values of a few heads, which stay in its caches
+CARRIED = 2**22  # numbers that flow between layers: what a TPU's fast memory holds
+MOST_ROWS = 128  # queries of all heads that meet all heads' channels at once
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
 
@@ -79,7 +81,9 @@ class RunLayout(NamedTuple):
     - `static`: how many blocks a few new tokens read is bounded by the slots and not by data, because a GPU's host
       decides on every turn of a loop that data bounds.
     - `lanes`: so many tokens are read at a time by a few queries, which meet all heads' channels in one product (0:
-      head by head)."""
+      head by head).
+    - `carrying`: so many tokens of all rows are read at a time by a few queries where layers feed each other on a TPU
+      (0: elsewhere)."""
 
     first: int
     count: int
@@ -93,6 +97,7 @@ class RunLayout(NamedTuple):
     budget: int = 0
     static: bool = False
     lanes: int = 0
+    carrying: int = 0
 
     @property
     def sliding(self) -> int | None:
@@ -117,15 +122,18 @@ class RunLayout(NamedTuple):
         return self.wiring.chain.tokens(self.slots, self.block)
 
 
-def few_block(run: RunLayout, batch: int, apart: bool) -> int:
-    """Choose how many of a body's tokens a few queries read at a time that meet all heads' channels: small operations
-    between blocks take a tenth of a TPU's time then, and a third of a CPU's. Where blocks must lie
-    `apart`, none may begin within the one before it."""
-    if run.wraps:
+def few_block(run: RunLayout, batch: int, rows: int) -> int:
+    """Choose how many of a body's tokens a few queries, `rows` of all heads, read at a time. Small operations between
+    blocks take a tenth of a TPU's time, and a third of a CPU's. The last block may begin within the one before it."""
+    if run.carrying:
+        most = run.carrying // batch
+    else:
+        most = run.lanes // max(1, batch // 2) if rows <= MOST_ROWS else 0
+    if run.wraps or not most:
         return run.reading
     whole = run.slots_here // run.reading
-    most = max(1, min(run.lanes // max(1, batch // 2) // run.reading, whole))
-    return run.reading * (max(n for n in range(1, most + 1) if whole % n == 0) if apart else most)
+    count = -(-whole // max(1, most // run.reading))  # of even blocks
+    return run.reading * -(-whole // max(1, count))
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunLayout:
@@ -157,6 +165,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
         budget=budget,
         static=keep is None and layout.form == "heads",
         lanes=lanes,
+        carrying=_carrying(layout, wiring),
     )
 
 
@@ -168,6 +177,13 @@ def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
     if kind == "tpu":
         return TPU_LANES if plain else 1
     return CPU_LANES if shape.num_kv_heads <= MOST_HEADS else 0
+
+
+def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
+    """How many tokens of all rows are read at a time where layers feed each other (`RunLayout.carrying`)."""
+    if family(layout.target) != "tpu" or layout.form != "planes" or not (wiring.chain.carry and wiring.chain.held):
+        return 0
+    return CARRIED // max(wiring.chain.carry.values())
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:

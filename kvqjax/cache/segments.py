@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.chunk_paths import attend_blocks, attend_segment, large_block
+from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, large_block
 from kvqjax.cache.encoding import Schedule, at_layer, encode_due, gather_tile
 from kvqjax.cache.eviction import Received, received
-from kvqjax.cache.runs import AT_ONCE, RunLayout, few_block
+from kvqjax.cache.runs import AT_ONCE, MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.state import Run, due
 from kvqjax.cache.view import (
     LayerView,
@@ -30,7 +30,6 @@ from kvqjax.ops.finite import saturated
 
 __all__ = ["attend_body", "attend_exact", "recoded_units", "weigh"]
 
-MOST_ROWS = 128  # queries of all heads that a TPU multiplies with all heads' channels
 MOST_PARTS = 16  # of a body that are decoded in straight code: more would take long to compile
 
 
@@ -61,9 +60,8 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
         part = part or _rebuilt(view, at, size)
         decoded, part = run.wiring.maps.decode(constants, payload, part)
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
-        carry = {
-            n: jax.lax.dynamic_update_slice_in_dim(c, saturated(part[n], c.dtype), at, 1) for n, c in carry.items()
-        }
+        done = j * size if run.slots_here % size else at
+        carry = {n: _replaced(c, part[n], at, done) for n, c in carry.items()}
         positions, valid = body.places(j, size)
         k, v = expanded(view, decoded, positions if waves is None else waves(positions))
         if shared is not None:  # the decoded values then have no user and are never computed
@@ -71,6 +69,15 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
         return k, v, seen(view, tokens, positions, valid), carry
 
     return block, *body.blocks(size)
+
+
+def _replaced(carry, part, at, done):
+    """The carry [B, S, W] with `part` from slot `at` on, but for slots below `done`, which hold theirs already."""
+    part, size = saturated(part, carry.dtype), part.shape[1]
+    if done is not at:
+        old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)
+        part = jnp.where((at + jnp.arange(size) < done)[None, :, None], old, part)
+    return jax.lax.dynamic_update_slice_in_dim(carry, part, at, 1)
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
@@ -99,12 +106,13 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
         if at_once:
             return attend_decoded(q, kv_heads, view, tokens, shared), carry
         width = None if shared is None else shared.width
-        if run.lanes and (width is None or run.lanes > 1) and q.shape[1] * q.shape[2] <= MOST_ROWS:
-            size = few_block(run, q.shape[0], bool(wiring.chain.carry) or not body.linear)
-            blocks = _body_blocks(view, tokens, size, shared)
+        rows = q.shape[1] * q.shape[2]
+        if run.lanes and (width is None or run.lanes > 1) and rows <= MOST_ROWS:
+            blocks = _body_blocks(view, tokens, few_block(run, q.shape[0], rows), shared)
             return blockwise_attention(q, kv_heads, *blocks, carry, width, lanes=True)
         if kernels == "off":
-            return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, run.reading, shared), carry, width)
+            size = few_block(run, q.shape[0], rows) if q.shape[1] < MANY_QUERIES else run.reading
+            return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width)
         apart = bool(wiring.chain.carry) or kernels in ("splash", "interpret")
         size = large_block(q, run.reading, run.slots_here, kernels, apart)
         blocks = _body_blocks(view, tokens, size, shared)

@@ -209,8 +209,9 @@ def _evicted(view: LayerView, stored: Int[Array, "B N"]) -> BodyView:
     stored = jnp.pad(stored, ((0, 0), (0, slots - stored.shape[1])), constant_values=-1)
 
     def places(j, size):
-        positions = jax.lax.dynamic_slice_in_dim(stored, at(j, size), size, 1)
-        return positions, positions >= 0
+        first = at(j, size)
+        positions = jax.lax.dynamic_slice_in_dim(stored, first, size, 1)
+        return positions, (positions >= 0) & (first + jnp.arange(size) >= j * size)[None]
 
     def blocks(size):
         filled = jnp.where(stored >= 0, jnp.arange(1, slots + 1)[None], 0).max()

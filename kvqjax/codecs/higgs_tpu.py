@@ -27,7 +27,7 @@ __all__ = ["Plan", "inverse", "plan"]
 
 LANES = 128
 CHANNELS = 256  # that one product transforms at least, where groups are as wide
-MOST_POINTS = 64  # a select each: many more take long to compile
+MOST_POINTS = 256  # a select each: many more take long to compile
 HALF = np.finfo(np.float16)
 
 

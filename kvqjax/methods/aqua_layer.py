@@ -8,8 +8,8 @@ heads; they are the carry. The first layer has no predictor and a codec of its o
 per channel.
 
 Encoder and decoder reconstruct with one function on one fixed tile, `unit` tokens of one row, rounded to the carry's
-dtype: so they agree bit for bit, and the chain does not drift with depth. GPUs decode all tiles of a block at once, by
-the same function: where its products sum in another order, a number may round to its neighbour.
+dtype: so they agree bit for bit, and the chain does not drift with depth. GPUs and TPUs decode all tiles of a block at
+once, by the same function: where its products sum in another order, a number may round to its neighbour.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.xla import rounded
+from kvqjax.ops.xla import kept_apart, rounded
 
 __all__ = ["UNIT", "AquaLayer", "encode_source", "predictor_inputs", "reconstruct"]
 
@@ -169,9 +169,13 @@ def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) ->
                 payload[source] = payload[source] | {"copy": recon[source]}
         return payload, recon, recon
 
-    def tile_step(constants, payload, carry):
+    def tile_step(constants, payload, carry, after=lambda k, payload: payload):
         k = reconstruct(layer, codecs["k"], "k", constants, payload["k"], carry, None)
-        return {"k": k, "v": reconstruct(layer, codecs["v"], "v", constants, payload["v"], carry, k)}
+        own = after(k, payload["v"])
+        return {"k": k, "v": reconstruct(layer, codecs["v"], "v", constants, own, carry, k)}
+
+    def one_after_the_other(k, payload):  # XLA for TPUs would look up the codes of both in one operation, and spill
+        return kept_apart((k, payload))[1]
 
     def decode(constants, payload, carry):
         if layer.copy == "all":
@@ -181,10 +185,10 @@ def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) ->
         tiles = {source: _tiles(codecs[source], payload[source], layer.unit) for source in ("k", "v")}
         below = {source: x.reshape(-1, layer.unit, width) for source, x in carry.items()}
         step = functools.partial(tile_step, constants)
-        # On a GPU a loop over tiles would take longer to launch than to run.
-        recon = jax.lax.platform_dependent(
-            tiles, below, cuda=jax.vmap(step), default=lambda *pair: jax.lax.map(lambda one: step(*one), pair)
-        )
+        # On a GPU or a TPU a loop over tiles would take longer to start its operations than to run them.
+        in_turn = jax.vmap(functools.partial(step, after=one_after_the_other))
+        one_by_one = lambda *pair: jax.lax.map(lambda one: step(*one), pair)  # noqa: E731
+        recon = jax.lax.platform_dependent(tiles, below, cuda=jax.vmap(step), tpu=in_turn, default=one_by_one)
         recon = {source: x.reshape(shape) for source, x in recon.items()}
         return recon, recon
 

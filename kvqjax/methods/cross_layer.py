@@ -135,10 +135,14 @@ def cross_layer(config: KVShape, codec: Codec, clock: Clock, difference: Differe
         def tile_by_tile(*pairs):
             return jax.lax.map(lambda pair: difference.updated(own, *pair), pairs)
 
-        def at_once(*pairs):  # on a GPU a loop would take longer to launch than to run
-            return kept_apart(jax.vmap(functools.partial(difference.updated, own))(*pairs))
+        def at_once(*pairs):  # on a GPU or a TPU its operations would take longer to start than to run
+            x, carried = jax.vmap(functools.partial(difference.updated, own))(*pairs)
+            if difference.accumulator == carried.dtype.name:  # Xhat is read in this type: one array is enough
+                carried = kept_apart(carried)
+                return carried.astype(jnp.float32), carried
+            return kept_apart((x, carried))
 
-        x, carried = jax.lax.platform_dependent(*pairs, cuda=at_once, default=tile_by_tile)
+        x, carried = jax.lax.platform_dependent(*pairs, cuda=at_once, tpu=at_once, default=tile_by_tile)
         shape = carry["x"].shape
         return recon | {"x": x.reshape(shape)}, {"x": carried.reshape(shape)}
 

@@ -215,7 +215,7 @@ def test_codes_are_computed_against_the_stored_scale():
 @pytest.mark.parametrize("form", [higgs_tpu, higgs_gpu], ids=["tpu", "gpu"])
 @pytest.mark.parametrize(
     ("bits", "dim", "group", "groups"),
-    [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (2, 1, 512, 1), (4, 1, 1024, 1), (3, 2, 96, 2), (3, 1, 12, 1)],
+    [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (4, 2, 1024, 1), (4, 1, 1024, 1), (3, 2, 96, 2), (3, 1, 12, 1)],
 )
 def test_forms_of_chips_are_exact_but_for_float32_sums(form, bits, dim, group, groups):
     """Parts of groups, groups side by side, single groups; matrices that are not symmetric (96 and 12 are Paley's)."""
@@ -244,7 +244,7 @@ def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
 
 
 def test_grids_that_the_form_for_tpus_cannot_hold_are_gathered():
-    assert higgs_tpu.plan(shipped_grid(4, 2), 1024, 1) is None, "256 points"
+    assert higgs_tpu.plan(shipped_grid(2, 6), 1024, 1) is None, "4096 points"
     assert higgs_tpu.plan(shipped_grid(2, 2), 1, 1) is None, "a group within a vector"
     assert higgs_tpu.plan(np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32), 128, 1) is None, "float32"
 

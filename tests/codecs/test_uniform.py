@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -101,3 +102,19 @@ def test_impossible_specs_are_refused():
         Uniform(bits=2, along="tokens", group=48)
     with pytest.raises(ValueError, match="does not divide"):
         Uniform(bits=2, along="channels", group=32).build(48)
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("bfloat16", True), ("float32", False)])
+def test_the_form_for_tpus_gives_the_same_bits(dtype, exact, monkeypatch):
+    """Products with scales that bfloat16 does not hold would round on a TPU: those have no form of their own."""
+    codec = Uniform(bits=3, along="channels", group=32, dtype=dtype).build(96)
+    tile = codec.encode({}, jnp.asarray(np.random.default_rng(0).normal(size=(64, 96)), jnp.float32))
+    wanted, used = codec.decode({}, tile), []
+
+    def of_tpus(*given, default, tpu=None, **_):
+        used.append(tpu is not None)
+        return (tpu or default)(*given)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", of_tpus)
+    np.testing.assert_array_equal(codec.decode({}, tile), wanted)
+    assert used == [exact]

@@ -258,6 +258,18 @@ def test_listings_of_schedules(counter, tmp_path):
     assert counter("tpu").listings(tmp_path) == {"packed_attention_k2v2_2048.7": 3}
 
 
+def test_shares_of_a_schedules_slots(counter):
+    """One bundle before the grid, whose slots do not count; in the grid two bundles, and between them a loop of three
+    turns of two bundles."""
+    schedule = importlib.import_module("benchmarks.schedule")
+    body = "  0x2 LB: > { %x }\n  0x3   : >> { %y; scmp.ge.s32.totalorder %z, 3 /* loop exit test */ }\n"
+    listing = f"  0   :  {{ %begin }}\n  0x1 LB: > {{ %a }}\n{body.replace('LB: >', 'LB: >>')}  0x4   : > {{ %b }}\n"
+    rows = "2 4 0\n1 0 0\n1 0 0\n1 2 0\n0 0 0\n"
+    table = f"== CAPACITY:\nMXU, VALU, VLOAD:FILL\n    2     4     3\n== UTILIZATION:\n{rows}"
+    assert schedule.turns(listing) == [0, 1, 3, 3, 1]
+    assert schedule.busy(listing, table) == {"MXU": 0.438, "VALU": 0.188}
+
+
 @pytest.mark.parametrize(("context", "milliseconds"), [(8192, 4.80), (32768, 5.76), (131072, 9.61)])
 def test_bound(counter, context, milliseconds):
     """Llama-3.1-8B on an h100: 7.504 billion weights that are read, 65 536 keys and values a token, 3.35 TB/s."""
