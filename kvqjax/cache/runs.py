@@ -69,7 +69,7 @@ class Deal(NamedTuple):
 
 
 TPU_LANES = 2**14  # of one row of a plain body
-CPU_LANES = 2**11  # keys and values of a few heads, which stay in its caches
+CPU_LANES = 2**9  # keys and values of a few heads, which stay in its caches
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
 
@@ -124,6 +124,8 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
         wiring = in_form(resolved(spec.build(shape), layout.dtype), layout.form, shape)
         if wiring.fast.packed is not None:
             wiring = wiring.having(fast={"packed": with_kernels(wiring.fast.packed, layout)})
+        if family(layout.target) != "cpu":
+            wiring = wiring.having(fast={"waves": None})
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     check_clocks(wiring, str(layout.method))
