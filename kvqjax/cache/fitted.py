@@ -11,7 +11,7 @@ from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import PLANE
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
-from kvqjax.pallas_kernels.packed import PackedSpec
+from kvqjax.pallas_kernels.packed import PackedSpec, family
 
 __all__ = ["fitted"]
 
@@ -25,6 +25,8 @@ def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> 
         wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout.form, shape)
         if wiring.fast.packed is not None:
             wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
+        if family(layout.target) != "cpu":
+            wiring = wiring.having(fast={"waves": None})
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     _check_clocks(wiring, str(layout.method))

@@ -64,7 +64,7 @@ class Deal(NamedTuple):
 
 
 TPU_LANES = 2**14  # of one row of a plain body
-CPU_LANES = 2**11  # keys and values of a few heads, which stay in its caches
+CPU_LANES = 2**9  # keys and values of a few heads, which stay in its caches
 CARRIED = 2**22  # numbers that flow between layers: what a TPU's fast memory holds
 MOST_ROWS = 128  # queries of all heads that meet all heads' channels at once
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time

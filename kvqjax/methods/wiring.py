@@ -84,7 +84,7 @@ class Fast(NamedTuple):
     (kvqjax.methods.direct). `shared`: values are summed before they are mapped to heads. `summed`: the same on a GPU
     only, where no kernel reads the body. `reading`: tokens that are decoded at a time, where the body's block is
     smaller and divides them. `waves`: waves(n) makes the function from n consecutive positions to what `expand` then
-    takes in their place (kvqjax.model.rope.following)."""
+    takes in their place on a CPU (kvqjax.model.rope.following)."""
 
     packed: Packed | None = None
     direct: Direct | None = None

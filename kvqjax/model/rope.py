@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -102,21 +101,18 @@ def _waves(angles: Float[Array, "*B T P"], factor: float) -> Waves:
 
 def following(size: int, config: KVShape) -> Callable[[Int[Array, "B n"]], Waves | Int[Array, "B n"]]:
     """Make the function from positions [B, size], which follow each other in every row, to what `rotate` takes in their
-    place. On CPUs, where a cosine takes as long as twenty products, these are waves of sums: of the first one's angle
-    and those of 0 to size - 1."""
+    place: waves of sums, of the first one's angle and those of 0 to size - 1. On a CPU a cosine takes as long as twenty
+    products."""
     if config.turning is None:
         return lambda positions: positions
-    factor, table = config.turning.attention_factor, _waves(_angles(jnp.arange(size), config), 1.0)
+    factor, table = config.turning.attention_factor, _waves(_angles(jnp.arange(size)[None], config), 1.0)
 
-    def added(positions, table):
+    def waves(positions):
         first = _waves(_angles(positions[:, :1], config), factor)
-        cos, sin = (x[None] for x in table)
-        return Waves(first.cos * cos - first.sin * sin, first.sin * cos + first.cos * sin)
+        cos, sin = first.cos * table.cos - first.sin * table.sin, first.sin * table.cos + first.cos * table.sin
+        return Waves(cos, sin)
 
-    def direct(positions, _):
-        return _waves(_angles(positions, config), factor)
-
-    return lambda positions: jax.lax.platform_dependent(positions, table, cpu=added, default=direct)
+    return waves
 
 
 def rotate(
