@@ -2,8 +2,8 @@
 
 XLA for a TPU v7x multiplies by 16-bit matrices in tiles of 16 x 128 numbers, but holds what it is given in tiles of
 8 x 128: every call would lay all weights out anew and hold them twice. A jitted function takes its arguments in the
-tiles in which they lie, so matrices are stored as they are multiplied. Rows of the embedding are read from the others'
-tiles, so it stays as it is, as does what is no matrix of 16-bit numbers.
+tiles in which they lie, so matrices are stored as they are multiplied. Rows of the embedding are read from the default
+tiles, so it stays as it is, and a head that is tied to it is laid out anew. What has no 16-bit numbers stays, too.
 """
 
 from collections.abc import Callable
