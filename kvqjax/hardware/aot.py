@@ -24,6 +24,7 @@ from kvqjax.hardware.planner import ALONE, parameter_shapes
 from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
+from kvqjax.model.weight_tiles import as_multiplied
 from kvqjax.model.weight_trees import unrolled
 from kvqjax.pallas_kernels.packed import family
 from kvqjax.parallel.mesh_size import MeshSize
@@ -94,7 +95,8 @@ def _model_and_cache(config: ModelConfig, method: Method, context: int, batch: i
     params = _placed(model.params, rules.mesh, rules.parameters(model.params))
     constants = _placed(model.constants, rules.mesh, PartitionSpec())
     alone = rules.mesh.size == 1
-    model = model.replace(params=params, constants=constants, rules=None if alone else rules)
+    lie = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
+    model = model.replace(params=as_multiplied(params, lie), constants=constants, rules=None if alone else rules)
     return model, _placed(cache, rules.mesh, rules.cache(cache))
 
 

@@ -14,7 +14,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.experts import Rows
 from kvqjax.model.weight_trees import init_params
 
-__all__ = ["Parameter", "experts_apart", "language_part", "parameters"]
+__all__ = ["MATRICES", "Parameter", "experts_apart", "language_part", "parameters"]
 
 # Our name -> (Hugging Face name, whether it is a matrix, of which the last two axes are swapped). Names under "layers/"
 # exist once per layer, those with {} once per expert too.
@@ -33,6 +33,7 @@ _NAMES = {
     **{f"layers/{n}_bias": (f"self_attn.{n}_proj.bias", False) for n in "qkv"},
     **{f"layers/{n}_norm": (f"self_attn.{n}_norm.weight", False) for n in "qk"},
 }
+MATRICES = frozenset(name for name, (_, matrix) in _NAMES.items() if matrix)
 # What one family calls otherwise.
 _OWN_NAMES = {
     "MixtralForCausalLM": {

@@ -31,6 +31,7 @@ from kvqjax.model.hf_config import config_to_hf, read_json
 from kvqjax.model.stored import Scheme, Stored, decoded, find, read_scheme
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.model.weight_names import Parameter, experts_apart, language_part, parameters
+from kvqjax.model.weight_tiles import as_multiplied, tiles_of
 from kvqjax.model.weight_trees import Params
 
 __all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
@@ -120,9 +121,8 @@ def _over_layers(sharding):
     return sharding
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def _put(stack, piece, row):
-    """A stack with some layers' piece from `row` on, in place."""
+    """A stack with some layers' piece from `row` on."""
     return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, 0), stack, piece)
 
 
@@ -184,20 +184,23 @@ def load_params(
                 for row, piece in pieces:
                     apart[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
             else:
-                stack = _stacked(pieces, len(parameter.layers))
+                stack = _stacked(pieces, len(parameter.layers), parameter.name)
                 found["layers"][name] = Rows(stack, parameter.layers) if parameter.rows else stack
-    return found | ({"layers": apart} if layers == "unroll" else {})
+    return as_multiplied(found | ({"layers": apart} if layers == "unroll" else {}))
 
 
-def _stacked(pieces: Iterator, rows: int):
-    """All layers' pieces as one stack, which each is written into."""
-    _, stack = next(pieces)
-    if jax.tree.leaves(stack)[0].shape[0] == rows:
-        return stack
-    empty = lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype, device=x.sharding)  # noqa: E731
-    stack = _put(jax.tree.map(empty, stack), stack, 0)
+def _stacked(pieces: Iterator, rows: int, name: str):
+    """All layers' pieces as one stack, which each is written into in place, in the tiles of the parameter `name`."""
+    _, piece = next(pieces)
+    if jax.tree.leaves(piece)[0].shape[0] == rows:
+        return piece
+    places = jax.tree.map(lambda x: tiles_of(name, x, x.sharding), piece)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), piece)
+    empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+    put = jax.jit(_put, donate_argnums=0, out_shardings=places)
+    stack = put(jax.jit(empty, out_shardings=places)(), piece, 0)
     for row, piece in pieces:
-        stack = _put(stack, piece, row)
+        stack = put(stack, piece, row)
         del piece
     return stack
 

@@ -35,6 +35,7 @@ from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_codes import CodedWeight, place_codes
+from kvqjax.model.weight_tiles import as_multiplied
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules, shares_heads
 
@@ -156,4 +157,4 @@ def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, mode
         lambda spec, x: _placed(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
     )
     constants, others = jax.device_put((whole.constants, whole.others), rules.everywhere)
-    return whole.replace(params=params, constants=constants, others=others, rules=rules)
+    return whole.replace(params=as_multiplied(params), constants=constants, others=others, rules=rules)

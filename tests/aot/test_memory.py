@@ -1,5 +1,6 @@
 """No cache array is copied: Llama-3.1-8B and Llama-2-7B in bfloat16, compiled ahead of time for TPUs and for a GPU."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
 from kvqjax.generation.loop import decode_steps
-from kvqjax.hardware.aot import decode_arguments
+from kvqjax.hardware.aot import decode_arguments, lower_prompt
 from kvqjax.hardware.chips import chip_devices
 from kvqjax.hardware.planner import ALONE, GIB
 from kvqjax.model.catalogue import config_of
@@ -52,6 +53,9 @@ def check(compiled, cache, limit: float) -> None:
         ("v5p", "commvq:bits=1", 2, 65536, 0.25, "packed_attention_commvq_k6v1"),
         ("v6e", "higgs:bits=2", 2, 65536, 0.25, "packed_attention_higgs_k4v4"),
         ("v6e", "xquant:bits=2", 2, 65536, 0.25, "packed_attention_latents_k2v2"),
+        # Matrices lie as they are multiplied (kvqjax/model/weight_tiles.py): laid out anew at a call they took 14 GiB.
+        ("tpu7x", "exact", 1, 32768, 0.02, None),
+        ("tpu7x", "kivi:bits=2,group=128", 8, 32768, 0.02, "packed_attention_k2v2"),
         # The carry: one layer's keys and values, 0.25 GiB
         ("v6e", "aqua:bits=2", 1, 65536, 0.3, None),
         # One layer at once: queries times each group's steps, and softmax weights times those of 4 groups of channels,
@@ -69,6 +73,16 @@ def test_decode_loop(chip, spec, batch, capacity, limit, kernel):
     check(compiled, state.cache, limit)
     found = set(re.findall(r"packed_attention_\w*k\dv\d", compiled.as_text()))
     assert found == ({kernel} if kernel else set())
+
+
+def test_a_prompt_on_a_v7x_lays_out_no_weights():
+    """Hidden states, thrice; one layer's matrices, laid out anew, would take 0.4 GiB more."""
+    config = dataclasses.replace(config_of("llama-3.1-8b"), num_layers=1)
+    try:
+        lowered = lower_prompt(config, kvq.parse("exact"), 32768, 1, "tpu7x")
+    except kvq.UserError as error:
+        pytest.skip(str(error))
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 3.1 * 32768 * config.width * 2
 
 
 def test_projections_stay_as_they_are():
