@@ -1,12 +1,9 @@
 """benchmarks/peers.md: this library beside others, each pair measured in one run."""
 
-from pathlib import Path
-
 from benchmarks.tables import read, table
 
 __all__ = ["llamacpp", "text"]
 
-RECORD = Path(__file__).parents[1] / "records" / "llamacpp.json"
 
 HEAD = """# Beside other libraries
 
@@ -75,5 +72,4 @@ def llamacpp(record: dict) -> str:
 
 def text() -> str:
     """The page."""
-    beside = llamacpp(read("llamacpp")) if RECORD.exists() else ""
-    return HEAD + beside + _steps() + _tokens()
+    return HEAD + llamacpp(read("llamacpp")) + _steps() + _tokens()
