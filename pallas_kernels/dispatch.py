@@ -25,6 +25,7 @@ from kvqjax.pallas_kernels.support import COMPILED, lookup
 
 __all__ = ["MODULES", "at_once", "packed_attention", "path"]
 
+MOST_PLAIN = 64  # new tokens that the reference takes: of more, decoding keys costs less than its scores' order
 MOST_CALLS = 8  # of a kernel, for query rows of a KV head that it takes one after the other
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # The module of `tpu` or `gpu` that has the kernels for a type of spec.
@@ -90,10 +91,10 @@ def packed_attention(
     trusted: bool = False,
 ) -> Partial:
     """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries to bfloat16.
-    `general()` computes the same where the spec is not `plain`; `trusted` as in `path`."""
+    `general()` computes the same where the spec is not `plain`, or for many queries; `trusted` as in `path`."""
     length, group = q.shape[1], q.shape[2] // spec.kv_heads
     chosen = path(spec, group, body.slots, length, trusted)
-    if isinstance(spec, PackedSpec) and spec.plain:
+    if isinstance(spec, PackedSpec) and spec.plain and (length <= MOST_PLAIN or general is None):
         plain: Callable[..., Partial] = functools.partial(reference.packed_attention, spec=spec)
     elif general is None:
         raise ValueError(f"{spec}: only the caller can read this form")
