@@ -104,7 +104,9 @@ def _compiled(attend, arguments):
 
 def _tile(run) -> int:
     """Tokens of a tile of the kernel."""
-    if run.plain:
+    from kvqjax.pallas_kernels.exact import ExactSpec
+
+    if isinstance(run.wiring.fast.packed.spec, ExactSpec):
         return _module(run).tile_of(run.wiring.fast.packed.spec, run.slots)
     return _module(run, "{}_plan").TILE
 
