@@ -123,8 +123,9 @@ class RunLayout(NamedTuple):
 
 
 def few_block(run: RunLayout, batch: int, rows: int) -> int:
-    """Choose how many of a body's tokens a few queries, `rows` of all heads, read at a time. Small operations between
-    blocks take a tenth of a TPU's time, and a third of a CPU's. The last block may begin within the one before it."""
+    """Choose how many tokens of each of `batch` rows a few queries, `rows` of all heads, read at a time: more than one
+    block where small operations between blocks cost much (`RunLayout.lanes`, `carrying`). The last block may begin
+    within the one before it."""
     if run.carrying:
         most = run.carrying // batch
     else:
@@ -170,7 +171,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
 
 
 def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
-    """How many tokens are read at a time where no head is taken apart from the others (`RunLayout.lanes`)."""
+    """Choose how many tokens are read at a time where no head is taken apart from the others (`RunLayout.lanes`)."""
     kind = family(layout.target)
     if layout.form != "planes" or kind == "gpu":
         return 0
@@ -180,7 +181,7 @@ def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
 
 
 def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
-    """How many tokens of all rows are read at a time where layers feed each other (`RunLayout.carrying`)."""
+    """Choose how many tokens of all rows are read at a time where layers feed each other (`RunLayout.carrying`)."""
     if family(layout.target) != "tpu" or layout.form != "planes" or not (wiring.chain.carry and wiring.chain.held):
         return 0
     return CARRIED // max(wiring.chain.carry.values())

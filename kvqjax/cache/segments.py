@@ -72,7 +72,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
 
 
 def _replaced(carry, part, at, done):
-    """The carry [B, S, W] with `part` from slot `at` on, but for slots below `done`, which hold theirs already."""
+    """Put `part` into the carry [B, S, W] from slot `at` on, but for slots below `done`, which hold theirs already."""
     part, size = saturated(part, carry.dtype), part.shape[1]
     if done is not at:
         old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)

@@ -21,8 +21,8 @@ TALL = ((16, 128), (2, 1))
 
 
 def tiles_of(name: str, x, place: Sharding) -> Sharding | Format:
-    """Where the parameter `name` ("head", "layers/q") of this shape and dtype lies on the devices of `place`, and in
-    which tiles where those are not XLA's default."""
+    """Say where the parameter `name` ("head", "layers/q") of the shape and dtype of `x` lies: `place` itself, or its
+    devices and the tiles there, where these are not XLA's default."""
     chip = next(iter(place.device_set)).device_kind
     if not chip.startswith(CHIP) or name not in MATRICES or x.dtype.itemsize != 2:
         return place
@@ -30,8 +30,8 @@ def tiles_of(name: str, x, place: Sharding) -> Sharding | Format:
 
 
 def as_multiplied(params: dict, put: Callable = jax.device_put) -> dict:
-    """Weights that lie somewhere, as arrays or as shapes, in the tiles in which their chip multiplies by them. `put`
-    puts one that lies otherwise where `tiles_of` says."""
+    """Lay weights, arrays or shapes with a sharding, in the tiles in which their chip multiplies by them. `put(x,
+    place)` moves one that lies otherwise to where `tiles_of` says."""
 
     def lay(path, x):
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]

@@ -130,7 +130,7 @@ def _spread(q: Float[Array, "B K G T D"]) -> Float[Array, "B 1 K*G T K*D"]:
 
 
 def _own_lanes(state: Running, heads: int, apart: bool) -> Running:
-    """What `_spread` queries have found, by KV head; of values that lie `apart`, each in its own channels."""
+    """Give what `_spread` queries have found, by KV head; of values that lie `apart`, each in its own channels."""
     split = lambda x: x.reshape(x.shape[0], heads, -1, *x.shape[3:])  # noqa: E731
     acc, own = split(state.acc), jnp.eye(heads)[None, :, None, None, :, None]
     if apart:

@@ -85,7 +85,7 @@ def times_matrix(
 
 
 def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float[Array, "B K G T S"]:
-    """Products of queries and keys, float32. XLA for CPUs turns the second operand of a product over its last axis; of
+    """Multiply queries by keys, float32. XLA for CPUs turns the second operand of a product over its last axis; of
     a few queries that costs more than the product, and keys that are decoded for it are then made number by number."""
     plain = functools.partial(jnp.einsum, "bkgtd,bskd->bkgts", preferred_element_type=jnp.float32)
     if q.shape[2] * q.shape[3] > FEW:
