@@ -14,12 +14,11 @@ The second span, which a model can predict from its cache only, is scored: `rati
 exact pass on the same tokens, with the paired standard error of its logarithm over windows. No method here keeps a
 window of recent tokens, and spans are 192 tokens apart, more than any unit that waits to be encoded. The long decode
 is 2048 steps of one token, eight such problems after each other. Rows that are in the record are not run again.
-Stress: two rotary pairs of every KV head's keys 8 times as large, the queries' over 8 (kvqjax.eval.stress). Other
+Stress: two rotary pairs of every KV head's keys 8 times as large, the queries' over 8 (benchmarks/stress.py). Other
 tables also have a bias of length 20 on the slowest pair of all keys.
 """
 
 import argparse
-import dataclasses
 import json
 import random
 import sys
@@ -35,10 +34,9 @@ import kvqjax
 from benchmarks.calibrated import calibrated, span_rows
 from benchmarks.gate_bounds import verdicts
 from benchmarks.noise import NOISES, method_of
+from benchmarks.stress import under
 from kvqjax.eval.replay import exact_logits, replay, score
 from kvqjax.eval.stamp import ledger_of
-from kvqjax.eval.stress import add_key_bias, stressed
-from kvqjax.model.weight_trees import stacked
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "gate.json"
@@ -46,7 +44,6 @@ SHAPES = ("qwen2", "recall", "mha", "qwen3", "mistral")
 LENGTH, CHUNK, STEPS = 384, 32, 2048
 KEY = ("shape", "cache", "stress", "mode")
 STRESS = ("none", "keys x8")
-BIAS = 20.0  # length of what every key's slowest pair gets
 GRID = (
     "uniform:bits={b}",
     "uniform:bits={b},centre=mean",
@@ -77,21 +74,6 @@ def key_of(row: dict) -> tuple[str, ...]:
 
 def open_shape(name: str):
     return kvqjax.load("recall" if name == "recall" else ROOT / "tests" / "assets_models" / name)
-
-
-def under(model, stress: str):
-    """The model under a stress: "none", "keys x8", or "key bias", for which one without biases gets some of zero."""
-    if stress != "key bias":
-        return model if stress == "none" else stressed(model, keys=8.0)
-    if not model.config.qkv_bias:
-        config = dataclasses.replace(model.config, qkv_bias=True)
-        sizes = {"q_bias": config.query_width, "k_bias": config.kv_width, "v_bias": config.kv_width}
-        zeros = {
-            name: jnp.zeros((config.num_layers, size), model.params["embed"].dtype) for name, size in sizes.items()
-        }
-        layers = stacked(model.params)["layers"] | zeros
-        model = model.replace(config=config, params=model.params | {"layers": layers})
-    return model.replace(params=add_key_bias(model.params, model.config, BIAS))
 
 
 def plan(shapes) -> list[dict]:

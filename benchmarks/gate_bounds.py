@@ -27,10 +27,7 @@ NEAREST = "X at 4 bits comes nearest of all methods"
 MISSED = {
     ("qwen2: growth", "kivi:bits=3"): DRIFTS,
     ("qwen2: growth", "uniform:bits=3,centre=mean"): DRIFTS,
-    ("recall: growth", "kivi:bits=3"): DRIFTS,
     ("mha: growth", "kivi:bits=3"): DRIFTS,
-    ("qwen3: growth", "kivi:bits=3"): DRIFTS,
-    ("qwen3: growth", "kvquant:bits=3"): DRIFTS,
     ("mistral, stress keys x8: best ratio at <= 2.3", ""): NEAREST,
     ("mistral, stress none: best ratio at <= 2.3", ""): NEAREST,
     ("qwen3, stress keys x8: best ratio at <= 2.3", ""): NEAREST,

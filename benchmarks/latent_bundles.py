@@ -30,6 +30,7 @@ MODELS = {
     "1b": (2048, 32, 8, 64, False, 1),  # Llama-3.2-1B
     "1b-draft": (2048, 32, 8, 64, False, 2),
 }
+LONG = {"8b-long": (*MODELS["8b"][:5], 16), "1b-long": (*MODELS["1b"][:5], 4)}  # of exact bodies: longer drafts
 CASES = {
     f"{name}-{bits}": (name, f"xquant:bits={bits}")
     for name in MODELS
@@ -40,7 +41,7 @@ CASES |= {
     f"commvq-{name}-{bits}": (name, f"commvq:bits={bits}") for name in ("8b", "8b-draft", "1b") for bits in (1, 2)
 }
 CASES |= {f"higgs-{name}-2": (name, "higgs:bits=2") for name in ("8b-draft", "1b")}
-CASES |= {f"exact-{name}": (name, "exact") for name in ("8b", "8b-draft", "1b", "1b-draft")}
+CASES |= {f"exact-{name}": (name, "exact") for name in ("8b", "1b", *LONG)}
 
 
 def _arguments(case, chip: str):
@@ -54,7 +55,7 @@ def _arguments(case, chip: str):
     from kvqjax.methods import parse
     from kvqjax.model.config import ModelConfig
 
-    (width, heads, kv_heads, dim, normed, length), method = MODELS[case[0]], parse(case[1])
+    (width, heads, kv_heads, dim, normed, length), method = (MODELS | LONG)[case[0]], parse(case[1])
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "qk_norm": normed}
     config = ModelConfig(vocab_size=8, width=width, mlp_width=8, num_layers=LAYERS, **shape)
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=SLOTS, dtype="bfloat16")
@@ -82,16 +83,27 @@ def _module(run, part: str = "{}"):
 
 
 def _through_kernel(run, chip: str):
-    """Attention to the body by the kernel, whatever dispatch says of it; of latents, means of those of values."""
+    """Attention to the body by the kernel, whatever dispatch says of it; of latents, means of those of values. To an
+    exact body with the tokens beside it, as decoding calls it."""
     import jax.numpy as jnp
 
     from kvqjax.cache import at_layer
+    from kvqjax.cache.at_once import recent_of
+    from kvqjax.pallas_kernels.exact import ExactSpec, room
+
+    def beside(q, cache, new):
+        if not isinstance(run.wiring.fast.packed.spec, ExactSpec):
+            return {}
+        seen = jnp.ones((*q.shape[:2], room(run.ring) + room(q.shape[1])), jnp.int32)
+        return {"recent": recent_of(cache.runs[0], new, seen)}
 
     def attend(q, cache, weights, constants, new, layer, positions):
         first = jnp.arange(0, run.slots, run.block)
         body = run.wiring.fast.packed.body(weights, at_layer(constants, layer), cache.runs[0].body, first)
         spec = dataclasses.replace(run.wiring.fast.packed.spec, target=chip)
-        return _module(run).packed_attention(q, body, layer, jnp.zeros_like(positions), positions, spec)
+        return _module(run).packed_attention(
+            q, body, layer, jnp.zeros_like(positions), positions, spec, **beside(q, cache, new)
+        )
 
     return attend
 
@@ -102,12 +114,12 @@ def _compiled(attend, arguments):
     return jax.jit(attend).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
-def _tile(run) -> int:
+def _tile(run, chip: str) -> int:
     """Tokens of a tile of the kernel."""
     from kvqjax.pallas_kernels.exact import ExactSpec
 
     if isinstance(run.wiring.fast.packed.spec, ExactSpec):
-        return _module(run).tile_of(run.wiring.fast.packed.spec, run.slots)
+        return _module(run, "{}_plan").tile_of(dataclasses.replace(run.wiring.fast.packed.spec, target=chip), run.slots)
     return _module(run, "{}_plan").TILE
 
 
@@ -116,19 +128,18 @@ def kernel(case, chip: str, folder: Path) -> dict:
     run, arguments = _arguments(case, chip)
     memory = _compiled(_through_kernel(run, chip), arguments).memory_analysis()
     found = count(folder)
-    found["bundles"] = round(found["bundles"] * 512 / _tile(run))
+    found["bundles"] = round(found["bundles"] * 512 / _tile(run, chip))
     return {**found, "temp_bytes": memory.temp_size_in_bytes}
 
 
 def xla(case, chip: str) -> dict:
     """XLA's estimated cycles for 512 tokens of the path without a kernel, and those of the product alone."""
-    from estimated_cycles import by_blocks, largest_body, largest_product
+    from estimated_cycles import by_blocks, largest_body
 
     run, (q, cache, *more) = _arguments(case, chip)
     attend = by_blocks(run, run.wiring.fast.packed.spec.kv_heads)
-    compiled = _compiled(attend, (q, cache.runs[0], *more))
-    found = {"xla": sum(largest_body(compiled)[0]), "product": largest_product(compiled)}
-    return {name: round(cycles * 512 / run.reading) for name, cycles in found.items()}
+    cycles = largest_body(_compiled(attend, (q, cache.runs[0], *more)))
+    return {name: round(count * 512 / run.reading) for name, count in zip(("xla", "product"), cycles, strict=True)}
 
 
 def measure(chip: str, name: str, folder: Path, *, kernel_only: bool) -> dict:

@@ -9,12 +9,14 @@ noise.
 
 import functools
 import math
-import sys
 import time
+from pathlib import Path
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 
 from kvqjax.codecs.higgs_grid import nearest
 
@@ -81,9 +83,14 @@ def error_of(grid: np.ndarray) -> float:
     return float(cell_sums(jnp.asarray(grid, jnp.float32), jax.random.key(10**6), 256)[2])
 
 
-def main(path: str, *names: str) -> None:
-    """Write float16 points: their rounding costs 1e-7 of MSE and halves the file. With names (p2_n16 ...), only those
-    grids are computed and the others of an existing file are kept."""
+def main(
+    path: Annotated[Path, typer.Argument(help="the .npz to write")],
+    names: Annotated[list[str], typer.Argument(help="p2_n16 ...: only these; the file's others are kept")] = [],  # noqa: B006
+) -> None:
+    """Write float16 points: their rounding costs 1e-7 of MSE and halves the file."""
+    known = [f"p{dim}_n{count}" for dim, count in GRIDS]
+    if unknown := sorted(set(names) - set(known)):
+        raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(known)}")
     grids = dict(np.load(path)) if names else {}
     for (dim, count), (steps, starts) in GRIDS.items():
         if names and f"p{dim}_n{count}" not in names:
@@ -99,4 +106,4 @@ def main(path: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

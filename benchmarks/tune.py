@@ -28,7 +28,8 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.calibrated import span_rows
-from benchmarks.gate import CHUNK, LENGTH, SHAPES, STRESS, open_shape, under
+from benchmarks.gate import CHUNK, LENGTH, SHAPES, STRESS, open_shape
+from benchmarks.stress import under
 from kvqjax._errors import UserError
 from kvqjax.calibrate.resume import identity
 from kvqjax.eval.replay import exact_logits

@@ -12,7 +12,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import RunLayout, runs_of
-from kvqjax.calibrate import aqua, centre, commvq, kvquant
+from kvqjax.calibrate import aqua, aqua_layers, centre, commvq, kvquant
 from kvqjax.calibrate.fisher import Activations, Sequences, as_it_is, with_fisher
 from kvqjax.calibrate.parts import fitter
 from kvqjax.codecs import Fit
@@ -126,11 +126,11 @@ def _fit_aqua(data: Captured, method: Method, recipe, **options) -> Artifact:
     layout = data.layout(method)
 
     def read(index: int, number: int, h):
-        run, rows = runs_of(layout)[aqua.layer_run(layout, index)], slice(number, number + 1)
+        run, rows = runs_of(layout)[aqua_layers.layer_run(layout, index)], slice(number, number + 1)
         k, v = _cached(run, data.keys[index][rows], data.values[index][rows])
         return k[0], v[0], None
 
-    layers = aqua.Layers(layout, np.zeros((*data.size, 0), np.float32), read, "", data.parts)
+    layers = aqua_layers.Layers(layout, np.zeros((*data.size, 0), np.float32), read, "", data.parts)
     return aqua.fit(layers, recipe=recipe or aqua.Recipe(), **options)
 
 

@@ -18,7 +18,7 @@ from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.runs import RunLayout, runs_for
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.hardware.planner import prompt_operations
+from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model

@@ -24,7 +24,7 @@ from kvqjax.calibrate import commvq_values as values
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.hardware.planner import prompt_operations
+from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.commvq_wiring import CommVQLayer
 from kvqjax.methods.keys_values import cached_keys
@@ -32,7 +32,6 @@ from kvqjax.model import decoder
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
-from kvqjax.ops.attention import segment_attention
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "work"]
 
@@ -69,12 +68,11 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
     """One exact layer on N sequences, one at a time: keys as cached, its `Activations` but o, and the next h."""
     weights = decoder.layer(params, index)
     positions = jnp.arange(h.shape[1])[None]
-    mask = decoder.causal_mask(h.shape[1], decoder.window_table(config)[index])[None]
 
     def one(row):
         projected = decoder.project(weights, row[None], positions, config)
         rotated = rotate(projected.k, positions, config)
-        attended = segment_attention(projected.q, rotated, projected.v, mask).out
+        attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, config)
         out = decoder.finish(weights, row[None], attended, config)[0]
         k = cached_keys(projected, positions, config, "pre", unbiased)
         flat = (x[0].reshape(row.shape[0], -1) for x in (k, projected.v))

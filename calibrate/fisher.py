@@ -18,7 +18,6 @@ from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
-from kvqjax.ops.attention import segment_attention
 
 __all__ = ["Activations", "Sequences", "activations", "as_it_is", "loss", "of_model", "with_fisher"]
 
@@ -53,7 +52,6 @@ def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"
     """Mean next-token cross entropy, float32, with `zeros` = (for k, for v), [L,B,T,K,D] each, added; and k, v as
     cached."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    windows = decoder.window_table(config)
 
     def step(h, xs):
         index, extra_k, extra_v = xs
@@ -61,10 +59,8 @@ def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"
         projected = decoder.project(weights, h, positions, config)
         k = rotate(projected.k, positions, config) if rope == "post" else projected.k
         k, v = k + extra_k.astype(k.dtype), projected.v + extra_v.astype(k.dtype)
-        mask = decoder.causal_mask(tokens.shape[1], windows[index])
-        mask = jnp.broadcast_to(mask[None], (tokens.shape[0], *mask.shape))
         attended_k = k if rope == "post" else rotate(k, positions, config)
-        attended = segment_attention(projected.q, attended_k, v, mask).out
+        attended = decoder.attend_plainly(projected.q, attended_k, v, index, config)
         return decoder.finish(weights, h, attended, config), (k, v)
 
     # Without the checkpoint the backward pass would keep every layer's T x T attention weights.

@@ -27,7 +27,7 @@ from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.nuq_table import fixed_signposts
-from kvqjax.hardware.planner import prompt_operations
+from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import KeysAndValues, Method
 from kvqjax.model.loading import Model
 

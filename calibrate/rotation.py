@@ -28,14 +28,13 @@ from kvqjax.cache.runs import RunLayout, runs_for
 from kvqjax.calibrate.centre import in_frame
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
-from kvqjax.hardware.planner import prompt_operations
+from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.rotation import CONSTANTS
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
-from kvqjax.ops.attention import segment_attention
 
 __all__ = [
     "DEFAULT_LENGTH",
@@ -121,14 +120,12 @@ def covariances(
 def _moments(params: weight_trees.Params, tokens: Int[Array, "1 T"], *, config: ModelConfig, values: str, sinks: int):
     """Covariances [L, K, D, D] of keys and values and sums of rotated keys [L, K*D] of one sequence."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    windows = decoder.window_table(config)
 
     def step(h, index):
         weights = decoder.layer(params, index)
         projected = decoder.project(weights, h, positions, config)
         k = rotate(projected.k, positions, config)
-        mask = decoder.causal_mask(tokens.shape[1], windows[index])[None]
-        out = segment_attention(projected.q, k, projected.v, mask).out
+        out = decoder.attend_plainly(projected.q, k, projected.v, index, config)
         q, own_k, v, seen = (x[0, sinks:] for x in (projected.q, k, projected.v, out))
         pair = covariances(q, own_k, v, seen, values)
         return decoder.finish(weights, h, out, config), (*pair, k[0, sinks:].astype(jnp.float32).sum(0).reshape(-1))

@@ -127,7 +127,6 @@ PLOTS: dict[str, Callable[[Any, Rows], None]] = {
     "tune": _tune,
     "drift": _drift,
     "retrieval": _retrieval,
-    "tasks": _tasks,
     "harness": _tasks,
 }
 

@@ -12,19 +12,18 @@ __all__ = ["Source", "find", "open_text", "records"]
 
 
 class Source(NamedTuple):
-    """One file of a data set. name: what messages call it; files: names under which a local folder may hold it; where:
-    how to get it, for the message when it is missing; hub: arguments of `datasets.load_dataset`, or None."""
+    """Describe one file of a data set. name: what messages call it; files: names under which a local folder may hold
+    it; where: how to get it, for the message when it is missing; hub: arguments of `datasets.load_dataset`."""
 
     name: str
     files: tuple[str, ...]
     where: str
-    hub: dict[str, Any] | None = None
+    hub: dict[str, Any]
 
 
 def find(source: Source, folder: Path | None) -> Path | None:
-    """The file in `folder` or in a subfolder of it that bears the data set's name, or None."""
-    family = source.name.split("/")[0]
-    places = [folder, folder / family, folder / "data", folder / family / "data"] if folder else []
+    """Find the file in `folder` or in the subfolder of it that bears the data set's name; None where it is not."""
+    places = [folder, folder / source.name] if folder else []
     found = (place / name for place in places for name in source.files)
     return next((path for path in found if path.is_file()), None)
 
@@ -55,8 +54,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
     hint = f"put {source.files[0]} into a folder and name it with --folder ({source.where})"
-    if source.hub is None:
-        raise UserError(f"{source.name}: {hint}")
     try:
         from datasets import load_dataset
     except ImportError as error:

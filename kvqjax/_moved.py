@@ -69,9 +69,10 @@ SPLIT = {
     "decoder": ("model.weight_trees",),
     "forward": ("step.new_cache", "step.prefill"),
     "layer_step": ("ops.xla", "step.doors"),
-    "layout": ("ops.xla",),
-    "segments": ("cache.view",),
+    "layout": ("ops.allocation", "ops.xla"),
+    "segments": ("cache.recoding", "cache.view", "ops.attention"),
     "sharding": ("parallel.mesh_size", "parallel.rules"),
+    "weights": ("model.fingerprint",),
 }
 
 # Modules that stay -> where some of their names went, and which were renamed on the way.
@@ -79,10 +80,13 @@ NAMES = {
     "cache": ("cache.runs", "cache.encoding"),
     "cache.append": ("cache.encoding", "cache.state"),
     "cache.eviction": ("cache.keeping",),
+    "cache.segments": ("cache.recoding",),
     "cache.state": ("cache.runs", "cache.cache_layout"),
+    "cache.view": ("ops.attention",),
     "codecs.higgs": ("codecs.higgs_grid",),
     "codecs.nuq": ("codecs.nuq_range",),
     "generation": ("generation.decoding", "generation.loop"),
+    "hardware.planner": ("hardware.prompts",),
     "methods.aqua_wiring": ("methods.aqua_layer",),
     "methods.direct": ("methods.direct_forms",),
     "methods.spec": ("methods.keys_values",),
@@ -90,6 +94,8 @@ NAMES = {
     "methods.xquant_cl_wiring": ("methods.cross_layer",),
     "methods.xquant_wiring": ("methods.rematerialise",),
     "model": ("model.loading",),
+    "model.weights": ("model.fingerprint",),
+    "ops.layout": ("ops.allocation",),
     "verdicts.choose": ("verdicts.check",),
 }
 RENAMED = {"plan": "runs_of", "RunPlan": "RunLayout", "pick": "at_layer"}

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
-from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent
 from kvqjax.pallas_kernels.forms import Spec, form_of
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
@@ -89,9 +89,11 @@ def packed_attention(
     spec: Spec,
     general: Callable[[], Partial] | None = None,
     trusted: bool = False,
+    recent: Recent | None = None,
 ) -> Partial:
     """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries to bfloat16.
-    `general()` computes the same where the spec is not `plain`, or for many queries; `trusted` as in `path`."""
+    `general()` computes the same where the spec is not `plain`, or for many queries; `trusted` as in `path`. A TPU's
+    kernel for exact bodies, and `general`, also attend to `recent` tokens beside the body."""
     length, group = q.shape[1], q.shape[2] // spec.kv_heads
     chosen = path(spec, group, body.slots, length, trusted)
     if isinstance(spec, PackedSpec) and spec.plain and (length <= MOST_PLAIN or general is None):
@@ -105,6 +107,7 @@ def packed_attention(
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
     module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{MODULES[type(spec)]}")
-    kernel, some = functools.partial(module.packed_attention, spec=spec), at_once(spec, group, length)
+    also = {} if recent is None else {"recent": recent}
+    kernel, some = functools.partial(module.packed_attention, spec=spec, **also), at_once(spec, group, length)
     kernels = {PLATFORMS[chosen]: kernel if some == group else _shared_out(kernel, some, spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=plain)

@@ -3,9 +3,16 @@
 import dataclasses
 from typing import NamedTuple
 
-from jaxtyping import Array, UInt
+from jaxtyping import Array, Float, Int, UInt
 
-__all__ = ["ExactBody", "ExactSpec"]
+__all__ = ["ExactBody", "ExactSpec", "Recent", "room"]
+
+ROOM = 16  # tokens: whole registers of bfloat16
+
+
+def room(tokens: int) -> int:
+    """Count the tokens for which `Recent.seen` has room where a part has so many."""
+    return -(-tokens // ROOM) * ROOM
 
 
 class ExactBody(NamedTuple):
@@ -18,6 +25,16 @@ class ExactBody(NamedTuple):
     @property
     def slots(self) -> int:
         return self.keys.shape[2]
+
+
+class Recent(NamedTuple):
+    """Keys and values beside a body, in bfloat16: what all layers hold, part by part (sinks, window), and the layer's
+    new tokens. `seen` is 1 where a query sees a token; the parts follow each other in it, each with `room` for its
+    tokens."""
+
+    held: tuple[tuple[Float[Array, "L B n W"], Float[Array, "L B n W"]], ...]
+    new: tuple[Float[Array, "B T W"], Float[Array, "B T W"]]
+    seen: Int[Array, "B T N"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

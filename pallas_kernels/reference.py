@@ -8,16 +8,22 @@ With key codes c, scale s and minimum m per channel of a group, and value codes 
 Scales are multiplied onto the codes in the loop that unpacks them. On a CPU that is free, while folding them into
 queries and softmax weights would make the matrix products as small as a group."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import from_bits, split_bits, unpack
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.xla import known_after, row_major
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
-__all__ = ["packed_attention"]
+__all__ = ["at_once", "packed_attention"]
+
+AT_ONCE = 4096  # tokens of all rows: they outweigh an operation's start
+NUMBERS = 2**20  # of their keys or scores, which stay in a CPU's cache
 
 
 def packed_attention(
@@ -38,7 +44,7 @@ def packed_attention(
         raise ValueError(f"{spec}: this reads uniform codes of keys after RoPE only")
     check(q, body, spec)
     slots = body.value_scale.shape[-1]
-    block = min(spec.block, slots)
+    block = at_once(spec, q.shape, slots)
     grouped = _grouped(q, spec)
     first, last = start.min() // block, jnp.minimum(-(-stop.max() // block), -(-slots // block))
 
@@ -46,11 +52,20 @@ def packed_attention(
         token = jnp.minimum(j * block, slots - block)
         slot = (token + jnp.arange(block))[None, None]
         seen = (slot >= start[..., None]) & (slot < stop[..., None]) & (slot >= j * block)
-        return _attend_block(state, grouped, _read(body, layer, token, block), seen, spec)
+        return _attend_block(state, grouped, _reader(body, layer, token, block), seen, spec)
 
     shape = grouped.shape[:-1]
     state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(grouped.shape, jnp.float32))
     return _finish(jax.lax.fori_loop(first, last, step, state), q.shape)
+
+
+def at_once(spec: PackedSpec, shape: tuple[int, ...], slots: int) -> int:
+    """Choose how many of a row's `slots` tokens queries of this shape decode at a time: whole blocks, and at most half
+    of them. What no turn of a loop changes, XLA would decode before the loop."""
+    batch, length, heads, _ = shape
+    most = min(AT_ONCE, NUMBERS // max(spec.width, length * heads)) // (batch * spec.block)
+    count = max(2, -(-slots // (max(1, most) * spec.block)))  # of even parts
+    return min(-(-slots // (count * spec.block)) * spec.block, slots)
 
 
 def _grouped(q: Float[Array, "B T H D"], spec: PackedSpec) -> Float[Array, "B K M D"]:
@@ -60,22 +75,25 @@ def _grouped(q: Float[Array, "B T H D"], spec: PackedSpec) -> Float[Array, "B K 
     return q.transpose(0, 2, 1, 3, 4).reshape(batch, spec.kv_heads, -1, dim)
 
 
-def _read(body: PackedBody, layer, token, block: int) -> PackedBody:
-    """Slice the stored arrays of `block` tokens from `token` on, of one layer, still packed."""
+def _reader(body: PackedBody, layer, token, block: int) -> Callable[[str, Array], Any]:
+    """Make what slices a stored array, still packed, of `block` tokens from `token` on, of one layer: (the array's name
+    in the body, what is ready before)."""
     slots = body.value_scale.shape[-1]
 
-    def rows(array):
+    def rows(array, first):
         batch, share, lanes = array.shape[1], slots // array.shape[2], array.shape[3]
         return row_major(
-            jax.lax.dynamic_slice(array, (layer, 0, token // share, 0), (1, batch, block // share, lanes))
+            jax.lax.dynamic_slice(array, (layer, 0, first // share, 0), (1, batch, block // share, lanes))
         )[0]
 
-    def tokens(array):
-        return row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, token), (1, *array.shape[1:3], block)))[0]
+    def tokens(array, first):
+        return row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, first), (1, *array.shape[1:3], block)))[0]
 
-    key_codes, key_scale, key_low = jax.tree.map(rows, (body.key_codes, body.key_scale, body.key_low))
-    value_codes = jax.tree.map(rows, body.value_codes)
-    return PackedBody(key_codes, key_scale, key_low, value_codes, tokens(body.value_scale), tokens(body.value_low))
+    def read(name: str, after: Array):
+        cut = tokens if name in ("value_scale", "value_low") else rows
+        return jax.tree.map(lambda array: cut(array, known_after(after, token)), getattr(body, name))
+
+    return read
 
 
 def _unpacked(words: tuple[UInt[Array, "B _ W"], ...], bits: int, parts: int) -> Float[Array, "B parts S W/parts"]:
@@ -97,9 +115,10 @@ def _floats(x: Array, spec: PackedSpec) -> Float[Array, "*S"]:
     return from_bits(x, spec.scales).astype(jnp.float32)
 
 
-def _scores(grouped, block: PackedBody, spec: PackedSpec) -> Float[Array, "B K M S"]:
-    codes = _unpacked(block.key_codes, spec.key_bits, spec.kv_heads)
-    scale, low = (_floats(_slices(x, spec.kv_heads), spec) for x in (block.key_scale, block.key_low))
+def _scores(grouped, read, spec: PackedSpec) -> Float[Array, "B K M S"]:
+    codes = _unpacked(read("key_codes", grouped), spec.key_bits, spec.kv_heads)
+    stored = (read(name, grouped) for name in ("key_scale", "key_low"))
+    scale, low = (_floats(_slices(x, spec.kv_heads), spec) for x in stored)
     groups = codes.reshape(*scale.shape[:3], spec.key_group, spec.head_dim)
     scaled = (groups * scale[..., None, :]).reshape(codes.shape)
     # Tokens first: contracting the minor axes of codes and queries in this order is 3 x faster on XLA:CPU.
@@ -110,14 +129,14 @@ def _scores(grouped, block: PackedBody, spec: PackedSpec) -> Float[Array, "B K M
 
 
 def _weighted(
-    weights: Float[Array, "B K M S"], block: PackedBody, seen: Bool[Array, "B T S"], spec: PackedSpec
+    weights: Float[Array, "B K M S"], read, seen: Bool[Array, "B T S"], spec: PackedSpec
 ) -> Float[Array, "B K M D"]:
     """Sum the values under their softmax weights: one product a head with the codes times their scales, and one with
-    the minima."""
-    stored = (_floats(x, spec) for x in (block.value_scale, block.value_low))
+    the minima. Nothing of them is decoded before the weights are there, when the decoded keys are no longer needed."""
+    stored = (_floats(read(name, weights), spec) for name in ("value_scale", "value_low"))
     scale, low = (_by_head(jnp.where(seen.any(1)[:, None], x, 0.0), spec) for x in stored)
     spread = jnp.repeat(scale.swapaxes(-1, -2), spec.value_slice, axis=-1)  # [B, K, S, D]
-    codes = _unpacked(block.value_codes, spec.value_bits, spec.kv_heads) * spread
+    codes = _unpacked(read("value_codes", weights), spec.value_bits, spec.kv_heads) * spread
     minima = jnp.einsum("bkms,bkns->bkmn", weights, low)
     return jnp.einsum("bkms,bksd->bkmd", weights, codes) + jnp.repeat(minima, spec.value_slice, axis=-1)
 
@@ -129,18 +148,18 @@ def _by_head(x: Float[Array, "B N S"], spec: PackedSpec) -> Float[Array, "B K n 
     return x[:, owner].reshape(x.shape[0], spec.kv_heads, -1, x.shape[-1])
 
 
-def _attend_block(state, grouped, block: PackedBody, seen, spec: PackedSpec):
+def _attend_block(state, grouped, read, seen, spec: PackedSpec):
     """Fold one block into the online softmax (running maximum, running sum of the weights, running sum of the values).
     `seen` is [B, T, S]."""
     peak, total, acc = state
-    scores = _scores(grouped, block, spec)
+    scores = _scores(grouped, read, spec)
     mask = jnp.repeat(seen, scores.shape[2] // seen.shape[1], axis=1)[:, None]
     scores = jnp.where(mask, scores, -jnp.inf)
     raised = jnp.maximum(peak, scores.max(-1))
     # A finite stand-in for the peak of a row that has seen nothing keeps exp(-inf - -inf) from becoming NaN.
     safe = jnp.where(jnp.isneginf(raised), 0.0, raised)
     weights, decay = jnp.exp(scores - safe[..., None]), jnp.exp(peak - safe)
-    acc = acc * decay[..., None] + _weighted(weights, block, seen, spec)
+    acc = acc * decay[..., None] + _weighted(weights, read, seen, spec)
     return raised, total * decay + weights.sum(-1), acc
 
 

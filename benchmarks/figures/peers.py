@@ -10,6 +10,12 @@ HEAD = """# Beside other libraries
 Written by `python -m benchmarks.figures` from `benchmarks/records`. Each table is one run, in which all took turns.
 """
 
+LIMITS = """
+The last column says that the slower ones are bound by arithmetic, not by memory. XQuant multiplies the stored latents
+of each token by a matrix to have its keys (its values are summed as latents). HIGGS looks grid points up and transforms
+each token's keys back, in two products. CommVQ looks codebook vectors up and adds them for each token's keys.
+"""
+
 
 def _machine(found: dict | str) -> str:
     return found if isinstance(found, str) else f"{found['processor']}, jax {found['jax']}"
@@ -31,24 +37,11 @@ def _steps() -> str:
     return about + table(heads, rows)
 
 
-def _tokens() -> str:
-    record = read("decode_speed")
-    rows = [
-        [name, f"{speed:.0f}", f"{record['ratio to torch'][name]:.2f}"]
-        for name, speed in record["tokens per second"].items()
-    ]
-    about = (
-        "\n## Generating text beside transformers (`python benchmarks/decode_speed.py`)\n\n"
-        f"`demo`, {record['prompt tokens']} prompt and {record['new tokens']} new tokens; {record['machine']}.\n\n"
-    )
-    return about + table(["cache", "tokens a second", "over transformers"], rows)
-
-
 def _beside_llamacpp(row: dict, record: dict) -> list[str]:
     """Cells of one row: milliseconds, then by how much it is faster than each of what was measured in its rounds."""
     ms, peers = row["ms"], row["peers"]
     ratios = [min(peers.values()) / ms, peers["q4_0"] / ms if "q4_0" in peers else None, row["exact"] / ms]
-    bound = 1e3 * (record["weights"] + row["bytes"]) / record["bytes_per_second"] if "bytes" in row else None
+    bound = row["read"] * (1 + row["bytes"] / record["weights"]) if "read" in row else None
     cells = [row["kind"], str(row["tokens"]), f"`{row['cache']}`", f"{ms:.1f}"]
     theirs = [f"{peers[name]:.1f}" if name in peers else "" for name in ("f16", "q8_0", "q4_0")]
     return [*cells, *theirs, *(f"{x:.2f}" if x else "" for x in ratios), f"{ms / bound:.2f}" if bound else ""]
@@ -65,11 +58,11 @@ def llamacpp(record: dict) -> str:
         f"{_machine(record['machine'])},\nllama-cpp-python {record['llama-cpp-python']} with flash attention. "
         "Each row is one run, in which our cache, our exact one and llama.cpp's\ncaches took turns (their milliseconds "
         "in the middle). The last column divides the step by the time that its weights and\nits cache take to be read "
-        f"once, at the {record['bytes_per_second'] / 1e9:.1f} GB/s at which XLA adds up numbers here.\n\n"
+        "once, at the rate at which XLA added up the weights in the same rounds.\n\n"
     )
     return about + table(heads, rows)
 
 
 def text() -> str:
     """The page."""
-    return HEAD + llamacpp(read("llamacpp")) + _steps() + _tokens()
+    return HEAD + llamacpp(read("llamacpp")) + LIMITS + _steps()

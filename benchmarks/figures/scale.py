@@ -35,15 +35,6 @@ XLA compiles one thing after the other; with `layers="scan"` it compiles one lay
 step. TPUs scan over layers. Programs are kept on disk (`--compilation-cache`), so this is paid once.
 
 """
-ENCODING = """
-## Encoding beside reading (`python benchmarks/flush_cycles.py --write`)
-
-What a token's encoding costs once, as it leaves the window, and what reading 512 encoded tokens costs in every step, by
-the plain path: XLA's estimates in cycles for one layer of Llama-3.1-8B's geometry. XLA has no estimate for gathers, so
-their rows are counted beside it. The share is small but for KVQuant as published, which keeps no window and encodes a
-single token in every step; `buffer=32` lets 32 tokens wait and encodes them together.
-
-"""
 MATERIAL = """
 ## Where rematerialisation stops hiding behind memory traffic (XQuant, section 3.4)
 
@@ -82,13 +73,6 @@ def _times() -> str:
     return TIMES + table(["method", *heads], rows)
 
 
-def _encoding() -> str:
-    (chip, rows), *_ = read("flush_cycles").items()
-    heads = ["method", f"encode a token ({chip})", "read 512 tokens", "rows gathered", "% of reading 8192 tokens"]
-    names = ("encode_per_token", "read_per_512", "rows_per_512", "share")
-    return ENCODING + table(heads, [[f"`{name}`", *(str(row[n]) for n in names)] for name, row in rows.items()])
-
-
 def _rematerialised() -> str:
     about = f"\nOperations for a generated token at {CONTEXT} tokens: "
     said = "; ".join(f"{name}: {count:.1f} TFLOP" for name, count in operations().items())
@@ -98,4 +82,4 @@ def _rematerialised() -> str:
 def text() -> str:
     """The page."""
     heads = ["table", "model", "cache", "tokens", "paper", "cache here", "with constants", "bits stored"]
-    return HEAD + table(heads, sizes()) + _plans() + _times() + _encoding() + _rematerialised()
+    return HEAD + table(heads, sizes()) + _plans() + _times() + _rematerialised()

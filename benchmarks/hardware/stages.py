@@ -19,7 +19,7 @@ from kvqjax.cli.bench import decoding as decode_steps
 from kvqjax.hardware.planner import DEVICES
 from kvqjax.model import weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
-from kvqjax.ops.layout import array_bytes
+from kvqjax.ops.allocation import array_bytes
 from kvqjax.pallas_kernels.packed import family, target_of
 from kvqjax.verdicts import survey
 from kvqjax.verdicts.check import verdict_folder

@@ -29,7 +29,7 @@ import kvqjax as kvq
 from benchmarks.figures.peers import llamacpp
 from benchmarks.llamacpp.filled import filled, random
 from benchmarks.llamacpp.peer import TYPES, Peer, write_model
-from kvqjax._timing import alternating_seconds, machine, median_seconds
+from kvqjax._timing import alternating_seconds, machine
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cli.bench import stepping
@@ -78,10 +78,10 @@ def models(params: dict, caches: tuple[str, ...]) -> dict[str, kvq.Model]:
     return ready
 
 
-def read_rate(params: dict) -> float:
-    """Bytes of weights that XLA reads in a second, when it only adds them up."""
+def reading(params: dict) -> Callable:
+    """What reads all weights STEPS times, only adding them up."""
     total = jax.jit(lambda tree: sum(x.sum() for x in jax.tree.leaves(tree)))
-    return sum(x.nbytes for x in jax.tree.leaves(params)) / median_seconds(lambda: total(params), 10)
+    return lambda: [total(params) for _ in range(STEPS)]
 
 
 def in_turn(calls: dict[str, Callable], rounds: int, inner: int = 1) -> dict[str, float]:
@@ -106,8 +106,8 @@ def step_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
             cache = filled(ready[text], text, tokens, room)
             size = sum(x.nbytes for x in jax.tree.leaves(cache))
             calls[kind] = stepping(ready[text], cache, STEPS)
-        found = in_turn(calls | theirs, given.rounds, STEPS)
-        yield row_of(found, kind="step", tokens=tokens, cache=name, bytes=size)
+        found = in_turn(calls | theirs | {"weights": reading(ready[name].params)}, given.rounds, STEPS)
+        yield row_of(found, kind="step", tokens=tokens, cache=name, bytes=size, read=found["weights"])
     for peer in peers.values():
         peer.close()
 
@@ -159,7 +159,7 @@ def begun(out: Path | None, params: dict, difference: float) -> dict:
     """The record of this machine so far."""
     version = importlib.metadata.version("llama-cpp-python")
     about = {"machine": machine(), "llama-cpp-python": version, "logits": difference, "rows": []}
-    about |= {"weights": sum(x.nbytes for x in jax.tree.leaves(params)), "bytes_per_second": read_rate(params)}
+    about |= {"weights": sum(x.nbytes for x in jax.tree.leaves(params))}
     if out is None or not out.exists():
         return about
     record = json.loads(out.read_text(encoding="utf-8"))

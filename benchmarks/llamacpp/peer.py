@@ -109,12 +109,17 @@ class Peer:
         return run
 
     def steps(self, tokens: int, count: int) -> Callable[[], None]:
-        """What decodes `count` tokens behind `tokens` cached ones, each time the same. The cache is filled with rows of
-        PIECE tokens, all of which one more row then shares: a step costs what it costs behind one long prompt, and
-        filling costs far less than that prompt."""
+        """What decodes `count` tokens behind `tokens` cached ones, each time the same. One row of PIECE tokens is
+        computed and copied to as many rows as hold `tokens`, all of which one more row then shares: a step costs what
+        it costs behind one long prompt, and filling costs next to nothing."""
         rows, ids = tokens // PIECE, np.arange(PIECE) % 97
+        self.feed(ids, 0, 0)
+        size = lib.llama_state_seq_get_size(self.context, 0)
+        state = (ctypes.c_uint8 * size)()
+        lib.llama_state_seq_get_data(self.context, state, size, 0)
         for row in range(rows):
-            self.feed(ids, 0, row)
+            if row and lib.llama_state_seq_set_data(self.context, state, size, row) != size:
+                raise RuntimeError(f"llama.cpp did not copy {PIECE} tokens to row {row}")
             lib.llama_memory_seq_cp(self.memory, row, rows, -1, -1)
 
         def run():

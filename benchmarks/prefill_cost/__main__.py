@@ -38,7 +38,7 @@ def report(row: Row, found: dict) -> str:
     lines.append(
         f"estimated {found['estimated_s']:.3f} s, bound {found['bound_s']:.3f} s: {found['share_of_peak']:.1%} of peak"
     )
-    lines.append(f"temporaries {found['temp_gb']:.2f} GB, compiled in {found['compile_s']:.0f} s")
+    lines.append(f"beside the arguments {found['peak_gb']:.2f} GB, compiled in {found['compile_s']:.0f} s")
     lines += [f"not computed, so counted once or at its costliest: {name}" for name in found["unsure"]]
     return "\n".join(lines + [f"assumed: {text}" for text in ASSUMPTIONS[found["kind"]]])
 

@@ -1,5 +1,6 @@
 """What calls of splash attention cost: bundles of its schedule, block by block, and bytes of the blocks it fetches."""
 
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -8,9 +9,12 @@ from benchmarks.prefill_cost.account import KernelCost
 from benchmarks.schedule import BUNDLE
 from benchmarks.step_cost.bound import CLOCKS, NAMES, bandwidth
 from benchmarks.step_cost.gpu import Bytes
-from benchmarks.step_cost.hlo import ARRAY, dimensions, size
+from benchmarks.step_cost.hlo import ARRAY, Instruction, dimensions, size
 from benchmarks.step_cost.walk import Visit
 from kvqjax.pallas_kernels.splash import block_sizes, seen_blocks
+
+ANALYSIS = "schedule-analysis_final_bundles.txt"  # says which call a schedule is of
+KERNEL = re.compile(r'operand_layout_constraints=({.*?}}).*?"body":"([^"]*)"', re.DOTALL)
 
 
 def bundles(listing: str) -> tuple[int, int]:
@@ -21,20 +25,28 @@ def bundles(listing: str) -> tuple[int, int]:
     return len(found), len(found) - longest
 
 
-def _listing(folder: Path, name: str) -> str:
-    """Read the schedule of a call. XLA may copy a call after its schedule was written: then the one that all calls of
-    this kernel have, if they have the same."""
+def _kernel(text: str) -> tuple[str, str]:
+    """Return the operands' types and the program of a call of a kernel, whose text is the compiler's."""
+    found = KERNEL.search(text)
+    if found is None:
+        raise ValueError("a call of a kernel without its program")
+    return found[1], found[2]
 
-    def texts(start: str) -> list[str]:
-        files = sorted(folder.glob(f"*-{start}-final_bundles.txt"))
-        return [file.read_text() for file in files if "schedule-analysis" not in file.name]
 
-    found, alike = texts(f"{name}-*"), texts(f"{name.rpartition('.')[0]}*")
-    if not found and len({bundles(text) for text in alike}) == 1:
-        found = alike
+def _listing(folder: Path, instruction: Instruction) -> str:
+    """Read the schedule of a call. libtpu writes one for calls of one kernel, with the text of the first: another call
+    has the schedule of those whose kernel is its own. Where those differ, by the memory that operands lie in, it is
+    taken for the longest."""
+    found = {}
+    for said in sorted(folder.glob(f"*-{instruction.name.partition('.')[0]}*-00-{ANALYSIS}")):
+        if _kernel(said.read_text()) == _kernel(instruction.more):
+            stem = said.name.removesuffix(f"-00-{ANALYSIS}")
+            found[stem.partition("-")[2]] = (folder / f"{stem}-01-final_bundles.txt").read_text()
+    if instruction.name in found:
+        return found[instruction.name]
     if not found:
-        raise ValueError(f"{name}: its schedule was not written")
-    return found[-1]
+        raise ValueError(f"{instruction.name}: no schedule of its kernel was written")
+    return max(found.values(), key=bundles)
 
 
 def seen(queries: int, keys: int, whole: int, sliding: int | None) -> tuple[float, int]:
@@ -58,7 +70,7 @@ def kernel_cost(folder: Path, chip: str, chunk: int, sliding: int | None) -> Ker
     def cost(visit: Visit) -> tuple[float, Bytes]:
         shapes = [visit.inside.instructions[name].shape for name in visit.instruction.operands]
         (heads, queries, _), keys = dimensions(shapes[2]), max(dimensions(shapes[3])[1:])
-        active, idle = bundles(_listing(folder, visit.instruction.name))
+        active, idle = bundles(_listing(folder, visit.instruction))
         used, every = seen(queries, keys, keys if not chunk or keys == queries else 0, sliding)
         block = block_sizes(queries, keys).keys
         fetched = 2 * block * size(shapes[3]) / keys / dimensions(shapes[3])[0]

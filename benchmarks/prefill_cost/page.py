@@ -38,6 +38,10 @@ for each token, the head for the last one, scores and weighted sums over the tok
 chunk is an exact prefill of the whole context; one with a chunk is that many tokens after the context, through the
 cache; "over exact" sets it beside the same chunk on an exact cache, by bytes on a GPU and by the estimate on a TPU.
 
+**Memory** is what the compiler allots at the peak beside the arguments (weights and cache): hidden states of the prompt
+and temporaries. On TPUs XLA's sum of temporaries says more, up to 1.5 times, but libtpu compiles a program that this
+sum would not let fit (tests/aot/test_memory.py). Chunks on TPUs have no figure yet.
+
 With `keep=h2o` an exact prefill runs all layers twice, the first time on the plain path in blocks of 512 tokens, where
 each score is computed once more for what every token received: twice the products with weights, and five products of
 attention where another prefill has two. A chunk through such a cache decodes the body's keys and computes its scores
@@ -53,7 +57,7 @@ equal rows differ), so its rows are compiled for it.
 ## What is assumed
 """
 HEADS = ("cache", "tokens", "chunk", "launches", "syncs", "attention, ms", "weights, ms", "rest, ms")
-HEADS = (*HEADS, "estimate, ms", "bound, ms", "of the peak", "over exact", "temporaries, GB")
+HEADS = (*HEADS, "estimate, ms", "bound, ms", "of the peak", "over exact", "memory, GB")
 REMADE = "bne,ef->bnf"  # keys and values made anew of what XQuant stores (kvqjax/methods/rematerialise.py)
 
 
@@ -82,6 +86,12 @@ def over_exact(row: Row, found: dict[Row, dict | None]) -> str:
     return f"{cost(own) / cost(exact):.2f}"
 
 
+def beside(found: dict) -> str:
+    """What a row needs beside its arguments. GPUs' older records have XLA's sum of temporaries, which is the peak
+    there; on TPUs it is not, and records of chunks have that sum alone, or no more than a line through two depths."""
+    return "" if found["kind"] == "tpu" and found["chunk"] else f"{found.get('peak_gb', found['temp_gb']):.2f}"
+
+
 def line(row: Row, rows: dict[Row, dict | None]) -> str:
     """A row of a chip's table."""
     found = rows[row]
@@ -90,8 +100,7 @@ def line(row: Row, rows: dict[Row, dict | None]) -> str:
     marks = f" (from {' and '.join(map(str, found['layers']))} layers)" if "layers" in found else ""
     cells = [f"`{row.cache}`{marks}", f"{row.context // 1024}K", str(row.chunk or ""), f"{found['launches']:.0f}"]
     cells += [f"{found['syncs']:.0f}", *times, f"{found['share_of_peak']:.1%}"]
-    temporaries = f"{found['temp_gb']:.2f}"
-    return f"| {' | '.join([*cells, over_exact(row, rows), temporaries])} |"
+    return f"| {' | '.join([*cells, over_exact(row, rows), beside(found)])} |"
 
 
 def remade(rows: dict[Row, dict]) -> list[str]:

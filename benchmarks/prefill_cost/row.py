@@ -52,11 +52,12 @@ def compile_row(row: Row, config: ModelConfig, folder: Path, dump: Path | None =
     found = costs(parse(text), row.chip, facts(layout, held, new, 1), price)
     made = record(found, config, row.chip, held, new, 1)
     made["temp_gb"] = (memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / 1e9
+    made["peak_gb"] = (memory.peak_memory_in_bytes - memory.argument_size_in_bytes) / 1e9
     return made | {"unsure": found.unsure, "compile_s": spent}
 
 
 def measure(row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None) -> dict:
-    """Compile one row; with two `depths`, models of so many layers, and numbers along a straight line between them."""
+    """Compile one row; with two `depths`, models of so many layers, and numbers along a straight line through them."""
     config, found = config_of(row.model), []
     for depth in depths or (config.num_layers,):
         for old in folder.iterdir():
@@ -65,6 +66,8 @@ def measure(row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | N
     result = found[0]
     if depths:
         result = _along(*found, (config.num_layers - depths[0]) / (depths[1] - depths[0])) | {"layers": list(depths)}
+        # Layers that run one after the other need the most of them: memory may grow with them, but not shrink.
+        result |= {name: max(result[name], found[1][name]) for name in ("temp_gb", "peak_gb")}
     result["compile_s"] = sum(one["compile_s"] for one in found)
     return result | {"share_of_peak": result["bound_s"] / result["estimated_s"]} | about(row.step)
 

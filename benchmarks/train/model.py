@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.decoder import causal_mask, norm, window_table
+from kvqjax.model.decoder import causal_mask, norm
 from kvqjax.model.rope import inverse_frequencies
 
 __all__ = ["loss", "training_logits"]
@@ -49,12 +49,11 @@ def training_logits(params: dict, tokens: jax.Array, config: ModelConfig) -> jax
     batch, length = tokens.shape
     angles = (jnp.arange(length, dtype=jnp.float32)[:, None] * inverse_frequencies(config)[None])[None, None]
     tables = jnp.cos(angles), jnp.sin(angles)
-    windows = window_table(config)
     h = params["embed"][tokens.reshape(-1)]
     for index in range(config.num_layers):
         weights = {name: stacked[index] for name, stacked in params["layers"].items()}
         x = norm(h, weights["attn_norm"], config.norm_eps)
-        h = h + _attend(x, weights, tables, causal_mask(length, windows[index]), batch, config) @ weights["o"]
+        h = h + _attend(x, weights, tables, causal_mask(length, index, config), batch, config) @ weights["o"]
         x = norm(h, weights["mlp_norm"], config.norm_eps)
         h = h + (jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"])) @ weights["down"]
     h = norm(h, params["norm"], config.norm_eps)

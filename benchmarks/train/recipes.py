@@ -78,19 +78,7 @@ _SHORT_PHASES = (
 )
 _WINDOW_PHASES = (_SHORT_PHASES[0], Phase(220, 16, 256, _BOTH, piece=250), Phase(80, 8, 512, _BOTH, piece=250))
 
-_DEMO = ModelConfig(
-    vocab_size=2048,
-    width=128,
-    mlp_width=384,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    tied_embeddings=True,
-    max_position=2048,
-    bos_id=0,
-    eos_ids=(1,),
-)
+_DEMO = dataclasses.replace(_SMALL, vocab_size=2048, mlp_width=384, num_layers=3)
 _DEMO_PHASES = (
     Phase(300, 32, 64, {"distinct": 1.0}),
     Phase(200, 16, 128, {"text": 0.25, "distinct": 0.25, "spans": 0.2, "passkey": 0.15, "pairs": 0.15}),

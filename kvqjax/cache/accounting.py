@@ -14,7 +14,7 @@ from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
-from kvqjax.ops.layout import array_bytes
+from kvqjax.ops.allocation import array_bytes
 
 __all__ = ["Entry", "Ledger", "ledger"]
 

@@ -14,16 +14,15 @@ from kvqjax.cache.newest import flush_newest
 from kvqjax.cache.runs import RunLayout, chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
 from kvqjax.ops.finite import found_finite, leading, saturated, zeroed
-from kvqjax.ops.xla import row_major, rows_if
+from kvqjax.ops.xla import entering_after, row_major, rows_if
 
 __all__ = ["commit", "flush_chain", "flush_layer", "remember"]
 
 
 def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry):
-    """Encode one layer of a fresh prompt, [B, T, W] per source, row by row; nothing comes from the window. `carry`
-    holds every prompt token's, [B, T, W]. Returns (body, new, carry). `new` changes only where keys and values leave
-    the window apart: a token whose key is encoded before its value stays in the window with the key as
-    reconstructed."""
+    """Encode what is due of one layer of a fresh prompt, [B, T, W] per source, row by row. `carry` is what the layer
+    below passed on for every prompt token, [B, T, W]. Returns (body, new, carry). `new` changes only where keys leave
+    the window before values: such a token stays there with its reconstructed key."""
     length = next(iter(new.values())).shape[1]
 
     def tile_step(number, row, token, slot, size, state):
@@ -48,21 +47,21 @@ def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedul
 
 
 def _empty_carry(runs, size: int, dtype) -> dict:
-    """Make what enters the first layer: zeros, [size, W] for every name any layer carries."""
+    """Return the carry that enters the first layer: zeros [size, W] for every name that any run carries."""
     return {name: jnp.zeros((size, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
 
 
 def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
-    """Say whether what falls due on a GPU is the one new token of every row."""
+    """Say whether every row's one new token is encoded at once, in a form of GPUs, with nothing to carry."""
     one = all(x.shape[2] == 1 for new in news for x in new.values())
     fine = all(run.static and not run.wiring.chain.carry for run in runs)
     return one and fine and len(schedules) == 1 and schedules[0].clock.unit == 1 and not schedules[0].clock.window
 
 
 def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], constants, dtype):
-    """Encode what is due in a chain of runs: row by row, tile by tile, all layers in order. Of every run it takes the
-    state and the new tokens, [L, B, T, W] per source, and returns (body, window, new). A source encoded before its
-    partner leaves the window is replaced there by its reconstruction."""
+    """Encode what is due in a chain of runs: row by row, tile by tile, a tile through all layers in order. Takes every
+    run's state and new tokens, [L, B, T, W] per source, and returns its (body, window, new). Where keys are encoded
+    before values, their reconstruction replaces them in the window and among the new tokens."""
     if _is_newest(runs, news, schedules):
         return flush_newest(runs, states, news, schedules[0], constants)
     replace, length = len(schedules) > 1, next(iter(news[0].values())).shape[2]
@@ -95,7 +94,7 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
 
 
 def _put_back(run, window, new, recon, layer, row, token, size, held):
-    """Replace encoded tokens by their reconstruction wherever they still stand exactly."""
+    """Replace encoded tokens by their reconstruction in the window and among the new tokens."""
     tokens = token + jnp.arange(size)
     for source, x in recon.items():
         slot = jnp.where(tokens < held, tokens % run.ring, run.ring)
@@ -110,9 +109,9 @@ Sources = dict  # source name -> array
 
 
 def _put(old, new, first, wanted, held):
-    """Put new tokens, [L, B, T, W], into the slots [L, B, C, W] that are `wanted` [B, C]: body token t goes to slot t %
-    C. No slot stands for a token before `first` [B]. It cuts slices row by row, because a gather or scatter over rows
-    makes XLA re-order the whole ring."""
+    """Put new tokens [L, B, T, W] into those of the slots [L, B, C, W] that are `wanted` [B, C]. Body token t goes to
+    slot t % C, and no wanted slot takes a token before `first` [B]. Rows are written one by one as slices: a gather or
+    scatter over rows makes XLA re-order the whole ring."""
     count, length = old.shape[2], new.shape[2]
     size = min(count, length)
 
@@ -128,8 +127,7 @@ def _put(old, new, first, wanted, held):
 
 
 def _put_one(old, new, slots, wanted):
-    """Put each wanted row's one new token, [L, B, 1, W], into its slot, and leave the other rows as they are: `_put`
-    for a decode step."""
+    """Put the one new token [L, B, 1, W] of a decode step into slot `slots[b]` of every wanted row."""
 
     def row_step(row, old):
         start = (0, row, slots[row], 0)
@@ -141,7 +139,7 @@ def _put_one(old, new, slots, wanted):
 
 
 def _put_one_at_once(old, new, slots, wanted):
-    """Do what `_put_one` does by one scatter, which a GPU runs in place as one kernel; a loop takes two a row."""
+    """Do as `_put_one` with one scatter, which a GPU runs in place as one kernel; a loop takes two kernels a row."""
     place = jnp.where(wanted, slots, old.shape[2])  # beyond the end: dropped
     return old.at[:, jnp.arange(old.shape[1]), place].set(new[:, :, 0].astype(old.dtype), mode="drop")
 
@@ -196,7 +194,8 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
             flush = flush_chain(members, *own, held, schedules, fixed, layout.dtype)
             for i, (body, window, new) in zip(chain, flush, strict=True):
                 flushed = units_due(runs[i], states[i], held + counts)
-                states[i], sources[i] = states[i].replace(body=body, window=window, flushed=flushed), new
+                states[i] = states[i].replace(body=body, window=window, flushed=flushed)
+                sources[i] = entering_after(body, new) if runs[i].slots else new
     done = tuple(
         remember(run, state, new, cache.lengths, counts, layout.method.sinks)
         for run, state, new in zip(runs, states, sources, strict=True)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from kvqjax._errors import UserError
 from kvqjax.cache.runs import RunLayout, runs_of
 from kvqjax.cache.state import Cache, Run
+from kvqjax.ops.allocation import allocate
 from kvqjax.ops.head_major import HALF
-from kvqjax.ops.layout import Field, Stored, allocate, read, write
+from kvqjax.ops.layout import Field, Stored, read, write
 
 __all__ = ["CANONICAL", "convert"]
 

@@ -34,9 +34,9 @@ MOST_AT_ONCE = 2048  # tokens of a tile
 
 
 class Schedule(NamedTuple):
-    """Which units of one clock are encoded in a call: of row b those numbered `start[b]` to `stop[b] - 1`, in this
-    order. `place(row, number)` says which body token a unit begins with, and which slot of the body it goes to. A tile
-    may be `at_once` consecutive units."""
+    """List the units of one clock that a call encodes: of row b numbers `start[b]` to `stop[b] - 1`, in this order.
+    `place(row, number)` gives the body token that a unit begins with and the body slot that it is written to. Up to
+    `at_once` consecutive units are encoded as one tile."""
 
     clock: Clock
     start: Int[Array, " B"]
@@ -51,14 +51,14 @@ class Schedule(NamedTuple):
 
 
 def in_order(clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], at_once: int = 1) -> Schedule:
-    """Schedule units that lie in the body as they lie in the sequence."""
+    """Schedule the units of a body that keeps all tokens in their order: token t goes to slot t."""
     return Schedule(clock, start, stop, lambda row, number: (number * clock.unit, number * clock.unit), at_once)
 
 
 def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
-    """Count the units of a clock that these runs may encode as one tile: as many as `length` new tokens complete,
-    bounded by memory and by what a body holds. It is 1 unless that gives the same bits and the units lie side by side
-    in the body."""
+    """Return how many units of a clock these runs may encode as one tile. At most as many as `length` new tokens
+    complete, a body holds and memory allows. Only 1 where units encoded together would get other bits, or do not lie
+    side by side in the body."""
     codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
     alone = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
     beside = not any(run.wraps or run.deal.parts > 1 for run in runs)
@@ -70,20 +70,20 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
 
 
 def at_layer(tree, index):
-    """Cut entry `index` out of every leaf's first axis."""
+    """Return entry `index` of every array's first axis."""
     return jax.tree.map(lambda a: row_major(jax.lax.dynamic_index_in_dim(a, index, keepdims=False)), tree)
 
 
 def cut_tile(x, at, row, start, size: int):
-    """Cut `size` consecutive tokens out of one row of `x`, [size, W]; a slice, because a gather is slow on TPUs."""
+    """Return `size` consecutive tokens of one row of `x`, [size, W], by a slice: a gather is slow on TPUs."""
     begin, whole = (*at, row, start, 0), (1,) * (len(at) + 1)
     return row_major(jax.lax.dynamic_slice(x, begin, (*whole, size, x.shape[-1]))).reshape(size, -1)
 
 
 def gather_tile(window, new, at, row, token, size: int, held, unit: int):
-    """Collect tokens `token .. token + size - 1` of one row, [size, W]: from the ring where they are older than body
-    token `held`, else from `new` whose first token is `held`. `token` is a multiple of `size`, or of `unit` where a
-    tile is several units. `at` indexes the arrays' leading axes before the row."""
+    """Return the body tokens `token` to `token + size - 1` of one row, [size, W]. Those before `held` come from the
+    window's ring, the others from `new`, which begins with token `held`. `token` is a multiple of `unit`, and of `size`
+    where a tile is one unit. `at` are the indices of the axes before the row."""
     tokens, slots, length = token + jnp.arange(size), window.shape[-2], new.shape[-2]
     if slots % size == 0 and size <= max(unit, PLANE):  # a tile never wraps
         ring = cut_tile(window, at, row, token % slots, size)
@@ -97,14 +97,14 @@ def gather_tile(window, new, at, row, token, size: int, held, unit: int):
 
 
 def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry):
-    """Encode one tile of the clock's sources and store it at (layer, row) = `at` from body slot `slot` on, counted as
-    if a ring had no end."""
+    """Encode one tile of the clock's sources and store it at (layer, row) = `at`, from body slot `slot` on. In a ring
+    the slot is taken modulo its length. Returns (body, reconstruction, carry)."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
     return store_tile(run, body, at, clock, slot, payload), recon, carry
 
 
 def store_tile(run: RunLayout, body, at, clock, slot, payload, wanted: Bool[Array, ""] | None = None):
-    """Store what a tile was encoded as; nothing where it is not `wanted`."""
+    """Write the codes of a tile into the body; where `wanted` is False, leave it as it is."""
     here, slot = run.deal.place(slot % run.slots)
     if wanted is not None:
         here = wanted if here is None else wanted & here
@@ -119,9 +119,9 @@ def store_tile(run: RunLayout, body, at, clock, slot, payload, wanted: Bool[Arra
 
 
 def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable, state):
-    """Call `state = step(clock, row, token, slot, size, state)` for every tile that is due: row by row, a row's clocks
-    one after the other, the oldest tokens first. `clock` is its number, `size` the tokens of a tile. At most `most`
-    tokens of a row are due at once, as many as are new."""
+    """Call `state = step(clock, row, token, slot, size, state)` for every tile that is due, and return the last state.
+    Rows come one after the other, within a row its clocks, within a clock the oldest tokens first. `clock` is a number,
+    `size` the tokens of the tile. `most` bounds the tokens of a row that can be due: the number of new ones."""
 
     def row_step(row, state):
         for number, schedule in enumerate(schedules):
@@ -136,9 +136,9 @@ def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable,
 
 
 def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
-    """Call `body_fn(unit, size, state)` for every tile of a row: as many units at once as the schedule allows while
-    there are so many, then one by one. Codecs that see one token at a time are fed whole planes of 32 where they
-    fit, and as many of them at once as the schedule allows."""
+    """Call `body_fn(unit, size, state)` for every tile of a row, first tiles of `at_once` units, then single units.
+    Where a unit is one token and 32 may be due, tiles are single tokens up to the next multiple of 32, then `at_once`
+    tokens or 32, then single tokens again."""
     unit, at_once, start, stop = schedule.clock.unit, schedule.at_once, schedule.start[row], schedule.stop[row]
     if unit > 1 or most < PLANE:
         if at_once > 1:
@@ -151,8 +151,8 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
         return jax.lax.fori_loop(first, stop, lambda j, s: body_fn(j, unit, s), state)
 
     def phase(number, loop):
-        """Work off single tokens up to a plane's edge, then whole planes, many and one by one; the second time single
-        tokens to the end. A choice inside one loop would make XLA copy the words."""
+        """Encode single tokens up to a multiple of 32, then whole planes. Called again, single tokens to the end. One
+        loop that chooses the size inside would make XLA copy the words."""
         token, state = loop
         edge = jnp.where(number == 0, jnp.minimum(stop, -(-token // PLANE) * PLANE), stop)
         state = jax.lax.fori_loop(token, edge, lambda j, s: body_fn(j, 1, s), state)

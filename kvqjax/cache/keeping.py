@@ -20,8 +20,8 @@ Schedules = Callable[[Sequence[RunLayout], Run], tuple[Schedule, ...]]
 
 
 def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tuple[Schedules, Kept]:
-    """Schedule what is encoded when `counts[b]` of the pending tokens are appended, as a function of a chain's runs,
-    and give the bookkeeping after it."""
+    """Schedule what is encoded when `counts[b]` of the pending tokens are appended. Returns a function from a chain's
+    runs and state to their schedules, and the bookkeeping of evicted tokens after the call."""
     held = cache.lengths - cache.layout.method.sinks
 
     length = next(iter(pending[0].values())).shape[2]
@@ -44,7 +44,7 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
 
 
 def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves, Kept]:
-    """Choose which units go where, and give the bookkeeping after it."""
+    """Choose the body slots of the units that leave the window. Returns their moves and the bookkeeping afterwards."""
     run, flushed = runs_of(cache.layout)[0], cache.runs[0].flushed[0]
     clock, length = run.wiring.storage.clocks[0], next(iter(pending[0].values())).shape[2]
     most = (length + clock.unit - 1) // clock.unit
@@ -55,9 +55,11 @@ def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves
 
 
 class Entering(NamedTuple):
-    """The tokens of a fresh prompt that are encoded: `schedules(runs, state)` of them when the first is body token
-    `held[b]`; `sources(new)` are theirs, [B, R, W] of [B, T, W], and `rest(new, encoded)` is what the window gets of
-    the prompt's and of what encoding made of `sources`."""
+    """Say which tokens of a fresh prompt are encoded, and which stay exact.
+
+    `sources(new)` picks the R tokens that are encoded out of the prompt's T: [B, R, W] of [B, T, W]. The first of them
+    is body token `held[b]`, and `schedules(runs, state)` lists their units. `rest(new, encoded)` gives the prompt's
+    tokens that sinks and window keep, where `encoded` are `sources(new)` after encoding."""
 
     held: Int[Array, " B"]
     schedules: Schedules
@@ -68,8 +70,8 @@ class Entering(NamedTuple):
 
 
 def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Array, "B T"]], length: int) -> Entering:
-    """Choose what a prompt of `length` tokens, `counts[b]` of them valid, leaves in the body. `mass()` gives the
-    attention that its tokens received; it is called only where they are chosen by it."""
+    """Choose the tokens that enter the body, of a prompt of `length` tokens with `counts[b]` valid ones. `mass()` gives
+    the softmax weights that each token received, summed; it is called only by rules that choose by them."""
     sinks, empty = cache.layout.method.sinks, jnp.zeros_like(counts)
 
     def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
@@ -96,7 +98,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
 
 
 def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:
-    """Make the zero mass of a call with `length` new tokens, or None where tokens are not chosen by it."""
+    """Return zero attention mass for `length` new tokens, or None for rules that need no mass."""
     if "mass" not in kept:
         return None
     batch, ring = kept["recent"].shape
@@ -104,8 +106,8 @@ def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:
 
 
 def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str, jax.Array]:
-    """Give `stored` and `oldest` of `NewTokens`: what the body holds, and the first body token that each query of a
-    draft sees."""
+    """Return `stored` and `oldest` of `NewTokens`: the positions in the body, and the first that each query of a draft
+    may see."""
     if not cache.kept:
         return {}
     if within == "chunk" or positions.shape[1] == 1:

@@ -16,7 +16,8 @@ from kvqjax.cache.fitted import fitted
 from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
-from kvqjax.ops.layout import block_tokens
+from kvqjax.ops.allocation import block_tokens
+from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.packed import family
 
 __all__ = ["AT_ONCE", "MOST_ROWS", "Deal", "RunLayout", "chains", "few_block", "runs_for", "runs_of"]
@@ -64,8 +65,8 @@ class Deal(NamedTuple):
 
 
 TPU_LANES = 2**14  # of one row of a plain body
-CPU_LANES = 2**9  # keys and values of a few heads, which stay in its caches
-CARRIED = 2**22  # numbers that flow between layers: what a TPU's fast memory holds
+CPU_LANES = 2**10  # keys and values of a few heads, which stay in its caches
+CARRIED = {"tpu": 2**22, "gpu": 2**27}  # numbers that flow between layers; on a TPU of one array, held in fast memory
 MOST_ROWS = 128  # queries of all heads that meet all heads' channels at once
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
@@ -82,8 +83,9 @@ class RunLayout(NamedTuple):
       decides on every turn of a loop that data bounds.
     - `lanes`: so many tokens are read at a time by a few queries, which meet all heads' channels in one product (0:
       head by head).
-    - `carrying`: so many tokens of all rows are read at a time by a few queries where layers feed each other on a TPU
-      (0: elsewhere)."""
+    - `carrying`: so many tokens of all rows are read at a time by a few queries where layers feed each other
+      (0: elsewhere).
+    - `joint`: a kernel may take the tokens beside the body as well (`kvqjax.cache.at_once`)."""
 
     first: int
     count: int
@@ -98,6 +100,7 @@ class RunLayout(NamedTuple):
     static: bool = False
     lanes: int = 0
     carrying: int = 0
+    joint: bool = False
 
     @property
     def sliding(self) -> int | None:
@@ -146,6 +149,8 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in clocks)))
     room = layout.capacity - layout.method.sinks
     lanes = _lanes(layout, shape, all(field.kind == "plain" for field in fields))
+    if lanes == CPU_LANES and (layout.method.keep is not None or wiring.chain.carry):
+        lanes //= 2  # masses, or what flows between layers, share these caches
     ring = max(1, min(max(clock.window + clock.unit for clock in clocks), room))
     # Nothing is ever encoded when the window alone can hold the capacity.
     most = max(0, *((room - clock.window) // clock.unit * clock.unit for clock in clocks))
@@ -167,6 +172,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
         static=keep is None and layout.form == "heads",
         lanes=lanes,
         carrying=_carrying(layout, wiring),
+        joint=_is_joint(layout, wiring),
     )
 
 
@@ -182,9 +188,17 @@ def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
 
 def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
     """Choose how many tokens of all rows are read at a time where layers feed each other (`RunLayout.carrying`)."""
-    if family(layout.target) != "tpu" or layout.form != "planes" or not (wiring.chain.carry and wiring.chain.held):
+    kind = "gpu" if layout.form == "heads" else family(layout.target)
+    known = layout.form == "heads" or kind == "tpu"
+    if not (known and wiring.chain.carry and wiring.chain.held):
         return 0
-    return CARRIED // max(wiring.chain.carry.values())
+    return CARRIED[kind] // (max if kind == "tpu" else sum)(wiring.chain.carry.values())
+
+
+def _is_joint(layout: CacheLayout, wiring: Wiring) -> bool:
+    """Say whether a TPU's kernel for this body takes tokens beside it."""
+    packed = wiring.fast.packed
+    return family(layout.target) == "tpu" and packed is not None and isinstance(packed.spec, ExactSpec)
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:

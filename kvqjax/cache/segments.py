@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, large_block
-from kvqjax.cache.encoding import Schedule, at_layer, encode_due, gather_tile
+from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.eviction import Received, received
+from kvqjax.cache.recoding import recoded
 from kvqjax.cache.runs import AT_ONCE, MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.state import Run, due
 from kvqjax.cache.view import (
@@ -22,13 +23,13 @@ from kvqjax.cache.view import (
     seen,
     side_by_side,
 )
-from kvqjax.cache.whole_body import attend_decoded, attend_packed, attend_stored
+from kvqjax.cache.whole_body import attend_decoded, attend_packed, attend_stored, passed, replaced
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.methods.wiring import SharedValues
-from kvqjax.ops.attention import Partial, blockwise_attention, segment_attention
+from kvqjax.ops.attention import Partial, blockwise_attention, merge_over, segment_attention
 from kvqjax.ops.finite import saturated
 
-__all__ = ["attend_body", "attend_exact", "recoded_units", "weigh"]
+__all__ = ["attend_body", "attend_exact", "attend_parts", "weigh"]
 
 MOST_PARTS = 16  # of a body that are decoded in straight code: more would take long to compile
 
@@ -61,7 +62,7 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
         decoded, part = run.wiring.maps.decode(constants, payload, part)
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
         done = j * size if run.slots_here % size else at
-        carry = {n: _replaced(c, part[n], at, done) for n, c in carry.items()}
+        carry = {n: replaced(c, part[n], at, done) for n, c in carry.items()}
         positions, valid = body.places(j, size)
         k, v = expanded(view, decoded, positions if waves is None else waves(positions))
         if shared is not None:  # the decoded values then have no user and are never computed
@@ -71,13 +72,12 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
     return block, *body.blocks(size)
 
 
-def _replaced(carry, part, at, done):
-    """Put `part` into the carry [B, S, W] from slot `at` on, but for slots below `done`, which hold theirs already."""
-    part, size = saturated(part, carry.dtype), part.shape[1]
-    if done is not at:
-        old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)
-        part = jnp.where((at + jnp.arange(size) < done)[None, :, None], old, part)
-    return jax.lax.dynamic_update_slice_in_dim(carry, part, at, 1)
+def _is_read(view: LayerView, carry: dict) -> bool:
+    """Say whether this layer's carry is what its keys and values are made of, and all of it."""
+    same = view.run.wiring.chain.read_in
+    return carry.keys() == view.new.keys() and all(
+        carry[name].dtype == x.dtype and (same is None or x.dtype.name in same) for name, x in view.new.items()
+    )
 
 
 def attend_body(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry: dict) -> tuple[Partial, dict]:
@@ -103,10 +103,13 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     shared = shared if shared is not None and q.shape[1] <= shared.most else None
 
     def by_blocks():
-        if at_once:
-            return attend_decoded(q, kv_heads, view, tokens, shared), carry
-        width = None if shared is None else shared.width
         rows = q.shape[1] * q.shape[2]
+        if at_once:
+            return attend_decoded(q, kv_heads, view, tokens, shared, {}), carry
+        if run.static and few and _is_read(view, carry):
+            found = passed(view, tokens, few_block(run, q.shape[0], rows), carry, q)
+            return attend_decoded(q, kv_heads, view, tokens, shared, found), found
+        width = None if shared is None else shared.width
         if run.lanes and (width is None or run.lanes > 1) and rows <= MOST_ROWS:
             blocks = _body_blocks(view, tokens, few_block(run, q.shape[0], rows), shared)
             return blockwise_attention(q, kv_heads, *blocks, carry, width, lanes=True)
@@ -153,37 +156,6 @@ def weigh(q, view: LayerView, tokens: NewTokens, lse, carry: dict) -> Received:
     return Received(exact, body[:, : tokens.stored.shape[1]])
 
 
-def recoded_units(unit: int, length: int) -> int:
-    """Count the units of a clock that can fall due while `length` new tokens are appended, before the last of them
-    attends."""
-    return -(-(length - 1) // unit)
-
-
-def _recode(view: LayerView, tokens: NewTokens, sources, clock, flushed, carry):
-    """Replace every unit of `sources` that may fall due among the new tokens by what its codes decode to. Units are
-    encoded row by row and one by one, exactly as `commit` will encode them. `carry` is [B, units, u, W] per name."""
-    run, units = view.run, recoded_units(clock.unit, tokens.positions.shape[1])
-    window = at_layer(view.state.window, view.layer)
-
-    def one(_, row, token, slot, size, loop):
-        (sources, carry), held = loop, tokens.held[row]
-        unit = token // clock.unit - flushed[row]
-        tile = {s: gather_tile(window[s], view.new[s], (), row, token, size, held, size) for s in clock.sources}
-        part = {n: c[row, unit] for n, c in carry.items()}
-        _, recon, part = run.wiring.maps.encode(view.constants, tile, part)
-        index = token + jnp.arange(size)
-        place = jnp.where(index < held, view.sinks + index % run.ring, view.sinks + run.ring + index - held)
-        for s, x in recon.items():
-            sources = {**sources, s: sources[s].at[row, place].set(saturated(x, sources[s].dtype), mode="drop")}
-        return sources, {n: c.at[row, unit].set(saturated(part[n], c.dtype)) for n, c in carry.items()}
-
-    # Numbers that XLA knows, so that a GPU's host need not ask for them.
-    first = jnp.zeros_like(flushed)
-    place = lambda row, number: ((flushed[row] + number) * clock.unit, None)  # noqa: E731
-    schedule = Schedule(clock, first, first + units, place)
-    return encode_due((schedule,), len(flushed), clock.unit, one, (sources, carry))
-
-
 def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dict) -> tuple[list[Partial], dict]:
     """Attention to the tokens that are held exactly. With `recode`, a token that decoding one by one would have
     encoded before query t is shown to query t as encoded (docs/design.md, idea 2); `carry` then flows from layer to
@@ -208,6 +180,18 @@ def attend_exact(q, view: LayerView, tokens: NewTokens, recode: bool, carry: dic
         encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
         left = (index >= 0) & (index < encoded[:, :, None])
         parts.append(part(sources, mask & ~left))
-        sources, carry = _recode(view, tokens, sources, clock, flushed, carry)
+        sources, carry = recoded(view, tokens, sources, clock, flushed, carry)
         mask = mask & left
     return [*parts, part(sources, mask)], carry
+
+
+def attend_parts(
+    q, view: LayerView, tokens: NewTokens, recode: bool, tile: dict, body: dict
+) -> tuple[list[Partial], dict, dict]:
+    """Attend to all tokens of a layer, in parts to be merged, and give what flows on to the next layer: `tile` and
+    `body` are the carries of `attend_exact` and `attend_body`."""
+    parts, tile = attend_exact(q, view, tokens, recode and view.run.slots > 0, tile)
+    if view.run.slots:
+        part, body = attend_body(q, view.run.shape.num_kv_heads, view, tokens, body)
+        parts.append(merge_over(part, view.run.deal.axes))
+    return parts, tile, body

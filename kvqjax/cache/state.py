@@ -19,7 +19,8 @@ from kvqjax.cache.eviction import allocate_kept
 from kvqjax.cache.runs import RunLayout, chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.methods.wiring import Clock
-from kvqjax.ops.layout import Stored, allocate
+from kvqjax.ops.allocation import allocate
+from kvqjax.ops.layout import Stored
 
 __all__ = [
     "Cache",

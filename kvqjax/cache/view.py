@@ -15,6 +15,7 @@ from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.runs import RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.methods.direct import MOST_QUERIES
+from kvqjax.ops.attention import visible
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import read
 
@@ -23,13 +24,13 @@ __all__ = [
     "LayerView",
     "NewTokens",
     "alike",
+    "beside",
     "body_view",
     "expanded",
     "payload_of",
     "reached",
     "seen",
     "side_by_side",
-    "visible",
 ]
 
 
@@ -64,11 +65,7 @@ class LayerView(NamedTuple):
     reach: int | None = None
 
 
-def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
-    """Make the causal and sliding-window mask by absolute position: queries [B,T], keys [B,S], valid [B,S]."""
-    query, key = queries[:, :, None], keys[:, None, :]
-    seen = (key <= query) & valid[:, None, :]
-    return seen if sliding is None else seen & (key > query - sliding)
+Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
 
 
 def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B T S"]:
@@ -79,15 +76,19 @@ def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B
     return mask & ((positions[:, None] >= tokens.oldest[:, :, None]) | (positions < view.sinks)[:, None])
 
 
-def side_by_side(view: LayerView, tokens: NewTokens):
-    """Put sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], valid [B,N])."""
+def beside(view: LayerView, tokens: NewTokens) -> list[Places]:
+    """Give the places of sinks, window slots and new tokens, one after the other."""
     batch, length = tokens.positions.shape
     ring = ring_tokens(view.run.ring, body_tokens(view.run, view.state))
     sink = jnp.broadcast_to(jnp.arange(view.sinks)[None], (batch, view.sinks))
     fresh = jnp.arange(length)[None] < tokens.counts[:, None]
-    total = (tokens.held + view.sinks)[:, None]
-    valid = jnp.concatenate([sink < total, ring < tokens.held[:, None], fresh], axis=1)
-    positions = jnp.concatenate([sink, ring + view.sinks, tokens.positions], axis=1)
+    held = tokens.held[:, None]
+    return [(sink, sink < held + view.sinks), (ring + view.sinks, ring < held), (tokens.positions, fresh)]
+
+
+def side_by_side(view: LayerView, tokens: NewTokens):
+    """Put sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], valid [B,N])."""
+    positions, valid = (jnp.concatenate(each, axis=1) for each in zip(*beside(view, tokens), strict=True))
     parts = at_layer(view.state.sinks, view.layer), at_layer(view.state.window, view.layer), view.new
     sources = {name: jnp.concatenate([part[name].astype(x.dtype) for part in parts], 1) for name, x in view.new.items()}
     return sources, positions, valid
@@ -113,7 +114,6 @@ def reached(view: LayerView) -> int:
     return run.slots_here if view.reach is None else run.deal.most(min(view.reach, run.slots))
 
 
-Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
 Number = Int[Array, ""] | int
 
 

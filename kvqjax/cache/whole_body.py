@@ -8,23 +8,34 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.runs import AT_ONCE
+from kvqjax.cache.runs import AT_ONCE, RunLayout
 from kvqjax.cache.state import body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, slots_read, summed
 from kvqjax.methods.wiring import SharedValues
+from kvqjax.ops.allocation import leading_slots
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.layout import leading_slots
-from kvqjax.ops.xla import known_after, row_major
+from kvqjax.ops.xla import kept_apart, known_after, row_major
 from kvqjax.pallas_kernels.dispatch import packed_attention
+from kvqjax.pallas_kernels.exact import Recent
 
-__all__ = ["attend_decoded", "attend_packed", "attend_stored"]
+__all__ = ["attend_decoded", "attend_packed", "attend_stored", "passed", "replaced"]
+
+PASSED = 2**17  # body tokens of all rows that are read at a time where they are there decoded
 
 
-def attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, general: Callable[[], Partial]) -> Partial:
-    """Attend to the body straight from its packed words, by a kernel or by the plain form of uniform codes."""
+def attend_packed(
+    q,
+    view: LayerView,
+    tokens: NewTokens,
+    packed: Packed,
+    general: Callable[[], Partial],
+    recent: Recent | None = None,
+) -> Partial:
+    """Attend to the body straight from its packed words, by a kernel or by the plain form of uniform codes. `recent` as
+    in `packed_attention`."""
     run = view.run
     first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
     body = packed.body(view.weights, view.constants, view.state.body, first)
@@ -34,24 +45,65 @@ def attend_packed(q, view: LayerView, tokens: NewTokens, packed: Packed, general
     else:
         start = run.deal.share(jnp.maximum(tokens.positions - run.sliding + 1 - view.sinks, 0))
     stop = run.deal.share(stop)
-    return packed_attention(q, body, view.layer, start, stop, packed.spec, general, packed.trusted)
+    return packed_attention(q, body, view.layer, start, stop, packed.spec, general, packed.trusted, recent)
 
 
-def attend_decoded(q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None) -> Partial:
-    """Attend to the body in straight code, AT_ONCE tokens of every row decoded at a time (of a single row twice as
-    many): first all scores, then all sums of values. Each part waits for the one before it, or XLA would decode all at
-    once."""
+def passed(view: LayerView, tokens: NewTokens, size: int, carry: dict, after: jax.Array) -> dict:
+    """Pass the carry of all body tokens through this layer, `size` tokens of every row at a time and not before
+    `after` is there: XLA would copy it for the layer below, which reads it."""
+    run, body = view.run, body_view(view, tokens)
+    zero, constants = known_after(after, 0), run.wiring.maps.prepare(view.constants)
+
+    def one(j, carry):
+        at = body.at(j, size) + zero
+        payload = payload_of(run, view.state, view.layer, at, size)
+        part = {name: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for name, c in carry.items()}
+        part = run.wiring.maps.decode(constants, payload, part)[1]
+        done = j * size if run.slots_here % size else at
+        return {name: replaced(c, part[name], at, done) for name, c in carry.items()}
+
+    return jax.lax.fori_loop(*body.blocks(size), one, carry)
+
+
+def replaced(carry, part, at, done):
+    """Put `part` into the carry [B, S, W] from slot `at` on, but for slots below `done`, which hold theirs already."""
+    part, size = saturated(part, carry.dtype), part.shape[1]
+    if done is not at:
+        old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)
+        part = jnp.where((at + jnp.arange(size) < done)[None, :, None], old, part)
+    return jax.lax.dynamic_update_slice_in_dim(carry, part, at, 1)
+
+
+def _part(run: RunLayout, batch: int, is_decoded: bool) -> int:
+    """Choose how many tokens of every row are read at a time: at least AT_ONCE, of few rows more, because every part
+    takes kernels and seconds of compilation; fewer where sums of values are transformed (HIGGS), which 128K tokens
+    would take 0.48 GB for instead of 0.28."""
+    few = 2 if run.wiring.fast.summed else 4
+    size = PASSED // batch if is_decoded else max(AT_ONCE, few * AT_ONCE // batch)
+    return max(1, size // run.block) * run.block
+
+
+def attend_decoded(
+    q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None, carry: dict
+) -> Partial:
+    """Attend to the body in straight code, a part of every row decoded at a time: first all scores, then all sums of
+    values. Each part waits for the one before it, or XLA would decode all at once. A `carry` is the body decoded."""
     run = view.run
     count = min(-(-reached(view) // run.block) * run.block, run.slots_here)
     positions, valid = body_view(view, tokens).places(0, count)
     mask = seen(view, tokens, positions, valid)
     constants = run.wiring.maps.prepare(view.constants)
-    size = max(1, max(AT_ONCE, 2 * AT_ONCE // q.shape[0]) // run.block) * run.block
+    size = _part(run, q.shape[0], bool(carry))
     parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    if carry:  # or XLA would copy all of it beside the exact tokens, for one product by a matrix that both share
+        view = view._replace(weights=kept_apart(view.weights))
 
     def decoded(part: slice, after):
-        payload = payload_of(run, view.state, view.layer, known_after(after, part.start), part.stop - part.start)
-        found, _ = run.wiring.maps.decode(constants, payload, {})
+        if carry:
+            payload, found = {}, {name: c[:, part] for name, c in carry.items()}
+        else:
+            payload = payload_of(run, view.state, view.layer, known_after(after, part.start), part.stop - part.start)
+            found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
         return payload, found, expanded(view, found, positions[:, part])
 

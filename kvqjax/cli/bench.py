@@ -30,7 +30,7 @@ from kvqjax.cli.common import (
 from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.generation.prompt_ids import bucket
-from kvqjax.hardware.planner import prompt_operations
+from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method, exact
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import commit, forward

@@ -1,4 +1,4 @@
-"""`kvqjax eval ppl|retrieval|drift|tasks|harness`: several caches side by side."""
+"""`kvqjax eval ppl|retrieval|drift|harness`: several caches side by side."""
 
 import functools
 from pathlib import Path
@@ -127,45 +127,6 @@ def drift(
     return Job(window, evaluate, about, min(tokens, len(ids)))
 
 
-def _tasks_rows(model, method, bar, loaded_tasks, fixed) -> list[dict[str, Any]]:
-    from kvqjax.eval.tasks import averages, run_task
-
-    rows = [run_task(model, method, task, progress=bar(f"{method} {task.name}"), **fixed) for task in loaded_tasks]
-    return rows + averages(rows)
-
-
-@_command("demo")
-def tasks(
-    loaded: Model,
-    seed: int,
-    task: Annotated[
-        list[str], typer.Option(help="family/task, family or family/average of longbench, infinitebench, ruler")
-    ],
-    folder: Folder = None,
-    limit: Annotated[
-        int, number(least=2, help="most prompt tokens; longer ones keep their first and last halves")
-    ] = 1024,
-    samples: Annotated[int, number(least=0, help="of every task; 0: all")] = 20,
-    chunk: PromptChunk = None,
-    batch: Batch = 4,
-) -> Job:
-    """LongBench, InfiniteBench and RULER, answered greedily; `harness` has other tasks."""
-    from kvqjax.eval.tasks import Options, chosen, fingerprint, load_task
-
-    def count(text: str) -> int:
-        return len(loaded.tokenizer(text)["input_ids"])
-
-    ready = [load_task(name, Options(folder, limit, samples, seed, count)) for name in chosen(task)]
-    fixed = {"limit": limit, "chunk": chunk, "batch": batch}
-    about = {"data": {one.name: fingerprint(one) for one in ready}, "limit": limit}
-
-    def evaluate(model, method, bar, kernels):
-        return _tasks_rows(model, method, bar, ready, fixed | {"kernels": kernels})
-
-    read = sum(min(limit, count(sample.prompt)) for one in ready for sample in one.samples)
-    return Job(limit, evaluate, about, read)
-
-
 @_command("demo")
 def harness(
     loaded: Model,
@@ -177,19 +138,24 @@ def harness(
     ] = None,
     samples: Annotated[int | None, number(help="of every task; default: all")] = None,
     limit: Annotated[int | None, number(least=2, help="longest text in tokens; default: the model's positions")] = None,
-    chunk: Chunk = 32,
+    cut: Annotated[str, typer.Option(help="where a longer text is cut: left or middle")] = "left",
+    chunk: Annotated[
+        int | None, number(help="tokens that enter the cache at a time; default: prompts exactly, scored texts by 32")
+    ] = None,
     batch: Batch = 8,
+    chat: Annotated[bool, typer.Option("--chat", help="put prompts through the chat template")] = False,
+    metadata: Annotated[str, typer.Option(help="JSON for tasks that make their data, as lm-eval's own option")] = "{}",
 ) -> Job:
     """Tasks of lm-evaluation-harness, scored with the tokens passing through the cache."""
     from kvqjax.eval.harness import CacheLM, run_harness
     from kvqjax.eval.stamp import bytes_of
 
     length = limit or loaded.config.max_position
-    options = {"shots": shots, "limit": samples, "seed": seed, "include": include}
+    options = {"shots": shots, "limit": samples, "seed": seed, "include": include, "chat": chat, "metadata": metadata}
 
     def evaluate(model, method, bar, kernels):
         update, sizes = bar(str(method)), bytes_of(model, method, length)
-        given = {"chunk": chunk, "batch": batch, "max_length": length, "kernels": kernels}
+        given = {"chunk": chunk, "batch": batch, "max_length": length, "cut": cut, "kernels": kernels}
         rows = run_harness(CacheLM(model, method, **given), task, **options)
         update(1.0)
         return [row | sizes for row in rows]

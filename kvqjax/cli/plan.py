@@ -18,9 +18,9 @@ from kvqjax.hardware.planner import (
     headroom,
     largest,
     plan_memory,
-    prompt_operations,
     step_bounds,
 )
+from kvqjax.hardware.prompts import estimated_seconds, prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.roofline import longest_memory_bound, step_cost
 from kvqjax.model.catalogue import config_of
@@ -47,6 +47,7 @@ WORDS = {
     "largest_batch": "most rows",
     "tokens_per_second": "tokens a second, at most",
     "seconds_to_first_token": "seconds to the first token, at least",
+    "seconds_to_first_token_estimated": "seconds to the first token, estimated",
     "recomputing_hidden_until": "recomputing costs no time up to",
     "bound_by": "speed limited by",
     "bytes_arguments_compiled": "compiled: arguments",
@@ -83,15 +84,18 @@ def _speed(found: Plan, config, method: Method, context: int, batch: int, device
     hidden = longest_memory_bound(step_cost(method, config), 1e3 * device.tflops / device.bandwidth)
     return {
         "tokens_per_second": batch / max(reading, computing),
-        "seconds_to_first_token": _first_token(config, context, batch, device, mesh),
         "recomputing_hidden_until": "always" if hidden == float("inf") else int(hidden),
         "bound_by": "bandwidth" if reading >= computing else "compute",
     }
 
 
-def _first_token(config: ModelConfig, context: int, batch: int, device: Device, mesh: MeshSize) -> float:
-    """The least that prompts of a whole context take: every operation once, at the peak of all devices."""
-    return batch * prompt_operations(config, 0, context) / (device.tflops * 1e12 * mesh.devices)
+def _first_token(config: ModelConfig, context: int, batch: int, chip: str, mesh: MeshSize) -> dict[str, float]:
+    """What prompts of a whole context take: at least, every operation once at the peak of all devices; and on one chip
+    as compiled prompts were counted."""
+    least = batch * prompt_operations(config, 0, context) / (DEVICES[chip].tflops * 1e12 * mesh.devices)
+    estimated = estimated_seconds(config, context, batch, chip) if mesh.devices == 1 else None
+    more = {} if estimated is None else {"seconds_to_first_token_estimated": estimated}
+    return {"seconds_to_first_token": least} | more
 
 
 def _form(chip: str | None) -> str:
@@ -100,7 +104,6 @@ def _form(chip: str | None) -> str:
 
 
 def _row(config, method: Method, context: int, batch: int, chip: str | None, mesh: MeshSize) -> dict[str, Any]:
-    device = DEVICES[chip] if chip else None
     planned = functools.partial(plan_memory, config, method, mesh=mesh, form=_form(chip))
     found = planned(context, batch)
     row: dict[str, Any] = {"cache": str(method), "bytes": found.book.bytes, "bytes_exact": found.book.exact_bytes}
@@ -108,9 +111,11 @@ def _row(config, method: Method, context: int, batch: int, chip: str | None, mes
     if mesh.devices > 1:
         row["bytes_cache_per_device"] = found.cache
     row |= {"bytes_weights": found.weights, "bytes_constants": found.constants, "bytes_workspace": found.workspace}
-    if device is not None:
+    if chip is not None:
+        device = DEVICES[chip]
         row |= _fit(found.total, device) | _limits(config, context, batch, device, planned)
         row |= _speed(found, config, method, context, batch, device, mesh)
+        row |= _first_token(config, context, batch, chip, mesh)
     return row | {"beyond_model": context > config.max_position, "classes": found.book.by_role()}
 
 
@@ -141,8 +146,9 @@ def plan(
 
     MODEL is a bundled or known name (llama-3.1-8b), a folder, or a config.json. Without --cache a few methods are
     compared. "tight" fits with less than a twentieth of the device to spare. Tokens a second are bounds: every byte
-    read once and every operation at the peak. --compile sets the compiler's bytes beside the plan's: for TPUs it
-    needs libtpu, for GPUs JAX's CUDA plugin, and neither chip.
+    read once and every operation at the peak. So are seconds to the first token; chips of docs/prefill.md have an
+    estimate beside them. --compile sets the compiler's bytes beside the plan's: for TPUs it needs libtpu, for GPUs
+    JAX's CUDA plugin, and neither chip.
     """
     if device is not None and device not in DEVICES:
         raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")

@@ -30,7 +30,7 @@ from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.eval.plots import check_picture, draw
 from kvqjax.eval.stamp import ledger_of, stamp
-from kvqjax.hardware.planner import prompt_operations
+from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 

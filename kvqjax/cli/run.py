@@ -34,7 +34,7 @@ from kvqjax.generation.decoding import generate as generate_text
 from kvqjax.generation.prompt_chunks import AUTO
 from kvqjax.generation.prompt_ids import encode_prompts
 from kvqjax.generation.sampling import make_sampling
-from kvqjax.hardware.planner import prompt_operations
+from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 from kvqjax.parallel.hosts import join_hosts, speaks

@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvqjax.ops.layout import Field, logical_bits
+from kvqjax.ops.allocation import logical_bits
+from kvqjax.ops.layout import Field
 
 __all__ = ["Codec", "CodecSpec", "Fit", "bits_per_value"]
 

@@ -25,14 +25,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
 from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.codecs.hadamard import factors, has_hadamard, multiplied, transform
+from kvqjax.codecs.hadamard import factors, has_hadamard, transform
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
+from kvqjax.codecs.higgs_points import inverse_of, numbers_of, points_of
 from kvqjax.codecs.kernel_form import Packed, rope_of
-from kvqjax.codecs.nuq_table import look_up
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
@@ -41,7 +41,6 @@ from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 __all__ = ["Higgs", "higgs_codec", "summed_form"]
 
 NORMS = ("plain", "corrected", "unbiased")
-MOST_SELECTS = 16  # points that a CPU looks up by their codes' bits
 FORMS = {"tpu": higgs_tpu, "cuda": higgs_gpu}  # how a platform decodes otherwise
 
 
@@ -124,33 +123,6 @@ def _gain(norm: str, found: Float[Array, "u n h"], aim: Float[Array, "u n h"]) -
     return group / jnp.maximum((found * aim).sum(-1), group / 4)
 
 
-def _points_of(points: np.ndarray, codes: UInt[Array, "*lead vectors"]) -> Float[Array, "*lead numbers"]:
-    """Look up the grid points of codes, side by side."""
-    found = look_up(codes, jnp.asarray(points[:, 0])) if points.shape[1] == 1 else jnp.asarray(points)[codes]
-    return found.reshape(*codes.shape[:-1], -1)
-
-
-def _numbers_of(column: np.ndarray, codes: UInt[Array, "*S"]) -> Float[Array, "*S"]:
-    """Look up one number of every code's grid point. CPUs gather number by number."""
-    few = column.shape[0] <= MOST_SELECTS
-    by_selects = lambda codes: look_up(codes, jnp.asarray(column))  # noqa: E731
-    gathered = lambda codes: jnp.asarray(column)[codes]  # noqa: E731
-    return jax.lax.platform_dependent(codes, cpu=by_selects if few else gathered, default=gathered)
-
-
-def _inverse_of(points: np.ndarray, group: int, codes: UInt[Array, "*lead vectors"]) -> Float[Array, "*lead group"]:
-    """Transform the grid points of codes back as `transform` does, on a CPU: the numbers of the same place in their
-    points side by side, and the last Kronecker factor, whose rows stand likewise, before the others."""
-    *others, last = factors(group)
-    size, dim = last.shape[0], points.shape[1]
-    codes = codes.reshape(*codes.shape[:-1], -1, size // dim)
-    found = jnp.concatenate([_numbers_of(column, codes) for column in points.T], axis=-1)
-    rows = last.reshape(-1, dim, size).swapaxes(0, 1).reshape(size, size)
-    found = jnp.einsum("...j,ji->...i", found, jnp.asarray(rows, jnp.float32), precision="highest")
-    found = found.reshape(*codes.shape[:-2], -1)
-    return multiplied(found, others, inverse=True) if others else found
-
-
 def _fields(spec: Higgs, groups: int, vectors: int, bits: int) -> dict[str, Field]:
     return {
         "codes": Field(kind="codes", width=vectors, bits=bits, role="payload"),
@@ -181,19 +153,19 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         y = _pad(y, vectors * dim).reshape(*y.shape[:-1], vectors, dim)
         codes = nearest(jnp.asarray(points), y)
         if spec.norm != "plain":
-            found = _points_of(points, codes)[..., :group]
+            found = points_of(points, codes)[..., :group]
             aim = y.reshape(*found.shape[:-1], -1)[..., :group]
             scale = (length * _gain(spec.norm, found, aim)).astype(spec.dtype)
         return {"codes": codes.reshape(-1, groups * vectors), "scale": scale.T}
 
     def gathered(codes):
         lead = codes.shape[:-1]
-        y = _points_of(points, codes.reshape(*lead, groups, vectors))
+        y = points_of(points, codes.reshape(*lead, groups, vectors))
         return transformed(y[..., :group], True).reshape(*lead, groups * group)
 
     def by_factors(codes):
         lead = codes.shape[:-1]
-        found = _inverse_of(points, group, codes.reshape(*lead, groups, vectors))
+        found = inverse_of(points, group, codes.reshape(*lead, groups, vectors))
         return found.reshape(*lead, groups * group)
 
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
@@ -223,7 +195,7 @@ def summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
 
     def read(tile):
         codes = tile["codes"].reshape(*tile["codes"].shape[:-1], groups, 1, vectors)
-        found = jnp.concatenate([_numbers_of(column, codes) for column in points.T], axis=-2)
+        found = jnp.concatenate([numbers_of(column, codes) for column in points.T], axis=-2)
         scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
         return (found * scale[..., None, None]).reshape(*codes.shape[:-3], -1)
 

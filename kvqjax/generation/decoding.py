@@ -143,24 +143,4 @@ def generate(
     top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request
     only: `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not
     fit, and for options that do not exist."""
-    made = stream(
-        model,
-        prompts,
-        method,
-        max_new_tokens=max_new_tokens,
-        capacity=capacity,
-        chunk=chunk,
-        kernels=kernels,
-        chat=chat,
-        stop=stop,
-        eos_ids=eos_ids,
-        seed=seed,
-        stride=stride,
-        progress=progress,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
-    return collections.deque(made, maxlen=1)[0]
+    return collections.deque(stream(**locals()), maxlen=1)[0]  # before any other local: the arguments and no more

@@ -6,7 +6,6 @@ at a time; `kvqjax.hardware.aot` compiles the step and measures it.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import init_params
-from kvqjax.ops.layout import array_bytes
+from kvqjax.ops.allocation import array_bytes
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
 
@@ -32,7 +31,6 @@ __all__ = [
     "largest",
     "parameter_shapes",
     "plan_memory",
-    "prompt_operations",
     "step_bounds",
 ]
 
@@ -195,18 +193,3 @@ def step_bounds(
     cached = (attention + found.book.flops * context) / (mesh.seq * mesh.model)
     operations = rows * (2 * (found.weights // item - lookup) + cached)
     return read / (device.bandwidth * 1e9), operations / (device.tflops * 1e12)
-
-
-def prompt_operations(config: ModelConfig, held: int, new: int) -> float:
-    """The fewest operations of `new` tokens of a row that holds `held`, two per multiply-accumulate: every weight for
-    each of them, the head for the last, scores and weighted sums over the tokens that each of them sees."""
-    layers = parameter_shapes(config)["layers"]
-    weights = sum(math.prod(shape.shape) for shape in jax.tree.leaves(layers))
-    seen = sum(_seen(held + new, window) - _seen(held, window) for window in config.windows)
-    return 2.0 * (weights * new + config.vocab_size * config.width) + 4.0 * config.query_width * seen
-
-
-def _seen(tokens: int, window: int | None) -> int:
-    """How many tokens the first `tokens` of a row see, all in all, themselves included."""
-    near = min(tokens, window or tokens)
-    return near * (near + 1) // 2 + (tokens - near) * near

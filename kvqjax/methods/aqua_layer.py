@@ -197,7 +197,7 @@ def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) ->
     return Wiring(
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
-        chain=Chain({"k": width, "v": width}, layer.copy),
+        chain=Chain({"k": width, "v": width}, layer.copy, read_in=None),
         calibration=Calibration(needs, kinds, FIT),
         cost=Cost(operations=_operations(needs) if layer.copy != "all" else 0),
     )

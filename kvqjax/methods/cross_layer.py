@@ -88,6 +88,11 @@ class Difference(NamedTuple):
     space: str
     group: int
 
+    @property
+    def read_in(self) -> tuple[str, ...] | None:
+        """Name the dtypes in which the accumulator, as it is stored, is what is read (`Chain`)."""
+        return None if self.accumulator == "float32" else (self.accumulator,)
+
     def updated(self, constants, step, reference) -> tuple[jax.Array, jax.Array]:
         """Add one tile's decoded difference to the accumulator below: Xhat, and the accumulator as it is stored.
         Encoder and decoder both come here with one unit of tokens: a matmul of another shape would round
@@ -149,7 +154,7 @@ def cross_layer(config: KVShape, codec: Codec, clock: Clock, difference: Differe
     return Wiring(
         Storage(sources, codecs, (clock._replace(sources=tuple(sources)),)),
         Maps(_capture(config, difference.space), encode, decode, _expand(config, difference.space)),
-        chain=Chain({"x": width}),
+        chain=Chain({"x": width}, read_in=difference.read_in),
         fast=Fast(shared=_shared(config, difference.space)),
         calibration=Calibration(fit=FIT),
         cost=difference.cost(width, config.kv_width),

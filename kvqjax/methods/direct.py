@@ -41,13 +41,13 @@ Stored = dict  # field name -> arrays of one layer, [1, B, ...]
 
 
 class Direct(NamedTuple):
-    """How a whole body is read, both from one layer's stored fields:
+    """Read a whole body, both functions from one layer's stored fields:
 
     scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
     values(planes of weights [B, K, X, S] float32, fields, dtype, piece) -> [B, K, X, D] float32
 
-    Sums over tokens are cut after `piece` stored rows, or fewer. `part` are scores of the first of a body's keys, where
-    those are read in another way than all of them."""
+    Sums over tokens are made of partial sums of at most `piece` stored rows. `part` takes the place of `scores` where
+    only the first of a body's keys are read, and those in another way than all."""
 
     scores: Callable
     values: Callable
@@ -55,7 +55,7 @@ class Direct(NamedTuple):
 
 
 def by_plane(x: Array, planes: int) -> list[Array]:
-    """[.., S] as `planes` arrays [.., S / planes], tokens as kvqjax/ops/head_major.py shares them out."""
+    """Split [.., S] into `planes` arrays [.., S / planes], one for each plane of kvqjax/ops/head_major.py."""
     if planes == 1:
         return [x]
     x = x.reshape(*x.shape[:-1], -1, planes, HALF)
@@ -63,7 +63,7 @@ def by_plane(x: Array, planes: int) -> list[Array]:
 
 
 def in_planes(pieces: list[Array], planes: int) -> list[Array]:
-    """The same tokens in another number of planes."""
+    """Rearrange numbers per token, given plane by plane, into `planes` planes."""
     if len(pieces) == planes:
         return pieces
     if planes > 1:
@@ -73,18 +73,18 @@ def in_planes(pieces: list[Array], planes: int) -> list[Array]:
 
 
 def filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
-    """Weights of so many slots, the last of them zero."""
+    """Append zero weights until there are `slots`."""
     return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
 
 
 def scored_part(q: Float[Array, "B K X D"], k: Float[Array, "B K s D"]) -> Float[Array, "B K X s"]:
-    """Scores of the first keys of a body. XLA reads these in place as long as they are not cut."""
+    """Multiply queries with the first keys of a body. One product, so that XLA reads the keys in place."""
     return jnp.einsum("bkxd,bksd->bkxs", q, k, preferred_element_type=jnp.float32)
 
 
 def scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K X S"]:
-    """Scores of keys as they are. Cut over tokens, XLA writes them in the order in which values are summed, and softmax
-    weights and their total are then one kernel's instead of two that read all scores."""
+    """Multiply queries with keys, in pieces of tokens. XLA for GPUs then writes scores in the order in which values are
+    summed, and makes the softmax weights and their total in one kernel instead of two."""
     k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])
     rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))
     scores = jnp.einsum("bkxpd,bkpsd->bkxps", rows, k, preferred_element_type=jnp.float32)
@@ -92,7 +92,7 @@ def scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Arra
 
 
 def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:
-    """sum_s weights_s v_s, cut after every `piece` rows or a part of them that divides S."""
+    """Compute sum_s weights_s v_s by partial sums of gcd(`piece`, S) tokens."""
     size, dtype = math.gcd(piece, weights.shape[3]), weights.dtype
     weights = weights.reshape(*weights.shape[:3], -1, size)
     v = v.reshape(*v.shape[:2], -1, size, v.shape[3]).astype(dtype)
@@ -100,9 +100,9 @@ def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Arra
 
 
 def slots_read(tokens: int, block: int, slots: int) -> tuple[int, bool]:
-    """How many of a body's slots are read where no row holds more than `tokens`, and whether so few of the values too.
-    XLA for GPUs reads a part of the keys as it lies. It makes a copy of a part of the values, which costs three times
-    its bytes, so that more than a third of them is read as a whole."""
+    """Return how many of a body's slots are read where no row holds more than `tokens`, and whether values are cut to
+    them too. XLA for GPUs reads the first keys in place, but copies the first values, which costs three times their
+    bytes: more than a third of the values is read as a whole."""
     step = math.lcm(block, 4 * PIECE)
     few = min(-(-tokens // step) * step, slots)
     return few, 3 * few <= slots
@@ -117,8 +117,8 @@ def attend_whole(
     piece: int = PIECE,
     cut: Callable[[Stored], Stored] | None = None,
 ) -> Partial:
-    """Attention of few new tokens to S slots of one layer's body, of which query t of row b sees `mask[b, t]`. Values
-    may be given of more slots; `cut` makes as many of them as there are keys. `piece` as in `Direct`."""
+    """Attend with few new tokens to S slots of one layer's body; query t of row b sees the slots in `mask[b, t]`. Where
+    values have more slots than keys, `cut` returns the first S of them. `piece` as in `Direct`."""
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     scores = direct.scores(rows * jnp.asarray(dim**-0.5, q.dtype), body["k"])

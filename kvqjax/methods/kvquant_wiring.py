@@ -38,8 +38,8 @@ def kvquant(
       token; `slots` gives keys another number than the share rounded up. `outlier_dtype` is theirs, `scales` that of
       the values' scales.
     - `sinks` first tokens stay exact (section 3.5), and `window` newest ones: none in the paper. `buffer` tokens are
-      encoded together: 1, as in the paper, or a multiple of 32, which stay exact until they are as many; on TPUs each
-      then costs a fraction (benchmarks/scale.md).
+      encoded together and stay exact until then: 1, as in the paper, or a multiple of 32, which are written as whole
+      rows of words instead of a few bits of one at a time.
     - `datatype`: "nuq" needs calibrated signposts; "nf" and "int" are the paper's baselines, whose keys still need
       thresholds. `q_norm` is the released code's correction for 2 bits.
     - `rope="pre"` stores keys before RoPE, "post" after it. `rotate` and `value_rotate` as in `kivi`; calibration then

@@ -41,10 +41,12 @@ class Chain(NamedTuple):
 
     `copy` says how a reader has the carry. "layer": one layer's, for all body tokens, flows upwards. "none": it is
     computed anew for every block, from the first layer on. "all": nobody needs it, because every layer stores what it
-    reconstructs."""
+    reconstructs. `read_in` names the dtypes in which a carry is, number by number, what its layer's keys and values are
+    made of (None: all)."""
 
     carry: dict[str, int] = {}  # noqa: RUF012 - never written to
     copy: str = "layer"
+    read_in: tuple[str, ...] | None = ()
 
     @property
     def held(self) -> bool:

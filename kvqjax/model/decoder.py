@@ -6,11 +6,10 @@
             With experts (kvqjax/model/experts.py) instead of gate, up and down: router [E,X], experts_gate/experts_up
             [X,E,F], experts_down [X,F,E], shared_gate/shared_up/shared_down as an MLP's, shared_router [E,1].
 
-Layers have two forms. Stacked over L in front, they are read by number inside a scan, which compiles fast. As a list of
-one dict a layer (`unrolled`) they are read as they lie: XLA copies a layer's weights out of a stack before it uses
-them, on GPUs and CPUs all of them, and moves none of a list. Where sparse and dense layers mix, the names of either
-kind are stacked over the layers of that kind, with a table of which they are (kvqjax/model/experts.py); a list holds
-plain arrays.
+Layers have two forms. A stack over L in front is read by number inside a scan, which compiles fast. A list of one dict
+a layer (`unrolled`) is read in place, where XLA for GPUs and CPUs copies a layer's weights out of a stack first. Where
+sparse and dense layers mix, a stack of each name holds the layers that have it, with a table of which they are
+(kvqjax/model/experts.py); a list holds plain arrays.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
@@ -30,6 +29,7 @@ from kvqjax.ops.xla import row_major, times_matrix
 
 __all__ = [
     "Projected",
+    "attend_plainly",
     "embed",
     "finish",
     "hidden_states",
@@ -58,8 +58,8 @@ class Projected(NamedTuple):
 
 
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
-    """The weights of layer `index` in the compute dtype; of a list only by a plain number. Experts, and what only some
-    layers have, are still to be read (`kvqjax.model.experts.Row`)."""
+    """Read the weights of layer `index` in the compute dtype; of a list only by a plain number. Experts, and what only
+    some layers have, are still to be read (`kvqjax.model.experts.Row`)."""
     if is_unrolled(params):
         if isinstance(index, jax.core.Tracer):
             raise UserError("this reads weights as stacks; load the model with layers='scan'")
@@ -89,12 +89,12 @@ def _linear(x, weights: Layer, name: str):
 
 
 def key_bias(weights: Layer, config: KVShape) -> Float[Array, "1 1 K D"]:
-    """The bias of the keys that are cached here, as heads."""
+    """Give the bias of the keys that are cached here, as heads."""
     return heads(weights["k_bias"][None, None], config.num_kv_heads)
 
 
 def _all_channels(x: Float[Array, "B T w"], config: ModelConfig) -> Float[Array, "B T W"]:
-    """Keys or values of all KV heads that are cached here, where the projection is split finer than the cache."""
+    """Gather keys or values of all KV heads cached here, where the projection is split finer than the cache."""
     return x if x.shape[-1] == config.kv_width else jax.lax.all_gather(x, config.split, axis=2, tiled=True)
 
 
@@ -117,7 +117,7 @@ def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T
 
 
 def _tempered(q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T N D"]:
-    """Queries, longer the further they are beyond the length before scaling (Ministral 3)."""
+    """Lengthen queries, the more the further they are beyond the length before scaling (Ministral 3)."""
     if not config.query_growth or config.turning is None:
         return q
     times = (positions // config.turning.original_max_position).astype(jnp.float32)
@@ -142,12 +142,12 @@ def _feed_forward(weights: Layer, x: Float[Array, "B T E"], config: ModelConfig)
 
 
 def _total(x, config: ModelConfig):
-    """The sum over the devices that hold parts of a contracted axis."""
+    """Sum over the devices that hold parts of a contracted axis."""
     return jax.lax.psum(x, config.split) if config.split else x
 
 
 def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig | None = None) -> Float[Array, "B T E"]:
-    """Rows of the embedding table; `config` is needed where the table may be split over devices."""
+    """Look up rows of the embedding table; `config` is needed where it may be split over devices."""
     table = params["embed"]
     if config is None or table.shape[0] == config.vocab_size:
         return table[tokens]
@@ -157,12 +157,12 @@ def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig | None 
 
 
 def whole_heads(q: Float[Array, "B T h D"], config: ModelConfig) -> Float[Array, "B T H D"]:
-    """The queries of all heads that attend here: several devices share the tokens of their KV heads."""
+    """Gather the queries of all heads that attend here: several devices share the tokens of their KV heads."""
     return jax.lax.all_gather(q, config.gathered, axis=2, tiled=True) if config.gathered else q
 
 
 def own_heads(x: Float[Array, "B T N D"], config: ModelConfig, count: int) -> Float[Array, "B T n D"]:
-    """Of all N query or KV heads here, those that this device's own `count` query heads are or attend to."""
+    """Cut out of all N query or KV heads here those that this device's own `count` query heads are or attend to."""
     if not config.gathered:
         return x
     share = x.shape[2] * count // config.num_heads
@@ -171,7 +171,7 @@ def own_heads(x: Float[Array, "B T N D"], config: ModelConfig, count: int) -> Fl
 
 
 def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T V"]:
-    """Final norm and logits in float32."""
+    """Compute logits in float32, after the final norm."""
     h = norm(h, params["norm"], config.norm_eps)
     if config.tied_embeddings:
         return times_matrix(h, params["embed"], jnp.float32, turned=True)
@@ -179,8 +179,8 @@ def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Fl
 
 
 def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: Callable, state):
-    """`state = step(index, state)` for layers `first` .. `first + count - 1`: a loop over stacked weights, straight
-    code over a list, where `index` is a plain number."""
+    """Call `state = step(index, state)` for `count` layers from `first` on: a loop over stacked weights, straight code
+    over a list, where `index` is a plain number."""
     if not is_unrolled(params):
         return jax.lax.fori_loop(first, first + count, step, state)
     for index in range(first, first + count):
@@ -188,35 +188,33 @@ def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: C
     return state
 
 
-def causal_mask(length: int, window: Int[Array, ""]) -> jax.Array:
-    """[T, T], True where the key is not after the query and less than `window` tokens before it."""
+def causal_mask(length: int, index: Int[Array, ""] | int, config: ModelConfig) -> Bool[Array, "T T"]:
+    """Mark the keys that each query of layer `index` sees among T tokens: not after it, within its sliding window."""
+    windows = jnp.asarray([2**30 if window is None else window for window in config.windows], jnp.int32)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    return (distance >= 0) & (distance < window)
+    return (distance >= 0) & (distance < windows[index])
 
 
-def window_table(config: ModelConfig) -> Int[Array, " L"]:
-    """Sliding window of each layer as data; full attention is a window no sequence reaches."""
-    unlimited = 2**30
-    return jnp.asarray([unlimited if w is None else w for w in config.windows], jnp.int32)
+def attend_plainly(q, k, v, index: Int[Array, ""] | int, config: ModelConfig) -> Float[Array, "B T H D"]:
+    """Attend among T tokens that no cache holds, as layer `index` does; keys are rotated."""
+    mask = causal_mask(q.shape[1], index, config)
+    return segment_attention(q, k, v, jnp.broadcast_to(mask, (q.shape[0], *mask.shape))).out
 
 
 def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
-    """Plain causal forward without a cache, before the final norm: training, calibration and reference."""
+    """Compute all layers without a cache, before the final norm: for training, calibration and reference."""
     check_length(config, tokens.shape[1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    windows = window_table(config)
 
     def step(index, h):
         weights = layer(params, index)
         projected = project(weights, h, positions, config)
-        mask = causal_mask(tokens.shape[1], windows[index])
-        mask = jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape))
-        attended = segment_attention(projected.q, rotate(projected.k, positions, config), projected.v, mask).out
+        attended = attend_plainly(projected.q, rotate(projected.k, positions, config), projected.v, index, config)
         return finish(weights, h, attended, config)
 
     return over_layers(params, 0, config.num_layers, step, embed(params, tokens))
 
 
 def logits(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T V"]:
-    """Next-token logits of a plain causal forward without a cache, float32."""
+    """Compute next-token logits in float32 without a cache."""
     return unembed(params, hidden_states(params, tokens, config), config)

@@ -16,11 +16,12 @@ from jax.typing import DTypeLike
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.fingerprint import fingerprint, parts
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.hf_sampling import read_sampling
 from kvqjax.model.weight_codes import CodedWeight
 from kvqjax.model.weight_trees import Params, is_unrolled, stored_layers
-from kvqjax.model.weights import ShardingRule, fingerprint, load_params
+from kvqjax.model.weights import ShardingRule, load_params
 
 __all__ = ["BUNDLED", "CODED_WEIGHTS", "Model", "Placement", "compute_dtype", "load", "locate"]
 
@@ -58,8 +59,8 @@ class Placement(Protocol):
 class Model(struct.PyTreeNode):
     """Pytree of the weights (names in kvqjax/model/decoder.py) and a method's calibrated constants; the rest is static.
 
-    The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/model/weights.py); `folder`
-    is where its tokenizer lies. Both are empty for a model that was not loaded from a folder. `rules` say how it and
+    The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/model/fingerprint.py),
+    `folder` holds its tokenizer; both are empty for a model that was not loaded from a folder. `rules` say how it and
     its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one. Of several artifacts `constants`
     are the newest one's and `others` those of the rest; `calibrated` are their methods in this order.
     """
@@ -115,7 +116,7 @@ class Model(struct.PyTreeNode):
     def with_artifact(self, artifact) -> "Model":
         """This model with the artifact's `constants` beside those of artifacts of other methods: each cache takes its
         method's. Raises UserError when the artifact's `fingerprint` differs."""
-        ours, theirs = (_parts(value) for value in (self.fingerprint, artifact.fingerprint))
+        ours, theirs = (parts(value) for value in (self.fingerprint, artifact.fingerprint))
         for field in dict.fromkeys([*ours, *theirs]):
             if ours.get(field) != theirs.get(field):
                 got, wanted = theirs.get(field, "none"), ours.get(field, "none")
@@ -124,11 +125,6 @@ class Model(struct.PyTreeNode):
         held.pop(artifact.method, None)
         methods = (artifact.method, *held)
         return dataclasses.replace(self, constants=artifact.constants, calibrated=methods, others=tuple(held.values()))
-
-
-def _parts(text: str) -> dict[str, str]:
-    """Fingerprint text "name=digest,..." by name."""
-    return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
 
 
 def _download(name: str) -> Path:

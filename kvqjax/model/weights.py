@@ -1,4 +1,4 @@
-"""safetensors <-> params pytree (names in kvqjax/model/decoder.py) without torch, and the fingerprint of a checkpoint.
+"""safetensors <-> params pytree (names in kvqjax/model/decoder.py) without torch.
 
 Hugging Face stores linear layers as [out, in]; ours are [in, out] and stacked over layers. Of one parameter after the
 other, some layers are read at a time, on every device the slice that lies there, and written into their place in the
@@ -6,10 +6,7 @@ stack, which is donated: a load holds the weights and `PIECE` bytes, or one laye
 """
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
-import itertools
 import json
 import math
 import time
@@ -24,67 +21,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from kvqjax._errors import UserError
-from kvqjax.model.checkpoint import Checkpoint, header_digest, open_checkpoint, read, sample, sample_digest
+from kvqjax.model.checkpoint import open_checkpoint
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.experts import Rows
 from kvqjax.model.hf_config import config_to_hf, read_json
-from kvqjax.model.stored import Scheme, Stored, decoded, find, read_scheme
+from kvqjax.model.stored import Stored, decoded, read_scheme
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.model.weight_names import Parameter, experts_apart, language_part, parameters
+from kvqjax.model.weight_sources import sources
 from kvqjax.model.weight_tiles import as_multiplied, tiles_of
 from kvqjax.model.weight_trees import Params
 
-__all__ = ["ShardingRule", "fingerprint", "load_params", "save_params"]
+__all__ = ["ShardingRule", "load_params", "save_params"]
 
 ShardingRule = Callable[[str], jax.sharding.Sharding]
 
 _PROGRESS_AFTER_SECONDS = 2.0
 PIECE = 2**28  # bytes of layers that are read before they are written into their stack
-_IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")  # the last two round activations, not weights
-
-
-def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
-    """Refuse tensors that nothing would read: the model would not be the checkpoint's."""
-    unread = sorted(name for name in checkpoint.keys() - used if not name.endswith(_IGNORED))
-    if config.tied_embeddings and "lm_head.weight" in unread:
-        unread.remove("lm_head.weight")
-        if sample(checkpoint["lm_head.weight"]) != sample(checkpoint["model.embed_tokens.weight"]):
-            raise UserError(
-                f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from embed_tokens.weight"
-            )
-    # GPTQ's tools write biases of zeros for every matrix.
-    unread = [name for name in unread if not _is_zero_bias(checkpoint, name)]
-    if unread:
-        raise UserError(f"{folder}: tensor {unread[0]!r} is not part of {config.architecture} ({len(unread)} such)")
-
-
-def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
-    coded = name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in checkpoint
-    return coded and not read(checkpoint[name], (slice(None),)).any()
-
-
-def _sources(
-    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None, folder: Path
-) -> dict[str, list[list[Stored]]]:
-    """What is read for each parameter. Raises UserError for a checkpoint that lacks a tensor, has one of another shape
-    or dtype, or one that nothing would read."""
-    used, found = set(), {}
-    for parameter in parameters(config):
-        shape = parameter.shape[1:] if parameter.by_expert else parameter.shape
-        wanted = shape[::-1] if parameter.matrix else shape
-        rows = [[find(checkpoint, name, scheme) for name in names] for names in parameter.tensors]
-        for name, stored in zip(itertools.chain(*parameter.tensors), itertools.chain(*rows), strict=True):
-            if stored is None:
-                reason = "; config.json says tie_word_embeddings = false" if parameter.name == "head" else ""
-                raise UserError(f"{folder}: tensor {name!r} is missing{reason}")
-            if stored.shape != wanted:
-                file = next(iter(stored.parts.values())).file
-                raise UserError(f"{file}: {name!r} has shape {list(stored.shape)}, wanted {list(wanted)}")
-            stem = name.removesuffix(".weight")
-            used.update({name, *(f"{stem}.{part}" for part in stored.parts), f"{stem}.g_idx"})
-        found[parameter.name] = rows
-    _check_unread(checkpoint, used, config, folder)
-    return found
 
 
 def _fill(sources: list[list[Stored]], by_expert: bool, matrix: bool, shape, dtype: np.dtype, index: tuple[slice, ...]):
@@ -171,13 +124,13 @@ def load_params(
     folder, dtype = Path(folder).expanduser(), np.dtype(dtype)
     checkpoint = experts_apart(language_part(open_checkpoint(folder), folder, text_only), config)
     file = folder / "config.json"
-    sources = _sources(checkpoint, config, read_scheme(read_json(file)) if file.exists() else None, folder)
+    found_in = sources(checkpoint, config, read_scheme(read_json(file)) if file.exists() else None, folder)
     found: dict[str, Any] = {"layers": {}}
     apart: list[dict] = [{} for _ in range(config.num_layers)]
-    with _progress(sum(x.nbytes for rows in sources.values() for row in rows for x in row)) as advance:
+    with _progress(sum(x.nbytes for rows in found_in.values() for row in rows for x in row)) as advance:
         for parameter in parameters(config):
             name, place = parameter.name.removeprefix("layers/"), sharding and sharding(parameter.name)
-            pieces = _pieces(parameter, sources[parameter.name], dtype, place, bits, layers == "unroll", advance)
+            pieces = _pieces(parameter, found_in[parameter.name], dtype, place, bits, layers == "unroll", advance)
             if parameter.layers is None:
                 found[name] = next(piece for _, piece in pieces)[0]
             elif layers == "unroll":
@@ -244,29 +197,3 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
                 tensors[name] = np.ascontiguousarray(matrix.T if parameter.matrix else matrix)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n", encoding="utf-8")
-
-
-def _non_default(record) -> dict:
-    """Fields of a dataclass that differ from their defaults, so that a field added later changes no digest."""
-    fields = {f.name: (getattr(record, f.name), f.default) for f in dataclasses.fields(record)}
-    return {name: value for name, (value, default) in fields.items() if value != default}
-
-
-UNCALIBRATED = ("eos_ids", "bos_id", "sliding_window")
-
-
-def fingerprint(folder: str | Path, config: ModelConfig) -> str:
-    """What an artifact was calibrated on, as "config=...,headers=...,samples=...": a mismatch can be named by its part.
-
-    The special token ids are left out: an edited generation config changes nothing that is calibrated.
-    """
-    checkpoint = open_checkpoint(folder)
-    fields = {name: value for name, value in _non_default(config).items() if name not in UNCALIBRATED}
-    fields["windows"] = config.windows  # as fingerprints have named it from the start
-    text = json.dumps(fields, sort_keys=True, default=_non_default)
-    parts = {
-        "config": hashlib.sha256(text.encode()).hexdigest(),
-        "headers": header_digest(checkpoint),
-        "samples": sample_digest(checkpoint),
-    }
-    return ",".join(f"{name}={digest[:16]}" for name, digest in parts.items())

@@ -23,6 +23,7 @@ __all__ = [
     "merge_over",
     "segment_attention",
     "total_lse",
+    "visible",
 ]
 
 
@@ -39,6 +40,13 @@ class Running(NamedTuple):
     peak: Float[Array, "B K G T"]
     total: Float[Array, "B K G T"]
     acc: Float[Array, "B K G T D"]
+
+
+def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
+    """Make the causal and sliding-window mask by absolute position: queries [B,T], keys [B,S], valid [B,S]."""
+    query, key = queries[:, :, None], keys[:, None, :]
+    seen = (key <= query) & valid[:, None, :]
+    return seen if sliding is None else seen & (key > query - sliding)
 
 
 def grouped(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K G T D"]:
@@ -158,6 +166,8 @@ def total_lse(*parts: Partial) -> Float[Array, "B T H"]:
 
 def merge(*parts: Partial) -> Float[Array, "B T H D"]:
     """Combine segments: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i(lse_i). Float32."""
+    if len(parts) == 1:
+        return parts[0].out
     lse = jnp.stack([part.lse for part in parts])
     out = jnp.stack([part.out for part in parts])
     peak = lse.max(0, keepdims=True)

@@ -20,7 +20,6 @@ would convert a whole array to float32 and back around every slice and every upd
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -30,22 +29,7 @@ from kvqjax.ops import head_major
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import row_major
 
-__all__ = [
-    "FEW",
-    "PLANE",
-    "Field",
-    "allocate",
-    "array_bytes",
-    "block_tokens",
-    "from_bits",
-    "leading_slots",
-    "logical_bits",
-    "read",
-    "slot_rows",
-    "split_bits",
-    "to_bits",
-    "write",
-]
+__all__ = ["FEW", "PLANE", "Field", "from_bits", "is_half", "read", "slot_rows", "split_bits", "to_bits", "write"]
 
 PLANE = 32  # tokens per plane: the rows of a block of words
 FEW = 256  # tokens that are written plane by plane
@@ -54,7 +38,7 @@ Stored = tuple  # the arrays of one field, one per plane set
 
 
 def split_bits(bits: int) -> tuple[int, ...]:
-    """Powers of two that add up to `bits`, largest first: the plane sets of a code."""
+    """Split `bits` into powers of two, largest first: the plane sets of a code."""
     return tuple(1 << i for i in reversed(range(5)) if bits >> i & 1)
 
 
@@ -89,57 +73,26 @@ class Field:
         return self.kind in ("columns", "token")
 
 
-def block_tokens(fields: list[Field]) -> int:
-    """Tokens after which every field starts a fresh block: what a body is allocated and read in multiples of."""
-    sizes = [1024 // part for f in fields if f.packed for part in split_bits(f.bits)]
-    return math.lcm(256, *sizes, *(f.group for f in fields))
-
-
-def logical_bits(field: Field) -> float:
-    """Stored bits per token of this field, without padding; the compute dtype counts as 16 bits until it is known."""
-    if field.packed:
-        return float((head_major.stored_bits(field.bits) if field.heads else field.bits) * field.width)
-    dtype = "bfloat16" if field.dtype == "compute" else field.dtype
-    return 8 * jnp.dtype(dtype).itemsize * field.width / field.group
-
-
-def array_bytes(array) -> int:
-    """Bytes of an array, live or abstract. Two int4 numbers share a byte, whatever `nbytes` says."""
-    bits = 4 if array.dtype == jnp.int4 else 8 * jnp.dtype(array.dtype).itemsize
-    return math.prod(array.shape) * bits // 8
-
-
-def _is_half(dtype) -> bool:
+def is_half(dtype) -> bool:
+    """Say whether numbers of `dtype` are stored as the integers that hold their bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
 
 
 def to_bits(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
-    """What is stored for `x`: uint16 for 16-bit floats, `x` itself for everything else."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if _is_half(x.dtype) else x
+    """Give what is stored for `x`: uint16 for 16-bit floats, `x` itself for everything else."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if is_half(x.dtype) else x
 
 
 def from_bits(x: Shaped[Array, "*S"], dtype: str) -> Shaped[Array, "*S"]:
-    """The numbers of `dtype` that `to_bits` stored. For slices: of a whole array it may make a copy."""
-    return jax.lax.bitcast_convert_type(x, dtype) if _is_half(dtype) else x
+    """Give the numbers of `dtype` that `to_bits` stored. For slices: of a whole array it may make a copy."""
+    return jax.lax.bitcast_convert_type(x, dtype) if is_half(dtype) else x
 
 
 def slot_rows(count: int, dtype: str) -> int:
-    """Rows of 16-bit words that `count` slots of a number of `dtype` and a channel take per token. Both in one array,
-    because XLA for TPUs lays one out anew around a decode loop if its rows are no multiple of 8: 12 slots are 24."""
+    """Count the rows of 16-bit words that `count` slots of a number of `dtype` and a channel take per token. One array
+    holds both: XLA for TPUs lays it out anew around a decode loop unless its rows are a multiple of 8; 12 slots are 24.
+    """
     return count * (jnp.dtype(dtype).itemsize // 2 + 1)
-
-
-def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
-    """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
-    if field.heads:
-        return head_major.allocate(field, lead, slots)
-    if field.packed:
-        sizes = [(slots * part // 32, field.width) for part in split_bits(field.bits)]
-        return tuple(jnp.zeros((*lead, *(s[::-1] if field.along_lanes else s)), jnp.uint32) for s in sizes)
-    dtype = "uint16" if _is_half(field.dtype) else field.dtype
-    if field.kind == "token":
-        return (jnp.zeros((*lead, field.width, slots), dtype),)
-    return (jnp.zeros((*lead, slots // field.group, field.width), dtype),)
 
 
 def _chosen(wanted, new, old):
@@ -176,15 +129,11 @@ def write(
         return head_major.write(field, stored, index, token, tile, wanted)
     if field.packed:
         return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32), wanted))
-    if field.kind == "token":
-        start = (*index, 0, token)
-    else:
-        start = (*index, token // field.group, 0)
+    start = (*index, 0, token) if field.kind == "token" else (*index, token // field.group, 0)
     tile = to_bits(saturated(tile, field.dtype)).reshape((1,) * len(index) + tile.shape)
     if wanted is not None:
         tile = _chosen(wanted, tile, jax.lax.dynamic_slice(stored[0], start, tile.shape))
-    tile = row_major(tile)
-    return (jax.lax.dynamic_update_slice(stored[0], tile, start),)
+    return (jax.lax.dynamic_update_slice(stored[0], row_major(tile), start),)
 
 
 def _write_codes(field, stored, index, token, tile, wanted):
@@ -222,7 +171,7 @@ def _write_blocks(field, words, codes, index, token, bits, wanted):
 
 
 def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
-    """Codes of whole blocks: R rows of words become R*32/bits tokens, in token order."""
+    """Unpack whole blocks: R rows of words become the codes of R*32/bits tokens, in token order."""
     lead, (rows, width) = words.shape[:-2], words.shape[-2:]
     blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
     shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
@@ -232,37 +181,25 @@ def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
 def read(
     field: Field, stored: Stored, layer: Int[Array, ""] | int, token: Int[Array, ""] | int, count: int
 ) -> Shaped[Array, "B rows lanes"]:
-    """`count` tokens of every row of one layer from body token `token` (both multiples of the block), unpacked to tiles
-    as `write` takes them, with B in front."""
+    """Read `count` tokens of every row of one layer from body token `token`, both multiples of the block, unpacked to
+    tiles as `write` takes them, with B in front."""
     if field.heads:
         return head_major.read(field, stored, layer, token, count)
-    if field.packed:
-        codes, shift = jnp.uint32(0), 0
-        for words, bits in zip(stored, split_bits(field.bits), strict=True):
-            cut = _columns if field.along_lanes else _rows
-            part = cut(words, layer, token * bits // 32, count * bits // 32)
-            part = jnp.swapaxes(part, -1, -2) if field.along_lanes else part
-            codes = codes | (unpack(part, bits) << shift)
-            shift += bits
-        return codes
-    if field.kind == "token":
-        part = _columns(stored[0], layer, token, count)
-    else:
-        part = _rows(stored[0], layer, token // field.group, count // field.group)
-    return from_bits(part, field.dtype)
+    axis = 3 if field.along_lanes else 2
+    if not field.packed:
+        per = 1 if field.along_lanes else field.group
+        return from_bits(_cut(stored[0], layer, token // per, count // per, axis), field.dtype)
+    codes, shift = jnp.uint32(0), 0
+    for words, bits in zip(stored, split_bits(field.bits), strict=True):
+        part = _cut(words, layer, token * bits // 32, count * bits // 32, axis)
+        part = jnp.swapaxes(part, -1, -2) if field.along_lanes else part
+        codes = codes | (unpack(part, bits) << shift)
+        shift += bits
+    return codes
 
 
-def leading_slots(field: Field, stored: Stored, slots: int, count: int) -> Stored:
-    """The first `count` of a body's `slots` slots, both static and `count` whole blocks, as they are stored."""
-    axis = -1 if field.along_lanes else -2
-    return tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored)
-
-
-def _rows(array, layer, start, count):
-    """Rows `start:start+count` of one layer, all batch rows: [B, count, W]."""
-    return row_major(jax.lax.dynamic_slice(array, (layer, 0, start, 0), (1, array.shape[1], count, array.shape[3])))[0]
-
-
-def _columns(array, layer, start, count):
-    """Lanes `start:start+count` of one layer, all batch rows: [B, W, count]."""
-    return row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, start), (1, *array.shape[1:3], count)))[0]
+def _cut(array, layer, start, count, axis: int):
+    """Cut `start:start+count` along `axis` out of one layer, all batch rows."""
+    starts, sizes = [layer, 0, 0, 0], [1, *array.shape[1:]]
+    starts[axis], sizes[axis] = start, count
+    return row_major(jax.lax.dynamic_slice(array, starts, sizes))[0]

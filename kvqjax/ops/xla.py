@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 __all__ = [
     "depending_on",
+    "entering_after",
     "few_rows",
     "filled_by",
     "kept_apart",
@@ -109,6 +110,8 @@ def few_rows(x: Float[Array, "*N E"]) -> Float[Array, "*N E"]:
 def _never(x: Array) -> Bool[Array, ""]:
     """False, made of a number of `x`, so that XLA cannot know it before."""
     number = x.reshape(-1)[0]
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        number = number.astype(jnp.float32)
     return jnp.isposinf(number) & jnp.isneginf(number)
 
 
@@ -119,9 +122,16 @@ def depending_on(x: Array, new: dict[str, Array]) -> dict[str, Array]:
     return {name: jnp.where(_never(x), jnp.zeros_like(y), y) for name, y in new.items()}
 
 
-def known_after(x: Array, number: int) -> Int[Array, ""]:
-    """`number`, that XLA cannot know before it has `x`. What is cut from a stored array at a known number may be cut
-    for all unrolled layers at once."""
+def entering_after(body: Tree, new: dict[str, Array]) -> dict[str, Array]:
+    """Return `new`, which enters the window, not before `body` has what was due of it. XLA for CPUs would copy the
+    window at every step, so that it may be written while what is due is read."""
+    body = jax.tree.leaves(body)[0]
+    return jax.lax.platform_dependent(body, new, cpu=depending_on, default=lambda _, new: new)
+
+
+def known_after(x: Array, number: Int[Array, ""] | int) -> Int[Array, ""]:
+    """Return `number`, which XLA cannot know before it has `x`. What is cut from a stored array at a known number may
+    be cut for all unrolled layers at once."""
     return jnp.where(_never(x), jnp.int32(number + 1), jnp.int32(number))
 
 

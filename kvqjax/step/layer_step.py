@@ -10,15 +10,17 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
+from kvqjax.cache.at_once import attend_in_one, seen_beside
 from kvqjax.cache.chunk_paths import MANY_QUERIES, kernels_of
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.keeping import no_mass, read_as
+from kvqjax.cache.recoding import recoded_units
 from kvqjax.cache.runs import RunLayout, chains, runs_of
-from kvqjax.cache.segments import attend_body, attend_exact, recoded_units, weigh
+from kvqjax.cache.segments import attend_parts, weigh
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.model.decoder import Projected
-from kvqjax.ops.attention import merge, merge_over, total_lse
+from kvqjax.ops.attention import merge, total_lse
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla import row_major
 
@@ -38,7 +40,8 @@ class Flow(NamedTuple):
 
 class Call(NamedTuple):
     """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded.
-    `reach`: how many tokens of every row are read at least (None: all)."""
+    `reach`: how many tokens of every row are read at least (None: all). `beside`: for every run, what queries see
+    beside the body (`seen_beside`)."""
 
     cache: Cache
     runs: tuple[RunLayout, ...]
@@ -46,6 +49,7 @@ class Call(NamedTuple):
     tokens: NewTokens
     recode: bool
     reach: int | None = None
+    beside: tuple[Int[Array, "B T N"] | None, ...] = ()
 
 
 def is_known(*arrays) -> bool:
@@ -85,7 +89,12 @@ def begin(
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
-    return Call(_in_step(cache), runs, constants, tokens, recode, reach)
+    cache = _in_step(cache)
+    beside = tuple(
+        seen_beside(LayerView(run, state, jnp.int32(0), {}, {}, {}, sinks), tokens) if run.joint else None
+        for run, state in zip(runs, cache.runs, strict=True)
+    )
+    return Call(cache, runs, constants, tokens, recode, reach, beside)
 
 
 def _in_step(cache: Cache) -> Cache:
@@ -127,11 +136,11 @@ def attend_one(
     state, many = call.cache.runs[number], positions.shape[1] >= MANY_QUERIES
     chunks = kernels_of(call.cache.layout) if many else "off"
     view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, below, chunks, call.reach)
-    parts, tile = attend_exact(projected.q, view, call.tokens, call.recode and run.slots > 0, flow.tile)
-    body = flow.body
-    if run.slots:
-        part, body = attend_body(projected.q, run.shape.num_kv_heads, view, call.tokens, body)
-        parts.append(merge_over(part, run.deal.axes))
+    visible, tile, body = call.beside[number], flow.tile, flow.body
+    if visible is None:
+        parts, tile, body = attend_parts(projected.q, view, call.tokens, call.recode, tile, body)
+    else:
+        parts = [attend_in_one(projected.q, view, call.tokens, call.recode, visible)]
     mass = flow.mass
     if mass is not None:
         more = weigh(projected.q, view, call.tokens, total_lse(*parts), flow.body)

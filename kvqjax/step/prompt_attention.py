@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.cache.chunk_paths import by_splash
 from kvqjax.cache.eviction import received
-from kvqjax.cache.view import visible
-from kvqjax.ops.attention import Partial, blockwise_attention, segment_attention
+from kvqjax.ops.attention import Partial, blockwise_attention, segment_attention, visible
 from kvqjax.ops.large_tiles import tiled_attention
 from kvqjax.pallas_kernels import splash
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._timing import alternating_seconds
+from kvqjax.cache.at_once import attend_in_one, seen_beside
 from kvqjax.cache.encoding import at_layer
-from kvqjax.cache.segments import attend_body
+from kvqjax.cache.segments import attend_body, attend_parts
 from kvqjax.cache.view import LayerView, NewTokens
-from kvqjax.ops.attention import Partial
+from kvqjax.ops.attention import Partial, merge, total_lse
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.dispatch import at_once
 from kvqjax.verdicts.examine import Attention, Speed
@@ -28,14 +29,22 @@ LENGTHS = (1, 3)  # new tokens of a call
 
 
 def _attend(trial: Trial, q: jax.Array) -> Partial:
-    """Attend with new tokens' queries [B, T, H, D] to the body alone, in the way that the cache's layout names."""
+    """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the body alone; on a
+    chip to all tokens where the body is exact, because its kernel takes those beside it as well."""
     run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
-    new = {name: jnp.zeros((batch, length, width), q.dtype) for name, width in run.wiring.storage.sources.items()}
+    draw = lambda width: jax.random.normal(jax.random.key(width), (batch, length, width), jnp.bfloat16)  # noqa: E731
+    new = {name: draw(width).astype(q.dtype) for name, width in run.wiring.storage.sources.items()}
     constants = at_layer(trial.constants, 0)
     view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS)
-    return attend_body(q, run.shape.num_kv_heads, view, tokens, {})[0]
+    if not run.joint:
+        return attend_body(q, run.shape.num_kv_heads, view, tokens, {})[0]
+    visible = seen_beside(view, tokens)
+    if visible is not None:
+        return attend_in_one(q, view, tokens, False, visible)
+    parts, *_ = attend_parts(q, view, tokens, False, {}, {})
+    return Partial(merge(*parts), total_lse(*parts))
 
 
 _attend_compiled = jax.jit(_attend)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
 __all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke", "memory"]
-__all__ += ["of_body", "scalars", "whole"]
+__all__ += ["of_body", "of_layer", "scalars", "whole"]
 
 KEYS_BY_TOKEN = ("key_scale", "key_low")
 BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
@@ -54,6 +54,12 @@ def whole(array) -> Operand:
 def by_row(array) -> Operand:
     """Declare an array [B, ...] of which a grid step sees its row, [1, ...]."""
     return Operand(array, _spec(array, lambda row, *_: row))
+
+
+def of_layer(array) -> Operand:
+    """Declare an array [L, B, ...] of which a grid step sees that of its layer and row, [1, 1, ...]."""
+    rest = (0,) * (array.ndim - 2)
+    return Operand(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda *at: (at[-2][0], at[0], *rest)))
 
 
 def by_tile(array, tile: Callable = fetched) -> Operand:

@@ -3,74 +3,30 @@
 The grid is (row, tile). A tile of tokens of all KV heads is fetched at once, as the cache stores it, and worked off by
 lane groups: as few whole heads as fill the 128 lanes, whose queries are laid out block-diagonally. Memory is the bound
 on a v5e and v6e, where a tile takes fewer bundles than the cycles in which the next one arrives; on a v7x both are
-about equal (benchmarks/kernels.md). Tiles outside a row's bounds are not fetched.
+about equal (benchmarks/kernels.md). Tiles outside a row's bounds are not fetched. Before the first tile a row may
+attend to tokens that lie outside the body (`Recent`): one call is then all of a layer's attention, which between other
+kernels would be some thirty small operations.
 
 Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S tokens of the tile.
 Scores are base-2 logarithms."""
 
-import dataclasses
-
+import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import from_bits
-from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
-from kvqjax.pallas_kernels.tpu.call import Operand, Refs, by_row, invoke, memory, of_body, whole
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent, room
+from kvqjax.pallas_kernels.tpu.call import Operand, Refs, by_row, invoke, memory, of_body, of_layer, scalars
 from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop
-from kvqjax.pallas_kernels.tpu.plan import LOG2E, lane_groups
-from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, tile_ends
-from kvqjax.pallas_kernels.tpu.softmax import over_tiles, to_weights
-from kvqjax.pallas_kernels.tpu.tile import write_limits
+from kvqjax.pallas_kernels.tpu.exact_plan import ExactPlan, make_plan
+from kvqjax.pallas_kernels.tpu.plan import LOG2E
+from kvqjax.pallas_kernels.tpu.rows import tile_ends
+from kvqjax.pallas_kernels.tpu.softmax import empty, normalise, over_tiles, to_weights
+from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["packed_attention", "tile_of"]
-
-UNIT, MOST_BYTES = 256, 2**23  # tokens and, of keys and values together, bytes of a tile
-
-
-@dataclasses.dataclass(frozen=True)
-class ExactPlan:
-    """Static choices of one call: query rows of a lane group, padded, and tokens of a tile, a divisor of the slots."""
-
-    spec: ExactSpec
-    slots: int
-    rows: int
-    tile: int
-
-    @property
-    def lane_groups(self) -> int:
-        return lane_groups(self.spec)
-
-    @property
-    def lanes(self) -> int:
-        """Lanes of a lane group."""
-        return self.spec.width // self.lane_groups
-
-    @property
-    def shared(self) -> int:
-        """KV heads of a lane group."""
-        return self.lanes // self.spec.head_dim
-
-    @property
-    def block(self) -> int:
-        """Tokens whose limits are written at once: all."""
-        return self.tile
-
-
-def tile_of(spec: ExactSpec, slots: int) -> int:
-    """Return the tokens of a tile of a body of so many slots. Raise ValueError for slots that are no multiple of
-    UNIT."""
-    if slots % UNIT:
-        raise ValueError(f"a body of {slots} slots; want a multiple of {UNIT}")
-    most = max(UNIT, MOST_BYTES // (4 * spec.width))
-    return max(n for n in range(UNIT, most + 1, UNIT) if slots % n == 0)
-
-
-def _plan(q, body: ExactBody, spec: ExactSpec) -> ExactPlan:
-    """Make the plan of a call."""
-    plan = ExactPlan(spec, body.slots, 0, tile_of(spec, body.slots))
-    rows = -(-plan.shared * q.shape[1] * q.shape[2] // spec.kv_heads // 8) * 8
-    return dataclasses.replace(plan, rows=rows)
+__all__ = ["packed_attention"]
 
 
 def packed_attention(
@@ -80,51 +36,159 @@ def packed_attention(
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
     spec: ExactSpec,
+    recent: Recent | None = None,
     *,
     interpret: object = False,
 ) -> Partial:
-    """Attend as `reference.packed_attention` does, with queries and softmax weights rounded to bfloat16."""
-    plan, heads = _plan(q, body, spec), q.shape[2] // spec.kv_heads
+    """Attend as `reference.packed_attention` does, and to `recent` tokens as well, with queries and softmax weights
+    rounded to bfloat16."""
+    plan, (batch, length, heads, dim) = make_plan(q, body, spec), q.shape
     rows = plan.lane_groups * plan.rows
-    queries = lane_queries(q, plan)
     operands: dict[str, Operand | None] = {
-        "queries": by_row(queries.reshape(q.shape[0], rows, plan.lanes)),  # [1, P*M, W] bf16
-        "bounds": by_row(row_bounds(start, stop, plan, heads)),  # [1, M, 2] i32: first and last + 1 visible token
-        "order": whole(jnp.arange(plan.tile, dtype=jnp.int32)[None]),  # [1, S]
+        "queries": by_row(q.astype(jnp.bfloat16)),  # [1, T, H, D]
+        "first": scalars(start.reshape(-1)),  # [B*T] i32: first visible token of the body
+        "last": scalars(stop.reshape(-1)),  # one past the last
         "body": of_body(body, plan),  # [1, 1, S, P*W] u16
+        "recent": None if recent is None else _of_recent(recent),
     }
     scratch = {name: memory(rows, 1) for name in ("peak", "total", "top")}  # so far; this tile's maximum
     scratch |= {"limits": memory(plan.rows, plan.tile), "scores": memory(rows, plan.tile)}
+    scratch |= {"sums": memory(1, rows, plan.lanes), "q": memory(rows, plan.lanes)}
     ends = tile_ends(start, stop, plan.tile, plan.slots)
-    name, grid = f"packed_attention_exact_{plan.tile}", (q.shape[0], plan.slots // plan.tile)
-    results = (rows, plan.lanes), (rows, 1)
+    name, grid = f"packed_attention_exact_{plan.tile}", (batch, plan.slots // plan.tile)
+    results = (length, heads, dim), (rows, 1)
     out, lse = invoke(_kernel, plan, grid, layer, ends, operands, results, scratch, name=name, interpret=interpret)
-    out, lse = (x.reshape(q.shape[0], 1, plan.lane_groups, plan.rows, -1) for x in (out, lse))
-    return collect(out, lse, q.shape, plan)
+    lse = lse.reshape(batch, plan.lane_groups, plan.rows)[:, :, : plan.used]
+    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf).reshape(batch, plan.lane_groups, length, plan.heads)
+    return Partial(out, jnp.swapaxes(lse, 1, 2).reshape(batch, length, heads))
+
+
+def _of_recent(recent: Recent) -> Operand:
+    """Declare the tokens outside the body."""
+    held = tuple(tuple(of_layer(x) for x in pair) for pair in recent.held)
+    spec = Recent(
+        tuple(tuple(x.spec for x in pair) for pair in held),
+        tuple(by_row(x).spec for x in recent.new),
+        by_row(recent.seen).spec,
+    )
+    return Operand(recent, spec)
+
+
+def _by_query(plan: ExactPlan, choose):
+    """Give every query row `choose(t)` of its new token t."""
+    row, chosen = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0), choose(0)
+    for t in range(1, plan.length):
+        chosen = jnp.where(row >= t * plan.heads, choose(t), chosen)
+    return chosen
 
 
 def _kernel(refs: Refs, ends, plan: ExactPlan):
     """Attend to one tile."""
+    # Sums of rows that are laid out for the products are results only after the last tile.
+    refs = Refs(**(vars(refs) | {"out": refs.sums, "found": refs.out}))
+    query = pl.program_id(0) * plan.length
 
-    def stored(name: str, group):
-        return from_bits(getattr(refs.body, name)[0, 0, :, aligned(group, plan.lanes)], "bfloat16")
+    def stored(name: str, group, tokens=slice(None)):
+        return from_bits(getattr(refs.body, name)[0, 0, tokens, aligned(group, plan.lanes)], "bfloat16")
 
     def score(group):
-        rows = aligned(group, plan.rows)
-        scores = dot(refs.queries[0, rows], stored("keys", group), 1) * (LOG2E * plan.spec.head_dim**-0.5)
-        scores = jnp.minimum(scores, refs.limits[...])
-        refs.scores[rows] = scores
-        refs.top[rows] = scores.max(-1, keepdims=True)
+        rows, top = aligned(group, plan.rows), NEVER
+        for tokens in plan.columns:
+            scores = _scores(refs, plan, rows, stored("keys", group, tokens))
+            scores = jnp.minimum(scores, refs.limits[:, tokens])
+            refs.scores[rows, tokens] = scores
+            top = jnp.maximum(top, scores.max(-1, keepdims=True))
+        refs.top[rows] = top
 
     def add(group):
         rows = aligned(group, plan.rows)
         found = dot(refs.scores[rows].astype(jnp.bfloat16), stored("values", group), 0)
         refs.out[0, rows] = refs.out[0, rows] * refs.top[rows] + found
 
+    def in_parts(step):
+        loop(plan.parts, lambda part: step(refs, aligned(part, plan.rows * plan.lane_groups // plan.parts)))
+
     def work(tile):
-        write_limits(refs, plan, tile)
+        _write_limits(refs, plan, query, tile)
         loop(plan.lane_groups, score)
-        to_weights(refs)
+        in_parts(to_weights)
         loop(plan.lane_groups, add)
 
-    over_tiles(refs, ends, work)
+    def begin():
+        _lay_out_queries(refs, plan)
+        if refs.recent is None:
+            empty(refs)
+        else:
+            _attend_recent(refs, plan)
+
+    def end():
+        in_parts(normalise)
+        _bring_back(refs, plan)
+
+    over_tiles(refs, ends, work, begin, end)
+
+
+def _scores(refs, plan: ExactPlan, rows, keys):
+    """Multiply the queries of a lane group with keys."""
+    return dot(refs.q[rows].astype(jnp.bfloat16), keys, 1) * (LOG2E * plan.spec.head_dim**-0.5)
+
+
+def _write_limits(refs, plan: ExactPlan, query, tile):
+    """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. `query` is the first one's number
+    in the batch."""
+    first, last = (_by_query(plan, lambda t, ref=ref: ref[query + t]) for ref in (refs.first, refs.last))
+    for tokens in plan.columns:
+        shape = plan.rows, tokens.stop - tokens.start
+        token = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + (tile * plan.tile + tokens.start)
+        refs.limits[:, tokens] = jnp.where((token >= first) & (token < last), jnp.inf, NEVER)
+
+
+def _pieces(plan: ExactPlan, t: int):
+    """Say which queries of new token t are which rows and lanes: (its heads, rows, lanes)."""
+    for p in range(plan.lane_groups):
+        for head in range(plan.shared):
+            first, row = p * plan.heads + head * plan.group, p * plan.rows + t * plan.heads + head * plan.group
+            places = (first, plan.group), (row, plan.group), (head * plan.spec.head_dim, plan.spec.head_dim)
+            yield (slice(at, at + count) for at, count in places)
+
+
+def _lay_out_queries(refs, plan: ExactPlan):
+    """Lay out the queries of every lane group: each head's in its own lanes, zero elsewhere."""
+    refs.q[...] = jnp.zeros(refs.q.shape)
+    for t in range(plan.length):
+        queries = refs.queries[0, t].astype(jnp.float32)
+        for heads, rows, lanes in _pieces(plan, t):
+            refs.q[rows, lanes] = queries[heads]
+
+
+def _bring_back(refs, plan: ExactPlan):
+    """Take every head's own lanes of the result."""
+    for t in range(plan.length):
+        for heads, rows, lanes in _pieces(plan, t):
+            refs.found[0, t, heads] = refs.out[0, rows, lanes]
+
+
+def _attend_recent(refs, plan: ExactPlan):
+    """Begin the running sums with the tokens outside the body."""
+    recent = refs.recent
+    seen = _by_query(plan, lambda t: jnp.where(recent.seen[0, t : t + 1] > 0, jnp.inf, NEVER))
+
+    def every(which: int, lanes):
+        parts = [*(x[which][0, 0, :, lanes] for x in recent.held), recent.new[which][0, :, lanes]]
+        return jnp.concatenate([_filled(x) for x in parts])
+
+    def step(group):
+        rows, lanes = aligned(group, plan.rows), aligned(group, plan.lanes)
+        scores = jnp.minimum(_scores(refs, plan, rows, every(0, lanes)), seen)
+        peak = scores.max(-1, keepdims=True)
+        weights = jnp.exp2(scores - peak)
+        refs.peak[rows], refs.total[rows] = peak, weights.sum(-1, keepdims=True)
+        refs.out[0, rows] = dot(weights.astype(jnp.bfloat16), every(1, lanes), 0)
+
+    loop(plan.lane_groups, step)
+
+
+def _filled(x):
+    """Pad tokens with zeros to the room that they have."""
+    more = room(x.shape[0]) - x.shape[0]
+    return jnp.concatenate([x, jnp.zeros((more, x.shape[1]), x.dtype)]) if more else x

@@ -1,12 +1,12 @@
-"""KVQuant's outliers in the TPU decode-attention kernel: what a few channels of a token change in scores and outputs.
+"""Add KVQuant's outliers in the TPU decode-attention kernel: what they change in scores and outputs.
 
-A token's dense number at channel w is s T[c] + m, with its code c and the signposts T. Scale s and minimum m of a key
-belong to the channel, those of a value to the token. An outlier o replaces this number. Scores are linear in keys, and
-outputs in values, so that it adds the part of d = o - s T[c] - m.
+Without outliers, channel w of a token is decoded to s T[c] + m, with its code c and the signposts T. Scale s and centre
+m belong to the channel for keys, to the token for values. An outlier o replaces this number. Scores are linear in keys
+and outputs in values, so it is enough to add the difference d = o - s T[c] - m in its place.
 
-The code need not be read: an outlier lies outside its range, so its code is the outermost one on its side of the centre
-m. (A value's stored centre is rounded. By at most that much an outlier can lie inside, where the outermost signpost is
-as near.)
+The code c is not read. An outlier lies outside the range of the signposts, so its code is the first or the last, on its
+side of the centre m. (The stored centre of a value is rounded. An outlier may lie inside the range by that much, and
+the nearest signpost is then still the outermost.)
 
 With y and y~ as in `rope`, w = D h + l the slot's channel and t a token counted from its block's first,
 
@@ -35,7 +35,7 @@ SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for
 
 
 def padded(slots: int) -> int:
-    """Return how many rows `slots` slots take: whole registers of 16-bit numbers."""
+    """Round `slots` up to whole registers of 16-bit numbers."""
     return -(-slots // 16) * 16
 
 
@@ -59,7 +59,7 @@ def scratch(plan: Plan) -> dict:
 
 
 def prepare(refs, plan: Plan, tile) -> None:
-    """Bring values, lanes and lane groups of the tile's slots into lane order."""
+    """Write values, lanes and lane groups of the tile's outliers with tokens in lane order."""
     body, spec = refs.body, plan.spec
     if body.key_outliers is not None:
         _order_slots(refs, plan, tile, body.key_outliers, refs.key_slots, spec.key_slots)
@@ -68,7 +68,7 @@ def prepare(refs, plan: Plan, tile) -> None:
 
 
 def _order_slots(refs, plan: Plan, tile, given, slots, count: int) -> None:
-    """Bring `count` slots of the tile, [1, 1, rows, S] u16, into `slots` [3R, S] in lane order."""
+    """Write the tile's outliers, `count` slots a token in [1, 1, rows, S] u16, to `slots` [3R, S] in lane order."""
 
     def bring(number):
         _stage(refs.staged, given, plan, tile, number, slots.shape[0] // 3, count)
@@ -80,8 +80,8 @@ def _order_slots(refs, plan: Plan, tile, given, slots, count: int) -> None:
 
 
 def _stage(staged, given, plan: Plan, tile, number, rows: int, count: int) -> None:
-    """Write values, lanes and lane groups of the slots of the tile's period `number` one below the other, as bfloat16.
-    All are small, so that this is exact."""
+    """Write values, lanes and lane groups of one period's slots one below the other, as bfloat16. This is exact: values
+    have 16 bits as stored, and the other two are small integers."""
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
     words = given[0, 0, :, aligned(number, plan.period)].astype(jnp.int32)
     values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)
@@ -123,13 +123,13 @@ def split(slots):
 
 
 def difference(value, scale, centre, ends, which: int):
-    """Subtract the dense numbers from outliers: what they change. `which` is 0 for keys, 1 for values."""
+    """Return outliers less the numbers that their codes decode to. `which` is 0 for keys, 1 for values."""
     end = jnp.where(value > centre, ends[which, 1], ends[which, 0])
     return value - scale * end - centre
 
 
 def add_keys(refs, plan: Plan) -> None:
-    """Write `added` [P, M, S]: what outliers of keys add to the scores of every lane group."""
+    """Write to `added` [P, M, S] what the outliers of keys add to the scores of every lane group."""
     refs.added[...] = jnp.zeros(refs.added.shape)
     rate = jnp.broadcast_to(refs.rates[...], (8, LANES))
     rows = padded(plan.spec.key_slots)
@@ -147,7 +147,7 @@ def add_keys(refs, plan: Plan) -> None:
 
 
 def _add_group(refs, plan: Plan, group) -> None:
-    """Add what outliers of keys add to the scores of one lane group."""
+    """Compute `added` for one lane group."""
     rows = padded(plan.spec.key_slots)
     scale, centre = (x[:8] for x in key_rows(refs, plan, group, 0))
     for first in range(0, plan.tile, LANES):

@@ -11,11 +11,13 @@ from cases import CASES, model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import runs_of, segments, whole_body
+from kvqjax.cache import runs, runs_of, segments, whole_body
 from kvqjax.cache.convert import CANONICAL, convert
-from kvqjax.ops.layout import Field, allocate, logical_bits, read, write
+from kvqjax.ops.allocation import allocate, logical_bits
+from kvqjax.ops.layout import Field, read, write
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
+unpacked = jax.jit(read, static_argnums=(0, 4))
 KIVI = ("kivi2", "kivi3-sinks", "kivi4-float32", "kivi8", "kivi-wide-groups", "kivi-published")
 PER_TOKEN = ("uniform",)
 ROTATED = ("kivi-rotated", "omniscale", "kvarn", "kvarn4", "oscar")
@@ -68,7 +70,7 @@ def encoded(cache):
             for source, name, field in fields if run.slots and not run.wraps else ():
                 if field.kind in ("codes", "plain"):
                     for index in range(run.count):
-                        found = np.asarray(read(field, state.body[source][name], index, 0, run.slots))
+                        found = np.asarray(unpacked(field, state.body[source][name], index, 0, run.slots))
                         for row, units in enumerate(flushed):
                             out[run.first + index, source, name, row] = found[row, : int(units) * clock.unit]
     return out
@@ -94,8 +96,10 @@ def test_equal_codes_and_logits(name, layers):
 
 def as_on_gpus(model, method, monkeypatch):
     """`filled` by the forms of GPUs, in parts of one block; they need no GPU, but programs of their own."""
-    for module in (segments, whole_body):
+    for module in (runs, segments, whole_body):
         monkeypatch.setattr(module, "AT_ONCE", 1)
+    monkeypatch.setitem(runs.CARRIED, "gpu", 2**15)  # several turns, the last from within the one before it
+    runs_of.cache_clear()
     chosen = lambda *x, default=None, cuda=None, **others: (cuda or default)(*x)  # noqa: E731
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     run = [jax.jit(lambda *x, f=f: f(*x)) for f in (kvq.prefill, kvq.forward)]
@@ -108,6 +112,7 @@ DECODED = {
     "aqua": "",
     "xquant-latents": "",
     "xquant-cl": "",
+    "read-as-it-flows": "xquant_cl:bits=3,group=32,base=0,protected=1,latent=false,accumulator=float32",
     "summed": "higgs:bits=2,buffer=32,seed=1",
 }
 
@@ -115,13 +120,15 @@ DECODED = {
 @pytest.mark.parametrize("name", DECODED)
 def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
     """Block after block in straight code, or by a loop of as many turns as the capacity has blocks, as by a loop that
-    ends with the longest row. HIGGS's grid points are summed part after part, and the sum is transformed."""
+    ends with the longest row; or all of it after such a loop, where what flows is what is read. HIGGS's grid points
+    are summed part after part, and the sum is transformed."""
     model, method = (tiny(), kvq.parse(DECODED[name])) if DECODED[name] else model_and_method(name)
     wanted = filled(model, method, "planes", "scan", 1100)
     got = as_on_gpus(model, method, monkeypatch)
     runs = runs_of(got[1].layout)
     assert got[1].runs[0].body
     assert runs[-1].slots >= 2 * runs[-1].block
+    assert name != "read-as-it-flows" or runs[-1].wiring.chain.read_in is None
     assert name != "summed" or all(run.static and run.wiring.fast.summed is not None for run in runs)
     np.testing.assert_allclose(got[0], wanted[0], atol=5 * BOUND * max(1.0, np.abs(wanted[0]).max()))
 

@@ -35,7 +35,7 @@ def test_what_flows_between_layers_is_replaced_once(name, monkeypatch):
     model, method = model_and_method(name, num_layers=3)[0], kvq.parse(re.sub(":bits=.", ":bits=4", CASES[name][0]))
     wanted, _ = logits(model, method, "cpu")
     carried = max(runs_of(kvq.init_cache(model, method, 1, 1).layout)[-1].wiring.chain.carry.values())
-    monkeypatch.setattr(runs, "CARRIED", 2 * 512 * carried)
+    monkeypatch.setitem(runs.CARRIED, "tpu", 2 * 512 * carried)
     monkeypatch.setattr(jax.lax, "platform_dependent", of_tpus)
     got, run = logits(model, method, "v6e")
     size = runs.few_block(run, 2, 4)

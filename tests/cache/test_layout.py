@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvqjax.ops.layout import Field, allocate, block_tokens, logical_bits, read, split_bits, unpack, write
+from kvqjax.ops.allocation import allocate, block_tokens, logical_bits
+from kvqjax.ops.layout import Field, read, split_bits, unpack, write
 
 
 @pytest.mark.smoke

@@ -139,6 +139,8 @@ def test_plan_says_what_is_tight_what_does_not_fit_and_what_the_model_cannot_see
     assert limits["l4"][1] == "memory"
     assert limits["l4"][0] < 131072
     assert found["h100"]["beyond_model"] is False
+    assert found["h100"]["seconds_to_first_token_estimated"] > 2 * found["h100"]["seconds_to_first_token"] > 12
+    assert "seconds_to_first_token_estimated" not in found["l4"]
     code, out, _ = call("plan", "-m", "llama-3.1-8b", "--context", "200000")
     assert code == 0
     assert "200000 tokens are beyond the 131072 that this model was made for." in out

@@ -13,7 +13,8 @@ import kvqjax as kvq
 from kvqjax.cli.compare import artifact_folder, halves, kept_path
 from kvqjax.eval import measure_perplexity
 from kvqjax.eval.plots import PLOTS, draw, series
-from kvqjax.hardware.planner import parameter_shapes, prompt_operations
+from kvqjax.hardware.planner import parameter_shapes
+from kvqjax.hardware.prompts import prompt_operations
 
 ROWS = {
     "ppl": [{"cache": "exact", "mode": "m", "windows": "w", "bits_stored": 16.0, "kld": 0.0, "context": 32768}],
@@ -22,7 +23,6 @@ ROWS = {
         {"cache": "exact", "mode": "m", "task": "kv", "length": 64, "by_depth": [1.0, 0.0]},
         {"cache": "exact", "mode": "m", "task": "kv", "length": 128, "by_depth": [0.5]},
     ],
-    "tasks": [{"cache": "exact", "task": "ruler/vt", "score": 40.0}],
     "compare": [
         {"cache": cache, "mode": "m", "windows": "w", "bits_stored": bits, "kld": kld, "context": 32768}
         for cache, bits, kld in (
@@ -88,24 +88,10 @@ def test_a_table_carries_the_stamp(call, tmp_path):
         assert part in " ".join(out.split())
 
 
-def test_tasks_from_a_folder(call, tmp_path):
-    row = {"input": "Where is Anna?", "context": "Anna is at home.", "answers": ["at home"], "all_classes": None}
-    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
-    words = ["eval", "tasks", "-c", "exact", "--task", "longbench/hotpotqa", "--folder", str(tmp_path), "--limit", "64"]
-    code, out, err = call(*words, "--json")
-    assert code == 0, err
-    (got,) = json.loads(out)
-    assert (got["task"], got["metric"], got["samples"], got["mode"]) == ("longbench/hotpotqa", "F1", 1, "prefill-exact")
-    assert 0 <= got["score"] <= 100
-    assert got["about"]["data"]["longbench/hotpotqa"]["prompts"] == "own"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tasks", "-c", "exact", "--task", "mmlu"], "known: longbench"),
-        (["tasks", "-c", "exact", "--task", "longbench/qasper", "--folder", "/nowhere"], "qasper.jsonl is not there"),
-        (["tasks", "-c", "exact"], "--task"),
+        (["harness", "-c", "exact"], "--task"),
         (["ppl", "-m", "recall", "-c", "exact", "--data", "wikitext2", "--folder", "/nowhere"], "wiki.test.raw"),
         (["ppl", "-m", "recall", "-c", "exact", "--windows", "round"], "known: gptq"),
         (["ppl", "-c", "exact", "--context", "0"], "--context"),

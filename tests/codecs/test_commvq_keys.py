@@ -18,7 +18,7 @@ from kvqjax.codecs.commvq_keys import (
     ungroup_pairs,
 )
 from kvqjax.codecs.commvq_tpu import CHUNK, columns, summed_columns
-from kvqjax.ops.layout import logical_bits
+from kvqjax.ops.allocation import logical_bits
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_commvq_keys.npz"
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvqjax.codecs import bits_per_value
 from kvqjax.codecs.commvq_values import CommVQValues, choice_bits, fold, logits, normalise
-from kvqjax.ops.layout import logical_bits
+from kvqjax.ops.allocation import logical_bits
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -12,7 +12,7 @@ from kvqjax.codecs import bits_per_value, higgs_gpu, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
 from kvqjax.codecs.higgs import Higgs, higgs_codec, summed_form
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
-from kvqjax.ops import layout
+from kvqjax.ops import allocation, layout
 
 DATA = Path(__file__).parents[1] / "data"
 # (p, n): Gaussian MSE per dimension of the authors' grids, and Lloyd and Max's table for one dimension.
@@ -150,7 +150,7 @@ def test_codes_are_packed_to_their_true_bits(bits, dim, width):
     field = codec.fields["codes"]
     assert field.bits == bits * dim
     assert field.width == -(-width // dim)
-    stored = layout.allocate(field, (1, 1), 1024)
+    stored = allocation.allocate(field, (1, 1), 1024)
     write = jax.jit(layout.write, static_argnums=0)
     for token in range(0, 1024, 32):
         place = jnp.int32(0), jnp.int32(0)

@@ -25,11 +25,11 @@ def test_json_lines_json_lists_and_packed_files_are_read_alike(tmp_path):
     (tmp_path / "family").mkdir()
     (tmp_path / "family" / "c.jsonl.gz").write_bytes(gzip.compress(lines(ROWS).encode()))
     for name in ("a.jsonl", "b.json", "c.jsonl.gz"):
-        assert list(records(Source("family/task", (name,), "somewhere"), tmp_path)) == ROWS
+        assert list(records(Source("family", (name,), "somewhere", {}), tmp_path)) == ROWS
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
-    source = Source("family/task", ("c.jsonl",), "the authors' page", {"path": "family"})
+    source = Source("family", ("c.jsonl",), "the authors' page", {"path": "family"})
     with pytest.raises(kvq.UserError, match=r"c\.jsonl is not there; get it from the authors' page"):
         list(records(source, tmp_path))
     (tmp_path / "c.jsonl").write_text('{"a": 1}\n{"a": \n')
@@ -47,7 +47,7 @@ def test_the_hub_is_asked_as_the_source_says(monkeypatch):
         return [{"options": options}]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    here = Source("family/task", ("c.jsonl",), "the authors' page", {"path": "family", "split": "test"})
+    here = Source("family", ("c.jsonl",), "the authors' page", {"path": "family", "split": "test"})
     assert list(records(here, None)) == [{"options": {"split": "test"}}]
     gone = here._replace(hub={"path": "other"})
     with pytest.raises(kvq.UserError, match=r"the hub did not give it \(no network at all\); put c\.jsonl"):

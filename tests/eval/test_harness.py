@@ -1,6 +1,8 @@
 """lm-evaluation-harness through the cache: the harness's own Hugging Face model gives the same with the exact cache."""
 
 import json
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax.generation.decoding import Generated
 from kvqjax.model import decoder
 from kvqjax.model.loading import locate
 
@@ -68,7 +71,7 @@ def test_answers_are_the_same(ours, theirs, instance):
 
 
 def test_scores_come_through_the_cache():
-    from kvqjax.eval.harness import score_rows
+    from kvqjax.eval.cache_lm import score_rows
     from kvqjax.step.new_cache import planned_layout
 
     model, ids, counts = tiny(), tokens(2, 96), jnp.asarray([96, 70])
@@ -82,21 +85,98 @@ def test_scores_come_through_the_cache():
         assert np.abs(parts[row, 64:count] - want[row, 64:count]).max() > 1e-2
 
 
-def test_the_harness_runs_a_task_through_the_command_line(tmp_path, capsys, monkeypatch):
+def test_prompts_are_prefilled_exactly_unless_a_chunk_is_given(instance):
+    from kvqjax.eval.harness import CacheLM
+
+    model, method = kvq.load("demo"), kvq.kivi(bits=2, window=0)
+    request = instance("generate_until", TEXT * 2, {"until": [], "max_gen_toks": 24})
+    answers = {}
+    for chunk in (None, 16):
+        lm = CacheLM(model, method, chunk=chunk, batch=1)
+        (answers[chunk],) = lm.generate_until([request])
+        assert answers[chunk] == kvq.generate(model, TEXT * 2, method, chunk=chunk, max_new_tokens=24).text[0]
+        assert lm.mode("generate_until") == ("in-the-loop-chunk16" if chunk else "prefill-exact")
+        assert lm.mode("multiple_choice") == ("in-the-loop-chunk16" if chunk else "in-the-loop-chunk32")
+    assert answers[None] != answers[16]
+
+
+@pytest.mark.parametrize(("cut", "kept"), [("left", slice(-40, None)), ("middle", None)])
+def test_long_texts_lose_their_beginning_or_their_middle(monkeypatch, instance, cut, kept):
+    from kvqjax.eval import cache_lm
+
+    model, asked = kvq.load("demo"), []
+
+    def generate(model, prompts, method, **options):
+        asked.extend(prompts)
+        return Generated(["x"] * len(prompts), [[]] * len(prompts))
+
+    monkeypatch.setattr(cache_lm, "generate", generate)
+    lm = cache_lm.CacheLM(model, kvq.exact(), max_length=LENGTH, cut=cut, batch=2)
+    prompts = [instance("generate_until", text, {"max_gen_toks": LENGTH - 40}) for text in (TEXT * 2, "The old")]
+    assert lm.generate_until(prompts) == ["x", "x"]
+    whole = lm.tok_encode(TEXT * 2)
+    short = lambda room: [*whole[: room // 2], *whole[len(whole) - (room - room // 2) :]]  # noqa: E731
+    assert asked == [whole[kept] if kept else short(40), lm.tok_encode("The old")]
+    assert lm.cut_texts == 1
+    goal = lm.tok_encode("wet with rain", add_special_tokens=False)
+    room = LENGTH + 1 - len(goal)
+    by_hand = whole[-room:] if kept else short(room)
+    scores = lm._loglikelihood_tokens([(None, whole, goal), (None, by_hand, goal)])
+    assert scores[0] == scores[1]
+    assert lm.cut_texts == 2
+
+
+def test_bad_choices_are_named():
+    from kvqjax.eval.harness import CacheLM, run_harness
+
+    model = kvq.load("demo")
+    for options, message in (({"cut": "right"}, "known: left, middle"), ({"chunk": 0}, "at least 1")):
+        with pytest.raises(kvq.UserError, match=message):
+            CacheLM(model, kvq.exact(), **options)
+    with pytest.raises(kvq.UserError, match="not a JSON object"):
+        run_harness(CacheLM(model, kvq.exact()), ["own"], metadata="[1]")
+    with pytest.raises(kvq.UserError, match="no chat template"):
+        CacheLM(model, kvq.exact()).apply_chat_template([{"role": "user", "content": "Hello"}])
+
+
+def test_the_harness_has_the_tasks_of_the_page():
+    from lm_eval.tasks import TaskManager
+
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    names = {*re.findall(r"--task (\w+)", page.split("## lm-evaluation-harness")[1]), "niah_single_1"}
+    names |= set(re.findall(r"longbench_[\w-]+", page)) - {"longbench_8"}
+    known, names = set(TaskManager().all_tasks), names - {"NAME", "longbench_8"}
+    assert len(names) > 15
+    assert names <= known
+
+
+def test_the_harness_runs_tasks_through_the_command_line(tmp_path, capsys, monkeypatch):
     from commands import run
 
     rows = [{"text": TEXT, "choices": [" He sat down", " Zq"], "right": 0}] * 2
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "own.yaml").write_text(
-        f"task: own\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/data.jsonl\n"
-        "  cache_dir: " + str(tmp_path / "cache") + "\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: text\ndoc_to_choice: choices\n"
-        "doc_to_target: right\nmetric_list:\n  - metric: acc\n"
+    data = (
+        f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/data.jsonl\n"
+        f"  cache_dir: {tmp_path}/cache\ntest_split: test\ndoc_to_text: text\n"
     )
-    words = ["--task", "own", "--include", str(tmp_path), "--limit", str(LENGTH), "--chunk", "16", "--batch", "4"]
+    (tmp_path / "own.yaml").write_text(
+        "task: own\noutput_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: right\n"
+        "metric_list:\n  - metric: acc\n" + data
+    )
+    (tmp_path / "said.yaml").write_text(
+        "task: said\noutput_type: generate_until\ndoc_to_target: text\n"
+        "generation_kwargs:\n  max_gen_toks: 16\n  until: []\nmetric_list:\n  - metric: exact_match\n" + data
+    )
+    (tmp_path / "both.yaml").write_text(
+        "group: both\ntask:\n  - own\n  - said\naggregate_metric_list:\n  - metric: acc\n"
+    )
+    words = ["--task", "both", "--include", str(tmp_path), "--limit", "32", "--cut", "middle", "--batch", "4"]
     code, out, err = run(capsys, monkeypatch, "eval", "harness", "-c", "exact", *words, "--json")
     assert code == 0, err
-    (row,) = json.loads(out[out.index("[\n") :])
-    assert (row["task"], row["metric"], row["score"], row["samples"]) == ("own", "acc", 1.0, 2)
-    assert row["mode"] == "in-the-loop-chunk16"
-    assert row["about"]["fingerprint"] == kvq.load("demo").fingerprint
+    found = {row["task"]: row for row in json.loads(out[out.index("[\n") :])}
+    own, said, both = (found[name] for name in ("own", "said", "both"))
+    assert (own["metric"], own["score"], own["samples"], own["mode"]) == ("acc", 1.0, 2, "in-the-loop-chunk32")
+    assert (said["metric"], said["score"], said["samples"], said["mode"]) == ("exact_match", 0.0, 2, "prefill-exact")
+    assert (both["score"], both["samples"], set(both["mode"].split(", "))) == (1.0, 4, {own["mode"], said["mode"]})
+    assert own["cut"] == said["cut"] == 6  # two choices of two rows, and two prompts
+    assert own["about"]["fingerprint"] == kvq.load("demo").fingerprint

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from tiny import tiny
 
-from kvqjax.hardware.planner import prompt_operations
+from kvqjax.hardware.planner import DEVICES
+from kvqjax.hardware.prompts import REACHED, estimated_seconds, prompt_operations, prompt_parts
+from kvqjax.model.catalogue import config_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +50,21 @@ def test_the_least_that_a_prompt_needs():
     assert least(slides, 10, 1) - least(slides, 0, 1) == 2 * 4 * 64 * 3
 
 
+@pytest.mark.parametrize("chip", REACHED)
+def test_the_plan_s_estimates_are_the_page_s(chip):
+    """Of 32K tokens, to a hundredth of the peak; h100 has other lengths, too, which are met within a quarter."""
+    config, named = config_of("llama-3.1-8b"), {"tpu7x": "v7x"}.get(chip, chip)
+    records = ROOT / "benchmarks" / "records" / "prefill_cost"
+    known = {n: records / f"{named}-llama-3.1-8b-exact-{n}-0.json" for n in (8192, 32768, 131072)}
+    found = {n: json.loads(path.read_text()) for n, path in known.items() if path.exists()}
+    for part, made, share in zip(("weights", "attention"), prompt_parts(config, 0, 32768), REACHED[chip], strict=True):
+        assert made / (DEVICES[chip].tflops * 1e12) / found[32768]["seconds"][part] == pytest.approx(share, abs=0.0051)
+    for tokens, row in found.items():
+        close = 0.03 if tokens == 32768 else 0.25
+        assert estimated_seconds(config, tokens, 1, chip) == pytest.approx(row["estimated_s"], rel=close), tokens
+    assert estimated_seconds(config, 32768, 1, "t4") is None
+
+
 def test_blocks_of_splash_attention(counter):
     kernels = counter("prefill_cost.kernels")
     # Chunks of 2048 after 0, 2048, 4096, 6144 tokens: their two blocks of queries see so many of four blocks of keys.
@@ -57,13 +75,35 @@ def test_blocks_of_splash_attention(counter):
     assert kernels.bundles("\n".join(lines)) == (6, 3)
 
 
-def test_a_copied_call_has_the_schedule_that_all_have(counter, tmp_path):
+SPLASH = """
+HloModule m
+ENTRY %main (q: bf16[4,128]) -> f32[4,128] {
+  %q = bf16[4,128]{1,0} parameter(0)
+  ROOT %splash.9 = f32[4,128]{1,0} custom-call(%q), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={bf16[4,128]{1,0}}, backend_config={"custom_call_config":{"body":"PROGRAM"}}
+}
+"""
+
+
+def test_a_call_has_the_schedule_of_its_kernel(counter, tmp_path):
+    """Which kernel a schedule is of, libtpu writes beside it. Of two schedules of one kernel a call has its own
+    where it is named, else the longer one."""
     kernels = counter("prefill_cost.kernels")
+    program = counter("step_cost.hlo").parse(SPLASH)
+    call = program.computations["main"].instructions["splash.9"]
     text, other = (f" 0x1 LB: > {{ }}\n 0x2 : > {{ }}\n 0x3 PF: > {{ }}{more}" for more in ("", "\n 0x4 : > { }"))
-    for number in (7, 8):
-        (tmp_path / f"1-splash.{number}-2-final_bundles.txt").write_text(text)
-    assert kernels._listing(tmp_path, "splash.9") == text
-    (tmp_path / "1-splash.8-2-final_bundles.txt").write_text(other)
-    assert kernels._listing(tmp_path, "splash.8") == other
-    with pytest.raises(ValueError, match=r"splash\.9: its schedule was not written"):
-        kernels._listing(tmp_path, "splash.9")
+
+    def write(name, kernel, schedule):
+        said = SPLASH.replace("PROGRAM", kernel)
+        (tmp_path / f"1-{name}-00-schedule-analysis_final_bundles.txt").write_text(said)
+        (tmp_path / f"1-{name}-01-final_bundles.txt").write_text(schedule)
+
+    write("splash.7", "ANOTHER", other)
+    with pytest.raises(ValueError, match=r"splash\.9: no schedule of its kernel was written"):
+        kernels._listing(tmp_path, call)
+    write("splash.8", "PROGRAM", text)
+    assert kernels._listing(tmp_path, call) == text
+    write("splash.6", "PROGRAM", other)
+    assert kernels._listing(tmp_path, call) == other
+    write("splash.9", "PROGRAM", text)
+    assert kernels._listing(tmp_path, call) == text

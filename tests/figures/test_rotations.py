@@ -55,11 +55,11 @@ def test_every_row_of_the_comparison_can_be_read_and_is_asked_for_once(bench):
 
 def test_a_key_bias_hardly_changes_what_a_model_says(bench):
     """Softmax ignores what all scores share; the slowest pair hardly turns within so few tokens."""
-    gate, model, text = bench("gate"), tiny(head_dim=64), tokens(2, 64)
-    biased = gate.under(model, "key bias")
+    stress, model, text = bench("stress"), tiny(head_dim=64), tokens(2, 64)
+    biased = stress.under(model, "key bias")
     size = np.linalg.norm(np.asarray(biased.params["layers"]["k_bias"]), axis=-1)
-    np.testing.assert_allclose(size, gate.BIAS * model.config.num_kv_heads**0.5, rtol=1e-5)
+    np.testing.assert_allclose(size, stress.BIAS * model.config.num_kv_heads**0.5, rtol=1e-5)
     plain, found = (np.asarray(exact_logits(x, text)) for x in (model, biased))
     assert 1e-5 < np.abs(found - plain).max() < 0.05 * plain.std()
     with pytest.raises(kvq.UserError, match="without QK-norm"):
-        gate.under(tiny(qk_norm=True), "key bias")
+        stress.under(tiny(qk_norm=True), "key bias")

@@ -18,6 +18,7 @@ from kvqjax.cache import runs_of
 from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments
 from kvqjax.hardware.planner import ALONE
+from kvqjax.pallas_kernels.reference import at_once
 from kvqjax.parallel.sharding import rules_for
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +120,8 @@ def test_decode_loop_of_a_tiny_model(compiled, counter):
 
     short, long = (bounds.resting(layout, length) for length in (1100, 4096))
     (low, few), (high, most), mixed = visits(short, short), visits(long, long), visits(short, long)
-    block = runs_of(layout)[0].wiring.fast.packed.spec.block
+    run = runs_of(layout)[0]
+    block = at_once(run.wiring.fast.packed.spec, (2, 1, config.num_heads, config.head_dim), run.slots)
     blocks = [-(-((held - 32) // 32 * 32) // block) for held in (short, long)]  # a window of 32, encoded 32 at a time
     assert high.syncs - low.syncs == 2 * (blocks[1] - blocks[0]) > 0
     assert few < most == mixed[1]

@@ -194,7 +194,7 @@ def test_a_loaded_cache_is_checked_on_its_new_chip(chip, tmp_path):
     np.testing.assert_array_equal(back.lengths, cache.lengths)
 
 
-def interpreted(q, body, layer, start, stop, spec, general, trusted):
+def interpreted(q, body, layer, start, stop, spec, general, trusted, recent=None):
     """Dispatch with the Pallas interpreter in the place of a TPU."""
     if dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted) == "reference":
         return dispatch.packed_attention(q, body, layer, start, stop, spec, general, trusted)
@@ -225,7 +225,7 @@ def test_the_interpreter_passes_as_a_chip(interpreter):
 def spoilt(change):
     """A kernel whose arguments are changed before it runs."""
 
-    def kernel(q, body, layer, start, stop, spec, general, trusted):
+    def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None):
         if dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted) != "reference":
             q, body, start, stop = change(q, body, start, stop)
         return interpreted(q, body, layer, start, stop, spec, general, trusted)

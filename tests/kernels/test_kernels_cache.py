@@ -23,7 +23,7 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     model, cache = filled(method)
     plain, calls = logits(model, cache), []
 
-    def kernel(q, body, layer, start, stop, spec, general, trusted):
+    def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None):
         assert (spec.rope is None) == (method in ROTATED)
         if spec.rope is not None:
             np.testing.assert_allclose(spec.rope.frequencies, rope(10000.0, 128).frequencies, rtol=1e-6)

@@ -180,7 +180,7 @@ def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
 
     plain, calls = logits(for_tpu), []
 
-    def kernel(q, body, layer, start, stop, spec, general, trusted):
+    def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None):
         calls.append(spec.target)
         return tpu_higgs.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 

@@ -289,7 +289,7 @@ def test_kivis_tpu_kernel_reads_a_rotated_body(monkeypatch):
     model, cache = filled("kivi:bits=4,group=128,sinks=3,window=0,rotate=signs")
     plain, calls = logits(model, cache), []
 
-    def kernel(q, body, layer, start, stop, spec, general, trusted):
+    def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None):
         calls.append(spec)
         return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 

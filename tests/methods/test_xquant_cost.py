@@ -19,7 +19,7 @@ from kvqjax.methods.roofline import (
     step_cost,
 )
 from kvqjax.model.config import ModelConfig
-from kvqjax.ops.layout import logical_bits
+from kvqjax.ops.allocation import logical_bits
 
 LLAMA2_7B = ModelConfig(
     vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128

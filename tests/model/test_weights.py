@@ -15,6 +15,7 @@ from kvqjax.model import loading as model_module
 from kvqjax.model import stored, weight_trees, weights
 from kvqjax.model.checkpoint import open_checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
+from kvqjax.model.fingerprint import fingerprint
 from kvqjax.model.loading import Model, load
 
 
@@ -40,10 +41,10 @@ def test_round_trip_in_each_dtype(dtype, tmp_path):
 
 
 def test_sharded_files_give_the_same_params_and_fingerprint(folder):
-    before = weights.fingerprint(folder, CONFIG)
+    before = fingerprint(folder, CONFIG)
     split(folder)
     assert_same(weights.load_params(folder, CONFIG), random_params())
-    assert weights.fingerprint(folder, CONFIG) == before
+    assert fingerprint(folder, CONFIG) == before
 
 
 def test_each_device_holds_and_reads_only_its_slice(folder, monkeypatch):
@@ -137,7 +138,7 @@ def test_progress_shows_only_on_slow_loads_at_a_terminal(folder, monkeypatch, ca
 
 def test_fingerprint_names_what_differs(folder):
     def parts(config=CONFIG):
-        return [part.split("=")[1] for part in weights.fingerprint(folder, config).split(",")]
+        return [part.split("=")[1] for part in fingerprint(folder, config).split(",")]
 
     first = parts()
     assert parts(dataclasses.replace(CONFIG, eos_ids=(7,), bos_id=3)) == first

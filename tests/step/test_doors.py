@@ -94,9 +94,9 @@ def test_generate_hands_every_option_on(monkeypatch):
     from kvqjax.generation import decoding as generation
 
     seen = {}
-    monkeypatch.setattr(generation, "stream", lambda *given, **options: seen.update(options) or iter([given]))
+    monkeypatch.setattr(generation, "stream", lambda **options: seen.update(options) or iter(["made"]))
     parameters = inspect.signature(kvq.generate).parameters
     given = {name: object() for name in list(parameters)[3:]}
     generate = inspect.unwrap(kvq.generate)  # below the check of types
-    assert generate("model", "prompts", "method", **given) == ("model", "prompts", "method")
-    assert seen == given
+    assert generate("model", "prompts", "method", **given) == "made"
+    assert seen == given | {"model": "model", "prompts": "prompts", "method": "method"}

@@ -1,0 +1,56 @@
+"""How long a prompt takes on a chip: at least, by its operations, and as estimated."""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from kvqjax.hardware.planner import DEVICES, parameter_shapes
+from kvqjax.model.config import ModelConfig
+
+__all__ = ["REACHED", "Shares", "estimated_seconds", "prompt_operations", "prompt_parts"]
+
+
+class Shares(NamedTuple):
+    """Parts of a chip's peak: what products with weights reach, and what attention does."""
+
+    weights: float
+    attention: float
+
+
+# What a prompt of 32K tokens reaches by the account of docs/prefill.md, compiled for the chip and not run.
+REACHED = {
+    "v5e": Shares(0.78, 0.63),
+    "v6e": Shares(0.57, 0.25),
+    "tpu7x": Shares(0.55, 0.24),
+    "a100-80": Shares(0.91, 0.29),
+    "h100": Shares(0.83, 0.15),
+}
+
+
+def prompt_parts(config: ModelConfig, held: int, new: int) -> tuple[float, float]:
+    """Return the fewest operations of `new` tokens of a row that holds `held`, two per multiply-accumulate: (products
+    with every weight for each token, and with the head for the last; scores and weighted sums over what each sees)."""
+    layers = parameter_shapes(config)["layers"]
+    weights = sum(math.prod(shape.shape) for shape in jax.tree.leaves(layers))
+    seen = sum(_seen(held + new, window) - _seen(held, window) for window in config.windows)
+    return 2.0 * (weights * new + config.vocab_size * config.width), 4.0 * config.query_width * seen
+
+
+def prompt_operations(config: ModelConfig, held: int, new: int) -> float:
+    """Return the fewest operations of `new` tokens of a row that holds `held`."""
+    return sum(prompt_parts(config, held, new))
+
+
+def estimated_seconds(config: ModelConfig, context: int, batch: int, chip: str) -> float | None:
+    """Estimate an exact prefill of `batch` prompts of `context` tokens on one chip; None where none was compiled."""
+    if chip not in REACHED:
+        return None
+    parts = zip(prompt_parts(config, 0, context), REACHED[chip], strict=True)
+    return batch * sum(operations / share for operations, share in parts) / (DEVICES[chip].tflops * 1e12)
+
+
+def _seen(tokens: int, window: int | None) -> int:
+    """Return how many tokens the first `tokens` of a row see, all in all, themselves included."""
+    near = min(tokens, window or tokens)
+    return near * (near + 1) // 2 + (tokens - near) * near

@@ -1,0 +1,50 @@
+"""How much a body's fields take: their blocks, bits and bytes, and the empty arrays."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax.ops import head_major
+from kvqjax.ops.layout import Field, Stored, is_half, split_bits
+
+__all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_bits"]
+
+
+def block_tokens(fields: list[Field]) -> int:
+    """Tokens after which every field starts a fresh block: what a body is allocated and read in multiples of."""
+    sizes = [1024 // part for f in fields if f.packed for part in split_bits(f.bits)]
+    return math.lcm(256, *sizes, *(f.group for f in fields))
+
+
+def logical_bits(field: Field) -> float:
+    """Stored bits per token of this field, without padding; the compute dtype counts as 16 bits until it is known."""
+    if field.packed:
+        return float((head_major.stored_bits(field.bits) if field.heads else field.bits) * field.width)
+    dtype = "bfloat16" if field.dtype == "compute" else field.dtype
+    return 8 * jnp.dtype(dtype).itemsize * field.width / field.group
+
+
+def array_bytes(array) -> int:
+    """Bytes of an array, live or abstract. Two int4 numbers share a byte, whatever `nbytes` says."""
+    bits = 4 if array.dtype == jnp.int4 else 8 * jnp.dtype(array.dtype).itemsize
+    return math.prod(array.shape) * bits // 8
+
+
+def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
+    """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
+    if field.heads:
+        return head_major.allocate(field, lead, slots)
+    if field.packed:
+        sizes = [(slots * part // 32, field.width) for part in split_bits(field.bits)]
+        return tuple(jnp.zeros((*lead, *(s[::-1] if field.along_lanes else s)), jnp.uint32) for s in sizes)
+    dtype = "uint16" if is_half(field.dtype) else field.dtype
+    if field.kind == "token":
+        return (jnp.zeros((*lead, field.width, slots), dtype),)
+    return (jnp.zeros((*lead, slots // field.group, field.width), dtype),)
+
+
+def leading_slots(field: Field, stored: Stored, slots: int, count: int) -> Stored:
+    """The first `count` of a body's `slots` slots, both static and `count` whole blocks, as they are stored."""
+    axis = -1 if field.along_lanes else -2
+    return tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored)

@@ -1,0 +1,80 @@
+"""Plan a call of the TPU kernel on exact keys and values."""
+
+import dataclasses
+
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
+from kvqjax.pallas_kernels.tpu.plan import lane_groups
+
+__all__ = ["ExactPlan", "make_plan", "tile_of"]
+
+UNIT = 256  # tokens of the smallest tile
+SCORES, MOST_ROWS = 2**15, 64  # numbers, and query rows of 128 tokens, that the registers hold beside others
+# Bytes of a tile, of keys and values together. Larger tiles take fewer bundles a token, which counts where bundles are
+# the bound; smaller ones leave less of a row's last one empty.
+MOST_BYTES, SMALL = 2**23, {"v5e": 2**22, "v6e": 2**22}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactPlan:
+    """Static choices of one call: slots of the body, tokens of a tile (a divisor of them), new tokens, and query heads
+    of a KV head."""
+
+    spec: ExactSpec
+    slots: int
+    tile: int
+    length: int
+    group: int
+
+    @property
+    def lane_groups(self) -> int:
+        return lane_groups(self.spec)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a lane group."""
+        return self.spec.width // self.lane_groups
+
+    @property
+    def shared(self) -> int:
+        """KV heads of a lane group."""
+        return self.lanes // self.spec.head_dim
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a lane group."""
+        return self.shared * self.group
+
+    @property
+    def used(self) -> int:
+        """Query rows of a lane group: its heads' of every new token, in the order of the tokens."""
+        return self.length * self.heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a lane group, padded."""
+        return -(-self.used // 8) * 8
+
+    @property
+    def columns(self) -> list[slice]:
+        """Tokens of a tile whose scores of a lane group fit the registers, part by part."""
+        most = max(SCORES // self.rows, 128)
+        return [slice(first, min(first + most, self.tile)) for first in range(0, self.tile, most)]
+
+    @property
+    def parts(self) -> int:
+        """Parts of all query rows that are turned into softmax weights one after the other."""
+        return self.lane_groups if self.rows * self.lane_groups > MOST_ROWS else 1
+
+
+def tile_of(spec: ExactSpec, slots: int) -> int:
+    """Return the tokens of a tile of a body of so many slots. Raise ValueError for slots that are no multiple of
+    UNIT."""
+    if slots % UNIT:
+        raise ValueError(f"a body of {slots} slots; want a multiple of {UNIT}")
+    most = max(UNIT, SMALL.get(spec.target, MOST_BYTES) // (4 * spec.width))
+    return max(n for n in range(UNIT, most + 1, UNIT) if slots % n == 0)
+
+
+def make_plan(q, body: ExactBody, spec: ExactSpec) -> ExactPlan:
+    """Make the plan of a call."""
+    return ExactPlan(spec, body.slots, tile_of(spec, body.slots), q.shape[1], q.shape[2] // spec.kv_heads)
