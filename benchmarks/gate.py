@@ -142,7 +142,7 @@ def differences(recorded: dict, live: dict) -> list[str]:
     """What a row measured again says otherwise. Sums in another order flip codes at ties, which then differ in every
     layer above: figures differ by a part of what other tokens would change, so the bound is half the standard error.
     Divergences may differ by 5 % where that is more; bits may not differ."""
-    known = {key: 1e-6 for key in ("bits", "bits_stored")}
+    known = dict.fromkeys(("bits", "bits_stored"), 1e-06)
     for key in ("kld", "first", "last"):
         if key in recorded:
             known[key] = max(0.05 * recorded[key], recorded[f"{key}_error"] / 2) + 1e-6

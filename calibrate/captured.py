@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate import aqua, aqua_layers, centre, commvq, kvquant
 from kvqjax.calibrate.fisher import Activations, Sequences, as_it_is, with_fisher
 from kvqjax.calibrate.parts import fitter

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.runs import RunLayout, runs_for
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate.fisher import Sequences, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations

@@ -20,7 +20,8 @@ from jaxtyping import Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.runs import RunLayout, runs_for
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant_passes as passes
 from kvqjax.calibrate.fisher import Sequences, of_model

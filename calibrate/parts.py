@@ -16,7 +16,8 @@ import jax
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.runs import RunLayout, runs_for
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_for
 from kvqjax.codecs import Exact
 from kvqjax.codecs.base import Fit
 from kvqjax.methods import KeysAndValues, Method

@@ -77,11 +77,12 @@ SPLIT = {
 
 # Modules that stay -> where some of their names went, and which were renamed on the way.
 NAMES = {
-    "cache": ("cache.runs", "cache.encoding"),
+    "cache": ("cache.run_layout", "cache.runs", "cache.encoding"),
     "cache.append": ("cache.encoding", "cache.state"),
     "cache.eviction": ("cache.keeping",),
     "cache.segments": ("cache.recoding",),
-    "cache.state": ("cache.runs", "cache.cache_layout"),
+    "cache.runs": ("cache.run_layout",),
+    "cache.state": ("cache.run_layout", "cache.runs", "cache.cache_layout"),
     "cache.view": ("ops.attention",),
     "codecs.higgs": ("codecs.higgs_grid",),
     "codecs.nuq": ("codecs.nuq_range",),

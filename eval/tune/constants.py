@@ -11,7 +11,8 @@ import numpy as np
 
 from kvqjax import calibrate
 from kvqjax.cache.artifacts import Artifact, load_artifact
-from kvqjax.cache.runs import RunLayout, runs_for
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_for
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model

@@ -3,7 +3,8 @@
 from kvqjax.cache.append import commit
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.encoding import at_layer
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Leaf, Run, allocate_cache, body_tokens
 
 __all__ = [

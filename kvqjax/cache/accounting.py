@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer

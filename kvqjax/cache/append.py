@@ -11,7 +11,8 @@ from jaxtyping import Array, Int
 from kvqjax.cache.encoding import Schedule, at_layer, cut_tile, encode_due, encode_tile, gather_tile
 from kvqjax.cache.keeping import schedules_of
 from kvqjax.cache.newest import flush_newest
-from kvqjax.cache.runs import RunLayout, chains, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
 from kvqjax.ops.finite import found_finite, leading, saturated, zeroed
 from kvqjax.ops.xla import entering_after, row_major, rows_if

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvqjax.cache.chunk_paths import MANY_QUERIES
-from kvqjax.cache.runs import RunLayout
+from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.segments import attend_parts
 from kvqjax.cache.state import Run
 from kvqjax.cache.view import LayerView, NewTokens, beside, seen

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax._errors import UserError
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run
 from kvqjax.ops.allocation import allocate
 from kvqjax.ops.head_major import HALF

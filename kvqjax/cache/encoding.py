@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvqjax.cache.runs import RunLayout
+from kvqjax.cache.run_layout import RunLayout
 from kvqjax.methods.wiring import Clock
 from kvqjax.ops.layout import FEW, PLANE, write
 from kvqjax.ops.xla import row_major

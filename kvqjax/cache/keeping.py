@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.encoding import Schedule, in_order, units_at_once
 from kvqjax.cache.eviction import Kept, Moves, Received, choose, enter
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run, due, units_due, window_tokens
 
 __all__ = ["Entering", "entering", "no_mass", "read_as", "schedules_of"]

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run
 
 __all__ = ["dealt_anew"]

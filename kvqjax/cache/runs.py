@@ -1,18 +1,14 @@
-"""The static plan of a layout: which layers are one run, how large their arrays are, how blocks are dealt over devices,
-and which layers are encoded together."""
+"""Plan a layout's runs: which layers are one run, how large their arrays are, how blocks are dealt over devices, how
+many tokens are read at a time, and which layers are encoded together."""
 
 import functools
 import itertools
 import math
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.fitted import fitted
+from kvqjax.cache.run_layout import Deal, RunLayout
 from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
@@ -20,124 +16,12 @@ from kvqjax.ops.allocation import block_tokens
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["AT_ONCE", "MOST_ROWS", "Deal", "RunLayout", "chains", "few_block", "runs_for", "runs_of"]
-
-
-class Deal(NamedTuple):
-    """A body's blocks dealt over devices in turn, so that short rows use all of them: of `parts` devices, block j of
-    `block` tokens lies on device j mod `parts`, and a device keeps its blocks in order. Outside `shard_map` a dealt
-    cache is only moved about; inside, `axes` names the mesh axes that number the devices. Undealt bodies (`parts` = 1)
-    pass through."""
-
-    parts: int = 1
-    block: int = 1
-    axes: tuple[str, ...] = ()
-
-    def _here(self) -> Int[Array, ""]:
-        if not self.axes:
-            raise ValueError("a cache dealt over devices is read and written on its mesh only")
-        return jax.lax.axis_index(self.axes)
-
-    def place(self, token: Int[Array, ""] | int) -> tuple[Bool[Array, ""] | None, Int[Array, ""] | int]:
-        """Say whether body token `token` lies here (None: everything does), and give its number among those that do."""
-        if self.parts == 1:
-            return None, token
-        turn = token // self.block
-        return jnp.equal(turn % self.parts, self._here()), turn // self.parts * self.block + token % self.block
-
-    def tokens(self, local: Int[Array, "*S"]) -> Int[Array, "*S"]:
-        """Number the `local`-th body tokens here as the sequence does."""
-        if self.parts == 1:
-            return local
-        return (local // self.block * self.parts + self._here()) * self.block + local % self.block
-
-    def share(self, tokens: Int[Array, "*S"]) -> Int[Array, "*S"]:
-        """Count how many of the first `tokens` body tokens lie here."""
-        if self.parts == 1:
-            return tokens
-        whole, here = tokens // self.block, self._here()
-        rest = jnp.where(whole % self.parts == here, tokens % self.block, 0)
-        return (whole - here + self.parts - 1) // self.parts * self.block + rest
-
-    def most(self, tokens: int) -> int:
-        """Count the most of a row's first `tokens` body tokens that lie on one device."""
-        return -(-tokens // (self.block * self.parts)) * self.block if self.parts > 1 else tokens
-
+__all__ = ["chains", "runs_for", "runs_of"]
 
 TPU_LANES = 2**14  # of one row of a plain body
 CPU_LANES = 2**10  # keys and values of a few heads, which stay in its caches
 CARRIED = {"tpu": 2**22, "gpu": 2**27}  # numbers that flow between layers; on a TPU of one array, held in fast memory
-MOST_ROWS = 128  # queries of all heads that meet all heads' channels at once
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
-AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
-
-
-class RunLayout(NamedTuple):
-    """A run of `count` equal layers from layer `first` on, each of one `shape` and `wiring`.
-
-    - The body has `slots` slots in blocks of `block` tokens, on all devices together where blocks are dealt (`deal`).
-      It is a ring of blocks if it `wraps`: layers that see only `sliding` tokens keep no more. With eviction it never
-      holds more than `budget` tokens (0: no eviction).
-    - The window is a ring of `ring` tokens.
-    - `static`: how many blocks a few new tokens read is bounded by the slots and not by data, because a GPU's host
-      decides on every turn of a loop that data bounds.
-    - `lanes`: so many tokens are read at a time by a few queries, which meet all heads' channels in one product (0:
-      head by head).
-    - `carrying`: so many tokens of all rows are read at a time by a few queries where layers feed each other
-      (0: elsewhere).
-    - `joint`: a kernel may take the tokens beside the body as well (`kvqjax.cache.at_once`)."""
-
-    first: int
-    count: int
-    shape: KVShape
-    wiring: Wiring
-    block: int
-    slots: int
-    ring: int
-    wraps: bool
-    deal: Deal = Deal()
-    budget: int = 0
-    static: bool = False
-    lanes: int = 0
-    carrying: int = 0
-    joint: bool = False
-
-    @property
-    def sliding(self) -> int | None:
-        """Say how many tokens a query sees, itself included; None: all before it."""
-        return self.shape.window
-
-    @property
-    def slots_here(self) -> int:
-        return self.slots // self.deal.parts
-
-    @property
-    def reading(self) -> int:
-        """Choose how many tokens are read at a time: as many blocks as divide the body, up to what the wiring or a GPU
-        asks for; one block where it is a ring."""
-        wanted = max(self.wiring.fast.reading, AT_ONCE if self.static else 1)
-        most = 1 if self.wraps else max(1, wanted // self.block)
-        return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
-
-    @property
-    def carried(self) -> int:
-        """Count how many body tokens' carry is live during a decode step, per row (`kvqjax.methods.wiring.Chain`)."""
-        return self.wiring.chain.tokens(self.slots, self.block)
-
-
-def few_block(run: RunLayout, batch: int, rows: int) -> int:
-    """Choose how many tokens of each of `batch` rows a few queries, `rows` of all heads, read at a time: more than one
-    block where small operations between blocks cost much (`RunLayout.lanes`, `carrying`). The last block may begin
-    within the one before it."""
-    if run.carrying:
-        most = run.carrying // batch
-    else:
-        most = run.lanes // max(1, batch // 2) if rows <= MOST_ROWS else 0
-    if run.wraps or not most:
-        return run.reading
-    whole = run.slots_here // run.reading
-    count = -(-whole // max(1, most // run.reading))  # of even blocks
-    return run.reading * -(-whole // max(1, count))
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunLayout:

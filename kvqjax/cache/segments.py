@@ -10,7 +10,7 @@ from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment
 from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.recoding import recoded
-from kvqjax.cache.runs import AT_ONCE, MOST_ROWS, RunLayout, few_block
+from kvqjax.cache.run_layout import AT_ONCE, MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.state import Run, due
 from kvqjax.cache.view import (
     LayerView,

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import allocate_kept
-from kvqjax.cache.runs import RunLayout, chains, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.methods.wiring import Clock
 from kvqjax.ops.allocation import allocate

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.encoding import at_layer
-from kvqjax.cache.runs import RunLayout
+from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.ops.attention import visible

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.runs import AT_ONCE, RunLayout
+from kvqjax.cache.run_layout import AT_ONCE, RunLayout
 from kvqjax.cache.state import body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.codecs.kernel_form import Packed

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from kvqjax.cache.accounting import Ledger, ledger
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig

@@ -15,7 +15,8 @@ from kvqjax.cache.chunk_paths import MANY_QUERIES, kernels_of
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.keeping import no_mass, read_as
 from kvqjax.cache.recoding import recoded_units
-from kvqjax.cache.runs import RunLayout, chains, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.segments import attend_parts, weigh
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Leaf
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected

@@ -10,7 +10,8 @@ from kvqjax import cache as caches
 from kvqjax._errors import UserError
 from kvqjax.cache.append import flush_layer, remember
 from kvqjax.cache.keeping import Entering, entering
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, units_due
 from kvqjax.model import decoder
 from kvqjax.model.experts import is_unrolled

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax.cache import at_layer
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.chunk_paths import kernels_of
-from kvqjax.cache.runs import RunLayout
+from kvqjax.cache.run_layout import RunLayout
 from kvqjax.model import decoder
 from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvqjax.cache.append import commit
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.runs import RunLayout, runs_of
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
