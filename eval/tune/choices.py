@@ -70,6 +70,71 @@ def _given(constants: dict, number: int) -> dict:
     return {name.removeprefix(head): group for name, group in constants.items() if name.startswith(head)}
 
 
+def _name(number: int, source: str) -> str:
+    """Name a source of kind `number` in the mixed layer."""
+    return f"{source}{number}"
+
+
+class Mixed(NamedTuple):
+    """The maps of a layer that follows one of `count` candidates, sorted into `kinds`."""
+
+    kinds: list[Kind]
+    count: int
+
+    def capture(self, weights, constants, projected, positions):
+        return {
+            _name(n, source): x
+            for n, kind in enumerate(self.kinds)
+            for source, x in kind.wiring.maps.capture(
+                weights, _given(constants, next(iter(kind.members))), projected, positions
+            ).items()
+        }
+
+    def encode(self, constants, tile, carry):
+        recon = {}
+        for n, kind in enumerate(self.kinds):
+            due = tuple(s for s in kind.wiring.storage.sources if _name(n, s) in tile)
+            for sources in [due] if kind.whole and due else [(s,) for s in due]:
+                here = {s: tile[_name(n, s)] for s in sources}
+                made, carry = self._recoded(constants, kind, sources, here, carry)
+                recon |= {_name(n, s): x for s, x in made.items()}
+        return {source: {"x": x} for source, x in recon.items()}, recon, carry
+
+    def _recoded(self, constants, kind: Kind, sources: tuple[str, ...], tile: dict, carry: dict):
+        """Encode and decode a tile by the chosen candidate; return it with the carry for the layer above. Both stay as
+        they are where a candidate of another kind is chosen."""
+
+        def by(number):
+            def one(x, carry):
+                _, made, above = kind.members[number].maps.encode(_given(constants, number), x, carry)
+                return {s: made[s].astype(x[s].dtype) for s in sources}, above
+
+            return one
+
+        index = constants[OWN]["v" if sources == ("v",) else "k"]
+        table = _table(kind.members, self.count, len(kind.members))
+        branches = [*map(by, kind.members), lambda x, carry: (x, carry)]
+        return jax.lax.switch(jnp.asarray(table)[index], branches, tile, carry)
+
+    @staticmethod
+    def decode(constants, payload, carry):
+        return {source: stored["x"] for source, stored in payload.items()}, carry
+
+    def expand(self, weights, constants, sources, positions):
+        place = {number: n for n, kind in enumerate(self.kinds) for number in kind.members}
+        table = jnp.asarray(np.asarray([place[number] for number in range(self.count)], np.int32))
+
+        def one(part: int):
+            def by(n, kind):
+                own, first = {s: sources[_name(n, s)] for s in kind.wiring.storage.sources}, next(iter(kind.members))
+                return lambda: kind.wiring.maps.expand(weights, _given(constants, first), own, positions)[part]
+
+            branches = [by(n, kind) for n, kind in enumerate(self.kinds)]
+            return jax.lax.switch(table[constants[OWN][PARTS[part]]], branches)
+
+        return one(0), one(1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """A layer whose keys and values follow one of `specs` each."""
@@ -77,76 +142,25 @@ class Choice:
     specs: tuple[LayerSpec, ...]
 
     def build(self, config: KVShape) -> Wiring:
-        kinds, count = _kinds(self.specs, config), len(self.specs)
-        name = lambda number, source: f"{source}{number}"  # noqa: E731
-        widths = {name(n, s): width for n, kind in enumerate(kinds) for s, width in kind.wiring.storage.sources.items()}
+        kinds = _kinds(self.specs, config)
+        storages = [kind.wiring.storage for kind in kinds]
+        widths = {_name(n, s): width for n, storage in enumerate(storages) for s, width in storage.sources.items()}
         clocks: dict[tuple[int, int], list[str]] = {}
-        for number, kind in enumerate(kinds):
-            for clock in kind.wiring.storage.clocks:
-                clocks.setdefault(clock[1:], []).extend(name(number, source) for source in clock.sources)
-
-        def capture(weights, constants, projected, positions):
-            return {
-                name(n, source): x
-                for n, kind in enumerate(kinds)
-                for source, x in kind.wiring.maps.capture(
-                    weights, _given(constants, next(iter(kind.members))), projected, positions
-                ).items()
-            }
-
-        def recoded(constants, kind: Kind, sources: tuple[str, ...], tile: dict, carry: dict):
-            """A tile as its candidate gives it back, and what flows on; both as they are where another kind is
-            chosen."""
-
-            def by(number):
-                def one(x, carry):
-                    _, made, above = kind.members[number].maps.encode(_given(constants, number), x, carry)
-                    return {s: made[s].astype(x[s].dtype) for s in sources}, above
-
-                return one
-
-            index = constants[OWN]["v" if sources == ("v",) else "k"]
-            table = _table(kind.members, count, len(kind.members))
-            branches = [*map(by, kind.members), lambda x, carry: (x, carry)]
-            return jax.lax.switch(jnp.asarray(table)[index], branches, tile, carry)
-
-        def encode(constants, tile, carry):
-            recon = {}
-            for n, kind in enumerate(kinds):
-                due = tuple(s for s in kind.wiring.storage.sources if name(n, s) in tile)
-                for sources in [due] if kind.whole and due else [(s,) for s in due]:
-                    here = {s: tile[name(n, s)] for s in sources}
-                    made, carry = recoded(constants, kind, sources, here, carry)
-                    recon |= {name(n, s): x for s, x in made.items()}
-            return {source: {"x": x} for source, x in recon.items()}, recon, carry
-
-        def decode(constants, payload, carry):
-            return {source: stored["x"] for source, stored in payload.items()}, carry
-
-        def expand(weights, constants, sources, positions):
-            def one(part: int):
-                def by(n, kind):
-                    own, first = {s: sources[name(n, s)] for s in kind.wiring.storage.sources}, next(iter(kind.members))
-                    return lambda: kind.wiring.maps.expand(weights, _given(constants, first), own, positions)[part]
-
-                place = {number: n for n, kind in enumerate(kinds) for number in kind.members}
-                table = np.asarray([place[number] for number in range(count)], np.int32)
-                branches = [by(n, kind) for n, kind in enumerate(kinds)]
-                return jax.lax.switch(jnp.asarray(table)[constants[OWN][PARTS[part]]], branches)
-
-            return one(0), one(1)
-
+        for number, storage in enumerate(storages):
+            for clock in storage.clocks:
+                clocks.setdefault(clock[1:], []).extend(_name(number, source) for source in clock.sources)
         members = {number: wiring for kind in kinds for number, wiring in kind.members.items()}
         wanted = {f"{n}.{group}": names for n, w in members.items() for group, names in w.wanted().items()}
         kinds_of = {key: kind for wiring in members.values() for key, kind in wiring.calibration.kinds.items()}
         carried = {source: width for wiring in members.values() for source, width in wiring.chain.carry.items()}
+        mixed = Mixed(kinds, len(self.specs))
         return Wiring(
             Storage(
                 sources=widths,
                 codecs={source: Exact().build(width) for source, width in widths.items()},
                 clocks=tuple(Clock(tuple(sources), *times) for times, sources in clocks.items()),
             ),
-            Maps(capture, encode, decode, expand),
+            Maps(mixed.capture, mixed.encode, mixed.decode, mixed.expand),
             chain=Chain(carried, "all" if carried else "layer"),
             calibration=Calibration(wanted | {OWN: {"k": (), "v": ()}}, kinds_of),
         )
