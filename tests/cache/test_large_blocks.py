@@ -12,6 +12,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import runs, runs_of
+from kvqjax.cache.run_layout import few_block
 
 LENGTHS = (720, 300)  # of 768 slots: three blocks of 256 tokens
 
@@ -38,7 +39,7 @@ def test_what_flows_between_layers_is_replaced_once(name, monkeypatch):
     monkeypatch.setitem(runs.CARRIED, "tpu", 2 * 512 * carried)
     monkeypatch.setattr(jax.lax, "platform_dependent", of_tpus)
     got, run = logits(model, method, "v6e")
-    size = runs.few_block(run, 2, 4)
+    size = few_block(run, 2, 4)
     assert (size, run.slots_here % size) == (512, 256)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
@@ -47,6 +48,6 @@ def test_no_token_of_an_evicted_body_is_seen_twice(monkeypatch):
     wanted, _ = logits(tiny(), kvq.parse("exact:keep=streaming:640"), "cpu")
     monkeypatch.setattr(runs, "TPU_LANES", 512)
     got, run = logits(tiny(), kvq.parse("exact:keep=streaming:640"), "v6e")
-    size = runs.few_block(run, 2, 4)
+    size = few_block(run, 2, 4)
     assert (size, run.slots_here % size) == (512, 256)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
