@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -18,6 +19,7 @@ __all__ = [
     "kept_apart",
     "known_after",
     "made_once",
+    "of_two",
     "rounded",
     "row_major",
     "rows_if",
@@ -97,6 +99,13 @@ def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float
         return jnp.moveaxis(found, 2, -1)
 
     return jax.lax.platform_dependent(q, k, cpu=keys_first, default=plain)
+
+
+def of_two(make: Callable[..., Tree], *rows: Shaped[Array, "1 ..."]) -> Tree:
+    """`make(*rows)` for arrays of one row, computed as the first of two equal ones. Of a vector times a small matrix
+    XLA for GPUs makes two kernels: one writes all products, the other adds them up."""
+    found = make(*(jnp.broadcast_to(x, (2, *x.shape[1:])) for x in rows))
+    return jax.tree.map(lambda x: x[:1], found)
 
 
 def few_rows(x: Float[Array, "*N E"]) -> Float[Array, "*N E"]:

@@ -13,7 +13,7 @@ from kvqjax.model import decoder
 from kvqjax.model.experts import is_unrolled
 from kvqjax.model.loading import Model
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import depending_on, unknown_zero
+from kvqjax.ops.xla import depending_on, of_two, unknown_zero
 from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step
 from kvqjax.step.layer_step import attend_one, begin, check_capacity, first_flow
 
@@ -53,12 +53,16 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, counts, tokens.shape[1], constants, within, reach)
     positions, config = call.tokens.positions, model.config
-    project = _project_twice if positions.size == 1 and call.runs[0].static else decoder.project
+    alone = positions.size == 1 and call.runs[0].static
+
+    def project(weights, h):
+        make = functools.partial(decoder.project, weights, config=config)
+        return of_two(make, h, positions) if alone else make(h, positions)
 
     def step(number, loop, index):
         h, flow = loop
         weights = decoder.layer(model.params, call.runs[number].first + index)
-        projected = project(weights, h, positions, config)
+        projected = project(weights, h)
         whole = projected._replace(q=decoder.whole_heads(projected.q, config))
         attended, new, flow = attend_one(call, number, index, weights, whole, flow)
         attended = saturated(decoder.own_heads(attended, config, projected.q.shape[2]), h.dtype)
@@ -74,13 +78,6 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
     out = last_logits(model, h, counts) if last else decoder.unembed(model.params, h, config)
     return out, (*pending, *(() if mass is None else (mass,)))
-
-
-def _project_twice(weights, h, positions, config):
-    """Project one token as the first of two equal ones: of a vector times a small matrix XLA for GPUs makes one kernel
-    that writes all products, and one that adds them up."""
-    h, positions = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (h, positions))
-    return jax.tree.map(lambda x: x[:1], decoder.project(weights, h, positions, config))
 
 
 def _scanned(step, loop, count: int, cache: Cache):
