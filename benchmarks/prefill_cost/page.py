@@ -127,7 +127,9 @@ def page_text(found: dict[Row, dict | None]) -> str:
         if known:
             lines += [f"| {' | '.join(HEADS)} |", "|---" * 3 + "|---:" * (len(HEADS) - 3) + "|"]
             lines += [line(row, rows) for row in known]
-            lines += ["", *remade(known), f"{len(rows) - len(known)} rows of {len(rows)} are not computed yet.\n"]
+            lines += ["", *remade(known)]
+            if len(known) < len(rows):
+                lines += [f"{len(rows) - len(known)} rows of {len(rows)} are not computed yet.\n"]
         else:
             lines += ["Not computed yet.\n"]
     return "\n".join(lines).rstrip() + "\n"
