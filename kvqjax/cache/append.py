@@ -15,6 +15,7 @@ from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
 from kvqjax.ops.finite import found_finite, leading, saturated, zeroed
+from kvqjax.ops.indexing import modulo
 from kvqjax.ops.xla import entering_after, row_major, rows_if
 
 __all__ = ["commit", "flush_chain", "flush_layer", "remember"]
@@ -98,7 +99,7 @@ def _put_back(run, window, new, recon, layer, row, token, size, held):
     """Replace encoded tokens by their reconstruction in the window and among the new tokens."""
     tokens = token + jnp.arange(size)
     for source, x in recon.items():
-        slot = jnp.where(tokens < held, tokens % run.ring, run.ring)
+        slot = jnp.where(tokens < held, modulo(tokens, run.ring), run.ring)
         fresh = jnp.where(tokens >= held, tokens - held, new[source].shape[2])
         old, late = window[source], new[source]
         window = {**window, source: old.at[layer, row, slot].set(saturated(x, old.dtype), mode="drop")}
@@ -142,7 +143,9 @@ def _put_one(old, new, slots, wanted):
 def _put_one_at_once(old, new, slots, wanted):
     """Do as `_put_one` with one scatter, which a GPU runs in place as one kernel; a loop takes two kernels a row."""
     place = jnp.where(wanted, slots, old.shape[2])  # beyond the end: dropped
-    return old.at[:, jnp.arange(old.shape[1]), place].set(new[:, :, 0].astype(old.dtype), mode="drop")
+    return old.at[:, jnp.arange(old.shape[1]), place].set(
+        new[:, :, 0].astype(old.dtype), mode="drop", wrap_negative_indices=False
+    )
 
 
 def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
@@ -159,7 +162,7 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
     def into_window(name, old):
         if new[name].shape[2] == 1:
             put = _put_one_at_once if run.static else _put_one
-            return put(old, new[name], held % run.ring, (counts > 0) & (held >= 0))
+            return put(old, new[name], modulo(held, run.ring), (counts > 0) & (held >= 0))
         return _put(old, new[name], oldest, wanted(slots), held)
 
     def into_sinks(name, old):

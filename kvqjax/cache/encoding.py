@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.methods.wiring import Clock
+from kvqjax.ops.indexing import cut_along, cut_at, modulo
 from kvqjax.ops.layout import FEW, PLANE, write
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.xla import given_to_gpus, row_major
 
 __all__ = [
     "Schedule",
@@ -71,13 +72,13 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
 
 def at_layer(tree, index):
     """Return entry `index` of every array's first axis."""
-    return jax.tree.map(lambda a: row_major(jax.lax.dynamic_index_in_dim(a, index, keepdims=False)), tree)
+    return jax.tree.map(lambda a: row_major(cut_along(a, index, 1, 0).squeeze(0)), tree)
 
 
 def cut_tile(x, at, row, start, size: int):
     """Return `size` consecutive tokens of one row of `x`, [size, W], by a slice: a gather is slow on TPUs."""
     begin, whole = (*at, row, start, 0), (1,) * (len(at) + 1)
-    return row_major(jax.lax.dynamic_slice(x, begin, (*whole, size, x.shape[-1]))).reshape(size, -1)
+    return row_major(cut_at(x, begin, (*whole, size, x.shape[-1]))).reshape(size, -1)
 
 
 def gather_tile(window, new, at, row, token, size: int, held, unit: int):
@@ -86,9 +87,9 @@ def gather_tile(window, new, at, row, token, size: int, held, unit: int):
     where a tile is one unit. `at` are the indices of the axes before the row."""
     tokens, slots, length = token + jnp.arange(size), window.shape[-2], new.shape[-2]
     if slots % size == 0 and size <= max(unit, PLANE):  # a tile never wraps
-        ring = cut_tile(window, at, row, token % slots, size)
+        ring = cut_tile(window, at, row, modulo(token, slots), size)
     else:
-        ring = window[(*at, row, tokens % slots)]
+        ring = window[(*at, row, modulo(tokens, slots))]
     if length == 1:
         fresh = jnp.broadcast_to(cut_tile(new, at, row, 0, 1), ring.shape)
     else:
@@ -105,9 +106,10 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
 
 def store_tile(run: RunLayout, body, at, clock, slot, payload, wanted: Bool[Array, ""] | None = None):
     """Write the codes of a tile into the body; where `wanted` is False, leave it as it is."""
-    here, slot = run.deal.place(slot % run.slots)
+    here, slot = run.deal.place(modulo(slot, run.slots))
     if wanted is not None:
         here = wanted if here is None else wanted & here
+    here, slot = given_to_gpus((here, slot))
     for source in clock.sources:
         fields = run.wiring.storage.codecs[source].fields
         stored = {

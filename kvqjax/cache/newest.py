@@ -5,6 +5,7 @@ import functools
 import jax
 
 from kvqjax.cache.encoding import Schedule, at_layer, store_tile
+from kvqjax.ops.indexing import cut_along
 
 __all__ = ["flush_newest"]
 
@@ -16,13 +17,13 @@ def flush_newest(runs, states, news, schedule: Schedule, constants):
 
     def layer_step(run, new, fixed, layer, body):
         clock = run.wiring.storage.clocks[0]
-        tile = {s: new[s][layer, :, 0] for s in clock.sources}
+        tile = {s: at_layer(new[s], layer)[:, 0] for s in clock.sources}
         payload, _, _ = run.wiring.maps.encode(at_layer(fixed, layer), tile, {})
 
         def row_step(row, body):
             own = {
                 source: {
-                    name: jax.lax.dynamic_slice_in_dim(x, row, 1, 1 if fields[name].kind == "token" else 0)
+                    name: cut_along(x, row, 1, 1 if fields[name].kind == "token" else 0)
                     for name, x in payload[source].items()
                 }
                 for source, fields in ((s, run.wiring.storage.codecs[s].fields) for s in clock.sources)

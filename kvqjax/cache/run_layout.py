@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
+from kvqjax.ops.indexing import floor_divide, modulo
 
 __all__ = ["AT_ONCE", "MOST_ROWS", "Deal", "RunLayout", "few_block"]
 
@@ -36,22 +37,24 @@ class Deal(NamedTuple):
         """Say whether body token `token` lies here (None: everything does), and give its number among those that do."""
         if self.parts == 1:
             return None, token
-        turn = token // self.block
-        return jnp.equal(turn % self.parts, self._here()), turn // self.parts * self.block + token % self.block
+        turn = floor_divide(token, self.block)
+        number = floor_divide(turn, self.parts) * self.block + modulo(token, self.block)
+        return jnp.equal(modulo(turn, self.parts), self._here()), number
 
     def tokens(self, local: Int[Array, "*S"]) -> Int[Array, "*S"]:
         """Number the `local`-th body tokens here as the sequence does."""
         if self.parts == 1:
             return local
-        return (local // self.block * self.parts + self._here()) * self.block + local % self.block
+        turn = floor_divide(local, self.block) * self.parts + self._here()
+        return turn * self.block + modulo(local, self.block)
 
     def share(self, tokens: Int[Array, "*S"]) -> Int[Array, "*S"]:
         """Count how many of the first `tokens` body tokens lie here."""
         if self.parts == 1:
             return tokens
-        whole, here = tokens // self.block, self._here()
-        rest = jnp.where(whole % self.parts == here, tokens % self.block, 0)
-        return (whole - here + self.parts - 1) // self.parts * self.block + rest
+        whole, here = floor_divide(tokens, self.block), self._here()
+        rest = jnp.where(modulo(whole, self.parts) == here, modulo(tokens, self.block), 0)
+        return floor_divide(whole - here + self.parts - 1, self.parts) * self.block + rest
 
     def most(self, tokens: int) -> int:
         """Count the most of a row's first `tokens` body tokens that lie on one device."""

@@ -21,6 +21,7 @@ from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.methods.wiring import Clock
 from kvqjax.ops.allocation import allocate
+from kvqjax.ops.indexing import floor_divide, modulo
 from kvqjax.ops.layout import Stored
 
 __all__ = [
@@ -128,7 +129,7 @@ def body_tokens(run: RunLayout, state: Run) -> Int[Array, " B"]:
 def due(clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]) -> Int[Array, "*S"]:
     """Count the units that are encoded once a row holds `body_length` tokens after the sinks, never fewer than
     `flushed`."""
-    return jnp.maximum(flushed, (body_length - clock.window) // clock.unit)
+    return jnp.maximum(flushed, floor_divide(body_length - clock.window, clock.unit))
 
 
 def units_due(run: RunLayout, state: Run, body_length: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
@@ -139,7 +140,7 @@ def units_due(run: RunLayout, state: Run, body_length: Int[Array, " B"]) -> tupl
 def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
     """Say which body token each window slot stands for, when `first` is the oldest one held."""
     first = first[:, None]
-    return first + (jnp.arange(ring)[None] - first) % ring
+    return first + modulo(jnp.arange(ring)[None] - first, ring)
 
 
 def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:

@@ -17,6 +17,7 @@ from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.ops.attention import visible
 from kvqjax.ops.finite import saturated
+from kvqjax.ops.indexing import floor_divide, modulo
 from kvqjax.ops.layout import read
 
 __all__ = [
@@ -162,11 +163,11 @@ def _is_static(view: LayerView, tokens: NewTokens) -> bool:
 def _in_reach(view: LayerView, tokens: NewTokens, size: int) -> tuple[Number, Number]:
     """Find the blocks that hold tokens which some query still sees: the first, and one past the last."""
     run = view.run
-    last = -(-run.deal.share(body_tokens(run, view.state).max()) // size)
+    last = floor_divide(run.deal.share(body_tokens(run, view.state).max()) + size - 1, size)
     if run.sliding is None:
         return jnp.int32(0), last
     oldest = jnp.maximum((tokens.positions[:, 0] - run.sliding + 1 - view.sinks).min(), 0)
-    return jnp.minimum(run.deal.share(oldest) // size, last), last
+    return jnp.minimum(floor_divide(run.deal.share(oldest), size), last), last
 
 
 def _linear(view: LayerView, tokens: NewTokens) -> BodyView:
@@ -194,14 +195,14 @@ def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
     def newest(j, size):
         """Give each slot's newest token; in a row that has not filled the ring, some slots have none."""
         ends, slots = run.deal.share(body_tokens(run, view.state))[:, None], j * size + jnp.arange(size)[None]
-        index = slots + (ends - 1 - slots) // around * around
+        index = slots + floor_divide(ends - 1 - slots, around) * around
         return run.deal.tokens(index) + view.sinks, index >= 0
 
     if _is_static(view, tokens):
         whole = lambda size: (0, around // size)  # noqa: E731
         return BodyView(lambda j, size: j * size, newest, whole, linear=False, together=False)
     blocks = functools.partial(_in_reach, view, tokens)
-    return BodyView(lambda j, size: j * size % around, places, blocks, linear=False, together=False)
+    return BodyView(lambda j, size: modulo(j * size, around), places, blocks, linear=False, together=False)
 
 
 def _evicted(view: LayerView, stored: Int[Array, "B N"]) -> BodyView:

@@ -17,6 +17,7 @@ from kvqjax.methods.wiring import SharedValues
 from kvqjax.ops.allocation import leading_slots
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
+from kvqjax.ops.indexing import cut_along
 from kvqjax.ops.xla import kept_apart, known_after, row_major
 from kvqjax.pallas_kernels.dispatch import packed_attention
 from kvqjax.pallas_kernels.exact import Recent
@@ -134,7 +135,7 @@ def attend_stored(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
     it."""
     run, slots = view.run, view.run.slots_here
     count, cut = slots_read(reached(view), run.block, slots)
-    body = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, view.layer, keepdims=True), view.state.body)
+    body = jax.tree.map(lambda a: cut_along(a, view.layer, 1, 0), view.state.body)
 
     def first(source, stored):
         fields = run.wiring.storage.codecs[source].fields

@@ -28,10 +28,14 @@ __all__ = ["Uniform", "check_group", "round_toward", "uniform_body"]
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
     """Round float32 numbers to the nearest value of `dtype` that is not below (`up`) or not above (down) them."""
     near = x.astype(dtype)
-    limit = jnp.asarray(jnp.inf if up else -jnp.inf, dtype)
     stored = near.astype(jnp.float32)
     wrong = stored < x if up else stored > x
-    return jnp.where(wrong, jnp.nextafter(near, limit), near)
+    # The bits of a float count its distance from zero. `jnp.nextafter` gives the same by three times as many operations.
+    width = 8 * near.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(near, f"uint{width}")
+    nearer = bits >> width - 1 == int(up)  # the first bit is that of negative numbers
+    following = jnp.where(nearer, bits - 1, bits + 1)
+    return jnp.where(wrong, jax.lax.bitcast_convert_type(following, near.dtype), near)
 
 
 def _parameters(x, axis: int, bits: int, dtype: str):

@@ -11,11 +11,11 @@ Codes are signed integers, because XLA for GPUs fuses the conversion of those in
 Floats are stored as they are.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num, Shaped
 
 from kvqjax.ops.finite import saturated
+from kvqjax.ops.indexing import cut_at, floor_divide, modulo, put_at
 from kvqjax.ops.xla import row_major
 
 __all__ = ["HALF", "allocate", "offset", "read", "stored_bits", "tokens_per_row", "write"]
@@ -62,18 +62,19 @@ def _joined(x: Shaped[Array, "*B K u D"]) -> Shaped[Array, "*B u W"]:
 def _split_pair(n: Int[Array, "*S"]) -> tuple[Int[Array, "*S"], Int[Array, "*S"]]:
     """Both codes of a nibble."""
     upper = (n + 8) >> 2
-    return jnp.where(upper % 2 == 1, n & 3, 3 - (n & 3)), upper
+    return jnp.where(upper & 1 == 1, n & 3, 3 - (n & 3)), upper
 
 
 def _as_pair(lower: Int[Array, "*S"], upper: Int[Array, "*S"]) -> Int[Array, "*S"]:
     """The nibble of two codes."""
-    return 4 * upper - 8 + jnp.where(upper % 2 == 1, lower, 3 - lower)
+    return 4 * upper - 8 + jnp.where(upper & 1 == 1, lower, 3 - lower)
 
 
 def _place(field, token):
     """(row, plane) of a body token."""
     if field.packed and tokens_per_row(field.bits) == 2:
-        return token // (2 * HALF) * HALF + token % HALF, token % (2 * HALF) // HALF
+        plane = floor_divide(modulo(token, 2 * HALF), HALF)
+        return floor_divide(token, 2 * HALF) * HALF + modulo(token, HALF), plane
     return token, jnp.int32(0)
 
 
@@ -81,7 +82,7 @@ def _write_piece(field, array, index, token, piece, wanted):
     """Put `piece` [K, u, D] of consecutive tokens into consecutive rows of one plane."""
     row, plane = _place(field, token)
     start, shape = (*index, 0, row, 0), (1,) * len(index) + piece.shape
-    old = jax.lax.dynamic_slice(array, start, shape)
+    old = cut_at(array, start, shape)
     if not field.packed:
         new = saturated(piece, array.dtype).reshape(shape)
     else:
@@ -94,7 +95,7 @@ def _write_piece(field, array, index, token, piece, wanted):
         new = new.astype(array.dtype)
     if wanted is not None:
         new = jnp.where(wanted, new, old)
-    return jax.lax.dynamic_update_slice(array, row_major(new), start)
+    return put_at(array, row_major(new), start)
 
 
 def pieces(tokens: int, piece: int, step: int) -> int:
@@ -106,7 +107,7 @@ def placed(codes: Num[Array, "u W"], offset, count: int) -> tuple[Num[Array, "n 
     """The codes from `offset` on among `count` tokens that are else 0, and which tokens they are."""
     place = jnp.arange(count)
     blank = jnp.zeros((count, codes.shape[1]), codes.dtype)
-    return jax.lax.dynamic_update_slice(blank, codes, (offset, 0)), (place >= offset) & (place < offset + len(codes))
+    return put_at(blank, codes, (offset, 0)), (place >= offset) & (place < offset + len(codes))
 
 
 def _write_rows(field, array, index, token, tile, wanted):
@@ -116,22 +117,22 @@ def _write_rows(field, array, index, token, tile, wanted):
     if not (field.packed and tokens_per_row(field.bits) == 2):
         start, shape = (*index, 0, token, 0), (1,) * len(index) + tile.shape
         new = tile.astype(jnp.int32) - offset(field.bits) if field.packed else saturated(tile, array.dtype)
-        new, old = new.astype(array.dtype).reshape(shape), jax.lax.dynamic_slice(array, start, shape)
+        new, old = new.astype(array.dtype).reshape(shape), cut_at(array, start, shape)
     else:
         count = min(pieces(tokens, pair, 32), array.shape[-2] // HALF)
-        first = jnp.minimum(token // pair, array.shape[-2] // HALF - count)
+        first = jnp.minimum(floor_divide(token, pair), array.shape[-2] // HALF - count)
         flat = jnp.swapaxes(tile, 0, 1).reshape(tokens, heads * dim).astype(jnp.int32)
         codes, here = placed(flat, token - first * pair, count * pair)
         planes = jnp.moveaxis(codes.reshape(count, 2, HALF, heads, dim), (1, 3), (0, 1))
         here = jnp.moveaxis(here.reshape(count, 2, HALF), 1, 0)[:, None, ..., None]
         start = (*index, 0, first * HALF, 0)
-        old = jax.lax.dynamic_slice(array, start, (1,) * len(index) + (heads, count * HALF, dim))
+        old = cut_at(array, start, (1,) * len(index) + (heads, count * HALF, dim))
         held = _split_pair(old.astype(jnp.int32).reshape(heads, count, HALF, dim))
         lower, upper = (jnp.where(mine, x, y) for mine, x, y in zip(here, planes, held, strict=True))
         new = _as_pair(lower, upper).astype(array.dtype).reshape(old.shape)
     if wanted is not None:
         new = jnp.where(wanted, new, old)
-    return jax.lax.dynamic_update_slice(array, row_major(new), start)
+    return put_at(array, row_major(new), start)
 
 
 def write(
@@ -157,7 +158,7 @@ def read(field, stored: tuple[Array, ...], layer, token, count: int) -> Shaped[A
     """`count` tokens of every row of one layer from body token `token`, both multiples of 256: codes as uint32."""
     (array,), per = stored, tokens_per_row(field.bits) if field.packed else 1
     shape = (1, *array.shape[1:3], count // per, array.shape[4])
-    part = row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, token // per, 0), shape))[0]
+    part = row_major(cut_at(array, (layer, 0, 0, floor_divide(token, per), 0), shape))[0]
     if not field.packed:
         return _joined(part)
     codes = part.astype(jnp.int32)

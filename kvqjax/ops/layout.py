@@ -27,7 +27,8 @@ from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
 from kvqjax.ops import head_major
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.indexing import cut_at, floor_divide, modulo, put_at
+from kvqjax.ops.xla import given_to_gpus, row_major
 
 __all__ = ["FEW", "PLANE", "Field", "from_bits", "is_half", "read", "slot_rows", "split_bits", "to_bits", "write"]
 
@@ -104,13 +105,13 @@ def _write_plane(field, words, codes, index, token, bits, wanted):
     """Put up to 32 tokens' codes into their plane; the plane's old bits are cleared first (write once, docs/design.md,
     idea 8)."""
     per_block = 1024 // bits
-    row = token // per_block * PLANE + token % PLANE
+    row = floor_divide(token, per_block) * PLANE + modulo(token, PLANE)
     start, codes = ((*index, 0, row), codes.T) if field.along_lanes else ((*index, row, 0), codes)
-    shift = jnp.asarray(token % per_block // PLANE * bits, jnp.uint32)
-    old = jax.lax.dynamic_slice(words, start, (1,) * len(index) + codes.shape)
+    shift = jnp.asarray(floor_divide(modulo(token, per_block), PLANE) * bits, jnp.uint32)
+    old = cut_at(words, start, (1,) * len(index) + codes.shape)
     mask = jnp.uint32((1 << bits) - 1) << shift
     new = _chosen(wanted, (old & ~mask) | (codes << shift).reshape(old.shape), old)
-    return jax.lax.dynamic_update_slice(words, row_major(new), start)
+    return put_at(words, row_major(new), start)
 
 
 def write(
@@ -129,11 +130,11 @@ def write(
         return head_major.write(field, stored, index, token, tile, wanted)
     if field.packed:
         return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32), wanted))
-    start = (*index, 0, token) if field.kind == "token" else (*index, token // field.group, 0)
+    start = (*index, 0, token) if field.kind == "token" else (*index, floor_divide(token, field.group), 0)
     tile = to_bits(saturated(tile, field.dtype)).reshape((1,) * len(index) + tile.shape)
     if wanted is not None:
-        tile = _chosen(wanted, tile, jax.lax.dynamic_slice(stored[0], start, tile.shape))
-    return (jax.lax.dynamic_update_slice(stored[0], row_major(tile), start),)
+        tile = _chosen(wanted, tile, cut_at(stored[0], start, tile.shape))
+    return (put_at(stored[0], row_major(tile), start),)
 
 
 def _write_codes(field, stored, index, token, tile, wanted):
@@ -153,7 +154,7 @@ def _write_blocks(field, words, codes, index, token, bits, wanted):
     """Put many tokens' codes into the blocks that they are parts of, as one piece."""
     rows, per = words.shape[-1 if field.along_lanes else -2], 1024 // bits
     count = min(head_major.pieces(len(codes), per, PLANE), rows // PLANE)
-    first = jnp.minimum(token // per, rows // PLANE - count)
+    first = jnp.minimum(floor_divide(token, per), rows // PLANE - count)
     codes, here = head_major.placed(codes, token - first * per, count * per)
     shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, :, None, None]
     pack = lambda x: (x.reshape(count, -1, PLANE, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
@@ -165,16 +166,16 @@ def _write_blocks(field, words, codes, index, token, bits, wanted):
         else ((*index, first * PLANE, 0), codes, mask)
     )
     shape = (1,) * len(index) + codes.shape
-    old = jax.lax.dynamic_slice(words, start, shape)
+    old = cut_at(words, start, shape)
     new = _chosen(wanted, (old & ~mask.reshape((1,) * len(index) + mask.shape)) | codes.reshape(shape), old)
-    return jax.lax.dynamic_update_slice(words, row_major(new), start)
+    return put_at(words, row_major(new), start)
 
 
 def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
     """Unpack whole blocks: R rows of words become the codes of R*32/bits tokens, in token order."""
     lead, (rows, width) = words.shape[:-2], words.shape[-2:]
     blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
-    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
+    shifts = given_to_gpus(jnp.arange(0, 32, bits, dtype=jnp.uint32)).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
     return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
 
 
@@ -188,10 +189,10 @@ def read(
     axis = 3 if field.along_lanes else 2
     if not field.packed:
         per = 1 if field.along_lanes else field.group
-        return from_bits(_cut(stored[0], layer, token // per, count // per, axis), field.dtype)
+        return from_bits(_cut(stored[0], layer, floor_divide(token, per), count // per, axis), field.dtype)
     codes, shift = jnp.uint32(0), 0
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
-        part = _cut(words, layer, token * bits // 32, count * bits // 32, axis)
+        part = _cut(words, layer, floor_divide(token * bits, 32), count * bits // 32, axis)
         part = jnp.swapaxes(part, -1, -2) if field.along_lanes else part
         codes = codes | (unpack(part, bits) << shift)
         shift += bits
@@ -202,4 +203,4 @@ def _cut(array, layer, start, count, axis: int):
     """Cut `start:start+count` along `axis` out of one layer, all batch rows."""
     starts, sizes = [layer, 0, 0, 0], [1, *array.shape[1:]]
     starts[axis], sizes[axis] = start, count
-    return row_major(jax.lax.dynamic_slice(array, starts, sizes))[0]
+    return row_major(cut_at(array, tuple(starts), tuple(sizes)))[0]

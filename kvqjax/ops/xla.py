@@ -16,6 +16,7 @@ __all__ = [
     "entering_after",
     "few_rows",
     "filled_by",
+    "given_to_gpus",
     "kept_apart",
     "known_after",
     "made_once",
@@ -49,6 +50,12 @@ def kept_apart(tree: Tree) -> Tree:
     """`tree`, each part of which is ready before any is used: XLA neither merges what comes before with what comes
     after, nor computes either anew for every user."""
     return jax.lax.optimization_barrier(tree)
+
+
+def given_to_gpus(tree: Tree) -> Tree:
+    """`tree`, which XLA for GPUs takes as given. Whenever it fuses one user of an operation it weighs all others anew:
+    of one with users in every layer, compile time grows with the square of the depth."""
+    return jax.lax.platform_dependent(tree, cuda=kept_apart, default=lambda tree: tree)
 
 
 def made_once(x: Float[Array, "*B T P"]) -> Float[Array, "*B T P"]:
