@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 from kvqjax.ops import head_major
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.indexing import cut_at, floor_divide, modulo, put_at
-from kvqjax.ops.xla import given_to_gpus, row_major
+from kvqjax.ops.xla import row_major
 
 __all__ = ["FEW", "PLANE", "Field", "from_bits", "is_half", "read", "slot_rows", "split_bits", "to_bits", "write"]
 
@@ -175,7 +175,7 @@ def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
     """Unpack whole blocks: R rows of words become the codes of R*32/bits tokens, in token order."""
     lead, (rows, width) = words.shape[:-2], words.shape[-2:]
     blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
-    shifts = given_to_gpus(jnp.arange(0, 32, bits, dtype=jnp.uint32)).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
+    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
     return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
 
 
