@@ -14,9 +14,8 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.methods.wiring import Clock
-from kvqjax.ops.indexing import cut_along, cut_at, modulo
 from kvqjax.ops.layout import FEW, PLANE, write
-from kvqjax.ops.xla import given_to_gpus, row_major
+from kvqjax.ops.xla import cut_along, cut_at, given_to_gpus, modulo, row_major
 
 __all__ = [
     "Schedule",

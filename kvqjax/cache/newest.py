@@ -5,7 +5,7 @@ import functools
 import jax
 
 from kvqjax.cache.encoding import Schedule, at_layer, store_tile
-from kvqjax.ops.indexing import cut_along
+from kvqjax.ops.xla import cut_along
 
 __all__ = ["flush_newest"]
 

@@ -21,8 +21,8 @@ from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.methods.wiring import Clock
 from kvqjax.ops.allocation import allocate
-from kvqjax.ops.indexing import floor_divide, modulo
 from kvqjax.ops.layout import Stored
+from kvqjax.ops.xla import floor_divide, modulo
 
 __all__ = [
     "Cache",

@@ -17,8 +17,8 @@ from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.ops.attention import visible
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.indexing import floor_divide, modulo
 from kvqjax.ops.layout import read
+from kvqjax.ops.xla import floor_divide, modulo
 
 __all__ = [
     "BodyView",

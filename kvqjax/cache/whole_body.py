@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from kvqjax.cache.run_layout import AT_ONCE, RunLayout
-from kvqjax.cache.state import body_tokens
+from kvqjax.cache.state import Run, body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, slots_read, summed
@@ -17,8 +18,7 @@ from kvqjax.methods.wiring import SharedValues
 from kvqjax.ops.allocation import leading_slots
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.indexing import cut_along
-from kvqjax.ops.xla import kept_apart, known_after, row_major
+from kvqjax.ops.xla import cut_along, depending_on, kept_apart, known_after, row_major
 from kvqjax.pallas_kernels.dispatch import packed_attention
 from kvqjax.pallas_kernels.exact import Recent
 
@@ -84,6 +84,16 @@ def _part(run: RunLayout, batch: int, is_decoded: bool) -> int:
     return max(1, size // run.block) * run.block
 
 
+def _codes_after(run: RunLayout, state: Run, after: Array) -> Run:
+    """`state`, whose codes XLA cannot read before it has `after`; what belongs to them it may."""
+    body = {
+        source: stored | {name: depending_on(after, stored[name]) for name, f in codec.fields.items() if f.packed}
+        for source, codec in run.wiring.storage.codecs.items()
+        for stored in [state.body[source]]
+    }
+    return state.replace(body=body)
+
+
 def attend_decoded(
     q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None, carry: dict
 ) -> Partial:
@@ -103,7 +113,10 @@ def attend_decoded(
         if carry:
             payload, found = {}, {name: c[:, part] for name, c in carry.items()}
         else:
-            payload = payload_of(run, view.state, view.layer, known_after(after, part.start), part.stop - part.start)
+            state, at = view.state, known_after(after, part.start)
+            if size >= run.slots_here:  # a slice that is the whole array has no beginning that XLA could wait for
+                state = _codes_after(run, state, after)
+            payload = payload_of(run, state, view.layer, at, part.stop - part.start)
             found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
         return payload, found, expanded(view, found, positions[:, part])

@@ -30,7 +30,7 @@ def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*
     near = x.astype(dtype)
     stored = near.astype(jnp.float32)
     wrong = stored < x if up else stored > x
-    # The bits of a float count its distance from zero. `jnp.nextafter` gives the same by three times as many operations.
+    # The bits of a float count its distance from zero; `jnp.nextafter` gives the same by three times the operations.
     width = 8 * near.dtype.itemsize
     bits = jax.lax.bitcast_convert_type(near, f"uint{width}")
     nearer = bits >> width - 1 == int(up)  # the first bit is that of negative numbers

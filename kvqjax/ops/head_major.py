@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num, Shaped
 
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.indexing import cut_at, floor_divide, modulo, put_at
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.xla import cut_at, floor_divide, modulo, put_at, row_major
 
 __all__ = ["HALF", "allocate", "offset", "read", "stored_bits", "tokens_per_row", "write"]
 

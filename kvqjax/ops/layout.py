@@ -27,8 +27,7 @@ from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
 from kvqjax.ops import head_major
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.indexing import cut_at, floor_divide, modulo, put_at
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.xla import cut_at, floor_divide, modulo, put_at, row_major
 
 __all__ = ["FEW", "PLANE", "Field", "from_bits", "is_half", "read", "slot_rows", "split_bits", "to_bits", "write"]
 

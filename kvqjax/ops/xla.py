@@ -12,15 +12,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 __all__ = [
+    "cut_along",
+    "cut_at",
     "depending_on",
     "entering_after",
     "few_rows",
     "filled_by",
+    "floor_divide",
     "given_to_gpus",
     "kept_apart",
     "known_after",
     "made_once",
+    "modulo",
     "of_two",
+    "put_at",
     "rounded",
     "row_major",
     "rows_if",
@@ -31,6 +36,7 @@ __all__ = [
 ]
 
 Tree = TypeVar("Tree")
+Index = Int[Array, "*S"] | int
 FEW = 64  # rows: as many products are bound by the matrix's bytes
 
 
@@ -131,11 +137,12 @@ def _never(x: Array) -> Bool[Array, ""]:
     return jnp.isposinf(number) & jnp.isneginf(number)
 
 
-def depending_on(x: Array, new: dict[str, Array]) -> dict[str, Array]:
+def depending_on(x: Array, new: Tree) -> Tree:
     """`new`, made to depend on `x`. What a layer outside a loop captures is ready before its attention has read the
     body: without this, XLA copies the body so that `append` may write at the same time. It must be data, since an
     optimization barrier is gone when XLA's CPU backend places copies."""
-    return {name: jnp.where(_never(x), jnp.zeros_like(y), y) for name, y in new.items()}
+    never = _never(x)
+    return jax.tree.map(lambda y: jnp.where(never, jnp.zeros_like(y), y), new)
 
 
 def entering_after(body: Tree, new: dict[str, Array]) -> dict[str, Array]:
@@ -181,3 +188,30 @@ def rounded(x: Float[Array, "*S"], dtype: DTypeLike) -> Float[Array, "*S"]:
     encoder and a decoder would then differ."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+def floor_divide(x: Index, by: int) -> Index:
+    """Return `x // by`, for `by` > 0. `//` rounds down for negative numbers too, which takes XLA a dozen operations; of a
+    power of two it is one shift."""
+    return x // by if by & (by - 1) else x >> by.bit_length() - 1
+
+
+def modulo(x: Index, by: int) -> Index:
+    """Return `x % by`, for `by` > 0: of a power of two it is one mask."""
+    return x % by if by & (by - 1) else x & (by - 1)
+
+
+def cut_at(array: Shaped[Array, "..."], start: tuple[Index, ...], shape: tuple[int, ...]) -> Shaped[Array, "..."]:
+    """Return the part of `shape` that begins at `start`. No start is negative: `jax.lax` takes those from the end, by
+    three operations an axis."""
+    return jax.lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
+
+
+def cut_along(array: Shaped[Array, "..."], start: Index, count: int, axis: int) -> Shaped[Array, "..."]:
+    """Return `count` entries of an axis from `start` on, which is not negative."""
+    return jax.lax.dynamic_slice_in_dim(array, start, count, axis, allow_negative_indices=False)
+
+
+def put_at(array: Shaped[Array, "..."], part: Shaped[Array, "..."], start: tuple[Index, ...]) -> Shaped[Array, "..."]:
+    """Return `array` with `part` in the place that begins at `start`, which is nowhere negative."""
+    return jax.lax.dynamic_update_slice(array, part, start, allow_negative_indices=False)

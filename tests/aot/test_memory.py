@@ -19,9 +19,9 @@ from kvqjax.parallel.sharding import rules_for
 pytestmark = pytest.mark.slow
 
 
-def case(chip: str, spec: str, batch: int, capacity: int, model: str = "llama-3.1-8b"):
+def case(chip: str, spec: str, batch: int, capacity: int, model: str = "llama-3.1-8b", **changed):
     """Where everything lies, and what a decode loop takes, as shapes there."""
-    config, method = config_of(model), kvq.parse(spec)
+    config, method = dataclasses.replace(config_of(model), **changed), kvq.parse(spec)
     try:
         rules = rules_for(config, method, ALONE, chip_devices(chip))
     except kvq.UserError as error:
@@ -73,6 +73,14 @@ def test_decode_loop(chip, spec, batch, capacity, limit, kernel):
     check(compiled, state.cache, limit)
     found = set(re.findall(r"packed_attention_\w*k\dv\d", compiled.as_text()))
     assert found == ({kernel} if kernel else set())
+
+
+@pytest.mark.parametrize("spec", ["kvquant:bits=3", "xquant:bits=2", "higgs:bits=2"])
+def test_a_gpu_decodes_short_bodies_layer_by_layer(spec):
+    """Bodies that are read in one piece. XLA would make one kernel that decodes those of several layers: all 8 layers'
+    keys and values are 0.25 GiB, one layer's 0.03."""
+    _, (model, state, *rest) = case("h100", spec, 1, 8192, num_layers=8)
+    check(decode_steps.lower(model, state, *rest).compile(), state.cache, 0.1)
 
 
 def prompt(chip: str, layers: int):
