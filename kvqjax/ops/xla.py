@@ -191,13 +191,13 @@ def rounded(x: Float[Array, "*S"], dtype: DTypeLike) -> Float[Array, "*S"]:
 
 
 def floor_divide(x: Index, by: int) -> Index:
-    """Return `x // by`, for `by` > 0. `//` rounds down for negative numbers too, which takes XLA a dozen operations; of a
-    power of two it is one shift."""
+    """Return `x // by`, for `by` > 0. `//` rounds down for negative numbers too, which takes XLA a dozen operations; by
+    a power of two it is one shift."""
     return x // by if by & (by - 1) else x >> by.bit_length() - 1
 
 
 def modulo(x: Index, by: int) -> Index:
-    """Return `x % by`, for `by` > 0: of a power of two it is one mask."""
+    """Return `x % by`, for `by` > 0: by a power of two it is one mask."""
     return x % by if by & (by - 1) else x & (by - 1)
 
 
