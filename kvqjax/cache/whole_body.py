@@ -49,15 +49,29 @@ def attend_packed(
     return packed_attention(q, body, view.layer, start, stop, packed.spec, general, packed.trusted, recent)
 
 
+def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
+    """`state`, whose body is read `size` tokens at a time and not before `after` is there. Where that is all of it, a
+    slice has no beginning that XLA must know, so the codes depend on `after` themselves."""
+    if size < run.slots_here:
+        return state
+    body = {
+        source: stored | {name: depending_on(after, stored[name]) for name, f in codec.fields.items() if f.packed}
+        for source, codec in run.wiring.storage.codecs.items()
+        for stored in [state.body[source]]
+    }
+    return state.replace(body=body)
+
+
 def passed(view: LayerView, tokens: NewTokens, size: int, carry: dict, after: jax.Array) -> dict:
     """Pass the carry of all body tokens through this layer, `size` tokens of every row at a time and not before
     `after` is there: XLA would copy it for the layer below, which reads it."""
     run, body = view.run, body_view(view, tokens)
-    zero, constants = known_after(after, 0), run.wiring.maps.prepare(view.constants)
+    state, constants = _read_after(run, view.state, after, size), run.wiring.maps.prepare(view.constants)
+    zero = known_after(after, 0)
 
     def one(j, carry):
         at = body.at(j, size) + zero
-        payload = payload_of(run, view.state, view.layer, at, size)
+        payload = payload_of(run, state, view.layer, at, size)
         part = {name: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for name, c in carry.items()}
         part = run.wiring.maps.decode(constants, payload, part)[1]
         done = j * size if run.slots_here % size else at
@@ -84,16 +98,6 @@ def _part(run: RunLayout, batch: int, is_decoded: bool) -> int:
     return max(1, size // run.block) * run.block
 
 
-def _codes_after(run: RunLayout, state: Run, after: Array) -> Run:
-    """`state`, whose codes XLA cannot read before it has `after`; what belongs to them it may."""
-    body = {
-        source: stored | {name: depending_on(after, stored[name]) for name, f in codec.fields.items() if f.packed}
-        for source, codec in run.wiring.storage.codecs.items()
-        for stored in [state.body[source]]
-    }
-    return state.replace(body=body)
-
-
 def attend_decoded(
     q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None, carry: dict
 ) -> Partial:
@@ -113,9 +117,7 @@ def attend_decoded(
         if carry:
             payload, found = {}, {name: c[:, part] for name, c in carry.items()}
         else:
-            state, at = view.state, known_after(after, part.start)
-            if size >= run.slots_here:  # a slice that is the whole array has no beginning that XLA could wait for
-                state = _codes_after(run, state, after)
+            state, at = _read_after(run, view.state, after, size), known_after(after, part.start)
             payload = payload_of(run, state, view.layer, at, part.stop - part.start)
             found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}

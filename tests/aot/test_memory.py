@@ -75,12 +75,14 @@ def test_decode_loop(chip, spec, batch, capacity, limit, kernel):
     assert found == ({kernel} if kernel else set())
 
 
-@pytest.mark.parametrize("spec", ["kvquant:bits=3", "xquant:bits=2", "higgs:bits=2"])
-def test_a_gpu_decodes_short_bodies_layer_by_layer(spec):
+@pytest.mark.parametrize(
+    ("spec", "limit"), [("kvquant:bits=3", 0.1), ("xquant:bits=2", 0.1), ("higgs:bits=2", 0.1), ("aqua:bits=2", 0.25)]
+)
+def test_a_gpu_decodes_short_bodies_layer_by_layer(spec, limit):
     """Bodies that are read in one piece. XLA would make one kernel that decodes those of several layers: all 8 layers'
-    keys and values are 0.25 GiB, one layer's 0.03."""
+    keys and values are 0.25 GiB, in float32 0.5; one layer's are 0.03."""
     _, (model, state, *rest) = case("h100", spec, 1, 8192, num_layers=8)
-    check(decode_steps.lower(model, state, *rest).compile(), state.cache, 0.1)
+    check(decode_steps.lower(model, state, *rest).compile(), state.cache, limit)
 
 
 def prompt(chip: str, layers: int):
