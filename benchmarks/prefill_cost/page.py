@@ -40,7 +40,8 @@ cache; "over exact" sets it beside the same chunk on an exact cache, by bytes on
 
 **Memory** is what the compiler allots at the peak beside the arguments (weights and cache): hidden states of the prompt
 and temporaries. On TPUs XLA's sum of temporaries says more, up to 1.5 times, but libtpu compiles a program that this
-sum would not let fit (tests/aot/test_memory.py). Chunks on TPUs have no figure yet.
+sum would not let fit (tests/aot/test_memory.py). Chunks on TPUs have no figure yet. For a v7x the whole prompt of 128K
+tokens is missing: its compilation was stopped after a quarter of an hour.
 
 With `keep=h2o` an exact prefill runs all layers twice, the first time on the plain path in blocks of 512 tokens, where
 each score is computed once more for what every token received: twice the products with weights, and five products of
@@ -129,7 +130,7 @@ def page_text(found: dict[Row, dict | None]) -> str:
             lines += [line(row, rows) for row in known]
             lines += ["", *remade(known)]
             if len(known) < len(rows):
-                lines += [f"{len(rows) - len(known)} rows of {len(rows)} are not computed yet.\n"]
+                lines += [f"Not computed: {len(rows) - len(known)} of {len(rows)}.\n"]
         else:
             lines += ["Not computed yet.\n"]
     return "\n".join(lines).rstrip() + "\n"
