@@ -54,12 +54,10 @@ def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
     slice has no beginning that XLA must know, so the codes depend on `after` themselves."""
     if size < run.slots_here:
         return state
-    body = {
-        source: stored | {name: depending_on(after, stored[name]) for name, f in codec.fields.items() if f.packed}
-        for source, codec in run.wiring.storage.codecs.items()
-        for stored in [state.body[source]]
-    }
-    return state.replace(body=body)
+    codecs = run.wiring.storage.codecs
+    codes = {s: {n: state.body[s][n] for n, f in codec.fields.items() if f.packed} for s, codec in codecs.items()}
+    codes = depending_on(after, codes)
+    return state.replace(body={source: stored | codes[source] for source, stored in state.body.items()})
 
 
 def passed(view: LayerView, tokens: NewTokens, size: int, carry: dict, after: jax.Array) -> dict:
