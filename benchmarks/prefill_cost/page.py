@@ -41,7 +41,7 @@ cache; "over exact" sets it beside the same chunk on an exact cache, by bytes on
 **Memory** is what the compiler allots at the peak beside the arguments (weights and cache): hidden states of the prompt
 and temporaries. On TPUs XLA's sum of temporaries says more, up to 1.5 times, but libtpu compiles a program that this
 sum would not let fit (tests/aot/test_memory.py). Chunks on TPUs have no figure yet. For a v7x the whole prompt of 128K
-tokens is missing: its compilation was stopped after a quarter of an hour.
+tokens is missing: libtpu takes too long to compile it.
 
 With `keep=h2o` an exact prefill runs all layers twice, the first time on the plain path in blocks of 512 tokens, where
 each score is computed once more for what every token received: twice the products with weights, and five products of
