@@ -17,7 +17,7 @@ import typer
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.step_cost import tpu
-from benchmarks.step_cost.row import ALIKE, CHIPS, SAME, Row, about, lowered, measure
+from benchmarks.step_cost.row import ALIKE, CHIPS, SAME, Row, about, layout_of, lowered, measure, programs
 from benchmarks.step_cost.tables import page_text
 from kvqjax.model.catalogue import config_of
 
@@ -65,7 +65,9 @@ def read(row: Row) -> dict | None:
 
 def stamp(row: Row) -> str:
     """A digest of a row's program before it is compiled, of what compiles it and of what counts it."""
-    digest = hashlib.sha256(lowered(row, config_of(row.model)).as_text().encode())
+    digest, config = hashlib.sha256(), config_of(row.model)
+    for lengths in programs(row, layout_of(row, config)):
+        digest.update(lowered(row, config, lengths).as_text().encode())
     digest.update(json.dumps(about(row)).encode())
     for name in (*COUNTER, *(("tpu", "../schedule") if row.is_tpu else ())):
         digest.update((HERE / f"{name}.py").read_bytes())

@@ -13,6 +13,7 @@ from benchmarks.step_cost.account import account, target_of
 from benchmarks.step_cost.bound import CLOCKS, NAMES, cache_bytes, make_layout, row_lengths
 from benchmarks.step_cost.hlo import Program, parse
 from kvqjax.cache import CacheLayout
+from kvqjax.cache.reach import reach_for
 from kvqjax.hardware.aot import lower_decode
 from kvqjax.methods import parse as parse_method
 from kvqjax.model.catalogue import config_of
@@ -52,16 +53,29 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-def lowered(row: Row, config: ModelConfig, held: int | None = None) -> Lowered:
-    """A row's decode loop before it is compiled, with whole stack frames, by which its parts are told apart."""
+def programs(row: Row, layout: CacheLayout, held: int | None = None) -> list[list[int]]:
+    """Lengths of rows that differ in the program that `generate` chooses for them: full rows, whose longest holds
+    `held` tokens if not the context, and ragged ones if those have one of their own."""
+    full, ragged = (row_lengths(held or row.context, row.batch, ragged) for ragged in (False, True))
+    return [full] if reach_for(layout, full) == reach_for(layout, ragged) else [full, ragged]
+
+
+def layout_of(row: Row, config: ModelConfig) -> CacheLayout:
+    """The layout of a row's cache."""
+    return make_layout(config, parse_method(row.cache), row.context, row.compiled_for)
+
+
+def lowered(row: Row, config: ModelConfig, lengths: list[int]) -> Lowered:
+    """A row's decode loop for rows of these lengths before it is compiled, with whole stack frames, by which its parts
+    are told apart."""
     jax.config.update("jax_traceback_in_locations_limit", -1)
-    return lower_decode(config, parse_method(row.cache), row.context, row.batch, row.compiled_for, held=held)
+    return lower_decode(config, parse_method(row.cache), row.context, row.batch, row.compiled_for, held=lengths)
 
 
-def compile_row(row: Row, config: ModelConfig, dump: Path | None = None, held: int | None = None) -> Compiled:
-    """Compile a row's decode loop."""
-    layout = make_layout(config, parse_method(row.cache), row.context, row.compiled_for)
-    program = lowered(row, config, held)
+def compile_row(row: Row, config: ModelConfig, lengths: list[int], dump: Path | None = None) -> Compiled:
+    """Compile a row's decode loop for rows of these lengths."""
+    layout = layout_of(row, config)
+    program = lowered(row, config, lengths)
     begun = time.perf_counter()
     compiled = program.compile()
     seconds, text, memory = time.perf_counter() - begun, compiled.as_text(), compiled.memory_analysis()
@@ -71,17 +85,18 @@ def compile_row(row: Row, config: ModelConfig, dump: Path | None = None, held: i
     return Compiled(parse(text), layout, temporaries, memory.argument_size_in_bytes, seconds)
 
 
-def accounts(row: Row, made: Compiled, folder: Path, held: int | None = None) -> dict:
-    """The account of a compiled row, with full and, of several rows, ragged ones; the longest holds `held` tokens, if
-    not the context."""
-    target = target_of(row.chip, config_of(row.model), made.layout, folder if row.is_tpu else None)
+def accounts(row: Row, made: list[Compiled], folder: Path, held: int | None = None) -> dict:
+    """The account of a compiled row, with full and, of several rows, ragged ones, whose program is the last of `made`;
+    the longest holds `held` tokens, if not the context."""
+    target = target_of(row.chip, config_of(row.model), made[0].layout, folder if row.is_tpu else None)
     longest = held or row.context
-    found: dict = {"full": account(made.program, target, row_lengths(longest, row.batch, ragged=False))}
+    found: dict = {"full": account(made[0].program, target, row_lengths(longest, row.batch, ragged=False))}
     if row.batch > 1:
-        found["ragged"] = account(made.program, target, row_lengths(longest, row.batch, ragged=True))
-    sizes = {"cache": cache_bytes(made.layout, row.batch), "temp": made.temporaries, "arguments": made.arguments}
+        found["ragged"] = account(made[-1].program, target, row_lengths(longest, row.batch, ragged=True))
+    temporaries = max(one.temporaries for one in made)
+    sizes = {"cache": cache_bytes(made[0].layout, row.batch), "temp": temporaries, "arguments": made[0].arguments}
     found |= {f"{name}_gb": round(size / 1e9, 3) for name, size in sizes.items()}
-    return found | {"compile_s": round(made.seconds, 1)}
+    return found | {"compile_s": round(made[0].seconds, 1)}
 
 
 def measure(
@@ -97,7 +112,7 @@ def measure(
     for one in few:
         for old in folder.iterdir():
             old.unlink()
-        made = compile_row(row, one, dump, held)
+        made = [compile_row(row, one, lengths, dump) for lengths in programs(row, layout_of(row, one), held)]
         found.append({each.chip: accounts(each, made, folder, held) for each in rows})
     result = found[0]
     if depths:

@@ -1,6 +1,7 @@
 """A wiring made to fit a layout: compute dtype, stored form, kernels, and clocks that it can have."""
 
 import dataclasses
+import functools
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
@@ -8,6 +9,7 @@ from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
+from kvqjax.model.rope import following
 from kvqjax.ops.layout import PLANE
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
@@ -25,8 +27,8 @@ def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> 
         wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout.form, shape)
         if wiring.fast.packed is not None:
             wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
-        if family(layout.target) != "cpu":
-            wiring = wiring.having(fast={"waves": None})
+        if family(layout.target) == "cpu" and wiring.fast.before_rope:
+            wiring = wiring.having(fast={"waves": functools.partial(following, config=shape)})
     except ValueError as error:
         raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
     _check_clocks(wiring, str(layout.method))

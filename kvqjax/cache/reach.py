@@ -1,23 +1,47 @@
 """How far a body is read on a GPU: static lengths, a program for each.
 
 No loop of a step has a bound that is data there, since the host decides on each of its turns, so that a step's cost
-would follow the capacity.
-The host chooses a length between strides of steps: the capacity, or it divided by a power of two."""
+would follow the capacity. The host chooses lengths between strides of steps: of the longest row the capacity, or it
+divided by a power of two; of all rows together, where a body is decoded span by span, sixteenths of that many each."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 
-__all__ = ["reach_for"]
+__all__ = ["Reach", "reach_for"]
 
 LEAST = 4096  # tokens; shorter bodies cost less than a step's weights
+PARTS = 16  # static totals of a batch
 
 
-def reach_for(layout: CacheLayout, tokens: int) -> int | None:
-    """Choose the shortest of a layout's static lengths that rows of at most `tokens` tokens fit. None stands for the
+class Reach(NamedTuple):
+    """A promise: no row holds more than `row` tokens, all rows together no more than `total` (None: as many as `row`
+    allows)."""
+
+    row: int
+    total: int | None = None
+
+
+def reach_for(layout: CacheLayout, held: Sequence[int]) -> Reach | None:
+    """Choose the shortest of a layout's static lengths that rows of at most `held` tokens each fit. None stands for the
     whole capacity, and for layouts whose loops end with the longest row."""
-    if not any(run.static for run in runs_of(layout)):
+    runs = [run for run in runs_of(layout) if run.static]
+    if not runs:
         return None
-    reach = layout.capacity
-    while reach > LEAST and -(-reach // 2) >= tokens:
-        reach = -(-reach // 2)
-    return reach if reach < layout.capacity else None
+    row, batch = layout.capacity, len(held)
+    while row > LEAST and -(-row // 2) >= max(held):
+        row = -(-row // 2)
+    part = -(-batch * row // PARTS)
+    total = -(-sum(held) // part) * part
+    if total >= batch * row or not any(map(_by_spans, runs)):
+        total = None
+    return Reach(row, total) if row < layout.capacity or total is not None else None
+
+
+def _by_spans(run: RunLayout) -> bool:
+    """Say whether a few queries read spans of rows of a run's body (kvqjax/cache/decoded.py)."""
+    wiring = run.wiring
+    return wiring.fast.direct is None and not wiring.chain.carry and not run.wraps and not run.budget

@@ -1,5 +1,5 @@
 """Attend in one layer, segment by segment: to the tokens that are held exactly (sinks, window, new ones), and to the
-body, either block by block or by a path that reads all of it (kvqjax/cache/whole_body.py)."""
+body, either block by block or by a path that reads all of it (kvqjax/cache/whole_body.py, decoded.py)."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.cache.chunk_paths import MANY_QUERIES, attend_blocks, attend_segment, large_block
+from kvqjax.cache.decoded import attend_decoded, passed, replaced
 from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.recoding import recoded
@@ -23,7 +24,7 @@ from kvqjax.cache.view import (
     seen,
     side_by_side,
 )
-from kvqjax.cache.whole_body import attend_decoded, attend_packed, attend_stored, passed, replaced
+from kvqjax.cache.whole_body import attend_packed, attend_stored
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.methods.wiring import SharedValues
 from kvqjax.ops.attention import Partial, blockwise_attention, merge_over, segment_attention

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.encoding import at_layer
+from kvqjax.cache.reach import Reach
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.methods.direct import MOST_QUERIES
@@ -51,8 +52,8 @@ class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
 
     `below` are (run, state, constants, layers) of the runs up to this layer, where their carry is rebuilt. `chunks`
-    says how many queries attend at once, "off" for few of them (kvqjax/cache/chunk_paths.py). No row holds more than
-    `reach` tokens (None: than the capacity)."""
+    says how many queries attend at once, "off" for few of them (kvqjax/cache/chunk_paths.py). Rows hold no
+    more than `reach` promises."""
 
     run: RunLayout
     state: Run
@@ -63,7 +64,7 @@ class LayerView(NamedTuple):
     sinks: int
     below: tuple[tuple[RunLayout, Run, dict, Int[Array, ""] | int], ...] = ()
     chunks: str = "off"
-    reach: int | None = None
+    reach: Reach | None = None
 
 
 Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
@@ -112,7 +113,7 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int) -> dict:
 def reached(view: LayerView) -> int:
     """Bound the body tokens that any row may have here, by what is static."""
     run = view.run
-    return run.slots_here if view.reach is None else run.deal.most(min(view.reach, run.slots))
+    return run.slots_here if view.reach is None else run.deal.most(min(view.reach.row, run.slots))
 
 
 Number = Int[Array, ""] | int

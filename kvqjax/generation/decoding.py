@@ -87,9 +87,9 @@ def stream(
         done = done | np.asarray(stopped)
         if done.all():
             return
-        held = max(len(prompt) + int(count) for prompt, count in zip(ids, made, strict=True))
+        held = [len(prompt) + int(count) + stride for prompt, count in zip(ids, made, strict=True)]
         done, limit = shared(model, (done, np.int32(stride)))
-        reach = reach_for(cache.layout, held + stride)
+        reach = reach_for(cache.layout, held)
         state = decode_steps(model, state.replace(done=done), parameters, eos, limit, reach)
 
 

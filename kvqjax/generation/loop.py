@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, Leaf
-from kvqjax.cache.reach import reach_for
+from kvqjax.cache.reach import Reach, reach_for
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
 from kvqjax.generation.prompt_ids import bucket, padded
 from kvqjax.generation.sampling import Sampling, sample
@@ -68,7 +68,7 @@ def prefill_chunks(
         here = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
-        reach = reach_for(cache.layout, start)
+        reach = reach_for(cache.layout, [start])
         logits, cache = _forward(model, *shared(model, (piece, here)), cache, last=True, reach=reach)
         last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
         if progress is not None:
@@ -108,10 +108,10 @@ def decode_steps(
     sampling: Sampling,
     eos: Int[Array, " N"],
     limit: Int[Array, ""],
-    reach: int | None = None,
+    reach: Reach | None = None,
 ) -> LoopState:
-    """Up to `limit` decode steps in one while_loop; ends early when every row is done. `state` is donated. No row may
-    come to hold more than `reach` tokens (kvqjax/cache/reach.py)."""
+    """Up to `limit` decode steps in one while_loop; ends early when every row is done. `state` is donated. Rows may
+    not come to hold more than `reach` promises (kvqjax/cache/reach.py)."""
 
     def step(loop):
         count, state = loop

@@ -6,6 +6,7 @@ arguments, the cache donated."""
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -142,13 +143,13 @@ def lower_decode(
     batch: int,
     chip: str,
     mesh: MeshSize = ALONE,
-    held: int | None = None,
+    held: Sequence[int] = (),
 ) -> Lowered:
     """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices, weights in bfloat16. Rows hold at
-    most `held` tokens, if not the whole context."""
+    most `held` tokens each, if not the whole context."""
     rules = rules_for(config, method, mesh, chip_devices(chip, mesh.devices))
     arguments = decode_arguments(config, method, context, batch, rules, chip)
-    reach = None if held is None else reach_for(layout_for(config, method, context, chip), held)
+    reach = reach_for(layout_for(config, method, context, chip), held) if held else None
     return decode_steps.lower(*arguments, reach)
 
 

@@ -1,7 +1,6 @@
 """Layers that cache keys and values themselves, each source with a codec of its own: most methods."""
 
 import dataclasses
-import functools
 
 from jaxtyping import Array, Float, Int
 
@@ -14,7 +13,7 @@ from kvqjax.methods.rotation import check_rotation, frame, needs_of
 from kvqjax.methods.wiring import Calibration, Clock, Fast, Storage, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected, key_bias
-from kvqjax.model.rope import following, rotate
+from kvqjax.model.rope import rotate
 
 __all__ = ["KeysAndValues", "cached_keys", "keys_and_values"]
 
@@ -90,7 +89,7 @@ def keys_and_values(
     return Wiring(
         Storage(widths, codecs, clocks),
         Maps(capture, encode, decode, expand, frame=turning),
-        fast=Fast(waves=functools.partial(following, config=config) if rope == "pre" else None),
+        fast=Fast(before_rope=rope == "pre"),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )
 

@@ -45,10 +45,10 @@ class Decode(Protocol):
 
 class Expand(Protocol):
     def __call__(
-        self, weights: Arrays, constants: Groups, sources: Arrays, positions: Array, /
+        self, weights: Arrays, constants: Groups, sources: Arrays, positions: Array | None, /
     ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
         """Make keys and values as attended, keys rotated by RoPE, from sources [B, n, W], exact or decoded, and their
-        positions [B, n]."""
+        positions [B, n]. Without positions (see `Fast.before_rope`) keys are not rotated."""
         ...
 
 

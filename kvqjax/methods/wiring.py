@@ -85,14 +85,16 @@ class Fast(NamedTuple):
     `packed`: a kernel reads it as it is stored. `direct`: XLA reads all of it at once, stored head by head
     (kvqjax.methods.direct). `shared`: values are summed before they are mapped to heads. `summed`: the same on a GPU
     only, where no kernel reads the body. `reading`: tokens that are decoded at a time, where the body's block is
-    smaller and divides them. `waves`: waves(n) makes the function from n consecutive positions to what `expand` then
-    takes in their place on a CPU (kvqjax.model.rope.following)."""
+    smaller and divides them. `before_rope`: `expand` rotates its keys last of all, and leaves them where it gets no
+    positions. `waves`: waves(n) makes the function from n consecutive positions to what `expand` then takes in their
+    place (kvqjax.model.rope.following); a CPU has it of such keys."""
 
     packed: Packed | None = None
     direct: Direct | None = None
     shared: SharedValues | None = None
     summed: SharedValues | None = None
     reading: int = 1
+    before_rope: bool = False
     waves: Callable | None = None
 
 

@@ -16,7 +16,6 @@ R = min(E, KD); made from the weights alone by kvqjax.calibrate.xquant. MHA need
 """
 
 import dataclasses
-import functools
 
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.codecs.kernel_form import BLOCK, Packed, rope_of
@@ -27,7 +26,6 @@ from kvqjax.methods.rematerialise import FIT, attended, input_width, prefers_lat
 from kvqjax.methods.spec import Method, first_layers, method_factory
 from kvqjax.methods.wiring import Calibration, Clock, Cost, Fast, Storage, Wiring
 from kvqjax.model.config import KVShape
-from kvqjax.model.rope import following
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -65,7 +63,7 @@ def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
 
     width = input_width(config)
     shared = summed_first(width, config, read, lambda weights, constants: weights["v"])
-    fast = Fast(shared=shared, waves=functools.partial(following, config=config))
+    fast = Fast(shared=shared, before_rope=True)
     cost = Cost(operations=4 * width * config.kv_width)  # two products, each multiply-accumulate two operations
     return _independent({"x": width}, {"x": codec}, clock, capture, expand, fast, cost)
 
@@ -88,7 +86,7 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
         return sources["v"]
 
     shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
-    fast = Fast(shared=shared, waves=functools.partial(following, config=config))
+    fast = Fast(shared=shared, before_rope=True)
     # U takes the place of W_k and W_v.
     cost = Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width)
     wiring = _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, fast, cost)

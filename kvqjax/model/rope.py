@@ -12,7 +12,7 @@ from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.xla import made_once
 
-__all__ = ["Waves", "check_length", "following", "inverse_frequencies", "rotate", "turn"]
+__all__ = ["Waves", "check_length", "following", "inverse_frequencies", "rotate", "turn", "turned_back"]
 
 
 def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -116,16 +116,37 @@ def following(size: int, config: KVShape) -> Callable[[Int[Array, "B n"]], Waves
 
 
 def rotate(
-    x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"] | Waves, config: KVShape
+    x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"] | Waves | None, config: KVShape
 ) -> Float[Array, "*B T N D"]:
-    """Rotate N heads of T tokens to their absolute positions; without a rope they are as they should be. Angles, cos
-    and sin in float32, the result in x.dtype."""
+    """Rotate N heads of T tokens to their absolute positions; without positions or a rope they stay as they are.
+    Angles, cos and sin in float32, the result in x.dtype."""
     rope = config.turning
-    if rope is None:
+    if rope is None or positions is None:
         return x
     if isinstance(positions, Waves):
         return _turned(x, positions)
     return turn(x, _angles(positions, config), rope.attention_factor)
+
+
+def turned_back(
+    q: Float[Array, "B K X D"], positions: Int[Array, "B S"], config: KVShape, size: int
+) -> list[Float[Array, "B S K D"]]:
+    """Turn X rotated queries of K heads back by the position of every key, in float32: their products with keys that
+    are not rotated are those with rotated ones. In each row every `size` positions, which divide S, follow each other.
+
+    With R_s the rotation of position s = f + j, f the first of its `size`: R_-s q = R_-j (R_-f q). R_-j is one table
+    for all, so that little is read for it."""
+    rope, first, (batch, heads, count, dim) = config.turning, positions[:, ::size], q.shape
+    assert rope is not None  # keys before a rope
+    q = q.astype(jnp.float32).reshape(batch, 1, heads * count, dim)
+    q = turn(jnp.broadcast_to(q, (*first.shape, heads * count, dim)), -_angles(first, config), 1.0)
+    q = q.reshape(*first.shape, 1, heads, count, dim)
+    lower, upper = jnp.split(q, 2, axis=-1)
+    crossed = jnp.concatenate([upper, -lower], axis=-1)
+    table = _waves(_angles(jnp.arange(size)[None, None], config), rope.attention_factor)
+    cos, sin = (jnp.tile(wave, 2)[..., None, :] for wave in table)  # [1, 1, size, 1, D]
+    found = [q[..., n, :] * cos + crossed[..., n, :] * sin for n in range(count)]
+    return [x.reshape(*positions.shape, *x.shape[3:]) for x in found]
 
 
 def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:

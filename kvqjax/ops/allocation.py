@@ -4,11 +4,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from kvqjax.ops import head_major
 from kvqjax.ops.layout import Field, Stored, is_half, split_bits
+from kvqjax.ops.xla import cut_at, floor_divide
 
-__all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_bits"]
+__all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_bits", "spans_of"]
 
 
 def block_tokens(fields: list[Field]) -> int:
@@ -48,3 +50,25 @@ def leading_slots(field: Field, stored: Stored, slots: int, count: int) -> Store
     """The first `count` of a body's `slots` slots, both static and `count` whole blocks, as they are stored."""
     axis = -1 if field.along_lanes else -2
     return tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored)
+
+
+def spans_of(
+    field: Field, stored: Stored, slots: int, layer, rows: Int[Array, " n"], first: Int[Array, " n"], size: int
+) -> Stored:
+    """Cut `size` of a body's `slots` slots out of each of `rows`, from slot `first` on, both whole blocks: arrays as
+    they are stored, [1, n, ...]."""
+    axis = -1 if field.along_lanes else -2
+
+    def cut(x):
+        each = slots // x.shape[axis]  # slots of an entry
+        shape, start = [1, 1, *x.shape[2:]], [layer, 0, *[0] * (x.ndim - 2)]
+        shape[axis] = size // each
+
+        def one(row, slot):
+            begin = list(start)
+            begin[1], begin[axis] = row, floor_divide(slot, each)
+            return cut_at(x, tuple(begin), tuple(shape))
+
+        return jax.vmap(one, out_axes=1)(rows, first)[:, :, 0]
+
+    return tuple(map(cut, stored))

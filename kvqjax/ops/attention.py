@@ -17,6 +17,7 @@ __all__ = [
     "Partial",
     "Running",
     "blockwise_attention",
+    "combined",
     "finish",
     "grouped",
     "merge",
@@ -168,8 +169,11 @@ def merge(*parts: Partial) -> Float[Array, "B T H D"]:
     """Combine segments: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i(lse_i). Float32."""
     if len(parts) == 1:
         return parts[0].out
-    lse = jnp.stack([part.lse for part in parts])
-    out = jnp.stack([part.out for part in parts])
+    return combined(jnp.stack([part.lse for part in parts]), jnp.stack([part.out for part in parts]))
+
+
+def combined(lse: Float[Array, "N B T H"], out: Float[Array, "N B T H D"]) -> Float[Array, "B T H D"]:
+    """Combine segments as `merge` does, given on one axis."""
     peak = lse.max(0, keepdims=True)
     weights = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak))
     return (weights[..., None] * out).sum(0) / jnp.maximum(weights.sum(0), jnp.finfo(jnp.float32).tiny)[..., None]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
+from kvqjax.cache.reach import Reach
 from kvqjax.cache.state import Cache
 from kvqjax.model import decoder
 from kvqjax.model.experts import is_unrolled
@@ -30,7 +31,7 @@ def attend(
     *,
     within: str = "chunk",
     last: bool = False,
-    reach: int | None = None,
+    reach: Reach | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Pending]:
     """Compute logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache
     stays as it is.
@@ -41,14 +42,14 @@ def attend(
     nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
     `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple.
 
-    `reach` promises that no row of the cache holds more tokens, so that a body that is read as a whole is read only so
-    far (`kvqjax.cache.reach`); a row that breaks it gets NaN."""
+    `reach` promises how many tokens rows of the cache hold, so that a body that is read without a loop is read only so
+    far (`kvqjax.cache.reach`); rows that break it get NaN."""
     check_new_tokens(model, tokens, counts, cache)
     out = ("logits" if last else "chunk", "pending")
     return run_step(_attend, model, cache, tokens, counts, out=out, within=within, last=last, reach=reach)
 
 
-def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool, reach: int | None):
+def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool, reach: Reach | None):
     """Do `attend` on one device's part."""
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, counts, tokens.shape[1], constants, within, reach)
@@ -119,7 +120,7 @@ def forward(
     cache: Cache,
     *,
     last: bool = False,
-    reach: int | None = None,
+    reach: Reach | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
     """Compute logits of T new tokens, and the cache that holds them: `attend`, then `commit`. Pure; works inside and
     outside jit. `reach` as in `attend`."""
@@ -129,6 +130,6 @@ def forward(
     return run_step(_forward, model, cache, tokens, counts, out=out, last=last, reach=reach)
 
 
-def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool, reach: int | None):
+def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool, reach: Reach | None):
     out, pending = _attend(model, cache, tokens, counts, within="chunk", last=last, reach=reach)
     return out, _commit(model, cache, pending, counts)

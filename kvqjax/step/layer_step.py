@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._errors import UserError
@@ -14,6 +14,7 @@ from kvqjax.cache.at_once import attend_in_one, seen_beside
 from kvqjax.cache.chunk_paths import MANY_QUERIES, kernels_of
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.keeping import no_mass, read_as
+from kvqjax.cache.reach import Reach
 from kvqjax.cache.recoding import recoded_units
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
@@ -41,7 +42,7 @@ class Flow(NamedTuple):
 
 class Call(NamedTuple):
     """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded.
-    `reach`: how many tokens of every row are read at least (None: all). `beside`: for every run, what queries see
+    `reach` promises how many tokens rows hold (None: the capacity). `beside`: for every run, what queries see
     beside the body (`seen_beside`)."""
 
     cache: Cache
@@ -49,8 +50,14 @@ class Call(NamedTuple):
     constants: tuple[dict, ...]
     tokens: NewTokens
     recode: bool
-    reach: int | None = None
+    reach: Reach | None = None
     beside: tuple[Int[Array, "B T N"] | None, ...] = ()
+
+
+def _beyond(lengths: Int[Array, " B"], reach: Reach) -> Bool[Array, " B"]:
+    """Mark rows that break a promise: one that holds too much, and all if they do together."""
+    together = False if reach.total is None else lengths.sum() > reach.total
+    return (lengths > reach.row) | together
 
 
 def is_known(*arrays) -> bool:
@@ -80,7 +87,7 @@ def begin(
     length: int,
     constants: tuple[dict, ...],
     within: str,
-    reach: int | None = None,
+    reach: Reach | None = None,
 ) -> Call:
     """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `constants` are
     each run's, `within` and `reach` as in `kvqjax.attend`."""
@@ -132,7 +139,7 @@ def attend_one(
     dtype = call.cache.layout.dtype
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
     if call.reach is not None:
-        broken = broken | (call.cache.lengths > call.reach)[:, None]
+        broken = broken | _beyond(call.cache.lengths, call.reach)[:, None]
     below = _below(call, number, index)
     state, many = call.cache.runs[number], positions.shape[1] >= MANY_QUERIES
     chunks = kernels_of(call.cache.layout) if many else "off"

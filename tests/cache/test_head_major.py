@@ -11,7 +11,7 @@ from cases import CASES, model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import run_layout, runs, runs_of, segments, whole_body
+from kvqjax.cache import decoded, run_layout, runs, runs_of, segments
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.ops.allocation import allocate, logical_bits
 from kvqjax.ops.layout import Field, read, write
@@ -96,7 +96,7 @@ def test_equal_codes_and_logits(name, layers):
 
 def as_on_gpus(model, method, monkeypatch):
     """`filled` by the forms of GPUs, in parts of one block; they need no GPU, but programs of their own."""
-    for module in (run_layout, segments, whole_body):
+    for module in (run_layout, segments, decoded):
         monkeypatch.setattr(module, "AT_ONCE", 1)
     monkeypatch.setitem(runs.CARRIED, "gpu", 2**15)  # several turns, the last from within the one before it
     runs_of.cache_clear()

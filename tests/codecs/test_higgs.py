@@ -217,7 +217,7 @@ def test_codes_are_computed_against_the_stored_scale():
     ("bits", "dim", "group", "groups"),
     [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (4, 2, 1024, 1), (4, 1, 1024, 1), (3, 2, 96, 2), (3, 1, 12, 1)],
 )
-def test_forms_of_chips_are_exact_but_for_float32_sums(form, bits, dim, group, groups):
+def test_forms_of_chips_round_nothing_but_sums(form, bits, dim, group, groups):
     """Parts of groups, groups side by side, single groups; matrices that are not symmetric (96 and 12 are Paley's)."""
     points = shipped_grid(bits, dim)
     codes = np.random.default_rng(0).integers(0, len(points), (3, groups * group // dim))
@@ -225,6 +225,8 @@ def test_forms_of_chips_are_exact_but_for_float32_sums(form, bits, dim, group, g
     wanted = y @ hadamard(group)
     x = jax.jit(functools.partial(form.inverse, higgs_tpu.plan(points, group, groups)))(jnp.asarray(codes, jnp.uint32))
     bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True)
+    if form is higgs_gpu:
+        bound = bound + 2.0**-11 * np.abs(wanted)  # written as float16
     assert (np.abs(np.asarray(x).reshape(wanted.shape) - wanted) <= bound).all()
 
 

@@ -1,0 +1,227 @@
+"""One layer's attention to an encoded body that is decoded in straight code, for GPUs: no loop whose bound is data, on
+every turn of which the host would decide.
+
+A body is read in parts, each attended to by itself and merged by log-sum-exp. A part holds either the same slots of
+every row, or, where rows together hold fewer tokens than the longest one would make them (`Reach.total`), spans of
+rows, each from a row and a slot that are data: a batch costs what its rows hold, rounded up to a span each."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvqjax.cache.run_layout import AT_ONCE, RunLayout
+from kvqjax.cache.state import Run, body_tokens
+from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
+from kvqjax.methods.direct import PIECE, Direct, attend_whole, summed
+from kvqjax.methods.wiring import SharedValues
+from kvqjax.model.rope import turned_back
+from kvqjax.ops.allocation import spans_of
+from kvqjax.ops.attention import Partial, combined, merge, total_lse
+from kvqjax.ops.finite import saturated
+from kvqjax.ops.xla import cut_at, depending_on, given_to_gpus, kept_apart, known_after, row_major
+
+__all__ = ["attend_decoded", "passed", "replaced"]
+
+PASSED = 2**17  # body tokens of all rows that are read at a time
+MOST_SUMS = 8  # queries of a KV head whose scores are summed instead of multiplied out
+MOST_SPAN = 1024  # tokens of a row that a part takes or leaves, where rows are read as far as they are filled
+
+
+class Part(NamedTuple):
+    """Body slots that are attended to together: `size` of every row from slot `first` on, or, with `rows`, of rows[i]
+    from first[i] on. `mask` says which of them each query sees."""
+
+    size: int
+    first: Int[Array, " n"] | int
+    positions: Int[Array, "n size"]
+    mask: Bool[Array, "n T size"]
+    rows: Int[Array, " n"] | None = None
+
+
+def attend_decoded(
+    q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None, carry: dict
+) -> Partial:
+    """Attend to the body in straight code, a part decoded at a time. Each part waits for the one before it, or XLA
+    would decode all at once. A `carry` is the body decoded."""
+    if carry:  # or XLA would copy all of it beside the exact tokens, for one product by a matrix that both share
+        view = view._replace(weights=kept_apart(view.weights))
+    constants = view.run.wiring.maps.prepare(view.constants)
+    spans = None if carry else _spans(view, tokens, q.shape[0])
+    found: list[Partial] = []
+    for part in _parts(view, tokens, q.shape[0], bool(carry)) if spans is None else spans.parts:
+        after = found[-1].out if found else q
+        found.append(_attend_part(q, kv_heads, view, constants, part, shared, carry, after))
+    if spans is None:
+        return Partial(merge(*found), total_lse(*found))
+    return _by_rows(Partial(*(jnp.concatenate(x) for x in zip(*found, strict=True))), spans)
+
+
+def _attend_part(q, kv_heads: int, view: LayerView, constants, part: Part, shared, carry: dict, after) -> Partial:
+    """Attend to one part, which is not read before `after` is there."""
+    run, is_summed = view.run, q.shape[1] * q.shape[2] <= MOST_SUMS * kv_heads
+    is_bare = is_summed and run.wiring.fast.before_rope and run.shape.turning is not None and run.deal.parts == 1
+    if part.rows is not None:
+        q = q[part.rows]
+
+    def decoded(after):
+        if carry:
+            payload, found = {}, {name: c[:, part.first : part.first + part.size] for name, c in carry.items()}
+        else:
+            payload = _payload(view, part, after)
+            found, _ = run.wiring.maps.decode(constants, payload, {})
+        found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
+        return payload, found, expanded(view, found, None if is_bare else part.positions)
+
+    def scores(rows, _):
+        k = decoded(after)[2][0]
+        if is_bare:
+            return [_sums(turned_back(rows, part.positions, run.shape, math.gcd(part.size, MOST_SPAN)), k)]
+        if is_summed:
+            return [_sums([rows[:, None, :, n].astype(jnp.float32) for n in range(rows.shape[2])], k)]
+        k = row_major(jnp.swapaxes(k, 1, 2))
+        return [jnp.einsum("bkxd,bksd->bkxs", rows, k, preferred_element_type=jnp.float32)]
+
+    def values(weights, _, dtype, piece):
+        payload, found, (_, v) = decoded(weights[0])
+        if shared is not None:
+            v = saturated(shared.read(view.weights, view.constants, payload, found)[:, :, None], dtype)
+        rows = weights[0].astype(dtype).reshape(v.shape[0], v.shape[2], -1, v.shape[1])  # shared values: one head's
+        return summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights[0].shape[:3], -1)
+
+    piece = math.gcd(PIECE, run.slots_here // 2)
+    return attend_whole(q, {"k": {}, "v": {}}, part.mask, Direct(scores, values), kv_heads, piece)
+
+
+def _sums(q: list[Float[Array, "B ones K D"]], k: Float[Array, "B S K D"]) -> Float[Array, "B K X S"]:
+    """Multiply each of X queries, one for all keys or one for each, with the keys by a sum, float32: one reduction for
+    all queries. XLA for GPUs makes the keys in its kernel, where it would write and read them for a product."""
+    wide = k.astype(jnp.float32)
+    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
+    zeros = (jnp.float32(0),) * len(q)
+    found = jax.lax.reduce(tuple(wide * x for x in q), zeros, add, (3,))
+    return jnp.stack([jnp.swapaxes(x, 1, 2) for x in found], 2)
+
+
+def _payload(view: LayerView, part: Part, after: Array) -> dict:
+    """Read and unpack a part's tokens, not before `after` is there."""
+    run = view.run
+    if part.rows is None:
+        state, at = _read_after(run, view.state, after, part.size), known_after(after, part.first)
+        return payload_of(run, state, view.layer, at, part.size)
+    first, slots = depending_on(after, part.first), run.slots_here
+    body = {
+        source: {
+            name: spans_of(field, view.state.body[source][name], slots, view.layer, part.rows, first, part.size)
+            for name, field in codec.fields.items()
+        }
+        for source, codec in run.wiring.storage.codecs.items()
+    }
+    return payload_of(run, view.state.replace(body=body), 0, 0, part.size)
+
+
+def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
+    """`state`, whose body is read `size` tokens at a time and not before `after` is there. Where that is all of it, a
+    slice has no beginning that XLA must know, so the codes depend on `after` themselves."""
+    if size < run.slots_here:
+        return state
+    codecs = run.wiring.storage.codecs
+    codes = {s: {n: state.body[s][n] for n, f in codec.fields.items() if f.packed} for s, codec in codecs.items()}
+    codes = depending_on(after, codes)
+    return state.replace(body={source: stored | codes[source] for source, stored in state.body.items()})
+
+
+def _parts(view: LayerView, tokens: NewTokens, batch: int, is_decoded: bool) -> list[Part]:
+    """Cut a body into the same slots of every row: at least AT_ONCE at a time, of few rows more, because every part
+    takes kernels and seconds of compilation."""
+    run = view.run
+    count = min(-(-reached(view) // run.block) * run.block, run.slots_here)
+    size = PASSED // batch if is_decoded else max(AT_ONCE, 4 * AT_ONCE // batch)
+    size = max(1, size // run.block) * run.block
+    positions, valid = body_view(view, tokens).places(0, count)
+    mask, parts = seen(view, tokens, positions, valid), []
+    for first in range(0, count, size):
+        here = slice(first, min(first + size, count))
+        parts.append(Part(here.stop - first, first, positions[:, here], mask[:, :, here]))
+    return parts
+
+
+class Spans(NamedTuple):
+    """A body cut into spans of rows, those of a row one after the other: the parts that hold them, and of each row the
+    number of its first span and how many it has, `most` at most."""
+
+    parts: list[Part]
+    start: Int[Array, " B"]
+    counts: Int[Array, " B"]
+    most: int
+
+
+def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
+    """Cut a body into spans of what its rows hold. None where that is no less than the same slots of every row."""
+    run = view.run
+    if view.reach is None or view.reach.total is None:
+        return None
+    blocks = run.slots_here // run.block
+    size = run.block * max(n for n in range(1, max(1, MOST_SPAN // run.block) + 1) if blocks % n == 0)
+    most = min(-(-reached(view) // size), run.slots_here // size)
+    number = -(-min(view.reach.total, run.slots_here * batch) // size) + batch
+    if number >= most * batch:
+        return None
+    counts = -(-run.deal.share(body_tokens(run, view.state)) // size)
+    stop = jnp.cumsum(counts)
+    numbers = jnp.arange(number)
+    rows = jnp.minimum((stop[None] <= numbers[:, None]).sum(1), batch - 1)
+    first = jnp.minimum((numbers - (stop - counts)[rows]) * size, (most - 1) * size)
+    rows, first = given_to_gpus((rows, first))
+    positions, valid = body_view(view, tokens).places(0, most * size)
+    mask = seen(view, tokens, positions, valid)
+
+    def of(x, rows, first):  # [B, .., most * size] to [n, .., size]
+        shape = (1, *x.shape[1:-1], size)
+        return jax.vmap(lambda row, at: cut_at(x, (row, *[0] * (x.ndim - 2), at), shape)[0])(rows, first)
+
+    parts, each = [], max(1, PASSED // size)
+    for here in (slice(n, n + each) for n in range(0, number, each)):
+        places = rows[here], first[here]
+        real = (numbers[here] < stop[-1])[:, None, None]
+        parts.append(Part(size, places[1], of(positions, *places), of(mask, *places) & real, places[0]))
+    return Spans(parts, stop - counts, counts, most)
+
+
+def _by_rows(found: Partial, spans: Spans) -> Partial:
+    """Merge what was found in each span by rows."""
+    each = jnp.arange(spans.most)[:, None]
+    at = jnp.minimum(spans.start[None] + each, found.lse.shape[0] - 1)  # [most, B]
+    real = each < spans.counts[None]
+    lse = jnp.where(real[..., None, None], found.lse[at], -jnp.inf)
+    out = jnp.where(real[..., None, None, None], found.out[at], 0.0)
+    return Partial(combined(lse, out), jax.nn.logsumexp(lse, axis=0))
+
+
+def passed(view: LayerView, tokens: NewTokens, size: int, carry: dict, after: jax.Array) -> dict:
+    """Pass the carry of all body tokens through this layer, `size` tokens of every row at a time and not before
+    `after` is there: XLA would copy it for the layer below, which reads it."""
+    run, body = view.run, body_view(view, tokens)
+    state, constants = _read_after(run, view.state, after, size), run.wiring.maps.prepare(view.constants)
+    zero = known_after(after, 0)
+
+    def one(j, carry):
+        at = body.at(j, size) + zero
+        payload = payload_of(run, state, view.layer, at, size)
+        part = {name: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for name, c in carry.items()}
+        part = run.wiring.maps.decode(constants, payload, part)[1]
+        done = j * size if run.slots_here % size else at
+        return {name: replaced(c, part[name], at, done) for name, c in carry.items()}
+
+    return jax.lax.fori_loop(*body.blocks(size), one, carry)
+
+
+def replaced(carry, part, at, done):
+    """Put `part` into the carry [B, S, W] from slot `at` on, but for slots below `done`, which hold theirs already."""
+    part, size = saturated(part, carry.dtype), part.shape[1]
+    if done is not at:
+        old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)
+        part = jnp.where((at + jnp.arange(size) < done)[None, :, None], old, part)
+    return jax.lax.dynamic_update_slice_in_dim(carry, part, at, 1)
