@@ -23,6 +23,7 @@ from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
+from kvqjax.ops.xla import kept_apart
 
 __all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "ungroup_pairs"]
 
@@ -163,8 +164,10 @@ def _decode(spec: CommVQKeys, constants, tile):
     def gathered(constants, codes):
         return _gathered(constants["codebook"], codes)
 
-    def fused(constants, codes):  # XLA for GPUs sums all rounds in one kernel, while a loop writes every partial sum
-        return _gathered(constants["codebook"], codes, unroll=True)
+    def fused(constants, codes):
+        """Sum all rounds in one kernel, as XLA for GPUs does without a loop, whose partial sums would be written. Parts
+        of unit vectors fit float16; float32 would be twice the bytes."""
+        return kept_apart(_gathered(constants["codebook"], codes, unroll=True).astype(jnp.float16)).astype(jnp.float32)
 
     codes = tile["codes"].astype(jnp.uint32)
     total = jax.lax.platform_dependent(constants, codes, tpu=multiplied, cuda=fused, default=gathered)

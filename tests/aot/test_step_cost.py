@@ -150,6 +150,19 @@ def test_an_h100_writes_what_it_decodes_once_and_narrow(cache, depths):
     assert found["temp_gb"] <= 0.4
 
 
+@pytest.mark.parametrize("cache", ["higgs:bits=2", "xquant:bits=2"])
+def test_eight_ragged_rows_on_an_h100_cost_what_they_hold(cache):
+    """Rows of 4K to 32K tokens, 18 sixteenths of half a batch: decoded in spans of what they hold, each row's last one
+    and a sixteenth of the batch in vain at most."""
+    if reason := _missing("h100"):
+        pytest.skip(reason)
+    found = _counted("step_cost", "--chip=h100", f"--cache={cache}", "--context=32768", "--batch=8", "--layers=1,2")
+    assert found["ragged"]["attention_over_bound"] <= 1.25 * found["full"]["attention_over_bound"]
+    assert max(found[rows]["bytes_over_bound"] for rows in ("full", "ragged")) <= 4
+    assert found["syncs"] <= 2
+    assert found["temp_gb"] <= 1
+
+
 @pytest.mark.parametrize(("cache", "most"), [("aqua:bits=2", 1.5), ("xquant_cl:bits=2", 2.0)])
 def test_an_h100_starts_few_kernels_where_layers_feed_each_other(cache, most):
     """128K tokens of AQUA-KV and XQuant-CL, whose blocks pass through every layer: as few kernels a layer as other
