@@ -1,6 +1,6 @@
-"""Seconds to compile 32-layer decode and prefill programs of every method: Llama-3.1-8B's geometry, bfloat16.
+"""Seconds to compile decode and prefill programs of every method: Llama-3.1-8B's geometry, bfloat16.
 
-    python benchmarks/compile_times.py [--chip v5p|cpu] [--methods SPEC ...] [--context 131072] [--write]
+    python benchmarks/compile_times.py [--chip v5p|cpu] [--layers 80] [--methods SPEC ...] [--context 131072] [--write]
 
 `decode` is the loop of `generate`, `prefill` the exact prefill of 4096 tokens. Wall and processor seconds are those of
 XLA alone, without tracing. For TPU chips libtpu compiles ahead of time. `--write` renews
@@ -8,6 +8,7 @@ benchmarks/records/compile_times.json.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import time
@@ -38,6 +39,7 @@ METHODS = (
     "xquant_cl:bits=2",
 )
 PROMPT = 4096
+LAYERS = 32  # of the model itself
 
 
 def timed(lowered) -> dict[str, float]:
@@ -46,8 +48,8 @@ def timed(lowered) -> dict[str, float]:
     return {"wall": round(time.perf_counter() - wall, 1), "processor": round(time.process_time() - processor, 1)}
 
 
-def measure(spec: str, chip: str, context: int) -> dict:
-    config, method = config_of("llama-3.1-8b"), parse(spec)
+def measure(spec: str, chip: str, context: int, layers: int) -> dict:
+    config, method = dataclasses.replace(config_of("llama-3.1-8b"), num_layers=layers), parse(spec)
     devices = jax.devices()[:1] if chip == "cpu" else chip_devices(chip)
     rules = rules_for(config, method, ALONE, devices)
     model, state, *rest = decode_arguments(config, method, context, 1, rules, chip)
@@ -59,16 +61,18 @@ def measure(spec: str, chip: str, context: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chip", default="v5p")
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--context", type=int, default=131072)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for spec in options.methods:
-        found = measure(spec, options.chip, options.context)
+        found = measure(spec, options.chip, options.context, options.layers)
         found |= {"cores": len(os.sched_getaffinity(0)), "jax": metadata.version("jax")}
-        print(json.dumps({"chip": options.chip, "method": spec, **found}), flush=True)
-        record.setdefault(options.chip, {})[spec] = found
+        key = options.chip if options.layers == LAYERS else f"{options.chip}, {options.layers} layers"
+        print(json.dumps({"chip": key, "method": spec, **found}), flush=True)
+        record.setdefault(key, {})[spec] = found
         if options.write:
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
 

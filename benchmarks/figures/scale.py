@@ -29,10 +29,11 @@ weights, the donated cache updated in its own buffers. *Bits* are all that is st
 TIMES = """
 ## Compile time (`python benchmarks/compile_times.py --chip h100|v5p --write`)
 
-Processor seconds that XLA takes for 32-layer programs of Llama-3.1-8B's geometry at 131 072 tokens of capacity in
-bfloat16: `generate`'s decode loop, and the exact prefill of 4096 tokens. On GPUs each layer is compiled by itself, and
-XLA compiles one thing after the other; with `layers="scan"` it compiles one layer, and copies the weights in every
-step. TPUs scan over layers. Programs are kept on disk (`--compilation-cache`), so this is paid once.
+Processor seconds that XLA takes for programs of Llama-3.1-8B's geometry at 131 072 tokens of capacity in bfloat16, of
+32 layers or, with `--layers`, of more: `generate`'s decode loop, and the exact prefill of 4096 tokens. On GPUs each
+layer is compiled by itself, and XLA compiles one thing after the other; with `layers="scan"` it compiles one layer, and
+copies the weights in every step. TPUs scan over layers. Programs are kept on disk (`--compilation-cache`), so this is
+paid once.
 
 """
 MATERIAL = """

@@ -19,9 +19,9 @@ the compiler refuses it.
 
 Of a batch the rows are ragged: their lengths lie evenly between a batch's part of the context and all of it. The figure
 in brackets is of rows that are all full. `bytes`, `attention` and `weights` are over those of the bound; on TPUs the
-last two are cycles. On GPUs each row of the exact cache and of KIVI's costs what the longest one does: in XLA's products
-no row ends at a length that is data. Other bodies are decoded there, in spans of what rows hold, the number of spans
-rounded up to a sixteenth of the batch.
+last two are cycles. On GPUs each row of the exact cache and of KIVI's costs what the longest one does: in XLA's
+products no row ends at a length that is data. Other bodies are decoded there, in spans of what rows hold, the number of
+spans rounded up to a sixteenth of the batch.
 """
 HEADS = ("cache", "rows", "tokens", "stored, GB")
 GPU = ("launches", "syncs", "bytes", "attention", "weights")

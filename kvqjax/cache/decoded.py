@@ -184,9 +184,8 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
 
     parts, each = [], max(1, PASSED // size)
     for here in (slice(n, n + each) for n in range(0, number, each)):
-        places = rows[here], first[here]
-        real = (numbers[here] < stop[-1])[:, None, None]
-        parts.append(Part(size, places[1], of(positions, *places), of(mask, *places) & real, places[0]))
+        places = rows[here], first[here]  # those after the last span are read for nothing
+        parts.append(Part(size, places[1], of(positions, *places), of(mask, *places), places[0]))
     return Spans(parts, stop - counts, counts, most)
 
 

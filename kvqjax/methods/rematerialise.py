@@ -36,7 +36,7 @@ def attended(
     k: Float[Array, "B n KD"],
     v: Float[Array, "B n KD"],
     weights: Layer,
-    positions: Int[Array, "B n"] | Waves,
+    positions: Int[Array, "B n"] | Waves | None,
     config: KVShape,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
     """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE. Numbers that overflowed
