@@ -126,6 +126,8 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("higgs", 3, 3): _fixed(4),
     KernelForm("higgs", 4, 4): _fixed(4),
     KernelForm("higgs", 2, 2, 64): _fixed(4),
+    KernelForm("aqua", 2, 2): _fixed(8),
+    KernelForm("aqua, first layer", 4, 4): _fixed(8),
     KernelForm("xquant", 2, 2): _fixed(8),
     KernelForm("xquant", 3, 3): _fixed(8),
     KernelForm("xquant", 4, 4): _fixed(8),

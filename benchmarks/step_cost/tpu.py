@@ -12,10 +12,12 @@ from benchmarks.step_cost.hlo import Instruction
 
 
 class Reading(NamedTuple):
-    """What a kernel reads in one call: encoded tokens of every row, and bytes of one of them in one layer."""
+    """What a kernel reads in one call: encoded tokens of every row, and bytes of one of them in one layer. `carried`
+    bytes of it flow from layer to layer: they are read beside these, and written."""
 
     tokens: list[int]
     token_bytes: float
+    carried: int
 
 
 def prepare(folder: str) -> None:
@@ -47,6 +49,6 @@ def kernel_cost(instruction: Instruction, counted: dict[str, int], reading: Read
     if not tile or instruction.name not in counted:
         raise ValueError(f"{instruction.name}: its name ends with no tile, or its schedule was not written")
     tiles = sum(-(-tokens // tile) for tokens in reading.tokens)
-    fetched = tile * reading.token_bytes
-    cycles = max(counted[instruction.name], fetched / bandwidth(chip) * CLOCKS[NAMES.get(chip, chip)])
-    return tiles * cycles, Bytes(tiles * fetched, 0.0)
+    fetched, written = tile * (reading.token_bytes + reading.carried), tile * reading.carried
+    cycles = max(counted[instruction.name], (fetched + written) / bandwidth(chip) * CLOCKS[NAMES.get(chip, chip)])
+    return tiles * cycles, Bytes(tiles * fetched, float(tiles * written))
