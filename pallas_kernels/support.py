@@ -2,8 +2,8 @@
 
 Levels:
 
-- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records). An interpreter ran it only
-  with stand-ins for what it does in registers.
+- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records; AQUA-KV's spills a register
+  for every forty bundles at most). An interpreter ran it only with stand-ins for what it does in registers.
 - simulated: as compiled, and the kernel as it is equals the plain path in Pallas' interpreter.
 - verified on <chip>: as simulated, and `kvqjax doctor` found it right on a chip of that name.
 

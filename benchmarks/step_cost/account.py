@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.schedule import estimate
@@ -68,7 +67,7 @@ def step(program: Program, target: Target, held: list[int]) -> Costs:
     """One step of rows that hold so many tokens; what is outside the loop over steps counts for a stride of them."""
     known = facts(target.layout, held)
     found, chip = walk(program, known), target.chip
-    reading = tpu.Reading(_encoded(target.layout, known), token_bytes(target.layout), _carried(target.layout))
+    reading = tpu.Reading(_encoded(target.layout, known), token_bytes(target.layout))
     moved, work = dict.fromkeys(PARTS, Bytes(0.0, 0.0)), dict.fromkeys(PARTS, 0.0)
     launches, seconds, unsure = 0.0, 0.0, list(found.unsure)
     for visit, each in kernels(found):
@@ -95,12 +94,6 @@ def _encoded(layout: CacheLayout, known: dict[str, np.ndarray]) -> list[int]:
         for index, clock in enumerate(run.wiring.storage.clocks)
     ]
     return np.max(each, axis=0).tolist()
-
-
-def _carried(layout: CacheLayout) -> int:
-    """Bytes of a token that flow from layer to layer where a row's are held."""
-    size = jnp.dtype(layout.dtype).itemsize
-    return max(size * sum(run.wiring.chain.carry.values()) * run.wiring.chain.held for run in runs_of(layout))
 
 
 def encoding_seconds(program: Program, target: Target, lengths: list[int], resting_seconds: float) -> float:

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
-__all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "InPlace", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke", "memory"]
-__all__ += ["of_body", "of_layer", "scalars", "whole"]
+__all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "InPlace", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke"]
+__all__ += ["memory", "of_body", "of_layer", "scalars", "whole"]
 
 KEYS_BY_TOKEN = ("key_scale", "key_low")
 BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")

@@ -133,8 +133,8 @@ def _add(refs: Refs, plan, source: str, new, chunk):
 
 
 def _score(refs: Refs, plan, number):
-    """Write the scores of a lane group and a chunk, and raise `top` to them. Keys are multiplied by cos and sin of their
-    offsets in the chunk, and meet the queries that were turned back to its first position (`rope`)."""
+    """Write the scores of a lane group and a chunk, and raise `top` to them. Keys are multiplied by cos and sin of
+    their offsets in the chunk, and meet the queries that were turned back to its first position (`rope`)."""
     chunk, group = (f(number, jnp.int32(plan.lane_groups)) for f in (jax.lax.div, jax.lax.rem))
     tokens, rows = aligned(chunk, plan.chunk), aligned(group, plan.rows)
     spread = LOG2E * plan.spec.head_dim**-0.5 * plan.spec.rope.factor

@@ -1,8 +1,8 @@
 """Static choices of one call of the TPU kernel on AQUA-KV's bodies, and the factors of the codes' transform.
 
-With H Sylvester's matrix of a group of n times 256 channels, H = H_n (x) H_128 (x) H_2 (see `higgs_plan`). H_2 goes into
-the grid, H_128 is a product for every 128 codes, which also brings the channels of pairs side by side, and H_n adds and
-subtracts what it gives for the n columns of codes of a group."""
+With H Sylvester's matrix of a group of n times 256 channels, H = H_n (x) H_128 (x) H_2 (see `higgs_plan`). H_2 goes
+into the grid, H_128 is a product for every 128 codes, which also brings the channels of pairs side by side, and H_n
+adds and subtracts what it gives for the n columns of codes of a group."""
 
 import dataclasses
 import math
@@ -97,11 +97,6 @@ class PredictedPlan:
         matrix = np.zeros((2, LANES, LANES, 2))
         matrix[0, :, :, 0] = matrix[1, :, :, 1] = hadamard(LANES)
         return matrix.reshape(COLUMN, COLUMN)
-
-    @property
-    def between(self) -> np.ndarray:
-        """The signs with which columns add up, [columns, columns] of a group."""
-        return hadamard(self.spec.codes.group // COLUMN)
 
 
 def plan_predicted(spec: PredictedSpec, slots: int, stretch: int, per_head: int, tile: int | None = None):

@@ -3,6 +3,8 @@ caches that take it."""
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -10,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cache import filled, for_chip, logits
+from kernel_cache import for_chip, logits
 from kernel_cases import BATCH, LLAMA31_8B, QUERY, QUICK, check_outputs, check_second_row_sees_nothing, packed_codes
+from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import whole_body
@@ -20,8 +23,9 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import Partial, segment_attention
 from kvqjax.ops.layout import to_bits
-from kvqjax.pallas_kernels import dispatch
+from kvqjax.pallas_kernels import dispatch, support
 from kvqjax.pallas_kernels.tpu import predicted as tpu_predicted
+from kvqjax.pallas_kernels.tpu import predicted_plan as tpu_predicted_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +55,7 @@ class Case:
 
 # Four heads share a scale; two scales a token, two plane sets, float32 keys; a grid of two registers and no maps.
 SHARED = Case(bits=2, kv_heads=4, head_dim=128, group=4, slots=1024, stretches=2)
-SCALES = Case(
-    bits=3, kv_heads=8, head_dim=64, group=1, scaled="256", slots=512, stretches=2, length=2, target="v5e"
-)
+SCALES = Case(bits=3, kv_heads=8, head_dim=64, group=1, scaled="256", slots=512, stretches=2, length=2, target="v5e")
 FIRST = Case(bits=4, kv_heads=2, head_dim=128, group=2, slots=768, stretches=3, first=True, target="v7x")
 RUNS = [(SHARED, 512), (SCALES, 512), (FIRST, 256)]
 
@@ -146,7 +148,7 @@ def check(case: Case, tile: int, got, start, stop):
             found, right, old = (np.asarray(x[name][row], np.float32) for x in (carry, one.right, one.carry))
             error = np.abs(found - right)[seen]
             assert (error <= 2.0**-7 * np.abs(right[seen]) + 2.0**-7 * right.std()).all(), (name, row, error.max())
-            assert np.linalg.norm(error) <= 0.004 * np.linalg.norm(right[seen]), (name, row)
+            assert np.linalg.norm(error) <= 0.002 * np.linalg.norm(right[seen]), (name, row)
             if last > first:
                 np.testing.assert_array_equal(found[~seen], old[~seen])
 
@@ -185,3 +187,71 @@ def test_rows_that_see_nothing_merge_as_nothing():
     part, carry = attended(SHARED, 512, True, start, stop)
     check_second_row_sees_nothing(part)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in carry.values())
+
+
+def form(spec: str, target: str = "v6e", **changes):
+    """What reads a body of the layers that `spec` names, the first one's last; None: no kernel knows their form."""
+    method, config = parse(spec), dataclasses.replace(LLAMA31_8B, num_layers=2, **changes)
+    layout = kvq.cache.CacheLayout(shape=config.kv_shape, method=method, capacity=4096, dtype="bfloat16", target=target)
+    group = config.num_heads // config.num_kv_heads
+    packed = [run.wiring.fast.packed for run in reversed(kvq.cache.runs_of(layout))]
+    return [one and dispatch.path(one.spec, group, 4096) for one in packed]
+
+
+def test_dispatch_takes_what_was_compiled():
+    for target in ("v5e", "v5p", "v6e", "v7x"):
+        assert form("aqua:bits=2", target) == ["tpu", "tpu"]
+    assert form("aqua:bits=2,window=64,sinks=0") == form("aqua:bits=2", num_heads=64) == ["tpu", "tpu"]
+    # A second call of the kernel would pass what flows upwards through the layer once more.
+    assert form("aqua:bits=2", num_heads=128) == ["reference", "reference"]
+    assert form("aqua:bits=2", "cpu") == form("aqua:bits=2", "sm90") == ["reference", "reference"]
+    assert form("aqua:bits=3") == form("aqua:bits=2,key_bits=4") == ["reference", "tpu"]
+    assert form("aqua:bits=2,first_bits=16") == ["tpu", None]
+    for other in ("predictor=int4", "key_inputs=kv", "value_inputs=v", "backbone=token", "rope=post"):
+        assert form(f"aqua:bits=2,{other}")[0] is None, other
+    assert form("aqua:bits=2,copy=none") == form("aqua:bits=2,copy=all") == [None, None]
+    assert form("aqua:bits=2", qkv_bias=True) == [None, None]
+    assert form("aqua:bits=2,centre=none", qkv_bias=True) == ["tpu", "tpu"]
+
+
+def test_the_table_follows_from_the_record():
+    """A form is in the table where registers that its kernel spills are under 3 % of its bundles, and these a fifth of
+    what XLA takes without one for 512 tokens of AQUA-KV's layers on a v6e, 58979 cycles, at most a half elsewhere."""
+    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "latent_bundles.json").read_text())
+    forms = {str(one): one for one in support.TABLE if one.method.startswith("aqua")}
+    assert forms.keys() == {"aqua 2 bits", "aqua, first layer 4 bits"}
+    for name, case in (("aqua 2 bits", "aqua-8b-2"), ("aqua, first layer 4 bits", "aqua-8b-first")):
+        for target in ("v5e", "v5p", "v6e", "v7x"):
+            found = record[target][case]
+            assert found["spills"] < 0.03 * found["bundles"] * tpu_predicted_plan.TILE / 512
+            assert found["bundles"] < 58979 / (4 if target == "v6e" else 1.5)
+            assert support.lookup(forms[name], target).level == "simulated"
+
+
+def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
+    """A decoding step of a model of three layers through the kernel: every layer's attention as the general path finds
+    it from the same keys and values below, those that the kernel left."""
+    model, length = tiny(head_dim=128, num_layers=3), 500
+    model = model.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params))
+    spec, rng = kvq.parse("aqua:bits=2,sinks=3"), np.random.default_rng(0)
+    layout = kvq.cache.CacheLayout(shape=model.config.kv_shape, method=spec, capacity=515, dtype="bfloat16")
+    wanted = [run.wiring.constants(run.count, "bfloat16") for run in kvq.cache.runs_of(layout)]
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.3 * x.shape[-2] ** -0.5, x.dtype)  # noqa: E731
+    model = model.replace(constants=tuple(jax.tree.map(draw, one) for one in wanted))
+    cache = kvq.init_cache(model, spec, 2, 515)
+    _, cache = kvq.prefill(model, tokens(2, length), jnp.asarray([length, length - 200]), cache)
+    calls, outputs = [], []
+
+    def kernel(q, body, layer, start, stop, spec, general, trusted, carry):
+        calls.append(spec.mapped)
+        found = tpu_predicted.packed_attention(q, body, layer, start, stop, spec, carry=carry, interpret=True)
+        jax.debug.callback(lambda *pair: outputs.append(pair), found[0].out, general()[0].out)
+        return found
+
+    monkeypatch.setattr(whole_body, "packed_attention", kernel)
+    logits(model, for_chip(cache, "v6e"))
+    jax.effects_barrier()
+    assert (calls, len(outputs)) == ([False, True], 3)
+    for found, plain in outputs:
+        assert np.abs(plain).max() > 0.1
+        check_outputs(np.asarray(found, np.float32), np.asarray(plain, np.float32))
