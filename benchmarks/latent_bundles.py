@@ -1,13 +1,14 @@
-"""Compile the TPU kernels on XQuant's latents, HIGGS bodies, CommVQ's codes and exact bodies ahead of time and count
-the bundles of their schedules, beside XLA's program for the same attention: compile-time estimates, not speeds.
+"""Compile the TPU kernels on XQuant's latents, HIGGS bodies, CommVQ's codes, exact and AQUA-KV's bodies ahead of time
+and count the bundles of their schedules, beside XLA's program for the same attention: compile-time estimates, not
+speeds.
 
     python benchmarks/latent_bundles.py [--chips v5e,v6e] [--cases 8b-2,higgs-8b-2] [--write]
 
 Needs libtpu, no TPU. For every chip and case: bundles of the kernel per 512 tokens (loops times their trips, branches
 in full, at the tile it uses), vector spills, temporary bytes; and for the blockwise path without a kernel, `xla`: the
 sum of XLA's own estimated cycles over the loop body that reads 512 tokens, of which `product` is the largest matrix
-fusion, the product that makes XQuant's keys (not for exact bodies, which a TPU reads in larger blocks). `--write`
-renews benchmarks/records/latent_bundles.json for what was compiled.
+fusion, the product that makes XQuant's keys (not for exact and AQUA-KV's bodies, which a TPU reads in larger blocks).
+`--write` renews benchmarks/records/latent_bundles.json for what was compiled.
 """
 
 import dataclasses
@@ -42,11 +43,13 @@ CASES |= {
 }
 CASES |= {f"higgs-{name}-2": (name, "higgs:bits=2") for name in ("8b-draft", "1b")}
 CASES |= {f"exact-{name}": (name, "exact") for name in ("8b", "1b", *LONG)}
+CASES |= {f"aqua-{name}-2": (name, "aqua:bits=2") for name in ("8b", "8b-draft")}
+CASES |= {"aqua-8b-first": ("8b", "aqua:bits=4,key_inputs=none,value_inputs=none")}
 
 
 def _arguments(case, chip: str):
-    """The run of layers of a cache, and (q, cache, weights, constants, new tokens' sources, layer, positions) on the
-    chip."""
+    """The last run of layers of a cache, and (q, cache, weights, constants, new tokens' sources, layer, positions, what
+    flows from layer to layer) on the chip."""
     import jax
     import jax.numpy as jnp
 
@@ -59,7 +62,7 @@ def _arguments(case, chip: str):
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "qk_norm": normed}
     config = ModelConfig(vocab_size=8, width=width, mlp_width=8, num_layers=LAYERS, **shape)
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=SLOTS, dtype="bfloat16")
-    run, device = runs_of(layout)[0], jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
+    run, device = runs_of(layout)[-1], jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
 
     def shaped(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
@@ -71,7 +74,8 @@ def _arguments(case, chip: str):
     new = {name: shaped(jnp.bfloat16, BATCH, length, n) for name, n in run.wiring.storage.sources.items()}
 
     q = shaped(jnp.bfloat16, BATCH, length, heads, dim)
-    return run, (q, cache, weights, constants, new, shaped(jnp.int32), shaped(jnp.int32, BATCH, length))
+    carry = {name: shaped(jnp.bfloat16, BATCH, run.slots, n) for name, n in run.wiring.chain.carry.items()}
+    return run, (q, cache, weights, constants, new, shaped(jnp.int32), shaped(jnp.int32, BATCH, length), carry)
 
 
 def _module(run, part: str = "{}"):
@@ -91,27 +95,29 @@ def _through_kernel(run, chip: str):
     from kvqjax.cache.at_once import recent_of
     from kvqjax.pallas_kernels.exact import ExactSpec, room
 
-    def beside(q, cache, new):
+    def beside(q, cache, new, carry):
+        if carry:
+            return {"carry": carry}
         if not isinstance(run.wiring.fast.packed.spec, ExactSpec):
             return {}
         seen = jnp.ones((*q.shape[:2], room(run.ring) + room(q.shape[1])), jnp.int32)
         return {"recent": recent_of(cache.runs[0], new, seen)}
 
-    def attend(q, cache, weights, constants, new, layer, positions):
+    def attend(q, cache, weights, constants, new, layer, positions, carry):
         first = jnp.arange(0, run.slots, run.block)
-        body = run.wiring.fast.packed.body(weights, at_layer(constants, layer), cache.runs[0].body, first)
+        body = run.wiring.fast.packed.body(weights, at_layer(constants, layer), cache.runs[-1].body, first)
         spec = dataclasses.replace(run.wiring.fast.packed.spec, target=chip)
         return _module(run).packed_attention(
-            q, body, layer, jnp.zeros_like(positions), positions, spec, **beside(q, cache, new)
+            q, body, layer, jnp.zeros_like(positions), positions, spec, **beside(q, cache, new, carry)
         )
 
     return attend
 
 
-def _compiled(attend, arguments):
+def _compiled(attend, arguments, replaced: tuple[int, ...] = ()):
     import jax
 
-    return jax.jit(attend).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    return jax.jit(attend, donate_argnums=replaced).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
 def _tile(run, chip: str) -> int:
@@ -126,7 +132,7 @@ def _tile(run, chip: str) -> int:
 def kernel(case, chip: str, folder: Path) -> dict:
     """The kernel's bundles per 512 tokens, spills and temporary bytes."""
     run, arguments = _arguments(case, chip)
-    memory = _compiled(_through_kernel(run, chip), arguments).memory_analysis()
+    memory = _compiled(_through_kernel(run, chip), arguments, (len(arguments) - 1,)).memory_analysis()
     found = count(folder)
     found["bundles"] = round(found["bundles"] * 512 / _tile(run, chip))
     return {**found, "temp_bytes": memory.temp_size_in_bytes}
@@ -136,7 +142,7 @@ def xla(case, chip: str) -> dict:
     """XLA's estimated cycles for 512 tokens of the path without a kernel, and those of the product alone."""
     from estimated_cycles import by_blocks, largest_body
 
-    run, (q, cache, *more) = _arguments(case, chip)
+    run, (q, cache, *more, _) = _arguments(case, chip)
     attend = by_blocks(run, run.wiring.fast.packed.spec.kv_heads)
     cycles = largest_body(_compiled(attend, (q, cache.runs[0], *more)))
     return {name: round(count * 512 / run.reading) for name, count in zip(("xla", "product"), cycles, strict=True)}
@@ -144,7 +150,7 @@ def xla(case, chip: str) -> dict:
 
 def measure(chip: str, name: str, folder: Path, *, kernel_only: bool) -> dict:
     found = kernel(CASES[name], chip, folder)
-    return found if kernel_only or name.startswith("exact") else found | xla(CASES[name], chip)
+    return found if kernel_only or name.startswith(("exact", "aqua")) else found | xla(CASES[name], chip)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ something else gets the plain computation."""
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,12 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
-from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec, form_of
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, family
+from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 from kvqjax.pallas_kernels.support import COMPILED, lookup
 
 __all__ = ["MODULES", "at_once", "packed_attention", "path"]
@@ -35,16 +37,18 @@ MODULES: dict[type, str] = {
     HiggsSpec: "higgs",
     CommVQSpec: "commvq",
     ExactSpec: "exact",
+    PredictedSpec: "predicted",
 }
 
 
 def at_once(spec: Spec, group: int, length: int = 1) -> int:
     """Return how many of the G = `group` query heads of a KV head one call of the kernel takes, with T = `length` new
-    tokens. It takes no more query rows than it was compiled for. 0 means no kernel, or too many calls."""
+    tokens. It takes no more query rows than it was compiled for. 0 means no kernel, or too many calls; a kernel that
+    passes what flows from layer to layer through a layer is called once."""
     entry = lookup(form_of(spec), spec.target)
     most = entry.most_rows // length if entry is not None else 0
     number = -(-group // most) if most else MOST_CALLS + 1
-    return -(-group // number) if number <= MOST_CALLS else 0
+    return -(-group // number) if number <= (1 if isinstance(spec, PredictedSpec) else MOST_CALLS) else 0
 
 
 def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = False) -> str:
@@ -82,18 +86,19 @@ def _shared_out(kernel: Callable[..., Partial], some: int, spec: Spec) -> Callab
 
 def packed_attention(
     q: Float[Array, "B T H D"],
-    body: PackedBody | LatentBody | HiggsBody | CommVQBody | ExactBody,
+    body: PackedBody | LatentBody | HiggsBody | CommVQBody | ExactBody | PredictedBody,
     layer: Int[Array, ""] | int,
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
     spec: Spec,
-    general: Callable[[], Partial] | None = None,
+    general: Callable[[], Any] | None = None,
     trusted: bool = False,
-    recent: Recent | None = None,
-) -> Partial:
+    **also: Any,
+) -> Any:
     """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries to bfloat16.
     `general()` computes the same where the spec is not `plain`, or for many queries; `trusted` as in `path`. A TPU's
-    kernel for exact bodies, and `general`, also attend to `recent` tokens beside the body."""
+    kernel for exact bodies, and `general`, also attend to `recent` tokens beside the body. Those for bodies of layers
+    that feed each other take the `carry` too, and return (partial, carry)."""
     length, group = q.shape[1], q.shape[2] // spec.kv_heads
     chosen = path(spec, group, body.slots, length, trusted)
     if isinstance(spec, PackedSpec) and spec.plain and (length <= MOST_PLAIN or general is None):
@@ -107,7 +112,6 @@ def packed_attention(
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
     module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{MODULES[type(spec)]}")
-    also = {} if recent is None else {"recent": recent}
     kernel, some = functools.partial(module.packed_attention, spec=spec, **also), at_once(spec, group, length)
     kernels = {PLATFORMS[chosen]: kernel if some == group else _shared_out(kernel, some, spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=plain)

@@ -10,10 +10,11 @@ from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
+from kvqjax.pallas_kernels.predicted import PredictedSpec
 
 __all__ = ["SPLASH", "KernelForm", "Spec", "form_of"]
 
-Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec
+Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec | PredictedSpec
 
 EXACT = 16  # bits of keys and values that are not coded
 EXACT_HEAD_DIMS, LANES = (64, 128), 128  # of exact bodies, and what their width is a multiple of, likewise
@@ -21,6 +22,7 @@ MOST_SLOTS = 12  # outliers of a token's keys, or values, with which kernels wer
 # Rank, channels of the keys and head_dim of latents with which kernels were compiled.
 LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)
 HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim and channels that share a scale, likewise
+PREDICTED_SHAPES = ((8, 128, 1024),)  # the same of AQUA-KV's codes
 # Levels, KV heads and head_dim of CommVQ; for each the bits of its values and the rounds of its keys, likewise.
 COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
 
@@ -104,12 +106,21 @@ def _exact_form(spec: ExactSpec) -> KernelForm | None:
     return KernelForm("exact", head_dim=spec.head_dim) if known else None
 
 
+def _predicted_form(spec: PredictedSpec) -> KernelForm | None:
+    codes = spec.codes
+    shape, bits = (codes.kv_heads, codes.head_dim, codes.group), codes.key_bits // 2
+    same = codes.key_bits == codes.value_bits and codes.scales == spec.dtype == "bfloat16"
+    method = "aqua" if spec.mapped else "aqua, first layer"
+    return KernelForm(method, bits, bits, codes.head_dim) if same and shape in PREDICTED_SHAPES else None
+
+
 MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
     PackedSpec: _packed_form,
     LatentSpec: _latent_form,
     HiggsSpec: _higgs_form,
     CommVQSpec: _commvq_form,
     ExactSpec: _exact_form,
+    PredictedSpec: _predicted_form,
 }
 
 

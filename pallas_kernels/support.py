@@ -2,8 +2,8 @@
 
 Levels:
 
-- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records). An interpreter ran it only
-  with stand-ins for what it does in registers.
+- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records; AQUA-KV's spills a register
+  for every forty bundles at most). An interpreter ran it only with stand-ins for what it does in registers.
 - simulated: as compiled, and the kernel as it is equals the plain path in Pallas' interpreter.
 - verified on <chip>: as simulated, and `kvqjax doctor` found it right on a chip of that name.
 
@@ -126,6 +126,8 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("higgs", 3, 3): _fixed(4),
     KernelForm("higgs", 4, 4): _fixed(4),
     KernelForm("higgs", 2, 2, 64): _fixed(4),
+    KernelForm("aqua", 2, 2): _fixed(8),
+    KernelForm("aqua, first layer", 4, 4): _fixed(8),
     KernelForm("xquant", 2, 2): _fixed(8),
     KernelForm("xquant", 3, 3): _fixed(8),
     KernelForm("xquant", 4, 4): _fixed(8),

@@ -29,6 +29,7 @@ LATENT = """
 
 For 512 tokens of all KV heads: bundles, and XLA's estimate. `8b` and `1b` are the geometries of Llama-3.1-8B and
 Llama-3.2-1B; the last number is the bits; `draft` has two new tokens, `long` 16 (8b) or 4 (1b), and `norm` QK-norm.
+`first` is AQUA-KV's first layer, of 4 bits, which has no predictors.
 
 """
 HOPPER = """

@@ -15,6 +15,7 @@ KERNELS = {
     "kivi:bits=2,group=128": ("tpu_bundles", "k2v2-g128", True),
     "higgs:bits=2": ("latent_bundles", "higgs-8b-2", False),
     "xquant:bits=2": ("latent_bundles", "8b-2", False),
+    "aqua:bits=2": ("latent_bundles", "aqua-8b-2", False),
     "commvq:bits=1": ("latent_bundles", "commvq-8b-1", False),
     "kvquant:bits=3,outliers=0": ("tpu_bundles", "nuq3", True),
     "kvquant:bits=3": ("tpu_bundles", "nuq3-o12", True),
@@ -30,11 +31,12 @@ benchmarks/latent_bundles.py --chips {CHIP}`). The fullest unit bounds a kernel;
 schedule waits for results.
 """
 CHAINED = f"""
-Where layers feed each other there is no kernel. Of the rows of {CONTEXT // 1024}K tokens: cycles as above, by XLA's
-estimates; the least that the matrix unit takes at its peak for what makes keys and values (predictors, or U, W_k and
-W_v, of which a step spares W_v by summing values first; not HIGGS' transform or attention); and the least that the
-bytes moved take, what flows between layers among them. The rest is the vector unit's: codes to numbers, sums, rounding,
-RoPE, and parts of vectors that move to other lanes.
+Where layers feed each other, of the rows of {CONTEXT // 1024}K tokens: cycles as above, by XLA's estimates and the
+bundles of AQUA-KV's kernel; the least that the matrix unit takes at its peak for keys and values (predictors,
+or U, W_k and W_v, of which a step spares W_v by summing values first; not HIGGS' transform or attention); and the least
+that the bytes moved take, what flows between layers among them. The rest is the vector unit's: codes to numbers, sums,
+rounding, RoPE, and parts of vectors that move to other lanes. AQUA-KV's kernel does most of it beside the products;
+XQuant-CL has no kernel, and XLA does one after the other.
 """
 
 

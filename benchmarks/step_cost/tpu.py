@@ -1,5 +1,6 @@
 """Cycles of a decode step of a compiled TPU program: XLA's own estimates, and bundles of our kernels' schedules."""
 
+import math
 import os
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import NamedTuple
 from benchmarks.schedule import bundles
 from benchmarks.step_cost.bound import CLOCKS, NAMES, bandwidth
 from benchmarks.step_cost.gpu import Bytes
-from benchmarks.step_cost.hlo import Instruction
+from benchmarks.step_cost.hlo import ARRAY, Instruction, dimensions, size
 
 
 class Reading(NamedTuple):
@@ -47,6 +48,15 @@ def kernel_cost(instruction: Instruction, counted: dict[str, int], reading: Read
     if not tile or instruction.name not in counted:
         raise ValueError(f"{instruction.name}: its name ends with no tile, or its schedule was not written")
     tiles = sum(-(-tokens // tile) for tokens in reading.tokens)
-    fetched = tile * reading.token_bytes
-    cycles = max(counted[instruction.name], fetched / bandwidth(chip) * CLOCKS[NAMES.get(chip, chip)])
-    return tiles * cycles, Bytes(tiles * fetched, 0.0)
+    written = tile * _replaced(instruction)
+    fetched = tile * reading.token_bytes + written
+    cycles = max(counted[instruction.name], (fetched + written) / bandwidth(chip) * CLOCKS[NAMES.get(chip, chip)])
+    return tiles * cycles, Bytes(tiles * fetched, tiles * written)
+
+
+def _replaced(instruction: Instruction) -> float:
+    """Bytes of a token of the arrays [B, S, W] that a kernel replaces, which it reads as well: results that are written
+    where an operand lies."""
+    numbers = re.findall(r"\{(\d+)\}: \(\d+, \{\}\)", instruction.more)  # output_to_operand_aliasing
+    arrays = [array[0] for array in ARRAY.finditer(instruction.shape)]
+    return sum(size(arrays[int(n)]) / math.prod(dimensions(arrays[int(n)])[:2]) for n in numbers)

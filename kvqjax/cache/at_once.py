@@ -62,4 +62,4 @@ def attend_in_one(q, view: LayerView, tokens: NewTokens, recode: bool, visible: 
 
     packed, recent = view.run.wiring.fast.packed, recent_of(view.state, view.new, visible)
     assert packed is not None  # or there was nothing `visible`
-    return attend_packed(q, view, tokens, packed, merged, recent)
+    return attend_packed(q, view, tokens, packed, merged, recent=recent)

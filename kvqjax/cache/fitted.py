@@ -14,6 +14,7 @@ from kvqjax.ops.layout import PLANE
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
 from kvqjax.pallas_kernels.packed import PackedSpec, family
+from kvqjax.pallas_kernels.predicted import PredictedSpec
 
 __all__ = ["fitted"]
 
@@ -46,7 +47,7 @@ def _resolved(wiring: Wiring, dtype: str) -> Wiring:
 
     wiring = wiring.having(storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}})
     packed = wiring.fast.packed
-    if packed is None or not isinstance(packed.spec, ExactSpec):
+    if packed is None or not isinstance(packed.spec, ExactSpec | PredictedSpec):
         return wiring
     return wiring.having(fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))})
 

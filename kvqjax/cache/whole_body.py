@@ -4,6 +4,7 @@ kernel, or from fields stored head by head."""
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from kvqjax.ops.allocation import leading_slots
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.xla import cut_along
 from kvqjax.pallas_kernels.dispatch import packed_attention
-from kvqjax.pallas_kernels.exact import Recent
 
 __all__ = ["attend_packed", "attend_stored"]
 
@@ -26,11 +26,11 @@ def attend_packed(
     view: LayerView,
     tokens: NewTokens,
     packed: Packed,
-    general: Callable[[], Partial],
-    recent: Recent | None = None,
-) -> Partial:
-    """Attend to the body straight from its packed words, by a kernel or by the plain form of uniform codes. `recent` as
-    in `packed_attention`."""
+    general: Callable[[], Any],
+    **also: Any,
+) -> Any:
+    """Attend to the body straight from its packed words, by a kernel or by the plain form of uniform codes. `also`, and
+    what is returned, as in `packed_attention`."""
     run = view.run
     first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
     body = packed.body(view.weights, view.constants, view.state.body, first)
@@ -40,7 +40,7 @@ def attend_packed(
     else:
         start = run.deal.share(jnp.maximum(tokens.positions - run.sliding + 1 - view.sinks, 0))
     stop = run.deal.share(stop)
-    return packed_attention(q, body, view.layer, start, stop, packed.spec, general, packed.trusted, recent)
+    return packed_attention(q, body, view.layer, start, stop, packed.spec, general, packed.trusted, **also)
 
 
 def attend_stored(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: Direct) -> Partial:

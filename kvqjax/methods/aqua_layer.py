@@ -21,14 +21,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax.codecs import Centred, Codec, CodecSpec, Fit
+from kvqjax.codecs.kernel_form import Packed, packed_form
 from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
 from kvqjax.methods.predictors import DTYPES, predict, shapes
 from kvqjax.methods.spec import LayerSpec
-from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Wiring
+from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
 from kvqjax.ops.xla import kept_apart, rounded
+from kvqjax.pallas_kernels.higgs import HiggsSpec
+from kvqjax.pallas_kernels.predicted import Maps, PredictedBody, PredictedSpec
 
 __all__ = ["UNIT", "AquaLayer", "encode_source", "predictor_inputs", "reconstruct"]
 
@@ -92,6 +95,23 @@ class AquaLayer:
         if self.copy == "all":
             codecs = {name: _with_copy(codec) for name, codec in codecs.items()}
         return _aqua_wiring(self, config, codecs)
+
+    def packed(self, config: KVShape) -> Packed | None:
+        """Name the kernel for HIGGS codes of what the usual linear predictors miss, or of keys and values themselves,
+        where one layer's reconstruction flows upwards."""
+        form = packed_form(self.key, self.value, self.rope, config)
+        seen, usual = (self.key_inputs, self.value_inputs), self.predictor == "linear"
+        if form is None or not isinstance(form.spec, HiggsSpec) or self.copy != "layer" or not usual:
+            return None
+        if (self.unbiased and config.known_key_bias) or seen not in (("k", "kv"), ("none", "none")):
+            return None
+        mapped = seen == ("k", "kv")
+
+        def body(weights, constants, stored, positions):
+            maps = (constants[source][name] for source in ("k", "v") for name in ("weight", "bias")) if mapped else ()
+            return PredictedBody(form.body(weights, constants, stored, positions), Maps(*maps) if mapped else None)
+
+        return Packed(PredictedSpec(codes=form.spec, mapped=mapped), body)
 
     def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of the predictor's constants by name, and of the mean of keys that are centred."""
@@ -198,6 +218,7 @@ def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) ->
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
         chain=Chain({"k": width, "v": width}, layer.copy, read_in=None),
+        fast=Fast(packed=layer.packed(config)),
         calibration=Calibration(needs, kinds, FIT),
         cost=Cost(operations=_operations(needs) if layer.copy != "all" else 0),
     )

@@ -39,12 +39,24 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
     constants = at_layer(trial.constants, 0)
     view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS)
     if not run.joint:
-        return attend_body(q, run.shape.num_kv_heads, view, tokens, {})[0]
+        return _through_layers(q, view, tokens)
     visible = seen_beside(view, tokens)
     if visible is not None:
         return attend_in_one(q, view, tokens, False, visible)
     parts, *_ = attend_parts(q, view, tokens, False, {}, {})
     return Partial(merge(*parts), total_lse(*parts))
+
+
+def _through_layers(q: jax.Array, view: LayerView, tokens: NewTokens) -> Partial:
+    """Attend to the body alone. Where layers feed each other, attend in two of them, both this one: what the first one
+    hands on is checked by what the second one finds."""
+    run, chain = view.run, view.run.wiring.chain
+    attend = functools.partial(attend_body, q, run.shape.num_kv_heads, view, tokens)
+    if not (chain.carry and chain.held):
+        return attend({})[0]
+    draw = lambda width: jax.random.normal(jax.random.key(width), (len(q), run.slots_here, width), jnp.bfloat16)  # noqa: E731
+    below = {name: draw(width).astype(q.dtype) for name, width in chain.carry.items()}
+    return attend(attend(below)[1])[0]
 
 
 _attend_compiled = jax.jit(_attend)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
-__all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke", "memory"]
-__all__ += ["of_body", "of_layer", "scalars", "whole"]
+__all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "InPlace", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke"]
+__all__ += ["memory", "of_body", "of_layer", "scalars", "whole"]
 
 KEYS_BY_TOKEN = ("key_scale", "key_low")
 BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
@@ -32,6 +32,14 @@ class Operand(NamedTuple):
 
     array: Any
     spec: Any
+
+
+class InPlace(NamedTuple):
+    """An array that a kernel reads by blocks of `old` and writes, in place, by blocks of `new`."""
+
+    array: Any
+    old: pl.BlockSpec
+    new: pl.BlockSpec
 
 
 def fetched(row, number, ends):
@@ -117,17 +125,21 @@ def invoke(
     results: tuple[tuple[int, ...], tuple[int, ...]],
     scratch: dict[str, Any],
     *,
+    in_place: dict[str, InPlace] = {},  # noqa: B006 - never written to
     name: str,
     interpret: object,
-) -> tuple[Float[Array, "*out"], Float[Array, "*lse"]]:
+) -> tuple[Array, ...]:
     """Run `kernel(refs, ends, plan)` on a grid whose last axis are the tiles, in order. `ends` is from
     `rows.tile_ends`. `results` are the shapes of `refs.out` and `refs.lse` for one step of the other axes. These axes
-    come first in what is returned, both float32. Names in `scratch` are names in `refs`."""
+    come first in what is returned, both float32. Names in `scratch` are names in `refs`. Arrays `in_place` are returned
+    after the results; their names in `refs` stand for pairs, what is read and what is written."""
     used, lead = {name: one for name, one in operands.items() if one is not None}, grid[:-1]
+    kept, first = list(in_place.values()), 2  # after the scalars
 
     def body(_, ends, *refs):
-        *given, out, lse, held = refs
-        named = dict.fromkeys(operands) | dict(zip(used, given, strict=True)) | held
+        *given, out, lse = refs[len(kept) : len(kept) + len(used) + 2]
+        named = dict.fromkeys(operands) | dict(zip(used, given, strict=True)) | refs[-1]
+        named |= dict(zip(in_place, zip(refs[: len(kept)], refs[-1 - len(kept) : -1], strict=True), strict=True))
         kernel(Refs(**named, out=out, lse=lse), ends, plan)
 
     call = pl.pallas_call(
@@ -135,11 +147,15 @@ def invoke(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
-            in_specs=[one.spec for one in used.values()],
-            out_specs=[_result(shape, len(lead)) for shape in results],
+            in_specs=[*(one.old for one in kept), *(one.spec for one in used.values())],
+            out_specs=[*(_result(shape, len(lead)) for shape in results), *(one.new for one in kept)],
             scratch_shapes=[scratch],
         ),
-        out_shape=[jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in results],
+        out_shape=[
+            *(jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in results),
+            *(jax.ShapeDtypeStruct(one.array.shape, one.array.dtype) for one in kept),
+        ],
+        input_output_aliases={first + number: len(results) + number for number in range(len(kept))},
         # Bounds checks would be scalar work for every copy of every step: what `fetched` names lies within the arrays.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=[*[pltpu.PARALLEL] * len(lead), pltpu.ARBITRARY],
@@ -149,5 +165,5 @@ def invoke(
         name=name,
         interpret=interpret,
     )
-    out, lse = call(jnp.asarray(layer, jnp.int32).reshape(1), ends, *(one.array for one in used.values()))
-    return out, lse
+    arrays = (one.array for one in (*kept, *used.values()))
+    return tuple(call(jnp.asarray(layer, jnp.int32).reshape(1), ends, *arrays))

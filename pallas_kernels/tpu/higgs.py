@@ -28,7 +28,7 @@ from kvqjax.pallas_kernels.tpu.rope import angles, swapped
 from kvqjax.pallas_kernels.tpu.rows import by_head, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["packed_attention"]
+__all__ = ["packed_attention", "pair_words", "turned_grid"]
 
 
 def packed_attention(
@@ -105,16 +105,20 @@ def _maps(body: HiggsBody, plan: HiggsPlan) -> tuple:
     signs = np.repeat(signs, plan.used // plan.spec.kv_heads, axis=1).reshape(plan.parts, LANES, plan.used)
     signs = np.pad(signs.transpose(0, 2, 1), ((0, 0), (0, plan.rows - plan.used), (0, 0)))
     onehot = jnp.asarray(np.repeat(np.eye(LANES), 2, axis=1), jnp.bfloat16)
-    words = [_words(grid) for grid in (body.key_grid, body.value_grid)]
+    words = [pair_words(turned_grid(grid)) for grid in (body.key_grid, body.value_grid)]
     return jnp.asarray(signs, jnp.float32), jnp.asarray(plan.transform, jnp.bfloat16), onehot, *words
 
 
-def _words(grid: Float[Array, "n 2"]) -> UInt[Array, "8 _"]:
-    """Write a grid as words [8, 128 or 256]: sum and difference of a point's numbers (H_2) are the low and the high
-    half."""
-    first, second = grid[:, 0].astype(jnp.float32), grid[:, 1].astype(jnp.float32)
-    row = jnp.pad(_halves(first + second, first - second), (0, -len(grid) % LANES))
+def pair_words(pairs: Float[Array, "n 2"]) -> UInt[Array, "8 _"]:
+    """Write pairs of numbers, rounded to bfloat16, as words [8, 128 or 256]: low halves, then high ones."""
+    row = jnp.pad(_halves(pairs[:, 0], pairs[:, 1]), (0, -len(pairs) % LANES))
     return jnp.broadcast_to(row[None], (8, row.size))
+
+
+def turned_grid(grid: Float[Array, "n 2"]) -> Float[Array, "n 2"]:
+    """Return sum and difference of a point's numbers (H_2)."""
+    first, second = grid[:, 0].astype(jnp.float32), grid[:, 1].astype(jnp.float32)
+    return jnp.stack([first + second, first - second], axis=1)
 
 
 def _halves(low, high) -> UInt[Array, "*S"]:

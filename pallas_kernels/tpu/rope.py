@@ -33,7 +33,7 @@ def swapped(q: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     return jnp.concatenate([second, -first], axis=-1)
 
 
-def _across(pairs, plan: Plan) -> np.ndarray:
+def _across(pairs, plan) -> np.ndarray:
     """Spread a number per pair of channels over the lanes of a lane group, [D/2] -> [1, W]: a head's pairs twice, one
     head after the other."""
     return np.tile(np.asarray(pairs), 2 * plan.shared)[None]
@@ -58,7 +58,7 @@ def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"
     return high * turn[None].astype(np.float32) + low * rates[None].astype(np.float32)
 
 
-def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles rows 128"]:
+def turns(positions: Int[Array, " n"], plan) -> Float[Array, "tiles rows 128"]:
     """Return cos | sin of every block's first position, 128 lanes a row. Raise ValueError unless blocks are
     contiguous."""
     stretch = plan.slots // len(positions)
@@ -71,7 +71,7 @@ def turns(positions: Int[Array, " n"], plan: Plan) -> Float[Array, "tiles rows 1
     return both.reshape(plan.tiles, -1, LANES)
 
 
-def turned(refs, plan: Plan, group, index):
+def turned(refs, plan, group, index):
     """Rotate the queries of a lane group back to the first position of a block: y and y~, [M, W] float32 each."""
     parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
     q, other = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)

@@ -16,7 +16,7 @@ ALLOWANCE = 1.10
 # Of those recorded; the rest would take ten minutes.
 CASES = ("k2v2-g128", "k3v3-g128", "k4v4-g128", "k8v8-g128", "k2v2-g32", "k4v4-g128-d96-r2", "k2v2-g128-pre", "nuq2")
 SLOW_CASES = {"v6e": ("nuq2-o12",)}  # outliers compile for a minute: on one chip
-LATENT_CASES = ("8b-2", "8b-4", "higgs-8b-2", "commvq-8b-1", "exact-8b")
+LATENT_CASES = ("8b-2", "8b-4", "higgs-8b-2", "commvq-8b-1", "exact-8b", "aqua-8b-2")
 CACHE_BYTES = 4e6  # less than one field of the bodies compiled here; small arguments may be copied
 
 pytestmark = [
