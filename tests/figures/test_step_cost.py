@@ -4,6 +4,7 @@ the page."""
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -308,6 +309,19 @@ def test_bad_options_are_named(counter, options, message):
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_one_kernel_is_listed_alone(counter, monkeypatch, tmp_path):
+    page = counter("page")
+    row = page.Row("v7x", page.MODEL, "kivi:bits=2,group=128", 8192, 32)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    monkeypatch.setattr(page, "stamp", lambda row: "known")
+    monkeypatch.setattr(page, "read", lambda row: {"stamp": "known"})
+    assert not page.renew(row, (), tmp_path)
+    everything = os.environ["LIBTPU_INIT_ARGS"]
+    assert not page.renew(row, (), tmp_path, "packed_attention_k2v2_2048.7")
+    alone = everything + " --xla_jf_dump_only_matching_hlo=packed_attention_k2v2_2048.7"
+    assert os.environ["LIBTPU_INIT_ARGS"] == alone
 
 
 def test_page_is_that_of_the_records(counter):
