@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.codecs.hadamard import factors, has_hadamard, transform
+from kvqjax.codecs.hadamard import has_hadamard, tiled, transform
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
 from kvqjax.codecs.higgs_points import inverse_of, numbers_of, points_of
 from kvqjax.codecs.kernel_form import Packed, rope_of
@@ -170,7 +170,7 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
 
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
     forms = {} if plan is None else {name: functools.partial(form.inverse, plan) for name, form in FORMS.items()}
-    if not spec.rotated and dim > 1 and factors(group)[-1].shape[0] % dim == 0:
+    if not spec.rotated and dim > 1 and len(tiled(group)[1]) % dim == 0:
         forms |= {"cpu": by_factors}
 
     def decode(_, tile):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.ops.xla import scores_of
+from kvqjax.ops.xla import scores_of, sums_of
 
 __all__ = [
     "Partial",
@@ -74,7 +74,7 @@ def _accumulate(
     weights = jnp.exp(scores - safe[..., None])
     decay = jnp.exp(state.peak - safe)
     by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])
-    update = jnp.einsum("bkgts,bskd->bkgtd", by_value, v, preferred_element_type=jnp.float32)
+    update = sums_of(by_value, v)
     acc = state.acc * decay[..., None] + update.reshape(state.acc.shape)
     return Running(peak, state.total * decay + weights.sum(-1), acc)
 

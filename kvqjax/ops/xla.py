@@ -30,6 +30,7 @@ __all__ = [
     "row_major",
     "rows_if",
     "scores_of",
+    "sums_of",
     "times_matrix",
     "unknown_zero",
     "zeros_by",
@@ -37,6 +38,7 @@ __all__ = [
 
 Tree = TypeVar("Tree")
 Index = Int[Array, "*S"] | int
+MOST_HEADS = 4
 FEW = 64  # rows: as many products are bound by the matrix's bytes
 
 
@@ -100,18 +102,54 @@ def times_matrix(
     return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=halves if cut else plain, default=plain)
 
 
+def _spread(x: Float[Array, "B K G T D"]) -> Float[Array, "B R K*D"]:
+    """The R = K G T rows of all heads over all heads' channels: each in its own head's, zero elsewhere."""
+    batch, heads, _, _, dim = x.shape
+    own = jnp.eye(heads, dtype=x.dtype)[None, :, None, None, :, None]
+    return (x[:, :, :, :, None] * own).reshape(batch, -1, heads * dim)
+
+
+def _few(rows: Float[Array, "B K G T _"]) -> bool:
+    """Say whether a CPU may multiply these rows by the channels of all heads, of which each needs those of one."""
+    return math.prod(rows.shape[1:4]) <= FEW and rows.shape[1] <= MOST_HEADS
+
+
 def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float[Array, "B K G T S"]:
     """Multiply queries by keys, float32. XLA for CPUs turns the second operand of a product over its last axis; of
-    a few queries that costs more than the product, and keys that are decoded for it are then made number by number."""
+    a few queries that costs more than the product, and keys that are decoded for it are then made number by number. So
+    does taking heads apart, more than the zeros of queries that meet all heads' channels."""
     plain = functools.partial(jnp.einsum, "bkgtd,bskd->bkgts", preferred_element_type=jnp.float32)
     if q.shape[2] * q.shape[3] > FEW:
         return plain(q, k)
 
     def keys_first(q, k):
+        if _few(q):
+            found = jnp.einsum(
+                "bsc,brc->bsr", k.reshape(*k.shape[:2], -1), _spread(q), preferred_element_type=jnp.float32
+            )
+            found = found.reshape(*k.shape[:2], *q.shape[1:4])
+            return jnp.moveaxis(found, 1, -1)
         found = jnp.einsum("bskd,bkgtd->bksgt", k, q, preferred_element_type=jnp.float32)
         return jnp.moveaxis(found, 2, -1)
 
     return jax.lax.platform_dependent(q, k, cpu=keys_first, default=plain)
+
+
+def sums_of(weights: Float[Array, "B K G T S"], v: Float[Array, "B S K D"]) -> Float[Array, "B K G T D"]:
+    """Sum values under their weights, float32. XLA for CPUs takes heads apart as for `scores_of`."""
+    plain = functools.partial(jnp.einsum, "bkgts,bskd->bkgtd", preferred_element_type=jnp.float32)
+    if not _few(weights):
+        return plain(weights, v)
+
+    def side_by_side(weights, v):
+        batch, heads, group, length, tokens = weights.shape
+        rows, lanes = weights.reshape(batch, -1, tokens), v.reshape(batch, tokens, -1)
+        found = jnp.einsum("brs,bsc->brc", rows, lanes, preferred_element_type=jnp.float32)
+        found = found.reshape(batch, heads, group, length, heads, -1)
+        own = jnp.eye(heads)[None, :, None, None, :, None]
+        return (found * own).sum(4)
+
+    return jax.lax.platform_dependent(weights, v, cpu=side_by_side, default=plain)
 
 
 def of_two(make: Callable[..., Tree], *rows: Shaped[Array, "1 ..."]) -> Tree:
