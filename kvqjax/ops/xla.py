@@ -7,11 +7,13 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 __all__ = [
+    "all_lanes",
     "cut_along",
     "cut_at",
     "depending_on",
@@ -25,6 +27,7 @@ __all__ = [
     "made_once",
     "modulo",
     "of_two",
+    "own_lanes",
     "put_at",
     "rounded",
     "row_major",
@@ -38,7 +41,7 @@ __all__ = [
 
 Tree = TypeVar("Tree")
 Index = Int[Array, "*S"] | int
-MOST_HEADS = 4
+MOST_HEADS = 4  # that a CPU leaves side by side: as many times the products
 FEW = 64  # rows: as many products are bound by the matrix's bytes
 
 
@@ -102,32 +105,37 @@ def times_matrix(
     return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=halves if cut else plain, default=plain)
 
 
-def _spread(x: Float[Array, "B K G T D"]) -> Float[Array, "B R K*D"]:
-    """The R = K G T rows of all heads over all heads' channels: each in its own head's, zero elsewhere."""
-    batch, heads, _, _, dim = x.shape
-    own = jnp.eye(heads, dtype=x.dtype)[None, :, None, None, :, None]
-    return (x[:, :, :, :, None] * own).reshape(batch, -1, heads * dim)
+def all_lanes(x: Float[Array, "B K G T D"], mix: np.ndarray | None = None) -> Float[Array, "B K G T L"]:
+    """Put every head's rows on the L = K D channels of all heads: in their own head's, zero elsewhere; or, with `mix`
+    [K, K], in every head's, times a row of it."""
+    own = jnp.eye(x.shape[1]) if mix is None else jnp.asarray(mix)
+    own = own.astype(x.dtype)[None, :, None, None, :, None]
+    return (x[:, :, :, :, None] * own).reshape(*x.shape[:4], -1)
+
+
+def own_lanes(x: Float[Array, "B K G T L"]) -> Float[Array, "B K G T D"]:
+    """Take every head's own channels of those of all heads."""
+    own = jnp.eye(x.shape[1])[None, :, None, None, :, None]
+    return (x.reshape(*x.shape[:4], x.shape[1], -1) * own).sum(4)
 
 
 def _few(rows: Float[Array, "B K G T _"]) -> bool:
     """Say whether a CPU may multiply these rows by the channels of all heads, of which each needs those of one."""
-    return math.prod(rows.shape[1:4]) <= FEW and rows.shape[1] <= MOST_HEADS
+    return rows.shape[1] <= MOST_HEADS and math.prod(rows.shape[1:4]) <= FEW
 
 
 def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float[Array, "B K G T S"]:
     """Multiply queries by keys, float32. XLA for CPUs turns the second operand of a product over its last axis; of
-    a few queries that costs more than the product, and keys that are decoded for it are then made number by number. So
-    does taking heads apart, more than the zeros of queries that meet all heads' channels."""
+    a few queries that costs more than the product, and keys that are decoded for it are then made number by number.
+    Taking a few heads apart costs more than the zeros of queries that meet all of them."""
     plain = functools.partial(jnp.einsum, "bkgtd,bskd->bkgts", preferred_element_type=jnp.float32)
     if q.shape[2] * q.shape[3] > FEW:
         return plain(q, k)
 
     def keys_first(q, k):
         if _few(q):
-            found = jnp.einsum(
-                "bsc,brc->bsr", k.reshape(*k.shape[:2], -1), _spread(q), preferred_element_type=jnp.float32
-            )
-            found = found.reshape(*k.shape[:2], *q.shape[1:4])
+            rows, k = all_lanes(q), k.reshape(*k.shape[:2], -1)
+            found = jnp.einsum("bsc,bkgtc->bskgt", k, rows, preferred_element_type=jnp.float32)
             return jnp.moveaxis(found, 1, -1)
         found = jnp.einsum("bskd,bkgtd->bksgt", k, q, preferred_element_type=jnp.float32)
         return jnp.moveaxis(found, 2, -1)
@@ -136,20 +144,16 @@ def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float
 
 
 def sums_of(weights: Float[Array, "B K G T S"], v: Float[Array, "B S K D"]) -> Float[Array, "B K G T D"]:
-    """Sum values under their weights, float32. XLA for CPUs takes heads apart as for `scores_of`."""
+    """Sum values under their weights, float32; on CPUs as `scores_of` multiplies."""
     plain = functools.partial(jnp.einsum, "bkgts,bskd->bkgtd", preferred_element_type=jnp.float32)
     if not _few(weights):
         return plain(weights, v)
 
-    def side_by_side(weights, v):
-        batch, heads, group, length, tokens = weights.shape
-        rows, lanes = weights.reshape(batch, -1, tokens), v.reshape(batch, tokens, -1)
-        found = jnp.einsum("brs,bsc->brc", rows, lanes, preferred_element_type=jnp.float32)
-        found = found.reshape(batch, heads, group, length, heads, -1)
-        own = jnp.eye(heads)[None, :, None, None, :, None]
-        return (found * own).sum(4)
+    def together(weights, v):
+        v = v.reshape(*v.shape[:2], -1)
+        return own_lanes(jnp.einsum("bkgts,bsc->bkgtc", weights, v, preferred_element_type=jnp.float32))
 
-    return jax.lax.platform_dependent(weights, v, cpu=side_by_side, default=plain)
+    return jax.lax.platform_dependent(weights, v, cpu=together, default=plain)
 
 
 def of_two(make: Callable[..., Tree], *rows: Shaped[Array, "1 ..."]) -> Tree:
