@@ -34,7 +34,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in clocks)))
     room = layout.capacity - layout.method.sinks
     lanes = _lanes(layout, shape, wiring, all(field.kind == "plain" for field in fields))
-    if lanes in (CPU_LANES, CPU_PLAIN) and (layout.method.keep is not None or wiring.chain.carry):
+    if family(layout.target) == "cpu" and (layout.method.keep is not None or wiring.chain.carry):
         lanes //= 2  # masses, or what flows between layers, share these caches
     ring = max(1, min(max(clock.window + clock.unit for clock in clocks), room))
     # Nothing is ever encoded when the window alone can hold the capacity.

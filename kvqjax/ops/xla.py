@@ -85,7 +85,7 @@ def times_matrix(
 ) -> Float[Array, "*N F"]:
     """`x` times a matrix [E, F], or [F, E] if it is `turned`; the result is in `dtype` if one is given. XLA for TPUs
     multiplies a single row on the vector unit, which takes four times what the matrix's bytes do on a v5e or v6e; of
-    two rows it makes a product. XLA for CPUs takes a third longer than a matrix's bytes do; of the sum's two halves it
+    two rows it makes a product. XLA for CPUs takes a third longer than a matrix's bytes do; of the sum's quarters it
     makes products that both cores read at their full rate."""
     equation = "...e,fe->...f" if turned else "...e,ef->...f"
     plain = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
@@ -96,13 +96,13 @@ def times_matrix(
         pad = [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]
         return plain(jnp.pad(x, pad), w)[..., :1, :]
 
-    def halves(x, w):
-        parts, w = x.reshape(2, -1), w.reshape(2, -1, w.shape[1])
+    def quarters(x, w):
+        parts, w = x.reshape(4, -1), w.reshape(4, -1, w.shape[1])
         out = jnp.einsum("pe,pef->pf", parts, w, preferred_element_type=dtype).sum(0)
         return out.reshape(*x.shape[:-1], -1)
 
-    cut = not turned and x.shape[-1] % 2 == 0 and x.dtype == w.dtype == jnp.float32
-    return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=halves if cut else plain, default=plain)
+    cut = not turned and x.shape[-1] % 4 == 0 and x.dtype == w.dtype == jnp.float32
+    return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=quarters if cut else plain, default=plain)
 
 
 def all_lanes(x: Float[Array, "B K G T D"], mix: np.ndarray | None = None) -> Float[Array, "B K G T L"]:
