@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.linalg import hadamard as sylvester
 
-__all__ = ["factors", "hadamard", "has_hadamard", "multiplied", "tiled", "transform"]
+__all__ = ["factors", "hadamard", "has_hadamard", "multiplied", "transform"]
 
 FACTOR = 6  # log2 of the largest Sylvester factor applied as one matrix product
 
@@ -61,28 +61,15 @@ def _paley(order: int) -> np.ndarray:
     return (np.kron(core, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])).astype(np.int8)
 
 
-def _known_split(order: int) -> tuple[int, int]:
+def factors(order: int) -> list[np.ndarray]:
+    """Give matrices whose Kronecker product, first to last, is the Hadamard matrix."""
     parts = _split(order)
     if parts is None:
         raise ValueError(f"no Hadamard matrix of order {order} is known here; powers of two always are")
-    return parts
-
-
-def factors(order: int) -> list[np.ndarray]:
-    """Give matrices whose Kronecker product, first to last, is the Hadamard matrix."""
-    base, power = _known_split(order)
+    base, power = parts
     factors = [_paley(base)] if base > 1 else []
     count = -(-power // FACTOR)  # as few factors as possible, sizes as equal as possible
     return factors + [sylvester(1 << (power + i) // count, np.int8) for i in range(count)]
-
-
-def tiled(order: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Write the matrix as a Kronecker product whose last factor is Sylvester's, as large as one product applies: (the
-    factors before it, the last one). All but Paley's are of two rows, a sum and a difference."""
-    base, power = _known_split(order)
-    last = min(power, FACTOR)
-    first = [_paley(base)] if base > 1 else []
-    return first + [sylvester(2, np.int8)] * (power - last), sylvester(1 << last, np.int8)
 
 
 @functools.lru_cache(maxsize=32)
@@ -105,9 +92,6 @@ def multiplied(x: Float[Array, "*B W"], parts: list[np.ndarray], inverse: bool) 
         left //= size
         matrix = jnp.asarray(factor.T if inverse else factor, jnp.float32)
         x = x.reshape(*shape[:-1], done, size, left)
-        if size == 2:
-            x = jnp.stack([x[..., 0, :] + x[..., 1, :], x[..., 0, :] - x[..., 1, :]], axis=-2)
-        else:
-            x = jnp.einsum("ij,...djl->...dil", matrix, x, precision=jax.lax.Precision.HIGHEST)
+        x = jnp.einsum("ij,...djl->...dil", matrix, x, precision=jax.lax.Precision.HIGHEST)
         done *= size
     return x.reshape(shape)

@@ -29,9 +29,9 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.codecs.hadamard import hadamard, has_hadamard, tiled, transform
+from kvqjax.codecs.hadamard import factors, hadamard, has_hadamard, transform
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
-from kvqjax.codecs.higgs_points import inverse_of, numbers_of, points_of
+from kvqjax.codecs.higgs_points import inverse_at_once, inverse_of, numbers_of, points_of
 from kvqjax.codecs.kernel_form import Packed, rope_of
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
@@ -170,7 +170,7 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
 
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
     forms = {} if plan is None else {name: functools.partial(form.inverse, plan) for name, form in FORMS.items()}
-    if not spec.rotated and dim > 1 and len(tiled(group)[1]) % dim == 0:
+    if not spec.rotated and dim > 1 and factors(group)[-1].shape[0] % dim == 0:
         forms |= {"cpu": by_factors}
 
     def decode(_, tile):
@@ -214,14 +214,14 @@ def mixed_form(spec: Higgs, heads: int, head_dim: int) -> tuple[np.ndarray, Call
     not."""
     group = spec.group or group_size(heads * head_dim)
     whole = group % head_dim == 0 and heads * head_dim % group == 0
-    alone = not spec.rotated and spec.seed is None and len(tiled(head_dim)[1]) % spec.dim == 0
+    alone = not spec.rotated and spec.seed is None and head_dim % spec.dim == 0
     if not (whole and alone and _power_of_two(group) and _power_of_two(head_dim)):
         return None
     points = shipped_grid(spec.bits, spec.dim)
 
     def read(tile):
         lead = tile["codes"].shape[:-1]
-        x = inverse_of(points, head_dim, tile["codes"].reshape(*lead, heads, -1))
+        x = inverse_at_once(points, head_dim, tile["codes"].reshape(*lead, heads, -1))
         scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
         return (x.reshape(*lead, -1, group) * scale[..., None]).reshape(*lead, -1)
 
