@@ -108,8 +108,8 @@ def times_matrix(
 def all_lanes(x: Float[Array, "B K G T D"], mix: np.ndarray | None = None) -> Float[Array, "B K G T L"]:
     """Put every head's rows on the L = K D channels of all heads: in their own head's, zero elsewhere; or, with `mix`
     [K, K], in every head's, times a row of it."""
-    own = jnp.eye(x.shape[1]) if mix is None else jnp.asarray(mix)
-    own = own.astype(x.dtype)[None, :, None, None, :, None]
+    own = jnp.eye(x.shape[1], dtype=x.dtype) if mix is None else jnp.asarray(mix, x.dtype)
+    own = own[None, :, None, None, :, None]
     return (x[:, :, :, :, None] * own).reshape(*x.shape[:4], -1)
 
 
@@ -121,7 +121,7 @@ def own_lanes(x: Float[Array, "B K G T L"]) -> Float[Array, "B K G T D"]:
 
 def _few(rows: Float[Array, "B K G T _"]) -> bool:
     """Say whether a CPU may multiply these rows by the channels of all heads, of which each needs those of one."""
-    return rows.shape[1] <= MOST_HEADS and math.prod(rows.shape[1:4]) <= FEW
+    return 1 < rows.shape[1] <= MOST_HEADS and math.prod(rows.shape[1:4]) <= FEW
 
 
 def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float[Array, "B K G T S"]:
