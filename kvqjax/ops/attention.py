@@ -122,8 +122,7 @@ def blockwise_attention(
     """
     by_head = grouped(q, kv_heads)
     if lanes:
-        by_head = all_lanes(by_head, mix)
-        by_head = by_head.reshape(q.shape[0], 1, -1, *by_head.shape[3:])
+        by_head = all_lanes(by_head, mix).reshape(q.shape[0], 1, -1, q.shape[1], kv_heads * q.shape[3])
 
     def step(j, loop):
         state, carry = loop

@@ -105,12 +105,12 @@ def times_matrix(
     return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=quarters if cut else plain, default=plain)
 
 
-def all_lanes(x: Float[Array, "B K G T D"], mix: np.ndarray | None = None) -> Float[Array, "B K G T L"]:
-    """Put every head's rows on the L = K D channels of all heads: in their own head's, zero elsewhere; or, with `mix`
+def all_lanes(x: Float[Array, "B K G T D"], mix: np.ndarray | None = None) -> Float[Array, "B K G T K D"]:
+    """Put every head's rows on the channels of all heads: in their own head's, zero elsewhere; or, with `mix`
     [K, K], in every head's, times a row of it."""
     own = jnp.eye(x.shape[1], dtype=x.dtype) if mix is None else jnp.asarray(mix, x.dtype)
     own = own[None, :, None, None, :, None]
-    return (x[:, :, :, :, None] * own).reshape(*x.shape[:4], -1)
+    return x[:, :, :, :, None] * own
 
 
 def own_lanes(x: Float[Array, "B K G T L"]) -> Float[Array, "B K G T D"]:
@@ -134,8 +134,7 @@ def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float
 
     def keys_first(q, k):
         if _few(q):
-            rows, k = all_lanes(q), k.reshape(*k.shape[:2], -1)
-            found = jnp.einsum("bsc,bkgtc->bskgt", k, rows, preferred_element_type=jnp.float32)
+            found = jnp.einsum("bsjd,bkgtjd->bskgt", k, all_lanes(q), preferred_element_type=jnp.float32)
             return jnp.moveaxis(found, 1, -1)
         found = jnp.einsum("bskd,bkgtd->bksgt", k, q, preferred_element_type=jnp.float32)
         return jnp.moveaxis(found, 2, -1)
