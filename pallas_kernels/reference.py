@@ -5,8 +5,8 @@ With key codes c, scale s and minimum m per channel of a group, and value codes 
     q . k_t  = q . (c_t * s) + q . m                       the second term is one product per group of tokens
     sum_t p_t v_t = sum_t p_t (e_t * r_t) + sum_t p_t n_t   the second one number per group of channels
 
-Scales are multiplied onto the codes in the loop that unpacks them. On a CPU that is free, while folding them into
-queries and softmax weights would make the matrix products as small as a group."""
+Scales are multiplied onto the codes in the loop that unpacks them, where folding them into queries and softmax weights
+would make the matrix products as small as a group: those of keys, and of values where a head has several groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import from_bits, split_bits, unpack
 from kvqjax.ops.xla import known_after, row_major
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check, family
 
 __all__ = ["at_once", "packed_attention"]
 
@@ -52,7 +52,7 @@ def packed_attention(
         token = jnp.minimum(j * block, slots - block)
         slot = (token + jnp.arange(block))[None, None]
         seen = (slot >= start[..., None]) & (slot < stop[..., None]) & (slot >= j * block)
-        return _attend_block(state, grouped, _reader(body, layer, token, block), seen, spec)
+        return _attend_block(state, grouped, _reader(body, layer, token, block, spec), seen, spec)
 
     shape = grouped.shape[:-1]
     state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(grouped.shape, jnp.float32))
@@ -75,19 +75,17 @@ def _grouped(q: Float[Array, "B T H D"], spec: PackedSpec) -> Float[Array, "B K 
     return q.transpose(0, 2, 1, 3, 4).reshape(batch, spec.kv_heads, -1, dim)
 
 
-def _reader(body: PackedBody, layer, token, block: int) -> Callable[[str, Array], Any]:
+def _reader(body: PackedBody, layer, token, block: int, spec: PackedSpec) -> Callable[[str, Array], Any]:
     """Make what slices a stored array, still packed, of `block` tokens from `token` on, of one layer: (the array's name
-    in the body, what is ready before)."""
-    slots = body.value_scale.shape[-1]
+    in the body, what is ready before). A CPU slices in the loop that unpacks, which a layout would cut in two."""
+    slots, keep = body.value_scale.shape[-1], (lambda x: x) if family(spec.target) == "cpu" else row_major
 
     def rows(array, first):
         batch, share, lanes = array.shape[1], slots // array.shape[2], array.shape[3]
-        return row_major(
-            jax.lax.dynamic_slice(array, (layer, 0, first // share, 0), (1, batch, block // share, lanes))
-        )[0]
+        return keep(jax.lax.dynamic_slice(array, (layer, 0, first // share, 0), (1, batch, block // share, lanes)))[0]
 
     def tokens(array, first):
-        return row_major(jax.lax.dynamic_slice(array, (layer, 0, 0, first), (1, *array.shape[1:3], block)))[0]
+        return keep(jax.lax.dynamic_slice(array, (layer, 0, 0, first), (1, *array.shape[1:3], block)))[0]
 
     def read(name: str, after: Array):
         cut = tokens if name in ("value_scale", "value_low") else rows
@@ -131,13 +129,16 @@ def _scores(grouped, read, spec: PackedSpec) -> Float[Array, "B K M S"]:
 def _weighted(
     weights: Float[Array, "B K M S"], read, seen: Bool[Array, "B T S"], spec: PackedSpec
 ) -> Float[Array, "B K M D"]:
-    """Sum the values under their softmax weights: one product a head with the codes times their scales, and one with
-    the minima. Nothing of them is decoded before the weights are there, when the decoded keys are no longer needed."""
+    """Sum the values under their softmax weights: one product a head with the codes, and one with the minima. Nothing
+    of them is decoded before the weights are there, when the decoded keys are no longer needed."""
     stored = (_floats(read(name, weights), spec) for name in ("value_scale", "value_low"))
     scale, low = (_by_head(jnp.where(seen.any(1)[:, None], x, 0.0), spec) for x in stored)
-    spread = jnp.repeat(scale.swapaxes(-1, -2), spec.value_slice, axis=-1)  # [B, K, S, D]
-    codes = _unpacked(read("value_codes", weights), spec.value_bits, spec.kv_heads) * spread
+    codes = _unpacked(read("value_codes", weights), spec.value_bits, spec.kv_heads)
     minima = jnp.einsum("bkms,bkns->bkmn", weights, low)
+    if scale.shape[2] == 1:  # of all of a head's channels
+        weights = weights * scale
+    else:
+        codes = codes * jnp.repeat(scale.swapaxes(-1, -2), spec.value_slice, axis=-1)  # [B, K, S, D]
     return jnp.einsum("bkms,bksd->bkmd", weights, codes) + jnp.repeat(minima, spec.value_slice, axis=-1)
 
 

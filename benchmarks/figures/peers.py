@@ -13,8 +13,24 @@ Written by `python -m benchmarks.figures` from `benchmarks/records`. Each table 
 LIMITS = """
 The last column says that the slower ones are bound by arithmetic, not by memory. XQuant multiplies the stored latents
 of each token by a matrix to have its keys (its values are summed as latents). HIGGS looks grid points up and transforms
-each token's keys back, in two products. CommVQ looks codebook vectors up and adds them for each token's keys.
+each token's keys back, head by head, in one product; the heads are mixed in the query. CommVQ looks codebook vectors up
+and adds them for each token's keys.
 """
+LAYERS = 8  # of the model beside llama.cpp
+
+
+def _limit(row: dict, record: dict) -> str:
+    """Say what a cached token costs one layer of a step, beside what its bytes do."""
+    tokens = LAYERS * row["tokens"]
+    spent, least = row["ms"] - row["read"], row["read"] * row["bytes"] / record["weights"]
+    return f"`{row['cache']}` {1e6 * spent / tokens:.0f} ({1e6 * least / tokens:.0f})"
+
+
+def limits(record: dict) -> str:
+    """What bounds the slower caches, with figures from steps behind 8192 tokens."""
+    rows = [row for row in record["rows"] if row["kind"] == "step" and row["tokens"] == 8192]
+    each = ",\n".join(_limit(row, record) for row in rows)
+    return f"{LIMITS}\nNanoseconds that a cached token takes a layer, and, in brackets, that its bytes take:\n{each}.\n"
 
 
 def _machine(found: dict | str) -> str:
@@ -65,4 +81,5 @@ def llamacpp(record: dict) -> str:
 
 def text() -> str:
     """The page."""
-    return HEAD + llamacpp(read("llamacpp")) + LIMITS + _steps()
+    record = read("llamacpp")
+    return HEAD + llamacpp(record) + limits(record) + _steps()

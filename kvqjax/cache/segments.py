@@ -26,7 +26,7 @@ from kvqjax.cache.view import (
 )
 from kvqjax.cache.whole_body import attend_packed, attend_stored
 from kvqjax.methods.direct import MOST_QUERIES
-from kvqjax.methods.wiring import SharedValues
+from kvqjax.methods.wiring import MixedKeys, SharedValues
 from kvqjax.ops.attention import Partial, blockwise_attention, merge_over, segment_attention
 from kvqjax.ops.finite import saturated
 
@@ -49,9 +49,16 @@ def _rebuilt(view: LayerView, at, size: int) -> dict:
     return carry
 
 
-def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedValues | None = None):
+def _body_blocks(
+    view: LayerView,
+    tokens: NewTokens,
+    size: int,
+    shared: SharedValues | None = None,
+    mixed: MixedKeys | None = None,
+):
     """Make (read, first, last) for `blockwise_attention` over the body, `size` tokens of every row at a time. With
-    `shared`, the values read are the stored ones, which the caller maps to heads after the sum."""
+    `shared`, the values read are the stored ones, which the caller maps to heads after the sum; with `mixed`, the
+    heads of the keys read are still to be mixed."""
     run, body, constants = view.run, body_view(view, tokens), view.run.wiring.maps.prepare(view.constants)
     waves = run.wiring.fast.waves(size) if run.wiring.fast.waves and body.together else None
 
@@ -61,6 +68,8 @@ def _body_blocks(view: LayerView, tokens: NewTokens, size: int, shared: SharedVa
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
         part = part or _rebuilt(view, at, size)
         decoded, part = run.wiring.maps.decode(constants, payload, part)
+        if mixed is not None:  # keys as decoded then have no user
+            decoded = decoded | {"k": mixed.read(payload["k"])}
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
         done = j * size if run.slots_here % size else at
         carry = {n: replaced(c, part[n], at, done) for n, c in carry.items()}
@@ -112,8 +121,9 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
             return attend_decoded(q, kv_heads, view, tokens, shared, found), found
         width = None if shared is None else shared.width
         if run.lanes and (width is None or run.lanes > 1) and rows <= MOST_ROWS:
-            blocks = _body_blocks(view, tokens, few_block(run, q.shape[0], rows), shared)
-            return blockwise_attention(q, kv_heads, *blocks, carry, width, lanes=True)
+            mixed = fast.mixed if run.lanes > 1 else None
+            blocks = _body_blocks(view, tokens, few_block(run, q.shape[0], rows), shared, mixed)
+            return blockwise_attention(q, kv_heads, *blocks, carry, width, True, None if mixed is None else mixed.mix)
         if kernels == "off":
             size = few_block(run, q.shape[0], rows) if q.shape[1] < MANY_QUERIES else run.reading
             return blockwise_attention(q, kv_heads, *_body_blocks(view, tokens, size, shared), carry, width)

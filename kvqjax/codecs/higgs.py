@@ -29,16 +29,16 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.codecs.hadamard import factors, has_hadamard, transform
+from kvqjax.codecs.hadamard import factors, hadamard, has_hadamard, transform
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
-from kvqjax.codecs.higgs_points import inverse_of, numbers_of, points_of
+from kvqjax.codecs.higgs_points import inverse_at_once, inverse_of, numbers_of, points_of
 from kvqjax.codecs.kernel_form import Packed, rope_of
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 
-__all__ = ["Higgs", "higgs_codec", "summed_form"]
+__all__ = ["Higgs", "higgs_codec", "mixed_form", "summed_form"]
 
 NORMS = ("plain", "corrected", "unbiased")
 FORMS = {"tpu": higgs_tpu, "cuda": higgs_gpu}  # how a platform decodes otherwise
@@ -206,3 +206,23 @@ def summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
         return (x * signs.reshape((1,) * (x.ndim - 1) + (-1,)))[..., :width]
 
     return groups * spec.dim * vectors, read, finish
+
+
+def mixed_form(spec: Higgs, heads: int, head_dim: int) -> tuple[np.ndarray, Callable] | None:
+    """Describe vectors of `heads` heads whose transform is a matrix between heads after one within them: (matrix
+    [heads, heads], read), read(tile) giving [..., n, heads * head_dim] transformed within heads only. None where it is
+    not."""
+    group = spec.group or group_size(heads * head_dim)
+    whole = group % head_dim == 0 and heads * head_dim % group == 0
+    alone = not spec.rotated and spec.seed is None and head_dim % spec.dim == 0
+    if not (whole and alone and _power_of_two(group) and _power_of_two(head_dim)):
+        return None
+    points = shipped_grid(spec.bits, spec.dim)
+
+    def read(tile):
+        lead = tile["codes"].shape[:-1]
+        x = inverse_at_once(points, head_dim, tile["codes"].reshape(*lead, heads, -1))
+        scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
+        return (x.reshape(*lead, -1, group) * scale[..., None]).reshape(*lead, -1)
+
+    return np.kron(np.eye(heads * head_dim // group), hadamard(group // head_dim)), read

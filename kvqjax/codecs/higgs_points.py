@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
-from kvqjax.codecs.hadamard import factors, multiplied
+from kvqjax.codecs.hadamard import factors, hadamard, multiplied
 from kvqjax.codecs.nuq_table import look_up
 
-__all__ = ["inverse_of", "numbers_of", "points_of"]
+__all__ = ["inverse_at_once", "inverse_of", "numbers_of", "points_of"]
 
 MOST_SELECTS = 16  # points that a CPU looks up by their codes' bits
 
@@ -38,3 +38,15 @@ def inverse_of(points: np.ndarray, group: int, codes: UInt[Array, "*lead vectors
     found = jnp.einsum("...j,ji->...i", found, jnp.asarray(rows, jnp.float32), precision="highest")
     found = found.reshape(*codes.shape[:-2], -1)
     return multiplied(found, others, inverse=True) if others else found
+
+
+def inverse_at_once(points: np.ndarray, group: int, codes: UInt[Array, "*lead vectors"]) -> Float[Array, "*lead group"]:
+    """Transform the grid points of codes back as `transform` does, for small groups: with y_j the j-th numbers of all
+    points, H^T y = sum_j H[j::p]^T y_j. The numbers of a point never meet, which XLA for CPUs would move one by one."""
+    dim = points.shape[1]
+
+    def product(place: int):
+        found, rows = numbers_of(points[:, place], codes), jnp.asarray(hadamard(group)[place::dim], jnp.float32)
+        return jnp.einsum("...v,vc->...c", found, rows, precision="highest")
+
+    return sum(product(place) for place in range(dim))

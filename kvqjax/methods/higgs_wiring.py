@@ -6,12 +6,12 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvqjax.codecs import CENTRES, Uniform, centred
-from kvqjax.codecs.higgs import Higgs, summed_form
+from kvqjax.codecs.higgs import Higgs, mixed_form, summed_form
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import Method, method_factory
-from kvqjax.methods.wiring import SharedValues, Wiring
+from kvqjax.methods.wiring import MixedKeys, SharedValues, Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = ["HiggsLayer", "higgs"]
@@ -54,7 +54,10 @@ class HiggsLayer:
             value_rotation=self.value_rotation,
         )
         summed = None if not isinstance(value, Higgs) or value.rotated else _summed_points(value, config)
-        return layer.build(config).having(fast={"reading": READING, "summed": summed})
+        moved = self.centre == "mean" or (self.centre == "auto" and config.known_key_bias)
+        mixed = None if moved else mixed_form(key, config.num_kv_heads, config.head_dim)
+        mixed = None if mixed is None else MixedKeys(*mixed)
+        return layer.build(config).having(fast={"reading": READING, "summed": summed, "mixed": mixed})
 
 
 def _summed_points(spec: Higgs, config: KVShape) -> SharedValues:

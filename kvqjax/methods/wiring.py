@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import Direct
 from kvqjax.methods.maps import Maps
 
-__all__ = ["Calibration", "Chain", "Clock", "Cost", "Fast", "SharedValues", "Storage", "Wiring"]
+__all__ = ["Calibration", "Chain", "Clock", "Cost", "Fast", "MixedKeys", "SharedValues", "Storage", "Wiring"]
 
 
 class Clock(NamedTuple):
@@ -79,20 +80,31 @@ class SharedValues(NamedTuple):
     finish: Callable
 
 
+class MixedKeys(NamedTuple):
+    """Body keys whose transform mixes heads by a matrix `mix` [K, K] and then each head's channels in the same way:
+    read(tile) -> [B, n, K*D] from the keys' payload, mixed within heads only. Queries of all heads' channels take the
+    matrix once (`kvqjax.ops.attention`)."""
+
+    mix: np.ndarray
+    read: Callable
+
+
 class Fast(NamedTuple):
     """Faster ways to attend to a body than decoding it block by block; each is None where a body has none.
 
     `packed`: a kernel reads it as it is stored. `direct`: XLA reads all of it at once, stored head by head
-    (kvqjax.methods.direct). `shared`: values are summed before they are mapped to heads. `summed`: the same on a GPU
-    only, where no kernel reads the body. `reading`: tokens that are decoded at a time, where the body's block is
-    smaller and divides them. `before_rope`: `expand` rotates its keys last of all, and leaves them where it gets no
-    positions. `waves`: waves(n) makes the function from n consecutive positions to what `expand` then takes in their
-    place (kvqjax.model.rope.following); a CPU has it of such keys."""
+    (kvqjax.methods.direct). `shared`: values are summed before they are mapped to heads. `summed`: the same where no
+    kernel reads the body, on a GPU or by a few queries on a CPU. `mixed`: keys whose heads these queries mix, on a CPU.
+    `reading`: tokens that are decoded at a time, where the body's block is smaller and divides them. `before_rope`:
+    `expand` rotates its keys last of all, and leaves them where it gets no positions. `waves`: waves(n) makes the
+    function from n consecutive positions to what `expand` then takes in their place (kvqjax.model.rope.following); a
+    CPU has it of such keys."""
 
     packed: Packed | None = None
     direct: Direct | None = None
     shared: SharedValues | None = None
     summed: SharedValues | None = None
+    mixed: MixedKeys | None = None
     reading: int = 1
     before_rope: bool = False
     waves: Callable | None = None

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.ops.xla import scores_of
+from kvqjax.ops.xla import all_lanes, own_lanes, scores_of, sums_of
 
 __all__ = [
     "Partial",
@@ -75,7 +76,7 @@ def _accumulate(
     weights = jnp.exp(scores - safe[..., None])
     decay = jnp.exp(state.peak - safe)
     by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])
-    update = jnp.einsum("bkgts,bskd->bkgtd", by_value, v, preferred_element_type=jnp.float32)
+    update = sums_of(by_value, v)
     acc = state.acc * decay[..., None] + update.reshape(state.acc.shape)
     return Running(peak, state.total * decay + weights.sum(-1), acc)
 
@@ -111,15 +112,18 @@ def blockwise_attention(
     carry: Any = None,
     width: int | None = None,
     lanes: bool = False,
+    mix: np.ndarray | None = None,
 ) -> tuple[Partial, Any]:
     """Attend to blocks `first <= j < last` one at a time, so that only one block of K and V ever exists.
 
     `read(j, carry) -> (k [B,S,K,D], v [B,S,K,D], mask [B,T,S], carry)` materialises block j. With `width`, v is
     [B,S,1,width], shared by all heads, and so wide is the output. With `lanes` instead, all KV heads are one of K*D
     channels, which costs K times the products, and no head of what is read is taken apart from the others: for few
-    queries on a TPU, whose matrix unit has the time.
+    queries on a TPU, whose matrix unit has the time. With `mix` [K, K], keys are that matrix times the heads read.
     """
-    by_head = _spread(grouped(q, kv_heads)) if lanes else grouped(q, kv_heads)
+    by_head = grouped(q, kv_heads)
+    if lanes:
+        by_head = all_lanes(by_head, mix).reshape(q.shape[0], 1, -1, q.shape[1], kv_heads * q.shape[3])
 
     def step(j, loop):
         state, carry = loop
@@ -131,19 +135,12 @@ def blockwise_attention(
     return finish(_own_lanes(state, kv_heads, width is None) if lanes else state), carry
 
 
-def _spread(q: Float[Array, "B K G T D"]) -> Float[Array, "B 1 K*G T K*D"]:
-    """The queries of all KV heads as those of one: each in its own head's channels, zero elsewhere."""
-    batch, heads, _, length, _ = q.shape
-    own = jnp.eye(heads, dtype=q.dtype)[None, :, None, None, :, None]
-    return (q[:, :, :, :, None] * own).reshape(batch, 1, -1, length, heads * q.shape[-1])
-
-
 def _own_lanes(state: Running, heads: int, apart: bool) -> Running:
     """Give what `_spread` queries have found, by KV head; of values that lie `apart`, each in its own channels."""
     split = lambda x: x.reshape(x.shape[0], heads, -1, *x.shape[3:])  # noqa: E731
-    acc, own = split(state.acc), jnp.eye(heads)[None, :, None, None, :, None]
+    acc = split(state.acc)
     if apart:
-        acc = (acc.reshape(*acc.shape[:-1], heads, -1) * own).sum(4)
+        acc = own_lanes(acc)
     return Running(split(state.peak), split(state.total), acc)
 
 

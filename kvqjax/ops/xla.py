@@ -7,11 +7,13 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 __all__ = [
+    "all_lanes",
     "cut_along",
     "cut_at",
     "depending_on",
@@ -25,11 +27,13 @@ __all__ = [
     "made_once",
     "modulo",
     "of_two",
+    "own_lanes",
     "put_at",
     "rounded",
     "row_major",
     "rows_if",
     "scores_of",
+    "sums_of",
     "times_matrix",
     "unknown_zero",
     "zeros_by",
@@ -37,6 +41,7 @@ __all__ = [
 
 Tree = TypeVar("Tree")
 Index = Int[Array, "*S"] | int
+MOST_HEADS = 4  # that a CPU leaves side by side: as many times the products
 FEW = 64  # rows: as many products are bound by the matrix's bytes
 
 
@@ -80,7 +85,7 @@ def times_matrix(
 ) -> Float[Array, "*N F"]:
     """`x` times a matrix [E, F], or [F, E] if it is `turned`; the result is in `dtype` if one is given. XLA for TPUs
     multiplies a single row on the vector unit, which takes four times what the matrix's bytes do on a v5e or v6e; of
-    two rows it makes a product. XLA for CPUs takes a third longer than a matrix's bytes do; of the sum's two halves it
+    two rows it makes a product. XLA for CPUs takes a third longer than a matrix's bytes do; of the sum's quarters it
     makes products that both cores read at their full rate."""
     equation = "...e,fe->...f" if turned else "...e,ef->...f"
     plain = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
@@ -91,27 +96,63 @@ def times_matrix(
         pad = [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]
         return plain(jnp.pad(x, pad), w)[..., :1, :]
 
-    def halves(x, w):
-        parts, w = x.reshape(2, -1), w.reshape(2, -1, w.shape[1])
+    def quarters(x, w):
+        parts, w = x.reshape(4, -1), w.reshape(4, -1, w.shape[1])
         out = jnp.einsum("pe,pef->pf", parts, w, preferred_element_type=dtype).sum(0)
         return out.reshape(*x.shape[:-1], -1)
 
-    cut = not turned and x.shape[-1] % 2 == 0 and x.dtype == w.dtype == jnp.float32
-    return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=halves if cut else plain, default=plain)
+    cut = not turned and x.shape[-1] % 4 == 0 and x.dtype == w.dtype == jnp.float32
+    return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=quarters if cut else plain, default=plain)
+
+
+def all_lanes(x: Float[Array, "B K G T D"], mix: np.ndarray | None = None) -> Float[Array, "B K G T K D"]:
+    """Put every head's rows on the channels of all heads: in their own head's, zero elsewhere; or, with `mix`
+    [K, K], in every head's, times a row of it."""
+    own = jnp.eye(x.shape[1], dtype=x.dtype) if mix is None else jnp.asarray(mix, x.dtype)
+    own = own[None, :, None, None, :, None]
+    return x[:, :, :, :, None] * own
+
+
+def own_lanes(x: Float[Array, "B K G T L"]) -> Float[Array, "B K G T D"]:
+    """Take every head's own channels of those of all heads."""
+    own = jnp.eye(x.shape[1])[None, :, None, None, :, None]
+    return (x.reshape(*x.shape[:4], x.shape[1], -1) * own).sum(4)
+
+
+def _few(rows: Float[Array, "B K G T _"]) -> bool:
+    """Say whether a CPU may multiply these rows by the channels of all heads, of which each needs those of one."""
+    return 1 < rows.shape[1] <= MOST_HEADS and math.prod(rows.shape[1:4]) <= FEW
 
 
 def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float[Array, "B K G T S"]:
     """Multiply queries by keys, float32. XLA for CPUs turns the second operand of a product over its last axis; of
-    a few queries that costs more than the product, and keys that are decoded for it are then made number by number."""
+    a few queries that costs more than the product, and keys that are decoded for it are then made number by number.
+    Taking a few heads apart costs more than the zeros of queries that meet all of them."""
     plain = functools.partial(jnp.einsum, "bkgtd,bskd->bkgts", preferred_element_type=jnp.float32)
     if q.shape[2] * q.shape[3] > FEW:
         return plain(q, k)
 
     def keys_first(q, k):
+        if _few(q):
+            found = jnp.einsum("bsjd,bkgtjd->bskgt", k, all_lanes(q), preferred_element_type=jnp.float32)
+            return jnp.moveaxis(found, 1, -1)
         found = jnp.einsum("bskd,bkgtd->bksgt", k, q, preferred_element_type=jnp.float32)
         return jnp.moveaxis(found, 2, -1)
 
     return jax.lax.platform_dependent(q, k, cpu=keys_first, default=plain)
+
+
+def sums_of(weights: Float[Array, "B K G T S"], v: Float[Array, "B S K D"]) -> Float[Array, "B K G T D"]:
+    """Sum values under their weights, float32; on CPUs as `scores_of` multiplies."""
+    plain = functools.partial(jnp.einsum, "bkgts,bskd->bkgtd", preferred_element_type=jnp.float32)
+    if not _few(weights):
+        return plain(weights, v)
+
+    def together(weights, v):
+        v = v.reshape(*v.shape[:2], -1)
+        return own_lanes(jnp.einsum("bkgts,bsc->bkgtc", weights, v, preferred_element_type=jnp.float32))
+
+    return jax.lax.platform_dependent(weights, v, cpu=together, default=plain)
 
 
 def of_two(make: Callable[..., Tree], *rows: Shaped[Array, "1 ..."]) -> Tree:

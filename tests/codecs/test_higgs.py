@@ -10,7 +10,7 @@ import pytest
 
 from kvqjax.codecs import bits_per_value, higgs_gpu, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
-from kvqjax.codecs.higgs import Higgs, higgs_codec, summed_form
+from kvqjax.codecs.higgs import Higgs, higgs_codec, mixed_form, summed_form
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
 from kvqjax.ops import allocation, layout
 
@@ -243,6 +243,22 @@ def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
     decoded = np.asarray(codec.decode({}, tile))[0]
     bound = 64 * 2.0**-22 * (weights @ np.abs(decoded)).max()
     np.testing.assert_allclose(jax.jit(finish)(weights @ points), weights @ decoded, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("options", [{}, {"group": 64}, {"dim": 4}, {"bits": 3}], ids=str)
+def test_heads_mixed_after_the_reading_are_what_is_decoded(options):
+    spec, heads, dim = Higgs(**options), 4, 32
+    codec, (mix, read) = spec.build(heads * dim), mixed_form(spec, heads, dim)
+    tile = jax.tree.map(lambda x: jnp.asarray(x)[None], jax.jit(codec.encode)({}, jnp.asarray(signed(1, 64, 128))))
+    found = np.asarray(jax.jit(read)(tile))[0].reshape(64, heads, dim)
+    decoded = np.asarray(codec.decode({}, tile))[0]
+    bound = 2.0**-16 * np.abs(decoded).max(-1, keepdims=True)
+    assert (np.abs(np.einsum("hk,nkd->nhd", mix, found).reshape(64, -1) - decoded) <= bound).all()
+
+
+@pytest.mark.parametrize("options", [{"seed": 3}, {"group": 16}, {"rotated": True}], ids=str)
+def test_heads_that_the_transform_cannot_leave_for_later(options):
+    assert mixed_form(Higgs(**options), 4, 32) is None
 
 
 def test_grids_that_the_form_for_tpus_cannot_hold_are_gathered():
