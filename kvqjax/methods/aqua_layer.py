@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from kvqjax.codecs import Centred, Codec, CodecSpec, Fit
 from kvqjax.codecs.kernel_form import Packed, packed_form
+from kvqjax.methods.aqua_packed import predicted_form
 from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
 from kvqjax.methods.predictors import DTYPES, predict, shapes
 from kvqjax.methods.spec import LayerSpec
@@ -30,8 +31,6 @@ from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
 from kvqjax.ops.xla import kept_apart, rounded
-from kvqjax.pallas_kernels.higgs import HiggsSpec
-from kvqjax.pallas_kernels.predicted import Maps, PredictedBody, PredictedSpec
 
 __all__ = ["UNIT", "AquaLayer", "encode_source", "predictor_inputs", "reconstruct"]
 
@@ -97,21 +96,14 @@ class AquaLayer:
         return _aqua_wiring(self, config, codecs)
 
     def packed(self, config: KVShape) -> Packed | None:
-        """Name the kernel for HIGGS codes of what the usual linear predictors miss, or of keys and values themselves,
-        where one layer's reconstruction flows upwards."""
-        form = packed_form(self.key, self.value, self.rope, config)
-        seen, usual = (self.key_inputs, self.value_inputs), self.predictor == "linear"
-        if form is None or not isinstance(form.spec, HiggsSpec) or self.copy != "layer" or not usual:
+        """Name the kernel for layers with the usual linear predictors, or with none, where one layer's reconstruction
+        flows upwards."""
+        seen, linear = (self.key_inputs, self.value_inputs), self.predictor == "linear"
+        if self.copy != "layer" or not linear or seen not in (("k", "kv"), ("none", "none")):
             return None
-        if (self.unbiased and config.known_key_bias) or seen not in (("k", "kv"), ("none", "none")):
+        if self.unbiased and config.known_key_bias:
             return None
-        mapped = seen == ("k", "kv")
-
-        def body(weights, constants, stored, positions):
-            maps = (constants[source][name] for source in ("k", "v") for name in ("weight", "bias")) if mapped else ()
-            return PredictedBody(form.body(weights, constants, stored, positions), Maps(*maps) if mapped else None)
-
-        return Packed(PredictedSpec(codes=form.spec, mapped=mapped), body)
+        return predicted_form(packed_form(self.key, self.value, self.rope, config), seen == ("k", "kv"))
 
     def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of the predictor's constants by name, and of the mean of keys that are centred."""
