@@ -111,7 +111,7 @@ def _payload(view: LayerView, part: Part, after: Array) -> dict:
     if part.rows is None:
         state, at = _read_after(run, view.state, after, part.size), known_after(after, part.first)
         return payload_of(run, state, view.layer, at, part.size)
-    first, slots = depending_on(after, part.first), run.slots_here
+    first, slots = depending_on(after, jnp.asarray(part.first)), run.slots_here
     body = {
         source: {
             name: spans_of(field, view.state.body[source][name], slots, view.layer, part.rows, first, part.size)

@@ -1,5 +1,7 @@
 """From HIGGS's codes to the numbers of their grid points."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,4 +51,4 @@ def inverse_at_once(points: np.ndarray, group: int, codes: UInt[Array, "*lead ve
         found, rows = numbers_of(points[:, place], codes), jnp.asarray(hadamard(group)[place::dim], jnp.float32)
         return jnp.einsum("...v,vc->...c", found, rows, precision="highest")
 
-    return sum(product(place) for place in range(dim))
+    return functools.reduce(jnp.add, map(product, range(dim)))
