@@ -20,7 +20,6 @@ __all__ = ["chains", "runs_for", "runs_of"]
 
 TPU_LANES = 2**14  # of one row of a plain body
 CPU_LANES = 2**10  # keys and values of a few heads, which stay in its caches; twice as many where queries mix them
-CPU_PLAIN = 2**12  # those of a plain body, which nothing is made of
 CARRIED = {"tpu": 2**22, "gpu": 2**27}  # numbers that flow between layers; on a TPU of one array, held in fast memory
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 
@@ -70,8 +69,6 @@ def _lanes(layout: CacheLayout, shape: KVShape, wiring: Wiring, plain: bool) -> 
         return TPU_LANES if plain else 1
     if shape.num_kv_heads > MOST_HEADS:
         return 0
-    if plain:
-        return CPU_PLAIN
     return CPU_LANES if wiring.fast.mixed is None else 2 * CPU_LANES
 
 

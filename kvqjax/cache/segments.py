@@ -136,7 +136,7 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
         return attend_stored(q, kv_heads, view, tokens, fast.direct), carry
     # Kernels give what attention over blocks gives: means of shared values where a method has such.
     packed = fast.packed if kernels == "off" and shared is fast.shared and body.linear else None
-    if packed is not None and packed.straight and carry:
+    if packed is not None and packed.straight and wiring.chain.carry:
         found, carry = attend_packed(q, view, tokens, packed, by_blocks, carry=carry)
     elif packed is not None and packed.straight:
         found = attend_packed(q, view, tokens, packed, lambda: by_blocks()[0])

@@ -126,7 +126,7 @@ def fresh_runs():
 def test_a_few_queries_take_all_heads_at_once(spec, sliding, monkeypatch):
     """In float32, without a kernel, on a TPU and on a CPU with few heads: ragged rows, large blocks of which the last
     begins within the one before it, a window's ring, and what eviction leaves; a step and a chunk of two tokens."""
-    for name in ("TPU_LANES", "CPU_LANES", "CPU_PLAIN"):
+    for name in ("TPU_LANES", "CPU_LANES"):
         monkeypatch.setattr(runs, name, 512)
     monkeypatch.setattr(runs, "MOST_HEADS", 0)
     model, text, found = tiny(sliding_window=sliding), tokens(2, 700), []

@@ -245,7 +245,8 @@ def test_rotated_bodies_cost_a_seventh_at_most(form):
         assert ((form, target) in DEARER) == (own > 1.15 * other), target
 
 
-OWN_RECORD = ("xquant", "higgs", "commvq", "exact")  # and tests of their own that the table follows from it
+# Records of their own, and tests of their own that the table follows from them.
+OWN_RECORD = ("xquant", "higgs", "commvq", "exact", "aqua", "aqua, first layer")
 # Bundles that 512 tokens of K and V of a KV head add, head_dim 128, 8 query rows; and what a tile may cost besides.
 BUDGETS = {
     KernelForm("kivi", 2, 2): {"v5e": 135, "v6e": 85, "v7x": 78},
