@@ -19,7 +19,7 @@ from kvqjax.pallas_kernels.packed import family
 __all__ = ["chains", "runs_for", "runs_of"]
 
 TPU_LANES = 2**14  # of one row of a plain body
-CPU_LANES = 2**10  # keys and values of a few heads, which stay in its caches; twice as many where queries mix them
+CPU_LANES = 2**10  # keys and values of a few heads, which stay in its caches
 CARRIED = {"tpu": 2**22, "gpu": 2**27}  # numbers that flow between layers; on a TPU of one array, held in fast memory
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 
@@ -32,8 +32,8 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
     block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in clocks)))
     room = layout.capacity - layout.method.sinks
-    lanes = _lanes(layout, shape, wiring, all(field.kind == "plain" for field in fields))
-    if family(layout.target) == "cpu" and (layout.method.keep is not None or wiring.chain.carry):
+    lanes = _lanes(layout, shape, all(field.kind == "plain" for field in fields))
+    if lanes == CPU_LANES and (layout.method.keep is not None or wiring.chain.carry):
         lanes //= 2  # masses, or what flows between layers, share these caches
     ring = max(1, min(max(clock.window + clock.unit for clock in clocks), room))
     # Nothing is ever encoded when the window alone can hold the capacity.
@@ -60,16 +60,14 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
     )
 
 
-def _lanes(layout: CacheLayout, shape: KVShape, wiring: Wiring, plain: bool) -> int:
+def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
     """Choose how many tokens are read at a time where no head is taken apart from the others (`RunLayout.lanes`)."""
     kind = family(layout.target)
     if layout.form != "planes" or kind == "gpu":
         return 0
     if kind == "tpu":
         return TPU_LANES if plain else 1
-    if shape.num_kv_heads > MOST_HEADS:
-        return 0
-    return CPU_LANES if wiring.fast.mixed is None else 2 * CPU_LANES
+    return CPU_LANES if shape.num_kv_heads <= MOST_HEADS else 0
 
 
 def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
