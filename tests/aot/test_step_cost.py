@@ -152,8 +152,8 @@ def test_an_h100_writes_what_it_decodes_once_and_narrow(cache, depths):
 
 @pytest.mark.parametrize("cache", ["higgs:bits=2", "xquant:bits=2"])
 def test_eight_ragged_rows_on_an_h100_cost_what_they_hold(cache):
-    """Rows of 4K to 32K tokens, 18 sixteenths of half a batch: decoded in spans of what they hold, each row's last one
-    and a sixteenth of the batch in vain at most."""
+    """Rows of 4K to 32K tokens, nine sixteenths of a full batch: decoded in spans of what they hold, in vain at most a
+    span of each row and a sixteenth of the batch."""
     if reason := _missing("h100"):
         pytest.skip(reason)
     found = _counted("step_cost", "--chip=h100", f"--cache={cache}", "--context=32768", "--batch=8", "--layers=1,2")
