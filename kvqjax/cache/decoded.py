@@ -1,11 +1,12 @@
-"""One layer's attention to an encoded body that is decoded in straight code, for GPUs: no loop whose bound is data, on
-every turn of which the host would decide.
+"""One layer's attention to an encoded body that is decoded on GPUs, in loops whose number of turns is static: at every
+turn of another loop the host would decide.
 
 A body is read in parts, each attended to by itself and merged by log-sum-exp. A part holds either the same slots of
 every row, or, where rows together hold fewer tokens than the longest one would make them (`Reach.total`), spans of
 rows, each from a row and a slot that are data: a batch costs what its rows hold, rounded up to a span each."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,48 +20,60 @@ from kvqjax.methods.direct import PIECE, Direct, attend_whole, summed
 from kvqjax.methods.wiring import SharedValues
 from kvqjax.model.rope import turned_back
 from kvqjax.ops.allocation import spans_of
-from kvqjax.ops.attention import Partial, combined, merge, total_lse
+from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import cut_at, depending_on, given_to_gpus, kept_apart, known_after, row_major
+from kvqjax.ops.xla import cut_along, cut_at, depending_on, given_to_gpus, kept_apart, known_after, row_major
 
 __all__ = ["attend_decoded", "passed", "replaced"]
 
 PASSED = 2**17  # body tokens of all rows that are read at a time
+MOST_STRAIGHT = 2  # parts that are attended to without a loop
 MOST_SUMS = 8  # queries of a KV head whose scores are summed instead of multiplied out
 MOST_SPAN = 1024  # tokens of a row that a part takes or leaves, where rows are read as far as they are filled
 
 
 class Part(NamedTuple):
-    """Body slots that are attended to together: `size` of every row from slot `first` on, or, with `rows`, of rows[i]
-    from first[i] on. `mask` says which of them each query sees."""
+    """Body slots that are attended to together: as many as `positions` has of every row from slot `first` on, or, with
+    `rows`, of rows[i] from first[i] on. `mask` says which of them each query sees. Parts of equal sizes are one value
+    whose arrays have an axis of P in front."""
 
-    size: int
-    first: Int[Array, " n"] | int
-    positions: Int[Array, "n size"]
-    mask: Bool[Array, "n T size"]
-    rows: Int[Array, " n"] | None = None
+    first: Int[Array, "*P"] | Int[Array, "*P n"]
+    positions: Int[Array, "*P n size"]
+    mask: Bool[Array, "*P n T size"]
+    rows: Int[Array, "*P n"] | None = None
 
 
 def attend_decoded(
     q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None, carry: dict
 ) -> Partial:
-    """Attend to the body in straight code, a part decoded at a time. Each part waits for the one before it, or XLA
-    would decode all at once. A `carry` is the body decoded."""
+    """Attend to the body, a part decoded at a time. A `carry` is the body decoded."""
     if carry:  # or XLA would copy all of it beside the exact tokens, for one product by a matrix that both share
         view = view._replace(weights=kept_apart(view.weights))
     constants = view.run.wiring.maps.prepare(view.constants)
     spans = None if carry else _spans(view, tokens, q.shape[0])
-    found: list[Partial] = []
-    for part in _parts(view, tokens, q.shape[0], bool(carry)) if spans is None else spans.parts:
-        after = found[-1].out if found else q
-        found.append(_attend_part(q, kv_heads, view, constants, part, shared, carry, after))
+    parts = _parts(view, tokens, q.shape[0], bool(carry)) if spans is None else spans.parts
+    attend = lambda part, after: _attend_part(q, kv_heads, view, constants, part, shared, carry, after)  # noqa: E731
+    found = _each(attend, parts, q)
     if spans is None:
-        return Partial(merge(*found), total_lse(*found))
-    return _by_rows(Partial(*(jnp.concatenate(x) for x in zip(*found, strict=True))), spans)
+        return Partial(combined(found.lse, found.out), jax.nn.logsumexp(found.lse, axis=0))
+    return _by_rows(Partial(*(x.reshape(-1, *x.shape[2:]) for x in found)), spans)
+
+
+def _each(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
+    """Attend to one part after the other. Each waits for the one before it, or XLA would decode all at once. Few are
+    straight code, which takes fewer kernels; of many compile time would grow with their number."""
+
+    def step(after, part):
+        found = attend(part, after)
+        return found.out.reshape(-1)[0], found
+
+    count = parts.mask.shape[0]
+    return jax.lax.scan(step, q.reshape(-1)[0].astype(jnp.float32), parts, unroll=count <= MOST_STRAIGHT)[1]
 
 
 def _attend_part(q, kv_heads: int, view: LayerView, constants, part: Part, shared, carry: dict, after) -> Partial:
     """Attend to one part, which is not read before `after` is there."""
+    size = part.positions.shape[-1]
     run, is_summed = view.run, q.shape[1] * q.shape[2] <= MOST_SUMS * kv_heads
     is_bare = is_summed and run.wiring.fast.before_rope and run.shape.turning is not None and run.deal.parts == 1
     if part.rows is not None:
@@ -68,7 +81,7 @@ def _attend_part(q, kv_heads: int, view: LayerView, constants, part: Part, share
 
     def decoded(after):
         if carry:
-            payload, found = {}, {name: c[:, part.first : part.first + part.size] for name, c in carry.items()}
+            payload, found = {}, {name: cut_along(c, part.first, size, 1) for name, c in carry.items()}
         else:
             payload = _payload(view, part, after)
             found, _ = run.wiring.maps.decode(constants, payload, {})
@@ -78,7 +91,7 @@ def _attend_part(q, kv_heads: int, view: LayerView, constants, part: Part, share
     def scores(rows, _):
         k = decoded(after)[2][0]
         if is_bare:
-            return [_sums(turned_back(rows, part.positions, run.shape, math.gcd(part.size, MOST_SPAN)), k)]
+            return [_sums(turned_back(rows, part.positions, run.shape, math.gcd(size, MOST_SPAN)), k)]
         if is_summed:
             return [_sums([rows[:, None, :, n].astype(jnp.float32) for n in range(rows.shape[2])], k)]
         k = row_major(jnp.swapaxes(k, 1, 2))
@@ -107,19 +120,19 @@ def _sums(q: list[Float[Array, "B ones K D"]], k: Float[Array, "B S K D"]) -> Fl
 
 def _payload(view: LayerView, part: Part, after: Array) -> dict:
     """Read and unpack a part's tokens, not before `after` is there."""
-    run = view.run
+    run, size = view.run, part.positions.shape[-1]
     if part.rows is None:
-        state, at = _read_after(run, view.state, after, part.size), known_after(after, part.first)
-        return payload_of(run, state, view.layer, at, part.size)
-    first, slots = depending_on(after, jnp.asarray(part.first)), run.slots_here
+        state, at = _read_after(run, view.state, after, size), known_after(after, part.first)
+        return payload_of(run, state, view.layer, at, size)
+    first, slots = depending_on(after, part.first), run.slots_here
     body = {
         source: {
-            name: spans_of(field, view.state.body[source][name], slots, view.layer, part.rows, first, part.size)
+            name: spans_of(field, view.state.body[source][name], slots, view.layer, part.rows, first, size)
             for name, field in codec.fields.items()
         }
         for source, codec in run.wiring.storage.codecs.items()
     }
-    return payload_of(run, view.state.replace(body=body), 0, 0, part.size)
+    return payload_of(run, view.state.replace(body=body), 0, 0, size)
 
 
 def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
@@ -133,26 +146,28 @@ def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
     return state.replace(body={source: stored | codes[source] for source, stored in state.body.items()})
 
 
-def _parts(view: LayerView, tokens: NewTokens, batch: int, is_decoded: bool) -> list[Part]:
-    """Cut a body into the same slots of every row: at least AT_ONCE at a time, of few rows more, because every part
-    takes kernels and seconds of compilation."""
+def _parts(view: LayerView, tokens: NewTokens, batch: int, is_decoded: bool) -> Part:
+    """Cut a body into parts of the same slots of every row: at least AT_ONCE at a time, of few rows more, because every
+    part takes kernels. The last one may begin in the one before it, which sees what both hold."""
     run = view.run
-    count = min(-(-reached(view) // run.block) * run.block, run.slots_here)
-    size = PASSED // batch if is_decoded else max(AT_ONCE, 4 * AT_ONCE // batch)
-    size = max(1, size // run.block) * run.block
-    positions, valid = body_view(view, tokens).places(0, count)
-    mask, parts = seen(view, tokens, positions, valid), []
-    for first in range(0, count, size):
-        here = slice(first, min(first + size, count))
-        parts.append(Part(here.stop - first, first, positions[:, here], mask[:, :, here]))
-    return parts
+    blocks = min(-(-reached(view) // run.block), run.slots_here // run.block)
+    most = PASSED // batch if is_decoded else max(AT_ONCE, 4 * AT_ONCE // batch)
+    count = -(-blocks // max(1, most // run.block))
+    size = run.block * -(-blocks // count)
+    start = jnp.arange(count) * size
+    first = jnp.minimum(start, blocks * run.block - size)
+    positions, valid = body_view(view, tokens).places(0, blocks * run.block)
+    mask = seen(view, tokens, positions, valid)
+    cut = jax.vmap(lambda x, at: cut_along(x, at, size, x.ndim - 1), (None, 0))
+    late = first[:, None] + jnp.arange(size)[None] >= start[:, None]
+    return Part(first, cut(positions, first), cut(mask, first) & late[:, None, None])
 
 
 class Spans(NamedTuple):
     """A body cut into spans of rows, those of a row one after the other: the parts that hold them, and of each row the
     number of its first span and how many it has, `most` at most."""
 
-    parts: list[Part]
+    parts: Part
     start: Int[Array, " B"]
     counts: Int[Array, " B"]
     most: int
@@ -167,6 +182,8 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
     size = run.block * max(n for n in range(1, max(1, MOST_SPAN // run.block) + 1) if blocks % n == 0)
     most = min(-(-reached(view) // size), run.slots_here // size)
     number = -(-min(view.reach.total, run.slots_here * batch) // size) + batch
+    count = -(-number // max(1, PASSED // size))
+    number = count * -(-number // count)
     if number >= most * batch:
         return None
     counts = -(-run.deal.share(body_tokens(run, view.state)) // size)
@@ -174,18 +191,16 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
     numbers = jnp.arange(number)
     rows = jnp.minimum((stop[None] <= numbers[:, None]).sum(1), batch - 1)
     first = jnp.minimum((numbers - (stop - counts)[rows]) * size, (most - 1) * size)
-    rows, first = given_to_gpus((rows, first))
+    rows, first = given_to_gpus((rows, first))  # those after the last span are read for nothing
     positions, valid = body_view(view, tokens).places(0, most * size)
     mask = seen(view, tokens, positions, valid)
 
-    def of(x, rows, first):  # [B, .., most * size] to [n, .., size]
+    def of(x):  # [B, .., most * size] to [P, n, .., size]
         shape = (1, *x.shape[1:-1], size)
-        return jax.vmap(lambda row, at: cut_at(x, (row, *[0] * (x.ndim - 2), at), shape)[0])(rows, first)
+        found = jax.vmap(lambda row, at: cut_at(x, (row, *[0] * (x.ndim - 2), at), shape)[0])(rows, first)
+        return found.reshape(count, -1, *found.shape[1:])
 
-    parts, each = [], max(1, PASSED // size)
-    for here in (slice(n, n + each) for n in range(0, number, each)):
-        places = rows[here], first[here]  # those after the last span are read for nothing
-        parts.append(Part(size, places[1], of(positions, *places), of(mask, *places), places[0]))
+    parts = Part(first.reshape(count, -1), of(positions), of(mask), rows.reshape(count, -1))
     return Spans(parts, stop - counts, counts, most)
 
 

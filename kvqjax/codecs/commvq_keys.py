@@ -140,20 +140,33 @@ def _encode(spec: CommVQKeys, codebook, x):
     return {"codes": codes.reshape(-1, x.shape[0]).T, "prescale": prescale[None]}
 
 
-def _gathered(codebook, codes, unroll: bool = False):
-    """Sum C[A] + j C[B] over all rounds, [..., n, C, 2g] float32. `unroll`: no loop over the rounds."""
-    rounds, groups, levels, width = codebook.shape
+def _indices(codebook, codes) -> Int[Array, "R 2 *B n C"]:
+    """Say which of a codebook's rows, [R * C * L, 2g], `codes` name for the A and the B of every round."""
+    rounds, groups, levels, _ = codebook.shape
     codes = codes.astype(jnp.int32)
-    codes = jnp.moveaxis(codes.reshape(*codes.shape[:-1], rounds, 2, groups), (-3, -2), (0, 1))  # [R, 2, ..., n, C]
-    first = (jnp.arange(groups, dtype=jnp.int32) * levels).reshape((1,) * (codes.ndim - 2) + (groups,))
+    codes = jnp.moveaxis(codes.reshape(*codes.shape[:-1], rounds, 2, groups), (-3, -2), (0, 1))
+    first = jnp.arange(rounds * groups, dtype=jnp.int32).reshape(rounds, *[1] * (codes.ndim - 2), groups) * levels
+    return codes + first
 
-    def add(total, entry):  # the sums over A and over B, [2, ..., n, C, 2g]
-        book, pair = entry
-        rows = book.astype(jnp.float32).reshape(groups * levels, width)
-        return total + rows.at[pair + first].get(mode="promise_in_bounds"), None
 
-    start = jnp.zeros((*codes.shape[1:], width), jnp.float32)
-    total = jax.lax.scan(add, start, (codebook, codes), unroll=unroll)[0]
+def _rows_of(codebook, indices) -> Float[Array, "*B C g2"]:
+    """Look up rows of a codebook, float32."""
+    rows = codebook.astype(jnp.float32).reshape(-1, codebook.shape[-1])
+    return rows.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _gathered(codebook, codes):
+    """Sum C[A] + j C[B] over all rounds, [..., n, C, 2g] float32: one round after the other."""
+    indices = _indices(codebook, codes)
+    start = jnp.zeros((*indices.shape[1:], codebook.shape[-1]), jnp.float32)
+    total = jax.lax.scan(lambda total, at: (total + _rows_of(codebook, at), None), start, indices)[0]
+    return total[0] + quarter_turn(total[1])
+
+
+def _at_once(codebook, codes):
+    """Do as `_gathered` in one sum over rounds, which XLA for GPUs makes in one kernel; a loop would write its partial
+    sums."""
+    total = _rows_of(codebook, _indices(codebook, codes)).sum(0)
     return total[0] + quarter_turn(total[1])
 
 
@@ -165,9 +178,9 @@ def _decode(spec: CommVQKeys, constants, tile):
         return _gathered(constants["codebook"], codes)
 
     def fused(constants, codes):
-        """Sum all rounds in one kernel, as XLA for GPUs does without a loop, whose partial sums would be written. Parts
-        of unit vectors fit float16; float32 would be twice the bytes."""
-        return kept_apart(_gathered(constants["codebook"], codes, unroll=True).astype(jnp.float16)).astype(jnp.float32)
+        """Parts of unit vectors fit float16; float32 would be twice the bytes."""
+        found = _at_once(constants["codebook"], codes)
+        return kept_apart(found.astype(jnp.float16)).astype(jnp.float32)
 
     codes = tile["codes"].astype(jnp.uint32)
     total = jax.lax.platform_dependent(constants, codes, tpu=multiplied, cuda=fused, default=gathered)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, UInt
 
 from kvqjax.codecs.hadamard import has_hadamard
 
-__all__ = ["group_size", "nearest", "shipped_grid"]
+__all__ = ["by_blocks", "by_table", "group_size", "nearest", "shipped_grid"]
 
 LARGEST_GROUP = 1024
 SMALLEST_GROUP = 64  # below this a divisor costs more in scales than zero padding costs in codes
@@ -42,11 +42,21 @@ def group_size(width: int) -> int:
 
 
 def nearest(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:
-    """Index of the grid point nearest to each vector: the first maximum of 2 y.g - |g|^2, float32.
+    """Index of the grid point nearest to each vector: the first maximum of 2 y.g - |g|^2, float32. Products of depth
+    p <= 6 would waste a matrix unit."""
+    return jax.lax.platform_dependent(grid, y, cuda=by_table, default=by_blocks)
 
-    Products of depth p <= 6 waste a matrix unit, and XLA's argmax over a materialised score table was 3 to 30 times
-    slower than this running maximum over unrolled blocks (128 tokens of 1024 channels on CPU).
-    """
+
+def by_table(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:
+    """Do as `nearest` by an argmax over all scores, which XLA for GPUs makes in the kernel that compares them."""
+    lead = (1,) * (y.ndim - 1)
+    scores = sum(y[..., i, None] * (2 * grid[:, i]).reshape(*lead, -1) for i in range(grid.shape[1]))
+    return jax.lax.argmax(scores - (grid * grid).sum(1).reshape(*lead, -1), y.ndim - 1, jnp.uint32)
+
+
+def by_blocks(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:
+    """Do as `nearest` by a running maximum over unrolled blocks of points: XLA for CPUs writes a table of scores, which
+    took 3 to 30 times longer (128 tokens of 1024 channels)."""
     count, dim = grid.shape
     block = min(BLOCK, count)
     bias = (grid * grid).sum(1)

@@ -20,6 +20,7 @@ would convert a whole array to float32 and back around every slice and every upd
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from kvqjax.ops.xla import cut_at, floor_divide, modulo, put_at, row_major
 __all__ = ["FEW", "PLANE", "Field", "from_bits", "is_half", "read", "slot_rows", "split_bits", "to_bits", "write"]
 
 PLANE = 32  # tokens per plane: the rows of a block of words
-FEW = 256  # tokens that are written plane by plane
+FEW = 256  # tokens that are written block by block
 
 Stored = tuple  # the arrays of one field, one per plane set
 
@@ -100,16 +101,18 @@ def _chosen(wanted, new, old):
     return new if wanted is None else jnp.where(wanted, new, old)
 
 
-def _write_plane(field, words, codes, index, token, bits, wanted):
-    """Put up to 32 tokens' codes into their plane; the plane's old bits are cleared first (write once, docs/design.md,
-    idea 8)."""
-    per_block = 1024 // bits
-    row = floor_divide(token, per_block) * PLANE + modulo(token, PLANE)
+def _write_part(field, words, codes, index, token, bits, wanted):
+    """Put the codes of u tokens, 1 or whole planes of one block from a multiple of u on, into the words that hold
+    them; their old bits are cleared first (write once, docs/design.md, idea 8)."""
+    per, count = 1024 // bits, max(1, len(codes) // PLANE)
+    row = floor_divide(token, per) * PLANE + modulo(token, PLANE)
+    shift = jnp.asarray(floor_divide(modulo(token, per), PLANE) * bits, jnp.uint32)
+    shifts = jnp.arange(0, count * bits, bits, dtype=jnp.uint32).reshape(-1, 1, 1)
+    codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
     start, codes = ((*index, 0, row), codes.T) if field.along_lanes else ((*index, row, 0), codes)
-    shift = jnp.asarray(floor_divide(modulo(token, per_block), PLANE) * bits, jnp.uint32)
     old = cut_at(words, start, (1,) * len(index) + codes.shape)
-    mask = jnp.uint32((1 << bits) - 1) << shift
-    new = _chosen(wanted, (old & ~mask) | (codes << shift).reshape(old.shape), old)
+    mask = jnp.uint32((1 << count * bits) - 1) << shift
+    new = _chosen(wanted, (old & ~mask) | codes.reshape(old.shape), old)
     return put_at(words, row_major(new), start)
 
 
@@ -123,8 +126,8 @@ def write(
 ) -> Stored:
     """Store one tile at (layer, row) = `index`, starting at body token `token`; where `wanted` is False, nothing.
 
-    A tile of codes or columns holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32. Group tiles are
-    `[u/group, W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
+    A tile of codes or columns holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32, and `token` one of
+    u where that is at most FEW. Group tiles are `[u/group, W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
     if field.heads:
         return head_major.write(field, stored, index, token, tile, wanted)
     if field.packed:
@@ -141,8 +144,9 @@ def _write_codes(field, stored, index, token, tile, wanted):
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         part = (tile >> shift) & ((1 << bits) - 1)
         if tile.shape[0] <= FEW:
-            for first in range(0, tile.shape[0], PLANE):
-                words = _write_plane(field, words, part[first : first + PLANE], index, token + first, bits, wanted)
+            size = math.gcd(tile.shape[0], 1024 // bits)
+            for first in range(0, tile.shape[0], size):
+                words = _write_part(field, words, part[first : first + size], index, token + first, bits, wanted)
         else:
             words = _write_blocks(field, words, part, index, token, bits, wanted)
         yield words

@@ -11,7 +11,7 @@ import pytest
 from kvqjax.codecs import bits_per_value, higgs_gpu, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
 from kvqjax.codecs.higgs import Higgs, higgs_codec, mixed_form, summed_form
-from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
+from kvqjax.codecs.higgs_grid import by_blocks, by_table, group_size, nearest, shipped_grid
 from kvqjax.ops import allocation, layout
 
 DATA = Path(__file__).parents[1] / "data"
@@ -79,14 +79,15 @@ def test_shipped_grids_reach_the_published_gaussian_error(dim, count):
     assert error >= GAUSSIAN_MSE[dim, count] * 0.97
 
 
-def test_nearest_is_the_first_of_the_nearest_points():
+@pytest.mark.parametrize("form", [by_blocks, by_table])
+def test_nearest_is_the_first_of_the_nearest_points(form):
     """Sixteenths, so that every product and sum is exact and ties are ties, however XLA rounds and orders them."""
     grid = np.round(np.random.default_rng(0).normal(size=(64, 3)) * 16).astype(np.float32) / 16
     grid[40] = grid[7]
     y = np.concatenate([np.round(np.random.default_rng(1).normal(size=(500, 3)) * 16).astype(np.float32) / 16, grid])
     distance = ((y[:, None] - grid[None]) ** 2).sum(-1)
     assert (np.sort(distance, 1)[:, 0] == np.sort(distance, 1)[:, 1]).sum() >= 2, "there are ties"
-    np.testing.assert_array_equal(nearest(jnp.asarray(grid), jnp.asarray(y)), distance.argmin(1))
+    np.testing.assert_array_equal(form(jnp.asarray(grid), jnp.asarray(y)), distance.argmin(1))
 
 
 @pytest.mark.parametrize("order", [1, 12, 28, 768, 1024])
