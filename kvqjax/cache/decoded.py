@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.cache.run_layout import AT_ONCE, RunLayout
+from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.state import Run, body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, summed
 from kvqjax.methods.wiring import SharedValues
-from kvqjax.model.rope import turned_back
+from kvqjax.model.rope import Waves, steps, turned_back
 from kvqjax.ops.allocation import spans_of
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
@@ -51,8 +51,9 @@ def attend_decoded(
         view = view._replace(weights=kept_apart(view.weights))
     constants = view.run.wiring.maps.prepare(view.constants)
     spans = None if carry else _spans(view, tokens, q.shape[0])
-    parts = _parts(view, tokens, q.shape[0], bool(carry)) if spans is None else spans.parts
-    attend = lambda part, after: _attend_part(q, kv_heads, view, constants, part, shared, carry, after)  # noqa: E731
+    parts = _parts(view, tokens, q.shape[0]) if spans is None else spans.parts
+    table = _table(view, parts) if q.shape[1] * q.shape[2] <= MOST_SUMS * kv_heads else None
+    attend = lambda part, after: _attend_part(q, kv_heads, view, constants, part, shared, carry, table, after)  # noqa: E731
     found = _each(attend, parts, q)
     if spans is None:
         return Partial(combined(found.lse, found.out), jax.nn.logsumexp(found.lse, axis=0))
@@ -71,11 +72,20 @@ def _each(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
     return jax.lax.scan(step, q.reshape(-1)[0].astype(jnp.float32), parts, unroll=count <= MOST_STRAIGHT)[1]
 
 
-def _attend_part(q, kv_heads: int, view: LayerView, constants, part: Part, shared, carry: dict, after) -> Partial:
-    """Attend to one part, which is not read before `after` is there."""
-    size = part.positions.shape[-1]
-    run, is_summed = view.run, q.shape[1] * q.shape[2] <= MOST_SUMS * kv_heads
-    is_bare = is_summed and run.wiring.fast.before_rope and run.shape.turning is not None and run.deal.parts == 1
+def _table(view: LayerView, parts: Part) -> Waves | None:
+    """Make the table that turns queries back by the positions of keys that are decoded before the rope. None where keys
+    are decoded after it, or positions do not follow each other."""
+    run = view.run
+    if not run.wiring.fast.before_rope or run.shape.turning is None or run.deal.parts > 1:
+        return None
+    return steps(math.gcd(parts.positions.shape[-1], MOST_SPAN), run.shape)
+
+
+def _attend_part(
+    q, kv_heads: int, view: LayerView, constants, part: Part, shared, carry: dict, table: Waves | None, after
+) -> Partial:
+    """Attend to one part, which is not read before `after` is there. With a `table`, queries are turned back."""
+    run, size = view.run, part.positions.shape[-1]
     if part.rows is not None:
         q = q[part.rows]
 
@@ -86,13 +96,13 @@ def _attend_part(q, kv_heads: int, view: LayerView, constants, part: Part, share
             payload = _payload(view, part, after)
             found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
-        return payload, found, expanded(view, found, None if is_bare else part.positions)
+        return payload, found, expanded(view, found, part.positions if table is None else None)
 
     def scores(rows, _):
         k = decoded(after)[2][0]
-        if is_bare:
-            return [_sums(turned_back(rows, part.positions, run.shape, math.gcd(size, MOST_SPAN)), k)]
-        if is_summed:
+        if table is not None:
+            return [_sums(turned_back(rows, part.positions, run.shape, table), k)]
+        if rows.shape[2] <= MOST_SUMS:
             return [_sums([rows[:, None, :, n].astype(jnp.float32) for n in range(rows.shape[2])], k)]
         k = row_major(jnp.swapaxes(k, 1, 2))
         return [jnp.einsum("bkxd,bksd->bkxs", rows, k, preferred_element_type=jnp.float32)]
@@ -146,13 +156,12 @@ def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
     return state.replace(body={source: stored | codes[source] for source, stored in state.body.items()})
 
 
-def _parts(view: LayerView, tokens: NewTokens, batch: int, is_decoded: bool) -> Part:
-    """Cut a body into parts of the same slots of every row: at least AT_ONCE at a time, of few rows more, because every
-    part takes kernels. The last one may begin in the one before it, which sees what both hold."""
+def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
+    """Cut a body into parts of the same slots of every row, as few as may be, because every part takes kernels and
+    seconds of compilation. The last one may begin in the one before it, which sees what both hold."""
     run = view.run
     blocks = min(-(-reached(view) // run.block), run.slots_here // run.block)
-    most = PASSED // batch if is_decoded else max(AT_ONCE, 4 * AT_ONCE // batch)
-    count = -(-blocks // max(1, most // run.block))
+    count = -(-blocks // max(1, PASSED // batch // run.block))
     size = run.block * -(-blocks // count)
     start = jnp.arange(count) * size
     first = jnp.minimum(start, blocks * run.block - size)

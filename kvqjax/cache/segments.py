@@ -11,7 +11,7 @@ from kvqjax.cache.decoded import attend_decoded, passed, replaced
 from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.eviction import Received, received
 from kvqjax.cache.recoding import recoded
-from kvqjax.cache.run_layout import AT_ONCE, MOST_ROWS, RunLayout, few_block
+from kvqjax.cache.run_layout import MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.state import Run, due
 from kvqjax.cache.view import (
     LayerView,
@@ -20,7 +20,6 @@ from kvqjax.cache.view import (
     body_view,
     expanded,
     payload_of,
-    reached,
     seen,
     side_by_side,
 )
@@ -31,8 +30,6 @@ from kvqjax.ops.attention import Partial, blockwise_attention, merge_over, segme
 from kvqjax.ops.finite import saturated
 
 __all__ = ["attend_body", "attend_exact", "attend_parts", "weigh"]
-
-MOST_PARTS = 16  # of a body that are decoded in straight code: more would take long to compile
 
 
 def _passed(run: RunLayout, state: Run, constants, at, size: int, layer, carry: dict) -> dict:
@@ -108,7 +105,7 @@ def _attend_in_frame(q, kv_heads: int, view: LayerView, tokens: NewTokens, carry
     fast, body = wiring.fast, body_view(view, tokens)
     kernels = view.chunks if body.together else "off"
     few = body.linear and q.shape[1] <= MOST_QUERIES
-    at_once = run.static and few and not wiring.chain.carry and reached(view) <= MOST_PARTS * AT_ONCE
+    at_once = run.static and few and not wiring.chain.carry
     shared = (fast.summed if at_once or run.lanes > 1 else None) or fast.shared
     shared = shared if shared is not None and q.shape[1] <= shared.most else None
 

@@ -24,6 +24,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
 from kvqjax.ops import head_major
@@ -107,7 +108,7 @@ def _write_part(field, words, codes, index, token, bits, wanted):
     per, count = 1024 // bits, max(1, len(codes) // PLANE)
     row = floor_divide(token, per) * PLANE + modulo(token, PLANE)
     shift = jnp.asarray(floor_divide(modulo(token, per), PLANE) * bits, jnp.uint32)
-    shifts = jnp.arange(0, count * bits, bits, dtype=jnp.uint32).reshape(-1, 1, 1)
+    shifts = np.arange(0, count * bits, bits, dtype=np.uint32).reshape(-1, 1, 1)
     codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
     start, codes = ((*index, 0, row), codes.T) if field.along_lanes else ((*index, row, 0), codes)
     old = cut_at(words, start, (1,) * len(index) + codes.shape)
@@ -159,7 +160,7 @@ def _write_blocks(field, words, codes, index, token, bits, wanted):
     count = min(head_major.pieces(len(codes), per, PLANE), rows // PLANE)
     first = jnp.minimum(floor_divide(token, per), rows // PLANE - count)
     codes, here = head_major.placed(codes, token - first * per, count * per)
-    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, :, None, None]
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None, None]
     pack = lambda x: (x.reshape(count, -1, PLANE, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
     full = jnp.where(here, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
     codes, mask = (pack(x).reshape(count * PLANE, -1) for x in (codes, full))
@@ -178,7 +179,7 @@ def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
     """Unpack whole blocks: R rows of words become the codes of R*32/bits tokens, in token order."""
     lead, (rows, width) = words.shape[:-2], words.shape[-2:]
     blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
-    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
+    shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
     return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
 
 

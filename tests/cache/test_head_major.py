@@ -11,7 +11,7 @@ from cases import CASES, model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import decoded, run_layout, runs, runs_of, segments
+from kvqjax.cache import decoded, run_layout, runs, runs_of
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.ops.allocation import allocate, logical_bits
 from kvqjax.ops.layout import Field, read, write
@@ -96,8 +96,8 @@ def test_equal_codes_and_logits(name, layers):
 
 def as_on_gpus(model, method, monkeypatch):
     """`filled` by the forms of GPUs, in parts of one block; they need no GPU, but programs of their own."""
-    for module in (run_layout, segments, decoded):
-        monkeypatch.setattr(module, "AT_ONCE", 1)
+    monkeypatch.setattr(run_layout, "AT_ONCE", 1)
+    monkeypatch.setattr(decoded, "PASSED", 1)
     monkeypatch.setitem(runs.CARRIED, "gpu", 2**15)  # several turns, the last from within the one before it
     runs_of.cache_clear()
     chosen = lambda *x, default=None, cuda=None, **others: (cuda or default)(*x)  # noqa: E731
@@ -119,7 +119,7 @@ DECODED = {
 
 @pytest.mark.parametrize("name", DECODED)
 def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
-    """Block after block in straight code, or by a loop of as many turns as the capacity has blocks, as by a loop that
+    """Part after part, or by a loop of as many turns as the capacity has blocks, as by a loop that
     ends with the longest row; or all of it after such a loop, where what flows is what is read. HIGGS's grid points
     are summed part after part, and the sum is transformed."""
     model, method = (tiny(), kvq.parse(DECODED[name])) if DECODED[name] else model_and_method(name)

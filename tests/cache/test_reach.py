@@ -138,13 +138,25 @@ def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
     step = lambda reach: jax.jit(lambda *x: kvq.forward(*x, reach=reach))(model, new, counts, cache)  # noqa: E731
     whole, used = step(None)[0], []
     by_rows = decoded._by_rows
-    monkeypatch.setattr(decoded, "_by_rows", lambda *x: (used.append(len(x[1].parts)), by_rows(*x))[1])
+    monkeypatch.setattr(decoded, "_by_rows", lambda *x: (used.append(x[1].parts.mask.shape[0]), by_rows(*x))[1])
     found = step(Reach(4096, 1100))[0]
     assert min(used) > 1
     for row, count in enumerate(counts):
         np.testing.assert_allclose(found[row, :count], whole[row, :count], rtol=0, atol=1e-5)
     assert np.isfinite(np.asarray(whole)[:, 0]).all()
     assert np.isnan(step(Reach(4096, 1000))[0]).all()  # less than they hold
+
+
+@pytest.mark.parametrize("blocks", [3, 8])
+@pytest.mark.parametrize("spec", SPANS)
+def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):
+    """Six parts of three blocks, of which the last begins in the one before it; two parts without a loop."""
+    model, cache = ragged(spec)
+    counts = jnp.ones(4, jnp.int32)
+    step = lambda: jax.jit(lambda *x: kvq.forward(*x))(model, tokens(4, 710)[:, 700:701], counts, cache)[0]  # noqa: E731
+    whole = step()
+    monkeypatch.setattr(decoded, "PASSED", 4 * blocks * 256)
+    np.testing.assert_allclose(step(), whole, rtol=0, atol=1e-5)
 
 
 def test_totals_are_few_and_for_bodies_that_are_decoded():
