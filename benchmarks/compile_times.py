@@ -1,6 +1,6 @@
 """Seconds to compile decode and prefill programs of every method: Llama-3.1-8B's geometry, bfloat16.
 
-    python benchmarks/compile_times.py [--chip v5p|cpu] [--layers 80] [--methods SPEC ...] [--context 131072] [--write]
+    python -m benchmarks.compile_times [--chip v5p|cpu] [--layers 80] [--methods SPEC ...] [--context 131072] [--write]
 
 `decode` is the loop of `generate`, `prefill` the exact prefill of 4096 tokens. Wall and processor seconds are those of
 XLA alone, without tracing. For TPU chips libtpu compiles ahead of time. `--write` renews

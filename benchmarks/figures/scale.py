@@ -27,7 +27,7 @@ weights, the donated cache updated in its own buffers. *Bits* are all that is st
 
 """
 TIMES = """
-## Compile time (`python benchmarks/compile_times.py --chip h100|v5p --write`)
+## Compile time (`python -m benchmarks.compile_times --chip h100|v5p --write`)
 
 Processor seconds that XLA takes for programs of Llama-3.1-8B's geometry at 131 072 tokens of capacity in bfloat16, of
 32 layers or, with `--layers`, of more: `generate`'s decode loop, and the exact prefill of 4096 tokens. On GPUs each
