@@ -140,14 +140,14 @@ def test_an_a100_s_programs_are_an_h100_s():
 )
 def test_an_h100_writes_what_it_decodes_once_and_narrow(cache, depths):
     """128K tokens on a GPU: decisions by the host only about what is encoded, few kernels, no float32 bodies, one
-    layer's at a time."""
+    layer's at a time. A layer's keys or values are 0.27 GB in 16 bits; at most three such are there at once."""
     if reason := _missing("h100"):
         pytest.skip(reason)
     found = _counted("step_cost", "--chip=h100", f"--cache={cache}", "--context=131072", f"--layers={depths}")
     assert found["bytes_over_bound"] <= 4
     assert found["launches"] <= 100 * 32
     assert found["syncs"] <= 2
-    assert found["temp_gb"] <= 0.4
+    assert found["temp_gb"] <= 3 * 0.27
 
 
 @pytest.mark.parametrize("cache", ["higgs:bits=2", "xquant:bits=2"])
