@@ -14,7 +14,7 @@ from kvqjax.ops.xla import floor_divide, modulo
 __all__ = ["AT_ONCE", "MOST_ROWS", "Deal", "RunLayout", "few_block"]
 
 MOST_ROWS = 128  # queries of all heads that meet all heads' channels at once
-AT_ONCE = 16384  # tokens of a body that is decoded on a GPU: fewer launches of kernels, and not a layer's whole body
+AT_ONCE = 16384  # tokens that a GPU decodes at a turn of a loop over data: few turns, and not a layer's whole body
 
 
 class Deal(NamedTuple):

@@ -129,25 +129,25 @@ def test_an_a100_s_programs_are_an_h100_s():
 
 
 @pytest.mark.parametrize(
-    ("cache", "depths"),
+    ("cache", "depths", "most"),
     [
-        ("higgs:bits=2", "2,3"),
-        ("kvquant:bits=3", "2,3"),
-        ("xquant:bits=2", "3,4"),
-        ("commvq:bits=1", "2,3"),
-        ("kivi:bits=4,group=128,rope=pre", "2,3"),  # XLA cuts words of 4 bits from the body before it reads them
+        ("higgs:bits=2", "2,3", 0.55),  # two such at once
+        ("kvquant:bits=3", "2,3", 0.4),
+        ("xquant:bits=2", "3,4", 0.81),  # three such at once
+        ("commvq:bits=1", "2,3", 0.4),
+        ("kivi:bits=4,group=128,rope=pre", "2,3", 0.4),  # XLA cuts words of 4 bits from the body before it reads them
     ],
 )
-def test_an_h100_writes_what_it_decodes_once_and_narrow(cache, depths):
+def test_an_h100_writes_what_it_decodes_once_and_narrow(cache, depths, most):
     """128K tokens on a GPU: decisions by the host only about what is encoded, few kernels, no float32 bodies, one
-    layer's at a time. A layer's keys or values are 0.27 GB in 16 bits; at most three such are there at once."""
+    layer's at a time. A layer's keys or values are 0.27 GB in 16 bits."""
     if reason := _missing("h100"):
         pytest.skip(reason)
     found = _counted("step_cost", "--chip=h100", f"--cache={cache}", "--context=131072", f"--layers={depths}")
     assert found["bytes_over_bound"] <= 4
     assert found["launches"] <= 100 * 32
     assert found["syncs"] <= 2
-    assert found["temp_gb"] <= 3 * 0.27
+    assert found["temp_gb"] <= most
 
 
 @pytest.mark.parametrize("cache", ["higgs:bits=2", "xquant:bits=2"])

@@ -119,9 +119,9 @@ DECODED = {
 
 @pytest.mark.parametrize("name", DECODED)
 def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
-    """Part after part, or by a loop of as many turns as the capacity has blocks, as by a loop that
-    ends with the longest row; or all of it after such a loop, where what flows is what is read. HIGGS's grid points
-    are summed part after part, and the sum is transformed."""
+    """Part after part, or by a loop of as many turns as the capacity has blocks, as by a loop that ends with the
+    longest row; or all of it after such a loop, where what flows is what is read. HIGGS's grid points are summed part
+    after part, and the sum is transformed."""
     model, method = (tiny(), kvq.parse(DECODED[name])) if DECODED[name] else model_and_method(name)
     wanted = filled(model, method, "planes", "scan", 1100)
     got = as_on_gpus(model, method, monkeypatch)
