@@ -4,11 +4,14 @@ Each row has a record of its own in benchmarks/records/step_cost. A row is compu
 changed since, or if it was never; so a stopped run goes on where it was. `--page-only` writes the page alone.
 
 Listing makes libtpu's bundle packer search a v7x's whole program, in a time that grows faster than the program: 32 rows
-of KIVI compile in half a minute, but not in 25 with listings. `--kernel` has it list their attention kernel alone.
+of KIVI compile in half a minute, but not in 25 with listings. `--kernel` has it list their attention kernel alone. It
+lists one by name: a row with two kernels, both of which must be named, is compiled once for each.
 """
 
+import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import tempfile
@@ -43,6 +46,7 @@ CACHES = (
 )
 CONTEXTS = (131072, 32768, 8192)
 MANY = tuple(cache for cache in CACHES if cache.startswith(("exact", "kivi:")))  # whose rows of batch 32 are computed
+SPAWN = multiprocessing.get_context("spawn")  # libtpu reads once a process what it shall list
 COUNTER = ("hlo", "arrays", "values", "walk", "gpu", "bound", "account", "row")
 
 
@@ -88,17 +92,29 @@ def compute(row: Row, depths: tuple[int, ...], folder: Path) -> dict[str, dict]:
         return {row.chip: {"refused": str(error).splitlines()[0][:200]} | about(row)}
 
 
-def renew(row: Row, depths: tuple[int, ...], folder: Path, kernel: str = "") -> bool:
+def list_kernel(row: Row, depths: tuple[int, ...], folder: Path, kernel: str) -> None:
+    """Compile a row for the schedule of one kernel, which libtpu writes into a folder."""
+    tpu.prepare(str(folder), kernel)
+    with contextlib.suppress(ValueError):  # the account misses the row's other kernels
+        measure(row, folder, depths)
+
+
+def renew(row: Row, depths: tuple[int, ...], folder: Path, kernels: list[str]) -> bool:
     """Compute a row unless its record and those of chips that share its program are of it; whether it was computed.
-    libtpu lists `kernel` alone, if it is named."""
+    libtpu lists `kernels` alone, if any is named."""
     if row.is_tpu:
-        tpu.prepare(str(folder))  # before the stamp, which loads libtpu
-        os.environ["LIBTPU_INIT_ARGS"] += f" --xla_jf_dump_only_matching_hlo={kernel}" if kernel else ""
+        tpu.prepare(str(folder), *kernels[:1])  # before the stamp, which loads libtpu
     mark = stamp(row)
     known = [read(row._replace(chip=chip)) for chip in CHIPS if (SAME | ALIKE).get(chip, chip) == row.chip]
     if all(one is not None and one["stamp"] == mark for one in known):
         return False
     RECORDS.mkdir(parents=True, exist_ok=True)
+    for kernel in kernels[1:]:
+        own = tpu.others(folder) / kernel
+        own.mkdir(parents=True, exist_ok=True)
+        child = SPAWN.Process(target=list_kernel, args=(row, depths, own, kernel))
+        child.start()
+        child.join()
     for chip, found in compute(row, depths, folder).items():
         one = row._replace(chip=chip)
         path_of(one).write_text(json.dumps(one._asdict() | found | {"stamp": mark}, indent=1) + "\n", encoding="utf-8")
@@ -113,17 +129,19 @@ def main(
     context: Annotated[list[int], typer.Option(help="only these; repeatable")] = [],  # noqa: B006
     layers: Annotated[str, typer.Option(help="two depths: compile those and extrapolate")] = "",
     kernel: Annotated[
-        str, typer.Option(help="have libtpu list this kernel alone; a wrong name's error has the right")
-    ] = "",
+        list[str], typer.Option(help="list only these of libtpu's; a wrong name's error has the right; repeatable")
+    ] = [],  # noqa: B006
     page_only: Annotated[bool, typer.Option(help="write the page from the records")] = False,
 ) -> None:
     """Compute what is missing, and write the page."""
     depths = tuple(int(n) for n in layers.split(",") if n)
     wanted = [row for name in chip for row in rows_of(name, tuple(cache) or CACHES) if name not in SAME | ALIKE]
     wanted = [row for row in wanted if row.batch in (batch or (1, 8, 32)) and row.context in (context or CONTEXTS)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "listings"
+        folder.mkdir()
         for row in [] if page_only else wanted:
-            done = "computed" if renew(row, depths, Path(folder), kernel) else "known"
+            done = "computed" if renew(row, depths, folder, kernel) else "known"
             typer.echo(f"{done}: {' '.join(map(str, row))}")
     found = {row: read(row) for name in CHIPS for row in rows_of(name)}
     PAGE.write_text(page_text(found), encoding="utf-8")

@@ -253,12 +253,18 @@ def test_tpu_step_adds_estimates_and_kernels(counter):
 
 
 def test_listings_of_schedules(counter, tmp_path):
-    """Bundles by the kernel's whole name; of the two listings of a kernel, the schedule itself."""
+    """Bundles by the kernel's whole name; of the two listings of a kernel, the schedule itself; of a kernel that another
+    process has listed, that one's."""
     bundle = "  0x1   :  > { %x }\n"
-    (tmp_path / "179-packed_attention_k2v2_2048.7-01-final_bundles.txt").write_text(3 * bundle)
-    (tmp_path / "179-packed_attention_k2v2_2048.7-00-schedule-analysis_final_bundles.txt").write_text(9 * bundle)
-    (tmp_path / "180-fusion.3-01-final_bundles.txt").write_text(5 * bundle)
-    assert counter("tpu").listings(tmp_path) == {"packed_attention_k2v2_2048.7": 3}
+    folder = tmp_path / "own"
+    other = counter("tpu").others(folder) / "packed_attention_k4v4_1024.9"
+    for made in (folder, other):
+        made.mkdir(parents=True)
+    (folder / "179-packed_attention_k2v2_2048.7-01-final_bundles.txt").write_text(3 * bundle)
+    (folder / "179-packed_attention_k2v2_2048.7-00-schedule-analysis_final_bundles.txt").write_text(9 * bundle)
+    (folder / "180-fusion.3-01-final_bundles.txt").write_text(5 * bundle)
+    (other / "12-packed_attention_k4v4_1024.9-01-final_bundles.txt").write_text(4 * bundle)
+    assert counter("tpu").listings(folder) == {"packed_attention_k2v2_2048.7": 3, other.name: 4}
 
 
 def test_shares_of_a_schedules_slots(counter):
@@ -317,9 +323,9 @@ def test_one_kernel_is_listed_alone(counter, monkeypatch, tmp_path):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     monkeypatch.setattr(page, "stamp", lambda row: "known")
     monkeypatch.setattr(page, "read", lambda row: {"stamp": "known"})
-    assert not page.renew(row, (), tmp_path)
+    assert not page.renew(row, (), tmp_path, [])
     everything = os.environ["LIBTPU_INIT_ARGS"]
-    assert not page.renew(row, (), tmp_path, "packed_attention_k2v2_2048.7")
+    assert not page.renew(row, (), tmp_path, ["packed_attention_k2v2_2048.7", "another.1"])
     alone = everything + " --xla_jf_dump_only_matching_hlo=packed_attention_k2v2_2048.7"
     assert os.environ["LIBTPU_INIT_ARGS"] == alone
 
