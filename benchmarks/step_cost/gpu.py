@@ -56,7 +56,7 @@ def _used(program: Program, inside: Computation, parameter: Instruction) -> floa
                 total += of(user.name, moved and user.op in MOVED)
             elif user.op in SLICES and first:
                 total += elements(user.shape)
-            elif user.op == "dynamic-update-slice" and first and moved:
+            elif user.op in ("dynamic-update-slice", "scatter") and first and moved:
                 continue
             elif user.op in ("fusion", "call"):
                 called = program.computations[user.attribute("calls=") or user.attribute("to_apply=")]

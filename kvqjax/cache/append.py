@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from kvqjax.cache.encoding import Schedule, at_layer, cut_tile, encode_due, encode_tile, gather_tile
 from kvqjax.cache.keeping import schedules_of
-from kvqjax.cache.newest import flush_newest
+from kvqjax.cache.newest import are_written_at_once, flush_newest
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
@@ -55,7 +55,7 @@ def _empty_carry(runs, size: int, dtype) -> dict:
 def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
     """Say whether every row's one new token is encoded at once, in a form of GPUs, with nothing to carry."""
     one = all(x.shape[2] == 1 for new in news for x in new.values())
-    fine = all(run.static and not run.wiring.chain.carry for run in runs)
+    fine = all(run.static and not run.wiring.chain.carry and are_written_at_once(run) for run in runs)
     return one and fine and len(schedules) == 1 and schedules[0].clock.unit == 1 and not schedules[0].clock.window
 
 

@@ -22,12 +22,22 @@ from kvqjax.model.rope import Waves, steps, turned_back
 from kvqjax.ops.allocation import spans_of
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import cut_along, cut_at, depending_on, given_to_gpus, kept_apart, known_after, row_major
+from kvqjax.ops.xla import (
+    cut_along,
+    cut_at,
+    depending_on,
+    filled_by,
+    given_to_gpus,
+    kept_apart,
+    known_after,
+    put_at,
+    row_major,
+)
 
-__all__ = ["attend_decoded", "passed", "replaced"]
+__all__ = ["attend_decoded", "passed", "read_at_a_time", "replaced"]
 
-PASSED = 2**17  # body tokens of all rows that are read at a time
-MOST_STRAIGHT = 2  # parts that are attended to without a loop
+PASSED = 2**17, 3 * 2**17  # the fewest and most body tokens of all rows that are read at a time, if there are so many
+PARTS = 2  # that a body is read in, between those
 MOST_SUMS = 8  # queries of a KV head whose scores are summed instead of multiplied out
 MOST_SPAN = 1024  # tokens of a row that a part takes or leaves, where rows are read as far as they are filled
 
@@ -61,15 +71,24 @@ def attend_decoded(
 
 
 def _each(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
-    """Attend to one part after the other. Each waits for the one before it, or XLA would decode all at once. Few are
-    straight code, which takes fewer kernels; of many compile time would grow with their number."""
+    """Attend to one part after the other. Each waits for those before it, or XLA would decode all at once; in a loop,
+    since the time that straight code compiles in would grow with their number."""
+    count, part = parts.mask.shape[0], lambda j: jax.tree.map(lambda x: x[j], parts)
 
-    def step(after, part):
-        found = attend(part, after)
-        return found.out.reshape(-1)[0], found
+    def step(j, found):
+        new = attend(part(j), found.out)
+        return jax.tree.map(lambda x, y: put_at(x, y[None], (j, *[0] * y.ndim)), found, new)
 
-    count = parts.mask.shape[0]
-    return jax.lax.scan(step, q.reshape(-1)[0].astype(jnp.float32), parts, unroll=count <= MOST_STRAIGHT)[1]
+    shapes = jax.eval_shape(attend, part(0), q)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), shapes)
+    return jax.lax.fori_loop(0, count, step, filled_by(q, shapes))
+
+
+def read_at_a_time(tokens: int) -> int:
+    """Return how many of the body tokens of all rows are read at a time: every part takes kernels, and memory for each
+    of its tokens."""
+    fewest, most = PASSED
+    return min(max(fewest, -(-tokens // PARTS)), most)
 
 
 def _table(view: LayerView, parts: Part) -> Waves | None:
@@ -121,11 +140,11 @@ def _attend_part(
 def _sums(q: list[Float[Array, "B ones K D"]], k: Float[Array, "B S K D"]) -> Float[Array, "B K X S"]:
     """Multiply each of X queries, one for all keys or one for each, with the keys by a sum, float32: one reduction for
     all queries. XLA for GPUs makes the keys in its kernel, where it would write and read them for a product."""
-    wide = k.astype(jnp.float32)
+    wide = jnp.swapaxes(k, 1, 2).astype(jnp.float32)
     add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
     zeros = (jnp.float32(0),) * len(q)
-    found = jax.lax.reduce(tuple(wide * x for x in q), zeros, add, (3,))
-    return jnp.stack([jnp.swapaxes(x, 1, 2) for x in found], 2)
+    found = jax.lax.reduce(tuple(wide * jnp.swapaxes(x, 1, 2) for x in q), zeros, add, (3,))
+    return jnp.stack(found, 2)
 
 
 def _payload(view: LayerView, part: Part, after: Array) -> dict:
@@ -147,13 +166,8 @@ def _payload(view: LayerView, part: Part, after: Array) -> dict:
 
 def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
     """`state`, whose body is read `size` tokens at a time and not before `after` is there. Where that is all of it, a
-    slice has no beginning that XLA must know, so the codes depend on `after` themselves."""
-    if size < run.slots_here:
-        return state
-    codecs = run.wiring.storage.codecs
-    codes = {s: {n: state.body[s][n] for n, f in codec.fields.items() if f.packed} for s, codec in codecs.items()}
-    codes = depending_on(after, codes)
-    return state.replace(body={source: stored | codes[source] for source, stored in state.body.items()})
+    slice has no beginning that XLA must know, so the body itself depends on `after`."""
+    return state if size < run.slots_here else state.replace(body=depending_on(after, state.body))
 
 
 def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
@@ -161,7 +175,8 @@ def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
     seconds of compilation. The last one may begin in the one before it, which sees what both hold."""
     run = view.run
     blocks = min(-(-reached(view) // run.block), run.slots_here // run.block)
-    count = -(-blocks // max(1, PASSED // batch // run.block))
+    total = blocks * run.block * batch
+    count = min(blocks, -(-total // read_at_a_time(total)))
     size = run.block * -(-blocks // count)
     start = jnp.arange(count) * size
     first = jnp.minimum(start, blocks * run.block - size)
@@ -191,7 +206,7 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
     size = run.block * max(n for n in range(1, max(1, MOST_SPAN // run.block) + 1) if blocks % n == 0)
     most = min(-(-reached(view) // size), run.slots_here // size)
     number = -(-min(view.reach.total, run.slots_here * batch) // size) + batch
-    count = -(-number // max(1, PASSED // size))
+    count = -(-number * size // read_at_a_time(number * size))
     number = count * -(-number // count)
     if number >= most * batch:
         return None

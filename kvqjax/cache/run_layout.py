@@ -33,8 +33,8 @@ class Deal(NamedTuple):
             raise ValueError("a cache dealt over devices is read and written on its mesh only")
         return jax.lax.axis_index(self.axes)
 
-    def place(self, token: Int[Array, ""] | int) -> tuple[Bool[Array, ""] | None, Int[Array, ""] | int]:
-        """Say whether body token `token` lies here (None: everything does), and give its number among those that do."""
+    def place(self, token: Int[Array, "*S"] | int) -> tuple[Bool[Array, "*S"] | None, Int[Array, "*S"] | int]:
+        """Say whether body tokens lie here (None: everything does), and give their numbers among those that do."""
         if self.parts == 1:
             return None, token
         turn = floor_divide(token, self.block)

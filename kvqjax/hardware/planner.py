@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvqjax.cache.accounting import Ledger, ledger
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.decoded import PASSED
+from kvqjax.cache.decoded import read_at_a_time
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache
@@ -122,7 +122,8 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
         if run.wiring.fast.direct is not None:
             block = _whole(run, batch, item)
         elif run.static:  # as keys or values are looked up, multiplied and rotated
-            block = min(PASSED, batch * run.slots_here) * 3 * config.kv_width * item
+            tokens = batch * run.slots_here
+            block = min(read_at_a_time(tokens), tokens) * 3 * config.kv_width * item
         carried = batch * min(run.carried, run.slots_here) * sum(run.wiring.chain.carry.values()) * item
         most = max(most, exact + block + carried)
     return logits + most

@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvqjax.ops.attention import Partial
@@ -125,16 +127,17 @@ def attend_whole(
     seen = by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
     # Finite even where nothing is seen: exp(-inf - -inf) would be NaN.
-    peak = functools.reduce(jnp.maximum, [x.max(-1, initial=jnp.finfo(jnp.float32).min) for x in scores])
+    least = np.finfo(np.float32).min
+    peak = functools.reduce(jnp.maximum, [jax.lax.reduce(x, least, jax.lax.max, (3,)) for x in scores])
     weights = [jnp.exp(x - peak[..., None]) for x in scores]
     total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
-    least = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    floor = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     stored = body["v"]
     if cut is not None:  # not before it is needed, or XLA copies that part of all layers at once
         weights, stored = kept_apart((weights, stored))
         stored = cut(stored)
-    out = direct.values(weights, stored, q.dtype, piece) / least[..., None]
-    lse = jnp.where(total > 0, jnp.log(least) + peak, -jnp.inf)
+    out = direct.values(weights, stored, q.dtype, piece) / floor[..., None]
+    lse = jnp.where(total > 0, jnp.log(floor) + peak, -jnp.inf)
 
     def by_token(x):
         x = x.reshape(batch, kv_heads, length, heads // kv_heads, *x.shape[3:])

@@ -133,7 +133,7 @@ def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
     no row has another's tokens, and a row without any has the new ones alone."""
     model, cache = ragged(spec)
     monkeypatch.setattr(decoded, "MOST_SPAN", 256)
-    monkeypatch.setattr(decoded, "PASSED", 1024)
+    monkeypatch.setattr(decoded, "PASSED", (1024, 1024))
     new, counts = tokens(4, 710)[:, 700 : 700 + length], jnp.asarray([length, 1, length, 1])
     step = lambda reach: jax.jit(lambda *x: kvq.forward(*x, reach=reach))(model, new, counts, cache)  # noqa: E731
     whole, used = step(None)[0], []
@@ -156,7 +156,7 @@ def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):
     new, counts = tokens(4, 710)[:, 700:701], jnp.ones(4, jnp.int32)
     step = lambda: jax.jit(lambda *x: kvq.forward(*x, reach=Reach(1280)))(model, new, counts, cache)[0]  # noqa: E731
     whole = step()
-    monkeypatch.setattr(decoded, "PASSED", 4 * blocks * 256)
+    monkeypatch.setattr(decoded, "PASSED", (4 * blocks * 256,) * 2)
     np.testing.assert_allclose(step(), whole, rtol=0, atol=1e-5)
 
 

@@ -253,7 +253,7 @@ def test_tpu_step_adds_estimates_and_kernels(counter):
 
 
 def test_listings_of_schedules(counter, tmp_path):
-    """Bundles by the kernel's whole name; of the two listings of a kernel, the schedule itself; of a kernel that another
+    """Bundles by the whole name; of the two listings of a kernel, the schedule itself; of a kernel that another
     process has listed, that one's."""
     bundle = "  0x1   :  > { %x }\n"
     folder = tmp_path / "own"
