@@ -64,8 +64,8 @@ def at_once(spec: PackedSpec, shape: tuple[int, ...], slots: int) -> int:
     of them. What no turn of a loop changes, XLA would decode before the loop."""
     batch, length, heads, _ = shape
     most = min(AT_ONCE, NUMBERS // max(spec.width, length * heads)) // (batch * spec.block)
-    count = max(2, -(-slots // (max(1, most) * spec.block)))  # of even parts
-    return min(-(-slots // (count * spec.block)) * spec.block, slots)
+    half = -(-slots // (2 * spec.block))
+    return min(max(1, min(most, half)) * spec.block, slots)
 
 
 def _grouped(q: Float[Array, "B T H D"], spec: PackedSpec) -> Float[Array, "B K M D"]:

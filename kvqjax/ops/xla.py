@@ -134,7 +134,8 @@ def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float
 
     def keys_first(q, k):
         if _few(q):
-            found = jnp.einsum("bsjd,bkgtjd->bskgt", k, all_lanes(q), preferred_element_type=jnp.float32)
+            k, rows = k.reshape(*k.shape[:2], -1), all_lanes(q).reshape(*q.shape[:4], -1)
+            found = jnp.einsum("bsc,bkgtc->bskgt", k, rows, preferred_element_type=jnp.float32)
             return jnp.moveaxis(found, 1, -1)
         found = jnp.einsum("bskd,bkgtd->bksgt", k, q, preferred_element_type=jnp.float32)
         return jnp.moveaxis(found, 2, -1)
