@@ -36,7 +36,7 @@ from kvqjax.ops.xla import (
 
 __all__ = ["attend_decoded", "passed", "read_at_a_time", "replaced"]
 
-PASSED = 2**17, 3 * 2**17  # the fewest and most body tokens of all rows that are read at a time, if there are so many
+PASSED = 3 * 2**16, 3 * 2**17  # the fewest body tokens of all rows that are cut in parts, and the most of a part
 PARTS = 2  # that a body is read in, between those
 MOST_SUMS = 8  # queries of a KV head whose scores are summed instead of multiplied out
 MOST_SPAN = 1024  # tokens of a row that a part takes or leaves, where rows are read as far as they are filled
