@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.methods.wiring import Clock
-from kvqjax.ops.layout import FEW, PLANE, write
+from kvqjax.ops.layout import FEW, PLANE, Field, Stored, write
 from kvqjax.ops.xla import cut_along, cut_at, given_to_gpus, modulo, row_major
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "encode_tile",
     "gather_tile",
     "in_order",
-    "store_tile",
+    "store_fields",
     "units_at_once",
 ]
 
@@ -100,21 +100,16 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
     """Encode one tile of the clock's sources and store it at (layer, row) = `at`, from body slot `slot` on. In a ring
     the slot is taken modulo its length. Returns (body, reconstruction, carry)."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
-    return store_tile(run, body, at, clock, slot, payload), recon, carry
+    here, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
+    put = lambda field, stored, tile: write(field, stored, at, slot, tile, here)  # noqa: E731
+    return store_fields(run, body, clock, payload, put), recon, carry
 
 
-def store_tile(run: RunLayout, body, at, clock, slot, payload, wanted: Bool[Array, ""] | None = None):
-    """Write the codes of a tile into the body; where `wanted` is False, leave it as it is."""
-    here, slot = run.deal.place(modulo(slot, run.slots))
-    if wanted is not None:
-        here = wanted if here is None else wanted & here
-    here, slot = given_to_gpus((here, slot))
+def store_fields(run: RunLayout, body, clock, payload, put: Callable[[Field, Stored, Array], Stored]):
+    """Return the body with every field of the clock's sources as `put(field, stored, tile)` returns it."""
     for source in clock.sources:
         fields = run.wiring.storage.codecs[source].fields
-        stored = {
-            name: write(field, body[source][name], at, slot, payload[source][name], here)
-            for name, field in fields.items()
-        }
+        stored = {name: put(field, body[source][name], payload[source][name]) for name, field in fields.items()}
         body = {**body, source: stored}
     return body
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
-from kvqjax.cache.encoding import Schedule, at_layer
+from kvqjax.cache.encoding import Schedule, at_layer, store_fields
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import PLANE, Field, Stored, split_bits, to_bits
@@ -33,14 +33,8 @@ def flush_newest(runs, states, news, schedule: Schedule, constants):
         payload, _, _ = run.wiring.maps.encode(at_layer(fixed, layer), tile, {})
         here, slots = run.deal.place(modulo(schedule.start, run.slots))
         here, slots = given_to_gpus((due if here is None else due & here, slots))
-        for source in clock.sources:
-            fields = run.wiring.storage.codecs[source].fields
-            stored = {
-                name: _written(field, body[source][name], layer, slots, payload[source][name], here)
-                for name, field in fields.items()
-            }
-            body = {**body, source: stored}
-        return body
+        put = lambda field, stored, tile: _written(field, stored, layer, slots, tile, here)  # noqa: E731
+        return store_fields(run, body, clock, payload, put)
 
     out = []
     for run, state, new, fixed in zip(runs, states, news, constants, strict=True):
@@ -64,7 +58,7 @@ def _written(
     shift, found, codes = 0, [], tile.astype(jnp.uint32)
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         per, part = 1024 // bits, (codes >> shift) & ((1 << bits) - 1)
-        place = floor_divide(slots, per) * PLANE + modulo(slots, PLANE)
+        place = jnp.asarray(floor_divide(slots, per) * PLANE + modulo(slots, PLANE))
         at = jnp.asarray(floor_divide(modulo(slots, per), PLANE) * bits, jnp.uint32)[:, None]
         # Apart, or XLA would copy all words, to read them in the kernel that writes them.
         old = kept_apart(words[_index(words, layer, place, field.along_lanes)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvqjax.cache.newest import _written
-from kvqjax.ops.layout import Field, write
+from kvqjax.ops.layout import Field, split_bits, write
 
 ROWS, SLOTS, WIDTH = 4, 2048, 48
 FIELDS = {
@@ -19,10 +19,10 @@ FIELDS = {
 
 def held(field: Field) -> tuple:
     """Two layers' arrays with random bits in all places."""
-    rng, parts = np.random.default_rng(0), [2, 1] if field.bits == 3 else [4, 2]
+    rng = np.random.default_rng(0)
     if not field.packed:
         return (jnp.asarray(rng.integers(0, 2**14, (2, ROWS, field.width, SLOTS), dtype=np.uint16)),)
-    shapes = [(2, ROWS, SLOTS * bits // 32, WIDTH) for bits in parts]
+    shapes = [(2, ROWS, SLOTS * bits // 32, WIDTH) for bits in split_bits(field.bits)]
     words = [rng.integers(0, 2**32, shape, dtype=np.uint32) for shape in shapes]
     return tuple(jnp.asarray(x.swapaxes(2, 3) if field.along_lanes else x) for x in words)
 
