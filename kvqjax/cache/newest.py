@@ -60,7 +60,7 @@ def _written(
         per, part = 1024 // bits, (codes >> shift) & ((1 << bits) - 1)
         place = jnp.asarray(floor_divide(slots, per) * PLANE + modulo(slots, PLANE))
         at = jnp.asarray(floor_divide(modulo(slots, per), PLANE) * bits, jnp.uint32)[:, None]
-        # Apart, or XLA would copy all words, to read them in the kernel that writes them.
+        # Read in a kernel of its own, so that none reads the array that it writes in place.
         old = kept_apart(words[_index(words, layer, place, field.along_lanes)])
         new = (old & ~(jnp.uint32((1 << bits) - 1) << at)) | part << at
         found.append(_scattered(words, layer, place, new, wanted, field.along_lanes))
