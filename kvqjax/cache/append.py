@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvqjax.cache.encoding import Schedule, at_layer, cut_tile, encode_due, encode_tile, gather_tile
+from kvqjax.cache.encoding import Schedule, at_layer, cut_tile, each_layer, encode_due, encode_tile, gather_tile
 from kvqjax.cache.keeping import schedules_of
 from kvqjax.cache.newest import are_written_at_once, flush_newest
 from kvqjax.cache.run_layout import RunLayout
@@ -86,7 +86,7 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
         state = (entries, _empty_carry(runs, size, dtype))
         for number, run in enumerate(runs):
             step = functools.partial(layer_step, number, index, row, token, slot, size)
-            state = jax.lax.fori_loop(0, run.count, step, state)
+            state = each_layer(run.count, step, state)
         return state[0]
 
     entries = tuple((state.body, state.window, new) for state, new in zip(states, news, strict=True))

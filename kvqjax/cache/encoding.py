@@ -21,6 +21,7 @@ __all__ = [
     "Schedule",
     "at_layer",
     "cut_tile",
+    "each_layer",
     "encode_due",
     "encode_tile",
     "gather_tile",
@@ -72,6 +73,13 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
 def at_layer(tree, index):
     """Return entry `index` of every array's first axis."""
     return jax.tree.map(lambda a: row_major(cut_along(a, index, 1, 0).squeeze(0)), tree)
+
+
+def each_layer(count: int, step: Callable, state):
+    """Call `state = step(layer, state)` for every layer of a run, and return the last state. One layer is straight
+    code: of many runs of one layer, loops that each pass the state of all make compile time grow with the square of
+    the depth."""
+    return step(0, state) if count == 1 else jax.lax.fori_loop(0, count, step, state)
 
 
 def cut_tile(x, at, row, start, size: int):

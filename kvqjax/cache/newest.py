@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
-from kvqjax.cache.encoding import Schedule, at_layer, store_fields
+from kvqjax.cache.encoding import Schedule, at_layer, each_layer, store_fields
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import PLANE, Field, Stored, split_bits, to_bits
@@ -39,7 +39,7 @@ def flush_newest(runs, states, news, schedule: Schedule, constants):
     out = []
     for run, state, new, fixed in zip(runs, states, news, constants, strict=True):
         step = functools.partial(layer_step, run, new, fixed)
-        out.append((jax.lax.fori_loop(0, run.count, step, state.body), state.window, new))
+        out.append((each_layer(run.count, step, state.body), state.window, new))
     return tuple(out)
 
 
