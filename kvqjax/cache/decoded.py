@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.state import Run, body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
-from kvqjax.methods.direct import PIECE, Direct, attend_whole, summed
+from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, summed
 from kvqjax.methods.wiring import SharedValues
-from kvqjax.model.rope import Waves, steps, turned_back
+from kvqjax.model.rope import Waves, back, steps, turned_back
 from kvqjax.ops.allocation import spans_of
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
@@ -44,13 +44,15 @@ MOST_SPAN = 1024  # tokens of a row that a part takes or leaves, where rows are 
 
 class Part(NamedTuple):
     """Body slots that are attended to together: as many as `positions` has of every row from slot `first` on, or, with
-    `rows`, of rows[i] from first[i] on. `mask` says which of them each query sees. Parts of equal sizes are one value
-    whose arrays have an axis of P in front."""
+    `rows`, of rows[i] from first[i] on. `mask` says which of them each query sees, `waves` turn queries back by the
+    first position of each table (`_with_waves`). Parts of equal sizes are one value whose arrays have an axis of P in
+    front."""
 
     first: Int[Array, "*P"] | Int[Array, "*P n"]
     positions: Int[Array, "*P n size"]
     mask: Bool[Array, "*P n T size"]
     rows: Int[Array, "*P n"] | None = None
+    waves: Waves | None = None
 
 
 def attend_decoded(
@@ -62,7 +64,10 @@ def attend_decoded(
     constants = view.run.wiring.maps.prepare(view.constants)
     spans = None if carry else _spans(view, tokens, q.shape[0])
     parts = _parts(view, tokens, q.shape[0]) if spans is None else spans.parts
-    table = _table(view, parts) if q.shape[1] * q.shape[2] <= MOST_SUMS * kv_heads else None
+    q, table = scaled(q), None
+    if q.shape[1] * q.shape[2] <= MOST_SUMS * kv_heads:
+        parts, table = _with_waves(view, parts)
+        q = q.astype(jnp.float32)  # as sums want them, once for all parts
     attend = lambda part, after: _attend_part(q, kv_heads, view, constants, part, shared, carry, table, after)  # noqa: E731
     found = _each(attend, parts, q)
     if spans is None:
@@ -91,20 +96,21 @@ def read_at_a_time(tokens: int) -> int:
     return min(max(fewest, -(-tokens // PARTS)), most)
 
 
-def _table(view: LayerView, parts: Part) -> Waves | None:
-    """Make the table that turns queries back by the positions of keys that are decoded before the rope. None where keys
-    are decoded after it, or positions do not follow each other."""
-    run = view.run
+def _with_waves(view: LayerView, parts: Part) -> tuple[Part, Waves | None]:
+    """Make what turns queries back by the positions of keys that are decoded before the rope: waves of every part's
+    first positions, once for all layers, and one table of the steps from each. No table where keys are decoded after
+    the rope, or positions do not follow each other."""
+    run, size = view.run, math.gcd(parts.positions.shape[-1], MOST_SPAN)
     if not run.wiring.fast.before_rope or run.shape.turning is None or run.deal.parts > 1:
-        return None
-    return steps(math.gcd(parts.positions.shape[-1], MOST_SPAN), run.shape)
+        return parts, None
+    return parts._replace(waves=back(parts.positions[..., ::size], run.shape)), steps(size, run.shape)
 
 
 def _attend_part(
     q, kv_heads: int, view: LayerView, constants, part: Part, shared, carry: dict, table: Waves | None, after
 ) -> Partial:
     """Attend to one part, which is not read before `after` is there. With a `table`, queries are turned back."""
-    run, size = view.run, part.positions.shape[-1]
+    run, size, dtype = view.run, part.positions.shape[-1], jnp.result_type(*view.new.values())
     if part.rows is not None:
         q = q[part.rows]
 
@@ -120,13 +126,13 @@ def _attend_part(
     def scores(rows, _):
         k = decoded(after)[2][0]
         if table is not None:
-            return [_sums(turned_back(rows, part.positions, run.shape, table), k)]
+            return [_sums(turned_back(rows, part.waves, table), k)]
         if rows.shape[2] <= MOST_SUMS:
-            return [_sums([rows[:, None, :, n].astype(jnp.float32) for n in range(rows.shape[2])], k)]
+            return [_sums([rows[:, None, :, n] for n in range(rows.shape[2])], k)]
         k = row_major(jnp.swapaxes(k, 1, 2))
         return [jnp.einsum("bkxd,bksd->bkxs", rows, k, preferred_element_type=jnp.float32)]
 
-    def values(weights, _, dtype, piece):
+    def values(weights, _, __, piece):
         payload, found, (_, v) = decoded(weights[0])
         if shared is not None:
             v = saturated(shared.read(view.weights, view.constants, payload, found)[:, :, None], dtype)

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvqjax.cache.state import body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, reached, seen
 from kvqjax.codecs.kernel_form import Packed
-from kvqjax.methods.direct import PIECE, Direct, attend_whole, slots_read
+from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, slots_read
 from kvqjax.ops.allocation import leading_slots
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.xla import cut_along
@@ -59,4 +59,4 @@ def attend_stored(q, kv_heads: int, view: LayerView, tokens: NewTokens, direct: 
         direct = direct._replace(scores=direct.part)
     mask = seen(view, tokens, *body_view(view, tokens).places(0, count))
     piece = math.gcd(PIECE, slots // 2)
-    return attend_whole(q, body, mask, direct, kv_heads, piece, functools.partial(first, "v") if cut else None)
+    return attend_whole(scaled(q), body, mask, direct, kv_heads, piece, functools.partial(first, "v") if cut else None)

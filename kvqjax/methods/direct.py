@@ -28,6 +28,7 @@ __all__ = [
     "by_plane",
     "filled",
     "in_planes",
+    "scaled",
     "scored",
     "scored_part",
     "slots_read",
@@ -110,6 +111,11 @@ def slots_read(tokens: int, block: int, slots: int) -> tuple[int, bool]:
     return few, 3 * few <= slots
 
 
+def scaled(q: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+    """Scale the queries by D^-1/2."""
+    return q * jnp.asarray(q.shape[3] ** -0.5, q.dtype)
+
+
 def attend_whole(
     q: Float[Array, "B T H D"],
     body: dict[str, Stored],
@@ -119,11 +125,11 @@ def attend_whole(
     piece: int = PIECE,
     cut: Callable[[Stored], Stored] | None = None,
 ) -> Partial:
-    """Attend with few new tokens to S slots of one layer's body; query t of row b sees the slots in `mask[b, t]`. Where
-    values have more slots than keys, `cut` returns the first S of them. `piece` as in `Direct`."""
+    """Attend with few new tokens, `scaled`, to S slots of one layer's body; query t of row b sees the slots in
+    `mask[b, t]`. Where values have more slots than keys, `cut` returns the first S of them. `piece` as in `Direct`."""
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
-    scores = direct.scores(rows * jnp.asarray(dim**-0.5, q.dtype), body["k"])
+    scores = direct.scores(rows, body["k"])
     seen = by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
     # Finite even where nothing is seen: exp(-inf - -inf) would be NaN.

@@ -12,7 +12,17 @@ from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.xla import made_once
 
-__all__ = ["Waves", "check_length", "following", "inverse_frequencies", "rotate", "steps", "turn", "turned_back"]
+__all__ = [
+    "Waves",
+    "back",
+    "check_length",
+    "following",
+    "inverse_frequencies",
+    "rotate",
+    "steps",
+    "turn",
+    "turned_back",
+]
 
 
 def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -134,25 +144,27 @@ def steps(size: int, config: KVShape) -> Waves:
     return _waves(_angles(jnp.arange(size)[None, None], config), config.turning.attention_factor)
 
 
-def turned_back(
-    q: Float[Array, "B K X D"], positions: Int[Array, "B S"], config: KVShape, table: Waves
-) -> list[Float[Array, "B S K D"]]:
-    """Turn X rotated queries of K heads back by the position of every key, in float32: their products with keys that
-    are not rotated are those with rotated ones. In each row as many positions as the table of `steps` has, which divide
-    S, follow each other.
+def back(positions: Int[Array, "*B S"], config: KVShape) -> Waves:
+    """Make the waves that turn back by these positions."""
+    return _waves(-_angles(positions, config), 1.0)
+
+
+def turned_back(q: Float[Array, "B K X D"], first: Waves, table: Waves) -> list[Float[Array, "B S K D"]]:
+    """Turn X rotated queries of K heads, float32, back by the position of every key: their products with keys that
+    are not rotated are those with rotated ones. In each row as many positions as the table of `steps` has follow each
+    other; `first` turns `back` by the first one of each table.
 
     With R_s the rotation of position s = f + j, f the first of these: R_-s q = R_-j (R_-f q). R_-j is one table for
     all, so that little is read for it."""
-    size, (batch, heads, count, dim) = table.cos.shape[2], q.shape
-    first = positions[:, ::size]
-    q = q.astype(jnp.float32).reshape(batch, 1, heads * count, dim)
-    q = turn(jnp.broadcast_to(q, (*first.shape, heads * count, dim)), -_angles(first, config), 1.0)
-    q = q.reshape(*first.shape, 1, heads, count, dim)
+    batch, heads, count, dim = q.shape
+    q = q.reshape(batch, 1, heads * count, dim)
+    q = _turned(jnp.broadcast_to(q, (*first.cos.shape[:2], heads * count, dim)), first)
+    q = q.reshape(*q.shape[:2], 1, heads, count, dim)
     lower, upper = jnp.split(q, 2, axis=-1)
     crossed = jnp.concatenate([upper, -lower], axis=-1)
     cos, sin = (jnp.tile(wave, 2)[..., None, :] for wave in table)  # [1, 1, size, 1, D]
     found = [q[..., n, :] * cos + crossed[..., n, :] * sin for n in range(count)]
-    return [x.reshape(*positions.shape, *x.shape[3:]) for x in found]
+    return [x.reshape(batch, -1, heads, dim) for x in found]
 
 
 def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:
