@@ -76,9 +76,11 @@ def attend_decoded(
 
 
 def _each(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
-    """Attend to one part after the other. Each waits for those before it, or XLA would decode all at once; in a loop,
-    since the time that straight code compiles in would grow with their number."""
+    """Attend to one part after the other. Each waits for those before it, or XLA would decode all at once; several in a
+    loop, since the time that straight code compiles in would grow with their number."""
     count, part = parts.mask.shape[0], lambda j: jax.tree.map(lambda x: x[j], parts)
+    if count == 1:
+        return jax.tree.map(lambda x: x[None], attend(part(0), q))
 
     def step(j, found):
         new = attend(part(j), found.out)
