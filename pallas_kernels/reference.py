@@ -1,22 +1,18 @@
 """Decode attention on packed keys and values in plain jnp, one block at a time: oracle, fallback and the path on CPUs.
 
-With key codes c, scale s and minimum m per channel of a group, and value codes e, scale r and minimum n per token:
-
-    q . k_t  = q . (c_t * s) + q . m                       the second term is one product per group of tokens
-    sum_t p_t v_t = sum_t p_t (e_t * r_t) + sum_t p_t n_t   the second one number per group of channels
-
-Scales are multiplied onto the codes in the loop that unpacks them, where folding them into queries and softmax weights
-would make the matrix products as small as a group: those of keys, and of values where a head has several groups."""
+Scales and minima are applied in the loop that unpacks the codes. That loop takes as long as writing its result to a
+CPU's cache does, so they cost nothing there."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.layout import from_bits, split_bits, unpack
+from kvqjax.ops.layout import from_bits, split_bits, stripe, unpack
 from kvqjax.ops.xla import known_after, row_major
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check, family
 
@@ -50,8 +46,9 @@ def packed_attention(
 
     def step(j, state):
         token = jnp.minimum(j * block, slots - block)
-        slot = (token + jnp.arange(block))[None, None]
-        seen = (slot >= start[..., None]) & (slot < stop[..., None]) & (slot >= j * block)
+        slot = (token + _numbers(block, spec))[None, None]
+        low, high = (x[..., None, None] for x in (start, stop))
+        seen = (slot >= low) & (slot < high) & (slot >= j * block)
         return _attend_block(state, grouped, _reader(body, layer, token, block, spec), seen, spec)
 
     shape = grouped.shape[:-1]
@@ -79,16 +76,19 @@ def _reader(body: PackedBody, layer, token, block: int, spec: PackedSpec) -> Cal
     """Make what slices a stored array, still packed, of `block` tokens from `token` on, of one layer: (the array's name
     in the body, what is ready before). A CPU slices in the loop that unpacks, which a layout would cut in two."""
     slots, keep = body.value_scale.shape[-1], (lambda x: x) if family(spec.target) == "cpu" else row_major
+    along = ("value_scale", "value_low", *(("key_codes",) if spec.striped else ()))
 
     def rows(array, first):
         batch, share, lanes = array.shape[1], slots // array.shape[2], array.shape[3]
         return keep(jax.lax.dynamic_slice(array, (layer, 0, first // share, 0), (1, batch, block // share, lanes)))[0]
 
     def tokens(array, first):
-        return keep(jax.lax.dynamic_slice(array, (layer, 0, 0, first), (1, *array.shape[1:3], block)))[0]
+        share = slots // array.shape[3]
+        starts, sizes = (layer, 0, 0, first // share), (1, *array.shape[1:3], block // share)
+        return keep(jax.lax.dynamic_slice(array, starts, sizes))[0]
 
     def read(name: str, after: Array):
-        cut = tokens if name in ("value_scale", "value_low") else rows
+        cut = tokens if name in along else rows
         return jax.tree.map(lambda array: cut(array, known_after(after, token)), getattr(body, name))
 
     return read
@@ -97,11 +97,29 @@ def _reader(body: PackedBody, layer, token, block: int, spec: PackedSpec) -> Cal
 def _unpacked(words: tuple[UInt[Array, "B _ W"], ...], bits: int, parts: int) -> Float[Array, "B parts S W/parts"]:
     """Unpack codes as float32, each of the `parts` lane slices by itself, so that words are transposed and not
     codes."""
-    codes, shift = jnp.uint32(0), 0
-    for plane_set, part in zip(words, split_bits(bits), strict=True):
-        codes = codes | (unpack(_slices(plane_set, parts), part) << shift)
-        shift += part
-    return codes.astype(jnp.int32).astype(jnp.float32)  # converting unsigned integers is slow on x86
+    return _joined([unpack(_slices(x, parts), part) for x, part in zip(words, split_bits(bits), strict=True)], bits)
+
+
+def _joined(codes: list[UInt[Array, "*S"]], bits: int) -> Float[Array, "*S"]:
+    """Put the plane sets of codes together, as float32."""
+    found, shift = jnp.uint32(0), 0
+    for x, part in zip(codes, split_bits(bits), strict=True):
+        found, shift = found | (x << shift), shift + part
+    return found.astype(jnp.int32).astype(jnp.float32)  # converting unsigned integers is slow on x86
+
+
+def _stripes(
+    words: tuple[UInt[Array, "B W _"], ...], spec: PackedSpec, stretch: int
+) -> Float[Array, "B K n D r"]:
+    """Unpack codes in stripes as float32, `stretch` tokens at a time: tokens stay on the last axis."""
+    found = []
+    for x, bits in zip(words, split_bits(spec.key_bits), strict=True):
+        x = x.reshape(x.shape[0], spec.kv_heads, spec.head_dim, -1, 1, stripe(bits) // stretch, stretch)
+        x = x.transpose(0, 1, 3, 4, 5, 2, 6)
+        shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape(1, 1, 1, -1, 1, 1, 1)
+        codes = (x >> shifts) & jnp.uint32((1 << bits) - 1)
+        found.append(codes.reshape(*codes.shape[:2], -1, *codes.shape[-2:]))
+    return _joined(found, spec.key_bits)
 
 
 def _slices(rows: Array, parts: int) -> Array:
@@ -113,55 +131,65 @@ def _floats(x: Array, spec: PackedSpec) -> Float[Array, "*S"]:
     return from_bits(x, spec.scales).astype(jnp.float32)
 
 
-def _scores(grouped, read, spec: PackedSpec) -> Float[Array, "B K M S"]:
-    codes = _unpacked(read("key_codes", grouped), spec.key_bits, spec.kv_heads)
-    stored = (read(name, grouped) for name in ("key_scale", "key_low"))
-    scale, low = (_floats(_slices(x, spec.kv_heads), spec) for x in stored)
-    groups = codes.reshape(*scale.shape[:3], spec.key_group, spec.head_dim)
-    scaled = (groups * scale[..., None, :]).reshape(codes.shape)
-    # Tokens first: contracting the minor axes of codes and queries in this order is 3 x faster on XLA:CPU.
-    scores = jnp.einsum("bksd,bkmd->bksm", scaled, grouped)
-    zero = jnp.einsum("bknd,bkmd->bknm", low, grouped)
-    groups = scores.reshape(*scale.shape[:3], spec.key_group, -1) + zero[..., None, :]
-    return groups.reshape(scores.shape).swapaxes(-1, -2)
+def _stretch(spec: PackedSpec) -> int:
+    """Count the tokens that share a key scale and lie side by side."""
+    return min(spec.key_group, *map(stripe, split_bits(spec.key_bits))) if spec.striped else spec.key_group
+
+
+def _numbers(block: int, spec: PackedSpec) -> Int[Array, "n r"]:
+    """Number a block's tokens, stretch by stretch. Nothing divides these numbers: a loop that does is not vectorised."""
+    shape = block // _stretch(spec), _stretch(spec)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def _keys(read, after: Array, spec: PackedSpec) -> tuple[Float[Array, "B K n _ _"], str]:
+    """Decode keys, a stretch of tokens at a time, and say in which order their last axes are: tokens r, channels d."""
+    words, stretch = read("key_codes", after), _stretch(spec)
+    stored = (_slices(read(name, after), spec.kv_heads) for name in ("key_scale", "key_low"))
+    scale, low = (jnp.repeat(_floats(x, spec), spec.key_group // stretch, axis=2) for x in stored)
+    if spec.striped:
+        return _stripes(words, spec, stretch) * scale[..., None] + low[..., None], "dr"
+    codes = _unpacked(words, spec.key_bits, spec.kv_heads).reshape(*scale.shape[:3], stretch, -1)
+    return codes * scale[..., None, :] + low[..., None, :], "rd"
+
+
+def _scores(grouped, read, spec: PackedSpec) -> Float[Array, "B K M n r"]:
+    """Multiply queries by keys. XLA for CPUs has no fast product of few columns: queries come first."""
+    keys, order = _keys(read, grouped, spec)
+    queries = jnp.broadcast_to(grouped[:, :, None], (*keys.shape[:3], *grouped.shape[2:]))
+    return jnp.einsum(f"bknmd,bkn{order}->bknmr", queries, keys).swapaxes(2, 3)
 
 
 def _weighted(
-    weights: Float[Array, "B K M S"], read, seen: Bool[Array, "B T S"], spec: PackedSpec
+    weights: Float[Array, "B K M S"], read, seen: Bool[Array, "B S"], spec: PackedSpec
 ) -> Float[Array, "B K M D"]:
-    """Sum the values under their softmax weights: one product a head with the codes, and one with the minima. Nothing
-    of them is decoded before the weights are there, when the decoded keys are no longer needed."""
-    stored = (_floats(read(name, weights), spec) for name in ("value_scale", "value_low"))
-    scale, low = (_by_head(jnp.where(seen.any(1)[:, None], x, 0.0), spec) for x in stored)
+    """Sum the values under their softmax weights. Nothing of them is decoded before the weights are there, when the
+    decoded keys are no longer needed."""
     codes = _unpacked(read("value_codes", weights), spec.value_bits, spec.kv_heads)
-    minima = jnp.einsum("bkms,bkns->bkmn", weights, low)
-    if scale.shape[2] == 1:  # of all of a head's channels
-        weights = weights * scale
-    else:
-        codes = codes * jnp.repeat(scale.swapaxes(-1, -2), spec.value_slice, axis=-1)  # [B, K, S, D]
-    return jnp.einsum("bkms,bksd->bkmd", weights, codes) + jnp.repeat(minima, spec.value_slice, axis=-1)
 
+    def own(name):  # what is stored of every group of channels, for each channel of a head
+        by_slice = jnp.repeat(_floats(read(name, weights), spec), spec.value_group // spec.value_slice, axis=1)
+        by_slice = by_slice.reshape(*codes.shape[:2], -1, codes.shape[2])
+        return jnp.repeat(by_slice.swapaxes(-1, -2), spec.value_slice, axis=-1)
 
-def _by_head(x: Float[Array, "B N S"], spec: PackedSpec) -> Float[Array, "B K n S"]:
-    """Give every slice of a head's channels the numbers of its value group."""
-    parts = spec.width // spec.value_slice
-    owner = jnp.arange(parts) * spec.value_slice // spec.value_group
-    return x[:, owner].reshape(x.shape[0], spec.kv_heads, -1, x.shape[-1])
+    values = codes * own("value_scale") + own("value_low")
+    return jnp.einsum("bkms,bksd->bkmd", weights, jnp.where(seen[:, None, :, None], values, 0.0))
 
 
 def _attend_block(state, grouped, read, seen, spec: PackedSpec):
     """Fold one block into the online softmax (running maximum, running sum of the weights, running sum of the values).
-    `seen` is [B, T, S]."""
+    `seen` is [B, T, n, r]."""
     peak, total, acc = state
     scores = _scores(grouped, read, spec)
     mask = jnp.repeat(seen, scores.shape[2] // seen.shape[1], axis=1)[:, None]
     scores = jnp.where(mask, scores, -jnp.inf)
-    raised = jnp.maximum(peak, scores.max(-1))
+    raised = jnp.maximum(peak, scores.max((-1, -2)))
     # A finite stand-in for the peak of a row that has seen nothing keeps exp(-inf - -inf) from becoming NaN.
     safe = jnp.where(jnp.isneginf(raised), 0.0, raised)
-    weights, decay = jnp.exp(scores - safe[..., None]), jnp.exp(peak - safe)
-    acc = acc * decay[..., None] + _weighted(weights, read, seen, spec)
-    return raised, total * decay + weights.sum(-1), acc
+    weights, decay = jnp.exp(scores - safe[..., None, None]), jnp.exp(peak - safe)
+    flat = weights.reshape(*weights.shape[:3], -1)
+    acc = acc * decay[..., None] + _weighted(flat, read, seen.any(1).reshape(len(flat), -1), spec)
+    return raised, total * decay + weights.sum((-1, -2)), acc
 
 
 def _finish(state, shape: tuple[int, ...]) -> Partial:

@@ -70,13 +70,14 @@ class Case:
     key_factors: int = 0
     value_factors: bool = False
     key_channels: int = 0
+    striped: bool = False
 
     @property
     def spec(self) -> PackedSpec:
         own = {f.name for f in dataclasses.fields(PackedSpec)} & set(vars(self)) - {"block"}
         values = {name: getattr(self, name) for name in own}
         unit = max(1024 // (bits & -bits) for bits in (self.key_bits, self.value_bits))
-        return PackedSpec(**values, block=self.block or unit)
+        return PackedSpec(**values, block=self.block or (1024 if self.striped else unit))
 
     def __str__(self):
         return (
@@ -84,6 +85,7 @@ class Case:
             f"-K{self.kv_heads}D{self.head_dim}G{self.group}T{self.length}-{self.slots}b{self.block}"
             + (f"-factors{self.key_factors}" + "v" * self.value_factors if self.key_factors else "")
             + f"-keys{self.key_channels}" * bool(self.key_channels)
+            + "-stripes" * self.striped
         )
 
 
@@ -94,23 +96,25 @@ def vectors(rng, case: Case, offset: float):
     return jnp.asarray(x + offset * rng.normal(size=x.shape[-1]), jnp.float32)
 
 
-def packed_codes(codes: np.ndarray, bits: int) -> tuple:
-    """The plane layout once more in numpy: token t of a block sits in row t % 32, bits part*(t // 32) and up."""
+def packed_codes(codes: np.ndarray, bits: int, striped: bool = False) -> tuple:
+    """The plane layout once more in numpy: token t of a block sits in row t % 32, bits part*(t // 32) and up. In
+    stripes it is 64 instead of 32 but for one bit, and words are turned."""
     stored, shift = [], 0
     for part in split_bits(bits):
-        planes = 32 // part
-        blocks = (codes >> shift & (2**part - 1)).reshape(BATCH, -1, planes, 32, codes.shape[-1]).astype(np.uint32)
+        planes, length = 32 // part, 64 if striped and part > 1 else 32
+        blocks = (codes >> shift & (2**part - 1)).reshape(BATCH, -1, planes, length, codes.shape[-1]).astype(np.uint32)
         places = np.arange(0, 32, part, dtype=np.uint32).reshape(1, 1, planes, 1, 1)
-        stored.append((blocks << places).sum(2, dtype=np.uint32).reshape(BATCH, -1, codes.shape[-1]))
+        words = (blocks << places).sum(2, dtype=np.uint32).reshape(BATCH, -1, codes.shape[-1])
+        stored.append(words.swapaxes(1, 2) if striped else words)
         shift += part
     return tuple(stored)
 
 
-def _stored(codec, x):
+def _stored(codec, x, striped: bool = False):
     """The arrays of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the codec decodes."""
     payload = jax.jit(jax.vmap(lambda rows: codec.encode({}, rows)), compiler_options=QUICK)(x)
     decoded = jax.jit(lambda payload: codec.decode({}, payload), compiler_options=QUICK)(payload)
-    codes = packed_codes(np.asarray(payload["codes"]), codec.fields["codes"].bits)
+    codes = packed_codes(np.asarray(payload["codes"]), codec.fields["codes"].bits, striped)
     arrays = codes, *(to_bits(payload[name]) for name in ("scale", "low"))
     return jax.tree.map(lambda a: jnp.asarray(np.stack([np.zeros_like(a), a])), arrays), decoded
 
@@ -122,7 +126,7 @@ def make_body(case: Case, seed: int = 0):
     along, group = ("channels", case.key_channels) if case.key_channels else ("tokens", case.key_group)
     keys = Uniform(bits=case.key_bits, along=along, group=group).build(width)
     values = Uniform(bits=case.value_bits, along="channels", group=case.value_group).build(width)
-    k, key = _stored(keys, vectors(rng, case, 3.0))
+    k, key = _stored(keys, vectors(rng, case, 3.0), case.striped)
     v, value = _stored(values, vectors(rng, case, 0.5))
     body, pair = PackedBody(*k, *v), [x.reshape(BATCH, case.slots, case.kv_heads, -1) for x in (key, value)]
 

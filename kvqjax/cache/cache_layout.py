@@ -11,6 +11,8 @@ from kvqjax.pallas_kernels.packed import family
 
 __all__ = ["CacheLayout"]
 
+FORMS = ("planes", "heads", "stripes")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayout:
@@ -18,8 +20,9 @@ class CacheLayout:
 
     - `shape` of the model, `method`, `capacity` in tokens a row, and the `dtype` of sinks and window.
     - `layers`: those that cache alike are one stack ("scan"), or each is stored by itself ("unroll").
-    - `form`: bodies are planes of words ("planes"), or head by head where they can be ("heads",
-      kvqjax/ops/head_major.py).
+    - `form`: bodies are planes of words ("planes"), head by head where they can be ("heads",
+      kvqjax/ops/head_major.py), or planes but for long bodies' keys, which CPUs read in stripes
+      ("stripes", kvqjax/ops/layout.py).
     - `target`: the chip that programs on the cache are for (`kvqjax.pallas_kernels.packed.TARGETS`). `kernels` says
       which of its kernels may read the body.
     - `dealt`: over how many devices the body's blocks are dealt. Inside `shard_map`, `dealt_over` names their mesh
@@ -42,10 +45,10 @@ class CacheLayout:
     def __post_init__(self):
         if self.layers not in ("scan", "unroll"):
             raise UserError(f"layers={self.layers!r}; known: scan, unroll")
-        if self.form not in ("planes", "heads"):
-            raise UserError(f"form={self.form!r}; known: planes, heads")
+        if self.form not in FORMS:
+            raise UserError(f"form={self.form!r}; known: {', '.join(FORMS)}")
 
 
 def stored_form(target: str) -> str:
     """Choose the form that a chip reads best."""
-    return "heads" if family(target) == "gpu" else "planes"
+    return {"gpu": "heads", "cpu": "stripes", "tpu": "planes"}[family(target)]

@@ -1,4 +1,4 @@
-"""One cache in another storage form: layers as stacks or apart, bodies in planes or head by head. The codes are the
+"""One cache in another storage form: layers as stacks or apart, bodies in planes, stripes or head by head. The codes are the
 same numbers in every form; what is on disk has one, `CANONICAL`."""
 
 import dataclasses
@@ -20,17 +20,31 @@ __all__ = ["CANONICAL", "convert"]
 CANONICAL = {"layers": "scan", "form": "planes"}
 
 
-@functools.partial(jax.jit, static_argnames=("old", "new", "slots"))
-def _rewritten(old: Field, new: Field, stored: Stored, slots: int) -> Stored:
-    """Read one layer's field, [1, B, ...], in one form and write it in another, HALF tokens at a time."""
-    rows = stored[0].shape[1]
-    tiles = read(old, stored, 0, 0, slots).reshape(rows, -1, HALF, old.width)
+@functools.partial(jax.jit, static_argnames=("old", "new", "held", "slots"))
+def _rewritten(old: Field, new: Field, stored: Stored, held: int, slots: int) -> Stored:
+    """Read one layer's field, [1, B, ...], of `held` slots in one form and write it in another with `slots` slots, HALF
+    tokens at a time. Blocks of forms differ in size; slots that not both have hold no token."""
+    rows, both = stored[0].shape[1], min(held, slots)
+    tiles = read(old, stored, 0, 0, held)[:, :both].reshape(rows, -1, HALF, old.width)
 
     def put(number, out):
         row, piece = number // tiles.shape[1], number % tiles.shape[1]
         return write(new, out, (jnp.int32(0), row), piece * HALF, tiles[row, piece])
 
     return jax.lax.fori_loop(0, rows * tiles.shape[1], put, allocate(new, (1, rows), slots))
+
+
+def _resized(field: Field, stored: Stored, held: int, slots: int) -> Stored:
+    """Give one layer's field `slots` instead of `held` slots."""
+    axis = -1 if field.along_lanes else -2
+
+    def one(x):
+        more = x.shape[axis] * slots // held - x.shape[axis]
+        if more < 0:
+            return jax.lax.slice_in_dim(x, 0, x.shape[axis] + more, axis=axis)
+        return jnp.concatenate([x, jnp.zeros_like(jax.lax.slice_in_dim(x, 0, more, axis=axis))], axis)
+
+    return stored if slots == held else tuple(map(one, stored))
 
 
 def _joined(parts: list):
@@ -51,7 +65,8 @@ def _run(run: RunLayout, members: list[tuple[RunLayout, Run, int]]) -> Run:
         for plan_, state, index in members:
             own = _cut(state.body[source][name], index, plan_.count)
             has = plan_.wiring.storage.codecs[source].fields[name]
-            parts.append(own if has == wanted else _rewritten(has, wanted, own, run.slots_here))
+            change = _resized if has == wanted else functools.partial(_rewritten, new=wanted)
+            parts.append(change(has, stored=own, held=plan_.slots_here, slots=run.slots_here))
         return tuple(map(_joined, map(list, zip(*parts, strict=True))))
 
     body = {s: {n: field(s, n, f) for n, f in codec.fields.items()} for s, codec in run.wiring.storage.codecs.items()}

@@ -18,6 +18,7 @@ from kvqjax.pallas_kernels.predicted import PredictedSpec
 
 __all__ = ["fitted"]
 
+LEAST_STRIPED = 4096  # tokens: at most a quarter of as many slots is then empty for the sake of whole blocks
 MOST_TOKENS = 2**30  # sums of two such counts are still int32
 
 
@@ -25,7 +26,7 @@ def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> 
     """Build the wiring of the layers of one spec and `shape`, of which `first` is the first, for a layout. Raises
     UserError where they do not fit each other."""
     try:
-        wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout.form, shape)
+        wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout, shape)
         if wiring.fast.packed is not None:
             wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
         if family(layout.target) == "cpu" and wiring.fast.before_rope:
@@ -52,9 +53,11 @@ def _resolved(wiring: Wiring, dtype: str) -> Wiring:
     return wiring.having(fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))})
 
 
-def _in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
+def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     """Give fields the form that they are stored in."""
-    if form == "planes" or wiring.fast.direct is None:
+    if layout.form == "stripes":
+        wiring = _striped(wiring, layout, shape)
+    if layout.form != "heads" or wiring.fast.direct is None:
         return wiring.having(fast={"direct": None})
 
     def by_head(codec):
@@ -66,9 +69,25 @@ def _in_form(wiring: Wiring, form: str, shape: KVShape) -> Wiring:
     return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
 
+def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
+    """Store key codes in stripes where the plain computation of kvqjax.pallas_kernels.reference reads them. Blocks are
+    longer then: not where rings or devices count in blocks, nor for bodies of few of them."""
+    packed, codecs, keep = wiring.fast.packed, wiring.storage.codecs, layout.method.keep
+    if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
+        return wiring
+    most = layout.capacity if keep is None else min(layout.capacity, keep.budget)
+    if shape.window is not None or layout.dealt > 1 or most < LEAST_STRIPED:
+        return wiring
+    codes = dataclasses.replace(codecs["k"].fields["codes"], kind="stripes")
+    keys = codecs["k"]._replace(fields=codecs["k"].fields | {"codes": codes})
+    packed = packed._replace(spec=dataclasses.replace(packed.spec, striped=True))
+    return wiring.having(storage={"codecs": codecs | {"k": keys}}, fast={"packed": packed})
+
+
 def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
     """Tell a packed form which chip's kernels may read it; "cpu" stands for none."""
-    allowed = layout.kernels.allow(form_of(packed.spec))
+    striped = isinstance(packed.spec, PackedSpec) and packed.spec.striped
+    allowed = not striped and layout.kernels.allow(form_of(packed.spec))
     spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
     straight = spec.target != "cpu" or (isinstance(spec, PackedSpec) and spec.plain)
     return packed._replace(spec=spec, trusted=layout.kernels.forms is not None, straight=straight)

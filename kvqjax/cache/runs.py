@@ -63,7 +63,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
 def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
     """Choose how many tokens are read at a time where no head is taken apart from the others (`RunLayout.lanes`)."""
     kind = family(layout.target)
-    if layout.form != "planes" or kind == "gpu":
+    if layout.form == "heads" or kind == "gpu":
         return 0
     if kind == "tpu":
         return TPU_LANES if plain else 1

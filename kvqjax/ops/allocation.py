@@ -15,7 +15,7 @@ __all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_
 
 def block_tokens(fields: list[Field]) -> int:
     """Tokens after which every field starts a fresh block: what a body is allocated and read in multiples of."""
-    sizes = [1024 // part for f in fields if f.packed for part in split_bits(f.bits)]
+    sizes = [32 // part * f.plane(part) for f in fields if f.packed for part in split_bits(f.bits)]
     return math.lcm(256, *sizes, *(f.group for f in fields))
 
 

@@ -8,6 +8,8 @@ A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, 
           two are several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
 - columns: the same words on the lanes, `[width, rows]`: for a width that is no multiple of 128, whose rows XLA for TPUs
           keeps like this anyway, and would turn before and after every decode loop.
+- stripes: words on the lanes too, but a plane is 64 tokens (of 1-bit codes 32), and a block 64 words: stretches that a
+          CPU's vector unit decodes as they lie.
 - group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
 - token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
 - plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
@@ -31,7 +33,7 @@ from kvqjax.ops import head_major
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import cut_at, floor_divide, modulo, put_at, row_major
 
-__all__ = ["FEW", "PLANE", "Field", "from_bits", "is_half", "read", "slot_rows", "split_bits", "to_bits", "write"]
+__all__ = ["FEW", "PLANE", "Field", "from_bits", "is_half", "read", "slot_rows", "split_bits", "stripe", "to_bits", "write"]
 
 PLANE = 32  # tokens per plane: the rows of a block of words
 FEW = 256  # tokens that are written block by block
@@ -44,10 +46,15 @@ def split_bits(bits: int) -> tuple[int, ...]:
     return tuple(1 << i for i in reversed(range(5)) if bits >> i & 1)
 
 
+def stripe(bits: int) -> int:
+    """Count the tokens of a plane of codes in stripes. Blocks do not grow beyond those of one bit."""
+    return min(bits, 2) * PLANE
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """One stored quantity of a codec. `kind` is "codes", "columns", "group", "token" or "plain" (see the module);
-    `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's compute
+    """One stored quantity of a codec. `kind` is "codes", "columns", "stripes", "group", "token" or "plain" (see the
+    module); `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's compute
     dtype; `heads` is the number of KV heads where it is stored head by head, else 0."""
 
     kind: str
@@ -59,7 +66,7 @@ class Field:
     heads: int = 0
 
     def __post_init__(self):
-        if self.kind not in ("codes", "columns", "group", "token", "plain"):
+        if self.kind not in ("codes", "columns", "stripes", "group", "token", "plain"):
             raise ValueError(f"unknown field kind {self.kind!r}")
         if self.packed and not 1 <= self.bits <= 16:
             raise ValueError(f"codes of {self.bits} bits; 1 to 16 can be packed")
@@ -67,12 +74,16 @@ class Field:
     @property
     def packed(self) -> bool:
         """Whether it is stored as words of codes."""
-        return self.kind in ("codes", "columns")
+        return self.kind in ("codes", "columns", "stripes")
 
     @property
     def along_lanes(self) -> bool:
         """Whether tokens follow each other on the lanes, the last axis."""
-        return self.kind in ("columns", "token")
+        return self.kind in ("columns", "stripes", "token")
+
+    def plane(self, bits: int) -> int:
+        """Count the tokens of a plane of a plane set of `bits` bits: the words of a block."""
+        return stripe(bits) if self.kind == "stripes" else PLANE
 
 
 def is_half(dtype) -> bool:
@@ -103,11 +114,12 @@ def _chosen(wanted, new, old):
 
 
 def _write_part(field, words, codes, index, token, bits, wanted):
-    """Put the codes of u tokens, 1 or whole planes of one block from a multiple of u on, into the words that hold
-    them; their old bits are cleared first (write once, docs/design.md, idea 8)."""
-    per, count = 1024 // bits, max(1, len(codes) // PLANE)
-    row = floor_divide(token, per) * PLANE + modulo(token, PLANE)
-    shift = jnp.asarray(floor_divide(modulo(token, per), PLANE) * bits, jnp.uint32)
+    """Put the codes of u tokens from a multiple of u on, whole planes of one block or fewer tokens than a plane, into
+    the words that hold them; their old bits are cleared first (write once, docs/design.md, idea 8)."""
+    plane = field.plane(bits)
+    per, count = 32 // bits * plane, max(1, len(codes) // plane)
+    row = floor_divide(token, per) * plane + modulo(token, plane)
+    shift = jnp.asarray(floor_divide(modulo(token, per), plane) * bits, jnp.uint32)
     shifts = np.arange(0, count * bits, bits, dtype=np.uint32).reshape(-1, 1, 1)
     codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
     start, codes = ((*index, 0, row), codes.T) if field.along_lanes else ((*index, row, 0), codes)
@@ -127,7 +139,7 @@ def write(
 ) -> Stored:
     """Store one tile at (layer, row) = `index`, starting at body token `token`; where `wanted` is False, nothing.
 
-    A tile of codes or columns holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32, and `token` one of
+    A tile of codes, in words of any kind, holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32, and `token` one of
     u where that is at most FEW. Group tiles are `[u/group, W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
     if field.heads:
         return head_major.write(field, stored, index, token, tile, wanted)
@@ -145,7 +157,7 @@ def _write_codes(field, stored, index, token, tile, wanted):
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         part = (tile >> shift) & ((1 << bits) - 1)
         if tile.shape[0] <= FEW:
-            size = math.gcd(tile.shape[0], 1024 // bits)
+            size = math.gcd(tile.shape[0], 32 // bits * field.plane(bits))
             for first in range(0, tile.shape[0], size):
                 words = _write_part(field, words, part[first : first + size], index, token + first, bits, wanted)
         else:
@@ -156,18 +168,19 @@ def _write_codes(field, stored, index, token, tile, wanted):
 
 def _write_blocks(field, words, codes, index, token, bits, wanted):
     """Put many tokens' codes into the blocks that they are parts of, as one piece."""
-    rows, per = words.shape[-1 if field.along_lanes else -2], 1024 // bits
-    count = min(head_major.pieces(len(codes), per, PLANE), rows // PLANE)
-    first = jnp.minimum(floor_divide(token, per), rows // PLANE - count)
+    rows, plane = words.shape[-1 if field.along_lanes else -2], field.plane(bits)
+    per = 32 // bits * plane
+    count = min(head_major.pieces(len(codes), per, PLANE), rows // plane)
+    first = jnp.minimum(floor_divide(token, per), rows // plane - count)
     codes, here = head_major.placed(codes, token - first * per, count * per)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None, None]
-    pack = lambda x: (x.reshape(count, -1, PLANE, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
+    pack = lambda x: (x.reshape(count, -1, plane, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
     full = jnp.where(here, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
-    codes, mask = (pack(x).reshape(count * PLANE, -1) for x in (codes, full))
+    codes, mask = (pack(x).reshape(count * plane, -1) for x in (codes, full))
     start, codes, mask = (
-        ((*index, 0, first * PLANE), codes.T, mask.T)
+        ((*index, 0, first * plane), codes.T, mask.T)
         if field.along_lanes
-        else ((*index, first * PLANE, 0), codes, mask)
+        else ((*index, first * plane, 0), codes, mask)
     )
     shape = (1,) * len(index) + codes.shape
     old = cut_at(words, start, shape)
@@ -175,10 +188,10 @@ def _write_blocks(field, words, codes, index, token, bits, wanted):
     return put_at(words, row_major(new), start)
 
 
-def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
-    """Unpack whole blocks: R rows of words become the codes of R*32/bits tokens, in token order."""
+def unpack(words: UInt[Array, "*B R W"], bits: int, plane: int = PLANE) -> UInt[Array, "*B S W"]:
+    """Unpack whole blocks of `plane` rows: R rows of words become the codes of R*32/bits tokens, in token order."""
     lead, (rows, width) = words.shape[:-2], words.shape[-2:]
-    blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
+    blocks = words.reshape(*lead, rows // plane, 1, plane, width)
     shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
     return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
 
@@ -198,7 +211,7 @@ def read(
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         part = _cut(words, layer, floor_divide(token * bits, 32), count * bits // 32, axis)
         part = jnp.swapaxes(part, -1, -2) if field.along_lanes else part
-        codes = codes | (unpack(part, bits) << shift)
+        codes = codes | (unpack(part, bits, field.plane(bits)) << shift)
         shift += bits
     return codes
 

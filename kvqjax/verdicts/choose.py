@@ -83,8 +83,8 @@ def _forced(layout: CacheLayout, form: str | None, found: list[Candidate | None]
             f"kernels='pallas': no Pallas kernel reads the bodies of {layout.method} on {layout.target}; "
             "kernels='auto' takes the plain path there"
         )
-    if form == "heads":
-        raise UserError("kernels='pallas' reads bodies stored in planes; form='heads' has none")
+    if form not in (None, "planes"):
+        raise UserError(f"kernels='pallas' reads bodies stored in planes; form={form!r} has none")
     return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", _forms(found), "forced"))
 
 
@@ -143,7 +143,7 @@ def choose(
         return _splash_only(layout, splash)
     if asked == "off":
         return dataclasses.replace(layout, kernels=OFF)
-    if asked == "auto" and layout.target == "cpu":  # spares every cache on a CPU a second plan
+    if asked == "auto" and (layout.target == "cpu" or form == "stripes"):  # spares caches on CPUs a second plan
         return dataclasses.replace(layout, kernels=BY_TABLE)
     found = candidates(dataclasses.replace(layout, shape=shape, dealt=1))
     if asked == "pallas":

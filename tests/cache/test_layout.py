@@ -8,8 +8,12 @@ from kvqjax.ops.allocation import allocate, block_tokens, logical_bits
 from kvqjax.ops.layout import Field, read, split_bits, unpack, write
 
 
+CODES = [*((bits, "codes") for bits in (1, 2, 3, 4, 6, 8, 12)), (6, "columns")]
+STRIPES = [(bits, "stripes") for bits in (1, 2, 3, 4, 8)]
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize(("bits", "kind"), [*((bits, "codes") for bits in (1, 2, 3, 4, 6, 8, 12)), (6, "columns")])
+@pytest.mark.parametrize(("bits", "kind"), [*CODES, *STRIPES])
 def test_codes_come_back_after_overwriting(bits, kind):
     rng = np.random.default_rng(bits)
     field = Field(kind=kind, width=8, role="payload", bits=bits)
@@ -36,6 +40,16 @@ def test_a_plane_is_32_consecutive_tokens():
     assert int(unpack(words, 2).sum()) == 96
 
 
+def test_a_stripe_is_64_consecutive_tokens():
+    """On the last axis of every channel; the next one is the next bits of the same words."""
+    field = Field(kind="stripes", width=2, role="payload", bits=4)
+    tile = jnp.asarray([[3, 9]] * 64, jnp.uint32)
+    (words,) = write(field, allocate(field, (1, 1), 1024), (jnp.int32(0), jnp.int32(0)), jnp.int32(512 + 64), tile)
+    assert words.shape == (1, 1, 2, 128)
+    np.testing.assert_array_equal(words[0, 0, :, 64:], np.repeat([[3 << 4], [9 << 4]], 64, 1))
+    assert not words[..., :64].any()
+
+
 @pytest.mark.parametrize(("kind", "tile"), [("group", (2, 6)), ("token", (6, 64)), ("plain", (64, 6))])
 def test_unpacked_kinds_come_back(kind, tile):
     field = Field(kind=kind, width=6, role="scales", group=32 if kind == "group" else 1, dtype="float32")
@@ -54,8 +68,11 @@ def test_bits_and_refusals():
         Field(kind="codes", width=1, role="payload", bits=17)
 
 
+MANY = [("codes", 1), ("codes", 2), ("codes", 3), ("columns", 2), ("stripes", 3), ("stripes", 4), ("plain", 0)]
+
+
 @pytest.mark.parametrize("heads", [0, 2])
-@pytest.mark.parametrize(("kind", "bits"), [("codes", 1), ("codes", 2), ("codes", 3), ("columns", 2), ("plain", 0)])
+@pytest.mark.parametrize(("kind", "bits"), MANY)
 def test_many_tokens_at_once_are_written_as_plane_by_plane(kind, bits, heads):
     """From any multiple of 32 on, up to the body's end, over what stood there; or not, where it is not wanted."""
     field = Field(

@@ -115,6 +115,7 @@ def test_off_and_forced_ask_nobody(chip):
         ({"kernels": "pallas"}, "no Pallas kernel reads the bodies of kivi.* on cpu"),
         ({"kernels": "pallas", "target": "sm80"}, "on sm80"),
         ({"kernels": "pallas", "target": "sm90", "form": "heads"}, "form='heads'"),
+        ({"kernels": "pallas", "target": "v5e", "form": "stripes"}, "form='stripes'"),
     ],
 )
 def test_what_cannot_be_forced_is_one_line(options, line):

@@ -16,7 +16,13 @@ CASES = [
     Case(key_bits=2, value_bits=3, key_group=32, value_group=128, kv_heads=2, head_dim=64, group=8, slots=2048),
     Case(key_bits=8, value_bits=4, key_group=64, value_group=32, kv_heads=1, head_dim=256, group=16, length=3),
     Case(key_bits=4, value_bits=8, key_group=32, value_group=64, kv_heads=4, head_dim=64, group=2, block=1024),
-]
+    Case(key_bits=2, value_bits=2, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=3, striped=True),
+    Case(key_bits=4, value_bits=4, key_group=32, value_group=32, kv_heads=2, head_dim=64, group=2, length=3,
+         striped=True),
+    Case(key_bits=3, value_bits=2, key_group=64, value_group=32, kv_heads=1, head_dim=96, group=2, slots=2048,
+         striped=True),
+    Case(key_bits=8, value_bits=2, key_group=64, value_group=64, kv_heads=4, head_dim=64, group=1, striped=True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,0 +1,95 @@
+"""Key codes in stripes, the form of CPUs: the same codes as in planes, in blocks of another size."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny, tokens
+
+import kvqjax as kvq
+from kvqjax.cache.convert import CANONICAL, convert
+from kvqjax.cache.runs import runs_of
+
+forward = jax.jit(kvq.forward)
+CAPACITY = 4608  # nine blocks of planes of 2-bit codes, but not whole blocks of stripes
+SPECS = {
+    "kivi:bits=2,group=128": 2,
+    "kivi:bits=4,value_group=16,sinks=4": 4,
+    "kivi:bits=3,group=64": 3,
+    "kivi:bits=8,sinks=4": 8,
+}
+# Float32: sums of 16 products in another order.
+BOUND = 1e-4
+
+
+def filled(model, spec, form, steps=3):
+    """The logits behind a prompt of 700 and 161 tokens that goes in as chunks, and the cache."""
+    cache, text = kvq.init_cache(model, spec, 2, CAPACITY, form=form), tokens(2, 700 + steps)
+    for start, counts in ((0, [350, 161]), (350, [350, 0])):
+        _, cache = forward(model, text[:, start : start + 350], jnp.asarray(counts), cache)
+    out = []
+    for step in range(steps):
+        logits, cache = forward(model, text[:, 700 + step :][:, :1], jnp.asarray([1, 1]), cache)
+        out.append(np.asarray(logits))
+    return np.stack(out), cache
+
+
+def held(cache):
+    return {run.wiring.storage.codecs["k"].fields["codes"].kind for run in runs_of(cache.layout)}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_same_codes_and_logits_as_in_planes(spec):
+    model = tiny()
+    (wanted, planes), (found, stripes) = (filled(model, spec, form) for form in ("planes", "stripes"))
+    assert (held(planes), held(stripes)) == ({"codes"}, {"stripes"})
+    np.testing.assert_allclose(found, wanted, atol=BOUND * np.abs(wanted).max())
+    back = convert(stripes, **CANONICAL)
+    assert jax.tree.structure(back) == jax.tree.structure(planes)
+    for a, b in zip(jax.tree.leaves(back.runs[0].body["k"]), jax.tree.leaves(planes.runs[0].body["k"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    there = convert(back, layers="scan", form="stripes")
+    for a, b in zip(jax.tree.leaves(there), jax.tree.leaves(stripes), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_long_bodies_on_cpus_have_them_and_no_others():
+    model = tiny()
+    kind = lambda spec, capacity, model=model, **more: held(kvq.init_cache(model, spec, 1, capacity, **more))  # noqa: E731
+    assert kind("kivi:bits=2", 4096) == {"stripes"}
+    assert kind("kivi:bits=2", 4095) == {"codes"}, "half of the slots would be empty"
+    assert kind("kivi:bits=2", 8192, tiny(sliding_window=70)) == {"codes"}, "a ring has few blocks"
+    assert kind("kivi:bits=2", 8192, target="v5e") == {"codes"}
+    assert kind("kivi:bits=2,rope=pre", 8192) == {"codes"}, "nothing reads stripes there"
+    assert kind("kvquant:bits=3", 8192) == {"codes"}
+
+
+def test_no_kernel_reads_them():
+    """A TPU's kernel would read words of planes."""
+    model = tiny()
+    cache = kvq.init_cache(model, "kivi:bits=2", 1, 4096, target="v5e", form="stripes")
+    assert runs_of(cache.layout)[0].wiring.fast.packed.spec.target == "cpu"
+
+
+def test_saved_caches_are_read_on_either_side(tmp_path):
+    """Files hold planes, whose body is shorter."""
+    model, spec = tiny(), "kivi:bits=2,group=128"
+    _, cache = filled(model, spec, None, steps=1)
+    kvq.save_cache(tmp_path / "cache", cache, model)
+    again = kvq.load_cache(tmp_path / "cache", model)
+    assert held(again) == {"stripes"}
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_slots_beyond_the_shorter_body_hold_nothing():
+    """Or a conversion would lose tokens."""
+    layout = kvq.init_cache(tiny(), "kivi:bits=2,group=128", 1, CAPACITY, form="planes").layout
+    for capacity in range(4096, 8192, 129):
+        short, long = (
+            runs_of(dataclasses.replace(layout, form=form, capacity=capacity))[0] for form in ("planes", "stripes")
+        )
+        most = capacity - min(clock.window for clock in short.wiring.storage.clocks)
+        assert most // 128 * 128 <= short.slots <= long.slots < 1.25 * capacity + 1
