@@ -41,7 +41,8 @@ def packed_attention(
     check(q, body, spec)
     slots = body.value_scale.shape[-1]
     block = at_once(spec, q.shape, slots)
-    grouped = _grouped(q, spec)
+    grouped, count = _grouped(q, spec), block // _stretch(spec)
+    queries = jnp.broadcast_to(grouped[:, :, None], (*grouped.shape[:2], count, *grouped.shape[2:]))
     first, last = start.min() // block, jnp.minimum(-(-stop.max() // block), -(-slots // block))
 
     def step(j, state):
@@ -49,7 +50,7 @@ def packed_attention(
         slot = (token + _numbers(block, spec))[None, None]
         low, high = (x[..., None, None] for x in (start, stop))
         seen = (slot >= low) & (slot < high) & (slot >= j * block)
-        return _attend_block(state, grouped, _reader(body, layer, token, block, spec), seen, spec)
+        return _attend_block(state, queries, _reader(body, layer, token, block, spec), seen, spec)
 
     shape = grouped.shape[:-1]
     state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(grouped.shape, jnp.float32))
@@ -108,9 +109,7 @@ def _joined(codes: list[UInt[Array, "*S"]], bits: int) -> Float[Array, "*S"]:
     return found.astype(jnp.int32).astype(jnp.float32)  # converting unsigned integers is slow on x86
 
 
-def _stripes(
-    words: tuple[UInt[Array, "B W _"], ...], spec: PackedSpec, stretch: int
-) -> Float[Array, "B K n D r"]:
+def _stripes(words: tuple[UInt[Array, "B W _"], ...], spec: PackedSpec, stretch: int) -> Float[Array, "B K n D r"]:
     """Unpack codes in stripes as float32, `stretch` tokens at a time: tokens stay on the last axis."""
     found = []
     for x, bits in zip(words, split_bits(spec.key_bits), strict=True):
@@ -137,7 +136,7 @@ def _stretch(spec: PackedSpec) -> int:
 
 
 def _numbers(block: int, spec: PackedSpec) -> Int[Array, "n r"]:
-    """Number a block's tokens, stretch by stretch. Nothing divides these numbers: a loop that does is not vectorised."""
+    """Number a block's tokens, stretch by stretch, by sums alone: loops that divide are not vectorised."""
     shape = block // _stretch(spec), _stretch(spec)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
@@ -153,10 +152,9 @@ def _keys(read, after: Array, spec: PackedSpec) -> tuple[Float[Array, "B K n _ _
     return codes * scale[..., None, :] + low[..., None, :], "rd"
 
 
-def _scores(grouped, read, spec: PackedSpec) -> Float[Array, "B K M n r"]:
+def _scores(queries: Float[Array, "B K n M D"], read, spec: PackedSpec) -> Float[Array, "B K M n r"]:
     """Multiply queries by keys. XLA for CPUs has no fast product of few columns: queries come first."""
-    keys, order = _keys(read, grouped, spec)
-    queries = jnp.broadcast_to(grouped[:, :, None], (*keys.shape[:3], *grouped.shape[2:]))
+    keys, order = _keys(read, queries, spec)
     return jnp.einsum(f"bknmd,bkn{order}->bknmr", queries, keys).swapaxes(2, 3)
 
 
@@ -176,11 +174,11 @@ def _weighted(
     return jnp.einsum("bkms,bksd->bkmd", weights, jnp.where(seen[:, None, :, None], values, 0.0))
 
 
-def _attend_block(state, grouped, read, seen, spec: PackedSpec):
+def _attend_block(state, queries, read, seen, spec: PackedSpec):
     """Fold one block into the online softmax (running maximum, running sum of the weights, running sum of the values).
     `seen` is [B, T, n, r]."""
     peak, total, acc = state
-    scores = _scores(grouped, read, spec)
+    scores = _scores(queries, read, spec)
     mask = jnp.repeat(seen, scores.shape[2] // seen.shape[1], axis=1)[:, None]
     scores = jnp.where(mask, scores, -jnp.inf)
     raised = jnp.maximum(peak, scores.max((-1, -2)))

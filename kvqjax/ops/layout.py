@@ -33,7 +33,19 @@ from kvqjax.ops import head_major
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import cut_at, floor_divide, modulo, put_at, row_major
 
-__all__ = ["FEW", "PLANE", "Field", "from_bits", "is_half", "read", "slot_rows", "split_bits", "stripe", "to_bits", "write"]
+__all__ = [
+    "FEW",
+    "PLANE",
+    "Field",
+    "from_bits",
+    "is_half",
+    "read",
+    "slot_rows",
+    "split_bits",
+    "stripe",
+    "to_bits",
+    "write",
+]
 
 PLANE = 32  # tokens per plane: the rows of a block of words
 FEW = 256  # tokens that are written block by block
@@ -54,8 +66,8 @@ def stripe(bits: int) -> int:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
     """One stored quantity of a codec. `kind` is "codes", "columns", "stripes", "group", "token" or "plain" (see the
-    module); `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's compute
-    dtype; `heads` is the number of KV heads where it is stored head by head, else 0."""
+    module); `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's
+    compute dtype; `heads` is the number of KV heads where it is stored head by head, else 0."""
 
     kind: str
     width: int
@@ -139,8 +151,9 @@ def write(
 ) -> Stored:
     """Store one tile at (layer, row) = `index`, starting at body token `token`; where `wanted` is False, nothing.
 
-    A tile of codes, in words of any kind, holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32, and `token` one of
-    u where that is at most FEW. Group tiles are `[u/group, W]`, token tiles `[W, u]`, plain tiles `[u, W]`."""
+    A tile of codes, in words of any kind, holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32, and
+    `token` one of u where that is at most FEW. Group tiles are `[u/group, W]`, token tiles `[W, u]`, plain tiles
+    `[u, W]`."""
     if field.heads:
         return head_major.write(field, stored, index, token, tile, wanted)
     if field.packed:

@@ -48,13 +48,13 @@ def init_cache(
     `dtype` is that of keys and values as they come ("bf16", "f16", "f32"); by default the model's compute dtype, for a
     shape that of `load`. `layers="scan"` stores layers that cache alike as one stack, "unroll" each by itself (see
     kvqjax/model/decoder.py); by default as the model's weights are stored, for a shape as stacks. `form` is how bodies
-    are stored: as "planes" of words, in "stripes" or by "heads" (`kvqjax.cache.cache_layout.CacheLayout`), by default
-    as the target reads them best. `target` names the chip that programs on this cache are for; by default the one that holds the model's
-    weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights). `kernels` is
-    "auto" (those that this chip checked and found faster; for a chip that is not here the table's word), "off", or the
-    name of those to force: "pallas", "splash", "cudnn". `sharding` are the rules of a mesh for a shape's cache
-    (kvqjax.parallel.sharding.rules_for); a model's lies as the model does. Warns where the model's key bias makes this
-    method useless."""
+    are stored: in "planes", by "heads" or in "stripes" (`kvqjax.cache.cache_layout.CacheLayout`), by default as the
+    target reads them best. `target` names the chip that programs on this cache are for; by default the one that holds
+    the model's weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights).
+    `kernels` is "auto" (those that this chip checked and found faster; for a chip that is not here the table's word),
+    "off", or the name of those to force: "pallas", "splash", "cudnn". `sharding` are the rules of a mesh for a shape's
+    cache (kvqjax.parallel.sharding.rules_for); a model's lies as the model does. Warns where the model's key bias makes
+    this method useless."""
     check_counts(batch=batch, capacity=capacity)
     options = {"dtype": dtype, "layers": layers, "form": form, "target": target, "sharding": sharding}
     return empty_cache(model, planned_layout(model, parse(method), batch, capacity, kernels=kernels, **options), batch)

@@ -7,7 +7,6 @@ import pytest
 from kvqjax.ops.allocation import allocate, block_tokens, logical_bits
 from kvqjax.ops.layout import Field, read, split_bits, unpack, write
 
-
 CODES = [*((bits, "codes") for bits in (1, 2, 3, 4, 6, 8, 12)), (6, "columns")]
 STRIPES = [(bits, "stripes") for bits in (1, 2, 3, 4, 8)]
 
