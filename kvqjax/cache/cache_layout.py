@@ -50,5 +50,5 @@ class CacheLayout:
 
 
 def stored_form(target: str) -> str:
-    """Choose the form that a chip reads best."""
+    """Choose the form that a chip reads best; of chips that are not known, what a CPU does."""
     return {"gpu": "heads", "cpu": "stripes", "tpu": "planes"}[family(target)]
