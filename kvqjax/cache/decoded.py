@@ -127,7 +127,7 @@ def _attend_part(
 
     def scores(rows, _):
         k = decoded(after)[2][0]
-        if table is not None:
+        if table is not None and part.waves is not None:
             return [_sums(turned_back(rows, part.waves, table), k)]
         if rows.shape[2] <= MOST_SUMS:
             return [_sums([rows[:, None, :, n] for n in range(rows.shape[2])], k)]
