@@ -70,13 +70,14 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
 
 
 def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
-    """Store key codes in stripes where the plain computation of kvqjax.pallas_kernels.reference reads them. Blocks are
-    longer then: not where rings or devices count in blocks, nor for bodies of few of them."""
-    packed, codecs, keep = wiring.fast.packed, wiring.storage.codecs, layout.method.keep
+    """Store key codes in stripes where the plain computation of kvqjax.pallas_kernels.reference reads them, which it
+    does in the order of tokens. Blocks are longer then: not where rings or devices count in blocks, nor for bodies of
+    few of them."""
+    packed, codecs = wiring.fast.packed, wiring.storage.codecs
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring
-    most = layout.capacity if keep is None else min(layout.capacity, keep.budget)
-    if shape.window is not None or layout.dealt > 1 or most < LEAST_STRIPED:
+    in_order = shape.window is None and layout.method.keep is None
+    if not in_order or layout.dealt > 1 or layout.capacity < LEAST_STRIPED:
         return wiring
     codes = dataclasses.replace(codecs["k"].fields["codes"], kind="stripes")
     keys = codecs["k"]._replace(fields=codecs["k"].fields | {"codes": codes})

@@ -61,6 +61,7 @@ def test_long_bodies_on_cpus_have_them_and_no_others():
     assert kind("kivi:bits=2", 4096) == {"stripes"}
     assert kind("kivi:bits=2", 4095) == {"codes"}, "half of the slots would be empty"
     assert kind("kivi:bits=2", 8192, tiny(sliding_window=70)) == {"codes"}, "a ring has few blocks"
+    assert kind("kivi:bits=2,keep=streaming:4096", 8192) == {"codes"}, "evicted bodies are not read as they lie"
     assert kind("kivi:bits=2", 8192, target="v5e") == {"codes"}
     assert kind("kivi:bits=2,rope=pre", 8192) == {"codes"}, "nothing reads stripes there"
     assert kind("kvquant:bits=3", 8192) == {"codes"}
