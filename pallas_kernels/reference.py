@@ -141,21 +141,19 @@ def _numbers(block: int, spec: PackedSpec) -> Int[Array, "n r"]:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def _keys(read, after: Array, spec: PackedSpec) -> tuple[Float[Array, "B K n _ _"], str]:
-    """Decode keys, a stretch of tokens at a time, and say in which order their last axes are: tokens r, channels d."""
-    words, stretch = read("key_codes", after), _stretch(spec)
-    stored = (_slices(read(name, after), spec.kv_heads) for name in ("key_scale", "key_low"))
+def _scores(queries: Float[Array, "B K n M D"], read, spec: PackedSpec) -> Float[Array, "B K M n r"]:
+    """Decode keys and multiply queries by them. XLA for CPUs multiplies few queries fastest by keys whose tokens lie
+    side by side; of others the tokens come first, which is 3 x faster than the queries first."""
+    words, stretch = read("key_codes", queries), _stretch(spec)
+    stored = (_slices(read(name, queries), spec.kv_heads) for name in ("key_scale", "key_low"))
     scale, low = (jnp.repeat(_floats(x, spec), spec.key_group // stretch, axis=2) for x in stored)
     if spec.striped:
-        return _stripes(words, spec, stretch) * scale[..., None] + low[..., None], "dr"
-    codes = _unpacked(words, spec.key_bits, spec.kv_heads).reshape(*scale.shape[:3], stretch, -1)
-    return codes * scale[..., None, :] + low[..., None, :], "rd"
-
-
-def _scores(queries: Float[Array, "B K n M D"], read, spec: PackedSpec) -> Float[Array, "B K M n r"]:
-    """Multiply queries by keys. XLA for CPUs has no fast product of few columns: queries come first."""
-    keys, order = _keys(read, queries, spec)
-    return jnp.einsum(f"bknmd,bkn{order}->bknmr", queries, keys).swapaxes(2, 3)
+        keys = _stripes(words, spec, stretch) * scale[..., None] + low[..., None]
+        return jnp.einsum("bknmd,bkndr->bknmr", queries, keys).swapaxes(2, 3)
+    codes = _unpacked(words, spec.key_bits, spec.kv_heads)
+    keys = codes.reshape(*scale.shape[:3], stretch, -1) * scale[..., None, :] + low[..., None, :]
+    scores = jnp.einsum("bksd,bkmd->bksm", keys.reshape(codes.shape), queries[:, :, 0]).swapaxes(2, 3)
+    return scores.reshape(*scores.shape[:3], -1, stretch)
 
 
 def _weighted(
