@@ -1,7 +1,7 @@
 """Decode attention on packed keys and values in plain jnp, one block at a time: oracle, fallback and the path on CPUs.
 
-Scales and minima are applied in the loop that unpacks the codes. That loop takes as long as writing its result to a
-CPU's cache does, so they cost nothing there."""
+Scales and minima are applied in the loop that unpacks the codes: that loop is bound by what it writes, and folding them
+into queries, scores and softmax weights would take operations of their own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +41,7 @@ def packed_attention(
     check(q, body, spec)
     slots = body.value_scale.shape[-1]
     block = at_once(spec, q.shape, slots)
-    grouped, count = _grouped(q, spec), block // _stretch(spec)
-    queries = jnp.broadcast_to(grouped[:, :, None], (*grouped.shape[:2], count, *grouped.shape[2:]))
+    grouped = _grouped(q, spec)
     first, last = start.min() // block, jnp.minimum(-(-stop.max() // block), -(-slots // block))
 
     def step(j, state):
@@ -50,7 +49,7 @@ def packed_attention(
         slot = (token + _numbers(block, spec))[None, None]
         low, high = (x[..., None, None] for x in (start, stop))
         seen = (slot >= low) & (slot < high) & (slot >= j * block)
-        return _attend_block(state, queries, _reader(body, layer, token, block, spec), seen, spec)
+        return _attend_block(state, grouped, _reader(body, layer, token, block, spec), seen, spec)
 
     shape = grouped.shape[:-1]
     state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(grouped.shape, jnp.float32))
@@ -141,18 +140,19 @@ def _numbers(block: int, spec: PackedSpec) -> Int[Array, "n r"]:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def _scores(queries: Float[Array, "B K n M D"], read, spec: PackedSpec) -> Float[Array, "B K M n r"]:
+def _scores(grouped: Float[Array, "B K M D"], read, spec: PackedSpec) -> Float[Array, "B K M n r"]:
     """Decode keys and multiply queries by them. XLA for CPUs multiplies few queries fastest by keys whose tokens lie
-    side by side; of others the tokens come first, which is 3 x faster than the queries first."""
-    words, stretch = read("key_codes", queries), _stretch(spec)
-    stored = (_slices(read(name, queries), spec.kv_heads) for name in ("key_scale", "key_low"))
+    side by side; of others the tokens come first, which is faster than the queries first."""
+    words, stretch = read("key_codes", grouped), _stretch(spec)
+    stored = (_slices(read(name, grouped), spec.kv_heads) for name in ("key_scale", "key_low"))
     scale, low = (jnp.repeat(_floats(x, spec), spec.key_group // stretch, axis=2) for x in stored)
     if spec.striped:
         keys = _stripes(words, spec, stretch) * scale[..., None] + low[..., None]
+        queries = jnp.broadcast_to(grouped[:, :, None], (*keys.shape[:3], *grouped.shape[2:]))
         return jnp.einsum("bknmd,bkndr->bknmr", queries, keys).swapaxes(2, 3)
     codes = _unpacked(words, spec.key_bits, spec.kv_heads)
     keys = codes.reshape(*scale.shape[:3], stretch, -1) * scale[..., None, :] + low[..., None, :]
-    scores = jnp.einsum("bksd,bkmd->bksm", keys.reshape(codes.shape), queries[:, :, 0]).swapaxes(2, 3)
+    scores = jnp.einsum("bksd,bkmd->bksm", keys.reshape(codes.shape), grouped).swapaxes(2, 3)
     return scores.reshape(*scores.shape[:3], -1, stretch)
 
 
@@ -172,11 +172,11 @@ def _weighted(
     return jnp.einsum("bkms,bksd->bkmd", weights, jnp.where(seen[:, None, :, None], values, 0.0))
 
 
-def _attend_block(state, queries, read, seen, spec: PackedSpec):
+def _attend_block(state, grouped, read, seen, spec: PackedSpec):
     """Fold one block into the online softmax (running maximum, running sum of the weights, running sum of the values).
     `seen` is [B, T, n, r]."""
     peak, total, acc = state
-    scores = _scores(queries, read, spec)
+    scores = _scores(grouped, read, spec)
     mask = jnp.repeat(seen, scores.shape[2] // seen.shape[1], axis=1)[:, None]
     scores = jnp.where(mask, scores, -jnp.inf)
     raised = jnp.maximum(peak, scores.max((-1, -2)))

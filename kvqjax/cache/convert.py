@@ -23,7 +23,7 @@ CANONICAL = {"layers": "scan", "form": "planes"}
 @functools.partial(jax.jit, static_argnames=("old", "new", "held", "slots"))
 def _rewritten(old: Field, new: Field, stored: Stored, held: int, slots: int) -> Stored:
     """Read one layer's field, [1, B, ...], of `held` slots in one form and write it in another with `slots` slots, HALF
-    tokens at a time. Blocks of forms differ in size; slots that not both have hold no token."""
+    tokens at a time. Blocks of forms differ in size; slots that only one of them has hold no token."""
     rows, both = stored[0].shape[1], min(held, slots)
     tiles = read(old, stored, 0, 0, held)[:, :both].reshape(rows, -1, HALF, old.width)
 

@@ -100,7 +100,7 @@ def read_at_a_time(tokens: int) -> int:
 
 def _with_waves(view: LayerView, parts: Part) -> tuple[Part, Waves | None]:
     """Make what turns queries back by the positions of keys that are decoded before the rope: waves of every part's
-    first positions, once for all layers, and one table of the steps from each. No table where keys are decoded after
+    first positions, and one table of the steps from each for all parts. No table where keys are decoded after
     the rope, or positions do not follow each other."""
     run, size = view.run, math.gcd(parts.positions.shape[-1], MOST_SPAN)
     if not run.wiring.fast.before_rope or run.shape.turning is None or run.deal.parts > 1:
@@ -112,7 +112,8 @@ def _attend_part(
     q, kv_heads: int, view: LayerView, constants, part: Part, shared, carry: dict, table: Waves | None, after
 ) -> Partial:
     """Attend to one part, which is not read before `after` is there. With a `table`, queries are turned back."""
-    run, size, dtype = view.run, part.positions.shape[-1], jnp.result_type(*view.new.values())
+    run, size = view.run, part.positions.shape[-1]
+    dtype = jnp.result_type(*view.new.values())  # of products with values: queries may be float32 by now
     if part.rows is not None:
         q = q[part.rows]
 

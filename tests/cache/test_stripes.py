@@ -14,12 +14,12 @@ from kvqjax.cache.runs import runs_of
 
 forward = jax.jit(kvq.forward)
 CAPACITY = 4608  # nine blocks of planes of 2-bit codes, but not whole blocks of stripes
-SPECS = {
-    "kivi:bits=2,group=128": 2,
-    "kivi:bits=4,value_group=16,sinks=4": 4,
-    "kivi:bits=3,group=64": 3,
-    "kivi:bits=8,sinks=4": 8,
-}
+SPECS = (
+    "kivi:bits=2,group=128",
+    "kivi:bits=4,value_group=16,sinks=4",
+    "kivi:bits=3,group=64",
+    "kivi:bits=8,sinks=4",
+)
 # Float32: sums of 16 products in another order.
 BOUND = 1e-4
 
