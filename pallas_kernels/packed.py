@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from kvqjax.ops.layout import PLANE, slot_rows, split_bits, stripe
+from kvqjax.ops.layout import PLANE, slot_rows, split_bits
 
 __all__ = ["KINDS", "TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "family", "target_of"]
 
@@ -74,19 +74,18 @@ class Signposts(NamedTuple):
 class PackedBody(NamedTuple):
     """The stored fields of one run of layers; W = K*D lanes, S slots.
 
-    Codes of b bits have S*b/32 rows of words, one array per plane set (`kvqjax.ops.layout.split_bits`); those of
-    striped keys are [L, B, W, S*b/32]. Scales and
-    minima have the dtype `scales` of the spec, 16-bit ones as the integers that hold their bits. Where `key_group` is
-    0, those of keys are the layer's constants, [W] float32.
+    Codes of b bits have S*b/32 rows of words, one array per plane set (`kvqjax.ops.layout.split_bits`); in stripes they
+    are [L, B, S*b/1024, W, 32]. Scales and minima have the dtype `scales` of the spec, 16-bit ones as the integers that
+    hold their bits. Where `key_group` is 0, those of keys are the layer's constants, [W] float32.
 
     `positions` are given for keys before RoPE: the position of the first token of every S/n slots. The others follow it
     one by one. n divides S into multiples of the spec's `unit`. Outliers are 16-bit words: the values of a token's
     slots, then their channels (kvqjax.codecs.nuq_outliers)."""
 
-    key_codes: tuple[UInt[Array, "L B _ _"], ...]
+    key_codes: tuple[UInt[Array, "L B ..."], ...]
     key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
     key_low: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]  # [L, B, W/key_channels, S] of keys per token
-    value_codes: tuple[UInt[Array, "L B _ W"], ...]
+    value_codes: tuple[UInt[Array, "L B ..."], ...]
     value_scale: Shaped[Array, "L B W/value_group S"]
     value_low: Shaped[Array, "L B W/value_group S"]
     positions: Int[Array, " n"] | None = None
@@ -107,8 +106,8 @@ class PackedSpec:
     necessarily a divisor of the slots. `target` names the chip that the program is compiled for. `rope` is None for
     keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales,
     and where `key_channels` channels of a token do. `key_factors` numbers of a token multiply its keys: 0, 1, or one of
-    each KV head. `value_factors` says whether values are multiplied too. `striped`: key codes lie in stripes, as only
-    the plain computation reads them."""
+    each KV head. `value_factors` says whether values are multiplied too. `striped`: codes lie in stripes, as only the
+    plain computation reads them."""
 
     key_bits: int
     value_bits: int
@@ -148,8 +147,7 @@ class PackedSpec:
     def unit(self) -> int:
         """Tokens after which every array starts a fresh block."""
         key, value = split_bits(self.key_bits), split_bits(self.value_bits)
-        keys = [32 // part * (stripe(part) if self.striped else PLANE) for part in key]
-        return math.lcm(*keys, *(1024 // part for part in value), self.key_group or 1)
+        return math.lcm(*(1024 // part for part in key + value), self.key_group or 1)
 
     @property
     def plain(self) -> bool:
@@ -172,8 +170,9 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         if len(codes) != len(parts):
             raise ValueError(f"{name}_codes: got {len(codes)} arrays, want {len(parts)} for {bits} bits")
         for words, part in zip(codes, parts, strict=True):
-            shape = slots * part // 32, spec.width
-            yield f"{name}_codes", words, (*lead, *(shape[::-1] if spec.striped and name == "key" else shape))
+            rows = slots * part // 32
+            shape = (rows // PLANE, spec.width, PLANE) if spec.striped else (rows, spec.width)
+            yield f"{name}_codes", words, (*lead, *shape)
     for name in ("key_scale", "key_low"):
         shape = (*lead, slots // spec.key_group, spec.width) if spec.key_group else (spec.width,)
         if spec.key_channels:

@@ -1,19 +1,18 @@
 """Decode attention on packed keys and values in plain jnp, one block at a time: oracle, fallback and the path on CPUs.
 
-Scales and minima are applied in the loop that unpacks the codes: that loop is bound by what it writes, and folding them
-into queries, scores and softmax weights would take operations of their own."""
+A block of S tokens is n = S/32 stretches. Few queries read codes in stripes without decoding them into memory
+(`kvqjax.pallas_kernels.few_queries`), others by products."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.layout import from_bits, split_bits, stripe, unpack
-from kvqjax.ops.xla import known_after, row_major
+from kvqjax.ops.layout import PLANE, from_bits, split_bits, unpack
+from kvqjax.ops.xla import floor_divide, kept_apart, known_after, row_major
+from kvqjax.pallas_kernels import few_queries
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check, family
 
 __all__ = ["at_once", "packed_attention"]
@@ -34,8 +33,8 @@ def packed_attention(
     where start >= stop). `start` is 0 without a sliding window, `stop` the row's valid tokens for a decoding step. `q`
     carries its rotation and not yet the D^-1/2.
 
-    Only blocks that some query sees are read. Tokens in them that no query sees may hold anything (0 x inf would be
-    NaN)."""
+    Only blocks that some query sees are read. In them, what is before the first token or behind the last that a query
+    of the row sees may hold anything (0 x inf would be NaN)."""
     if not spec.plain:
         raise ValueError(f"{spec}: this reads uniform codes of keys after RoPE only")
     check(q, body, spec)
@@ -46,13 +45,14 @@ def packed_attention(
 
     def step(j, state):
         token = jnp.minimum(j * block, slots - block)
-        slot = (token + _numbers(block, spec))[None, None]
+        slot = (token + _numbers(block))[None, None]
         low, high = (x[..., None, None] for x in (start, stop))
         seen = (slot >= low) & (slot < high) & (slot >= j * block)
-        return _attend_block(state, grouped, _reader(body, layer, token, block, spec), seen, spec)
+        return _attend_block(state, grouped, _Block(body, layer, token, block, spec, *reach), seen)
 
-    shape = grouped.shape[:-1]
-    state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(grouped.shape, jnp.float32))
+    reach = start.min(1), stop.max(1)
+    shape, apart = grouped.shape[:-1], PLANE if _are_few(grouped, spec) else 1
+    state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*grouped.shape, apart)))
     return _finish(jax.lax.fori_loop(first, last, step, state), q.shape)
 
 
@@ -72,125 +72,119 @@ def _grouped(q: Float[Array, "B T H D"], spec: PackedSpec) -> Float[Array, "B K 
     return q.transpose(0, 2, 1, 3, 4).reshape(batch, spec.kv_heads, -1, dim)
 
 
-def _reader(body: PackedBody, layer, token, block: int, spec: PackedSpec) -> Callable[[str, Array], Any]:
-    """Make what slices a stored array, still packed, of `block` tokens from `token` on, of one layer: (the array's name
-    in the body, what is ready before). A CPU slices in the loop that unpacks, which a layout would cut in two."""
-    slots, keep = body.value_scale.shape[-1], (lambda x: x) if family(spec.target) == "cpu" else row_major
-    along = ("value_scale", "value_low", *(("key_codes",) if spec.striped else ()))
-
-    def rows(array, first):
-        batch, share, lanes = array.shape[1], slots // array.shape[2], array.shape[3]
-        return keep(jax.lax.dynamic_slice(array, (layer, 0, first // share, 0), (1, batch, block // share, lanes)))[0]
-
-    def tokens(array, first):
-        share = slots // array.shape[3]
-        starts, sizes = (layer, 0, 0, first // share), (1, *array.shape[1:3], block // share)
-        return keep(jax.lax.dynamic_slice(array, starts, sizes))[0]
-
-    def read(name: str, after: Array):
-        cut = tokens if name in along else rows
-        return jax.tree.map(lambda array: cut(array, known_after(after, token)), getattr(body, name))
-
-    return read
+def _numbers(block: int) -> Int[Array, "n 32"]:
+    """Number a block's tokens by sums alone: XLA for CPUs does not vectorise loops that divide."""
+    shape = block // PLANE, PLANE
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) * PLANE + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def _unpacked(words: tuple[UInt[Array, "B _ W"], ...], bits: int, parts: int) -> Float[Array, "B parts S W/parts"]:
-    """Unpack codes as float32, each of the `parts` lane slices by itself, so that words are transposed and not
-    codes."""
-    return _joined([unpack(_slices(x, parts), part) for x, part in zip(words, split_bits(bits), strict=True)], bits)
+class _Block(NamedTuple):
+    """`size` tokens of one layer from `token` on, still packed. A row's queries see none before `start` or from `stop`
+    on, whose scales and minima are read as 0."""
+
+    body: PackedBody
+    layer: Int[Array, ""] | int
+    token: Int[Array, ""]
+    size: int
+    spec: PackedSpec
+    start: Int[Array, " B"]
+    stop: Int[Array, " B"]
+
+    def inside(self, numbers: Int[Array, "..."], tokens: int) -> Bool[Array, "B ..."]:
+        """Say whether a row sees any of the `tokens` tokens from these on, numbers in the block."""
+        start, stop = (jnp.expand_dims(x, range(1, 1 + numbers.ndim)) for x in (self.start, self.stop))
+        first = (self.token + numbers)[None]
+        return (first + tokens > start) & (first < stop)
+
+    def cut(self, array: Array, axis: int, after: Array) -> Array:
+        """Cut the block out of a stored array whose `axis` goes along tokens, not before `after` is there. A CPU does
+        so in the loop that unpacks, which a layout would cut in two."""
+        share = self.body.slots // array.shape[axis]
+        starts, sizes = [self.layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
+        starts[axis], sizes[axis] = floor_divide(known_after(after, self.token), share), self.size // share
+        part = jax.lax.dynamic_slice(array, starts, sizes)
+        return (part if family(self.spec.target) == "cpu" else row_major(part))[0]
+
+    def words(self, name: str, after: Array) -> tuple[UInt[Array, "B _ *W"], ...]:
+        """Read the words of keys or values, as they are stored."""
+        return tuple(self.cut(array, 2, after) for array in getattr(self.body, name))
+
+    def of_keys(self, name: str, after: Array) -> Float[Array, "B K g D"]:
+        """Read the keys' scales or minima."""
+        x = from_bits(self.cut(getattr(self.body, name), 2, after), self.spec.scales).astype(jnp.float32)
+        group = self.spec.key_group
+        x = jnp.where(self.inside(jnp.arange(0, self.size, group), group)[..., None], x, 0.0)
+        # Or XLA for CPUs would make the transpose of four slices that it joins, which is not vectorised.
+        return kept_apart(x.reshape(*x.shape[:2], self.spec.kv_heads, -1)).swapaxes(1, 2)
+
+    def of_values(self, name: str, after: Array) -> Float[Array, "B K V n 32"]:
+        """Read the values' scales or minima, for each of the V slices of a head that share them."""
+        x = from_bits(self.cut(getattr(self.body, name), 3, after), self.spec.scales).astype(jnp.float32)
+        x = jnp.where(self.inside(_numbers(self.size), 1)[:, None], x.reshape(*x.shape[:2], -1, PLANE), 0.0)
+        x = jnp.repeat(x, self.spec.value_group // self.spec.value_slice, axis=1)
+        return x.reshape(len(x), self.spec.kv_heads, -1, *x.shape[2:])
 
 
-def _joined(codes: list[UInt[Array, "*S"]], bits: int) -> Float[Array, "*S"]:
-    """Put the plane sets of codes together, as float32."""
+def _are_few(q: Float[Array, "B K M _"], spec: PackedSpec) -> bool:
+    return spec.striped and q.shape[2] <= few_queries.MOST
+
+
+def _codes(words: tuple[UInt[Array, "B _ *W"], ...], bits: int, spec: PackedSpec) -> Float[Array, "B K S D"]:
+    """Unpack codes as float32, each head by itself, so that words are transposed and not codes."""
     found, shift = jnp.uint32(0), 0
-    for x, part in zip(codes, split_bits(bits), strict=True):
-        found, shift = found | (x << shift), shift + part
+    for x, part in zip(words, split_bits(bits), strict=True):
+        rows = x.swapaxes(2, 3).reshape(len(x), -1, spec.width) if spec.striped else x
+        by_head = rows.reshape(*rows.shape[:2], spec.kv_heads, -1).swapaxes(1, 2)
+        found, shift = found | (unpack(by_head, part) << shift), shift + part
     return found.astype(jnp.int32).astype(jnp.float32)  # converting unsigned integers is slow on x86
 
 
-def _stripes(words: tuple[UInt[Array, "B W _"], ...], spec: PackedSpec, stretch: int) -> Float[Array, "B K n D r"]:
-    """Unpack codes in stripes as float32, `stretch` tokens at a time: tokens stay on the last axis."""
-    found = []
-    for x, bits in zip(words, split_bits(spec.key_bits), strict=True):
-        x = x.reshape(x.shape[0], spec.kv_heads, spec.head_dim, -1, 1, stripe(bits) // stretch, stretch)
-        x = x.transpose(0, 1, 3, 4, 5, 2, 6)
-        shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape(1, 1, 1, -1, 1, 1, 1)
-        codes = (x >> shifts) & jnp.uint32((1 << bits) - 1)
-        found.append(codes.reshape(*codes.shape[:2], -1, *codes.shape[-2:]))
-    return _joined(found, spec.key_bits)
+def _scores(q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B M n 32"]) -> Float[Array, "B K M n 32"]:
+    """Decode keys and multiply queries by them; -inf where a query does not see the token. XLA for CPUs multiplies the
+    tokens first faster than the queries first."""
+    words, scale, low = block.words("key_codes", q), block.of_keys("key_scale", q), block.of_keys("key_low", q)
+    if _are_few(q, block.spec):
+        return few_queries.scores(q, _stripes(words, block.spec), block.spec.key_bits, scale, low, seen)
+    codes = _codes(words, block.spec.key_bits, block.spec)
+    keys = codes.reshape(*scale.shape[:3], -1, scale.shape[3]) * scale[:, :, :, None] + low[:, :, :, None]
+    scores = jnp.einsum("bksd,bkmd->bksm", keys.reshape(codes.shape), q).swapaxes(2, 3)
+    return jnp.where(seen[:, None], scores.reshape(*scores.shape[:3], -1, PLANE), -jnp.inf)
 
 
-def _slices(rows: Array, parts: int) -> Array:
-    """Reshape [B, rows, W] to [B, parts, rows, W/parts]."""
-    return rows.reshape(*rows.shape[:2], parts, -1).transpose(0, 2, 1, 3)
-
-
-def _floats(x: Array, spec: PackedSpec) -> Float[Array, "*S"]:
-    return from_bits(x, spec.scales).astype(jnp.float32)
-
-
-def _stretch(spec: PackedSpec) -> int:
-    """Count the tokens that share a key scale and lie side by side."""
-    return min(spec.key_group, *map(stripe, split_bits(spec.key_bits))) if spec.striped else spec.key_group
-
-
-def _numbers(block: int, spec: PackedSpec) -> Int[Array, "n r"]:
-    """Number a block's tokens, stretch by stretch, by sums alone: loops that divide are not vectorised."""
-    shape = block // _stretch(spec), _stretch(spec)
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
-def _scores(grouped: Float[Array, "B K M D"], read, spec: PackedSpec) -> Float[Array, "B K M n r"]:
-    """Decode keys and multiply queries by them. XLA for CPUs multiplies few queries fastest by keys whose tokens lie
-    side by side; of others the tokens come first, which is faster than the queries first."""
-    words, stretch = read("key_codes", grouped), _stretch(spec)
-    stored = (_slices(read(name, grouped), spec.kv_heads) for name in ("key_scale", "key_low"))
-    scale, low = (jnp.repeat(_floats(x, spec), spec.key_group // stretch, axis=2) for x in stored)
-    if spec.striped:
-        keys = _stripes(words, spec, stretch) * scale[..., None] + low[..., None]
-        queries = jnp.broadcast_to(grouped[:, :, None], (*keys.shape[:3], *grouped.shape[2:]))
-        return jnp.einsum("bknmd,bkndr->bknmr", queries, keys).swapaxes(2, 3)
-    codes = _unpacked(words, spec.key_bits, spec.kv_heads)
-    keys = codes.reshape(*scale.shape[:3], stretch, -1) * scale[..., None, :] + low[..., None, :]
-    scores = jnp.einsum("bksd,bkmd->bksm", keys.reshape(codes.shape), grouped).swapaxes(2, 3)
-    return scores.reshape(*scores.shape[:3], -1, stretch)
-
-
-def _weighted(
-    weights: Float[Array, "B K M S"], read, seen: Bool[Array, "B S"], spec: PackedSpec
-) -> Float[Array, "B K M D"]:
+def _weighted(weights: Float[Array, "B K M n 32"], block: _Block) -> Float[Array, "B K M D _"]:
     """Sum the values under their softmax weights. Nothing of them is decoded before the weights are there, when the
     decoded keys are no longer needed."""
-    codes = _unpacked(read("value_codes", weights), spec.value_bits, spec.kv_heads)
+    words, spec = block.words("value_codes", weights), block.spec
+    scale, low = block.of_values("value_scale", weights), block.of_values("value_low", weights)
+    if _are_few(weights[..., 0], spec):
+        return few_queries.weighted(weights, _stripes(words, spec), spec.value_bits, scale, low)
+    codes = _codes(words, spec.value_bits, spec)
+    scale, low = (
+        jnp.repeat(x.reshape(*x.shape[:3], -1).swapaxes(2, 3), spec.value_slice, axis=3) for x in (scale, low)
+    )
+    flat = weights.reshape(*weights.shape[:3], -1)
+    return jnp.einsum("bkms,bksd->bkmd", flat, codes * scale + low)[..., None]
 
-    def own(name):  # what is stored of every group of channels, for each channel of a head
-        by_slice = jnp.repeat(_floats(read(name, weights), spec), spec.value_group // spec.value_slice, axis=1)
-        by_slice = by_slice.reshape(*codes.shape[:2], -1, codes.shape[2])
-        return jnp.repeat(by_slice.swapaxes(-1, -2), spec.value_slice, axis=-1)
 
-    values = codes * own("value_scale") + own("value_low")
-    return jnp.einsum("bkms,bksd->bkmd", weights, jnp.where(seen[:, None, :, None], values, 0.0))
+def _stripes(words: tuple[UInt[Array, "B _ W 32"], ...], spec: PackedSpec) -> tuple[UInt[Array, "B _ K D 32"], ...]:
+    return tuple(x.reshape(*x.shape[:2], spec.kv_heads, spec.head_dim, PLANE) for x in words)
 
 
-def _attend_block(state, grouped, read, seen, spec: PackedSpec):
-    """Fold one block into the online softmax (running maximum, running sum of the weights, running sum of the values).
-    `seen` is [B, T, n, r]."""
+def _attend_block(state, q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B T n 32"]):
+    """Fold one block into the online softmax (running maximum, running sum of the weights, running sums of the
+    values)."""
     peak, total, acc = state
-    scores = _scores(grouped, read, spec)
-    mask = jnp.repeat(seen, scores.shape[2] // seen.shape[1], axis=1)[:, None]
-    scores = jnp.where(mask, scores, -jnp.inf)
+    scores = _scores(q, block, jnp.repeat(seen, q.shape[2] // seen.shape[1], axis=1))
     raised = jnp.maximum(peak, scores.max((-1, -2)))
     # A finite stand-in for the peak of a row that has seen nothing keeps exp(-inf - -inf) from becoming NaN.
     safe = jnp.where(jnp.isneginf(raised), 0.0, raised)
     weights, decay = jnp.exp(scores - safe[..., None, None]), jnp.exp(peak - safe)
-    flat = weights.reshape(*weights.shape[:3], -1)
-    acc = acc * decay[..., None] + _weighted(flat, read, seen.any(1).reshape(len(flat), -1), spec)
-    return raised, total * decay + weights.sum((-1, -2)), acc
+    return raised, total * decay + weights.sum((-1, -2)), acc * decay[..., None, None] + _weighted(weights, block)
 
 
 def _finish(state, shape: tuple[int, ...]) -> Partial:
     """Normalise, and bring rows [B, K, T*G] back to [B, T, H]."""
-    peak, total, acc = state
+    peak, total, acc = state[0], state[1], state[2].sum(-1)
     batch, length, heads, dim = shape
     kv_heads = acc.shape[1]
     floor = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

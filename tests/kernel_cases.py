@@ -77,7 +77,7 @@ class Case:
         own = {f.name for f in dataclasses.fields(PackedSpec)} & set(vars(self)) - {"block"}
         values = {name: getattr(self, name) for name in own}
         unit = max(1024 // (bits & -bits) for bits in (self.key_bits, self.value_bits))
-        return PackedSpec(**values, block=self.block or (1024 if self.striped else unit))
+        return PackedSpec(**values, block=self.block or unit)
 
     def __str__(self):
         return (
@@ -98,14 +98,14 @@ def vectors(rng, case: Case, offset: float):
 
 def packed_codes(codes: np.ndarray, bits: int, striped: bool = False) -> tuple:
     """The plane layout once more in numpy: token t of a block sits in row t % 32, bits part*(t // 32) and up. In
-    stripes it is 64 instead of 32 but for one bit, and words are turned."""
+    stripes the rows of a block are turned."""
     stored, shift = [], 0
     for part in split_bits(bits):
-        planes, length = 32 // part, 64 if striped and part > 1 else 32
-        blocks = (codes >> shift & (2**part - 1)).reshape(BATCH, -1, planes, length, codes.shape[-1]).astype(np.uint32)
+        planes = 32 // part
+        blocks = (codes >> shift & (2**part - 1)).reshape(BATCH, -1, planes, 32, codes.shape[-1]).astype(np.uint32)
         places = np.arange(0, 32, part, dtype=np.uint32).reshape(1, 1, planes, 1, 1)
-        words = (blocks << places).sum(2, dtype=np.uint32).reshape(BATCH, -1, codes.shape[-1])
-        stored.append(words.swapaxes(1, 2) if striped else words)
+        words = (blocks << places).sum(2, dtype=np.uint32)
+        stored.append(words.swapaxes(2, 3) if striped else words.reshape(BATCH, -1, codes.shape[-1]))
         shift += part
     return tuple(stored)
 
@@ -127,7 +127,7 @@ def make_body(case: Case, seed: int = 0):
     keys = Uniform(bits=case.key_bits, along=along, group=group).build(width)
     values = Uniform(bits=case.value_bits, along="channels", group=case.value_group).build(width)
     k, key = _stored(keys, vectors(rng, case, 3.0), case.striped)
-    v, value = _stored(values, vectors(rng, case, 0.5))
+    v, value = _stored(values, vectors(rng, case, 0.5), case.striped)
     body, pair = PackedBody(*k, *v), [x.reshape(BATCH, case.slots, case.kv_heads, -1) for x in (key, value)]
 
     def factors(*shape):

@@ -36,7 +36,7 @@ def _rewritten(old: Field, new: Field, stored: Stored, held: int, slots: int) ->
 
 def _resized(field: Field, stored: Stored, held: int, slots: int) -> Stored:
     """Give one layer's field `slots` instead of `held` slots."""
-    axis = -1 if field.along_lanes else -2
+    axis = field.slots_axis
 
     def one(x):
         more = x.shape[axis] * slots // held - x.shape[axis]

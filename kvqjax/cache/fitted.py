@@ -18,7 +18,7 @@ from kvqjax.pallas_kernels.predicted import PredictedSpec
 
 __all__ = ["fitted"]
 
-LEAST_STRIPED = 4096  # tokens: at most a quarter of as many slots is then empty for the sake of whole blocks
+LEAST_STRIPED = 4096  # slots: of shorter bodies, sums save less time than they take to compile
 MOST_TOKENS = 2**30  # sums of two such counts are still int32
 
 
@@ -56,7 +56,7 @@ def _resolved(wiring: Wiring, dtype: str) -> Wiring:
 def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     """Give fields the form that they are stored in."""
     if layout.form == "stripes":
-        wiring = _striped(wiring, layout, shape)
+        wiring = _striped(wiring, layout)
     if layout.form != "heads" or wiring.fast.direct is None:
         return wiring.having(fast={"direct": None})
 
@@ -69,20 +69,23 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
 
-def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
-    """Store key codes in stripes where the plain computation of kvqjax.pallas_kernels.reference reads them, which it
-    does in the order of tokens. Blocks are longer then: not where rings or devices count in blocks, nor for bodies of
-    few of them."""
-    packed, codecs = wiring.fast.packed, wiring.storage.codecs
+def _striped(wiring: Wiring, layout: CacheLayout) -> Wiring:
+    """Store codes in stripes where sums of kvqjax.pallas_kernels.few_queries read them: uniform ones of long bodies,
+    which lose no tokens but the oldest."""
+    packed = wiring.fast.packed
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring
-    in_order = shape.window is None and layout.method.keep is None
-    if not in_order or layout.dealt > 1 or layout.capacity < LEAST_STRIPED:
+    if layout.method.keep is not None or layout.capacity < LEAST_STRIPED:
         return wiring
-    codes = dataclasses.replace(codecs["k"].fields["codes"], kind="stripes")
-    keys = codecs["k"]._replace(fields=codecs["k"].fields | {"codes": codes})
+
+    def striped(codec):
+        return codec._replace(
+            fields=codec.fields | {"codes": dataclasses.replace(codec.fields["codes"], kind="stripes")}
+        )
+
+    codecs = {name: striped(codec) for name, codec in wiring.storage.codecs.items()}
     packed = packed._replace(spec=dataclasses.replace(packed.spec, striped=True))
-    return wiring.having(storage={"codecs": codecs | {"k": keys}}, fast={"packed": packed})
+    return wiring.having(storage={"codecs": codecs}, fast={"packed": packed})
 
 
 def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:

@@ -17,7 +17,7 @@ __all__ = ["are_written_at_once", "flush_newest"]
 def are_written_at_once(run: RunLayout) -> bool:
     """Say whether `flush_newest` can write all fields of a body."""
     fields = [f for codec in run.wiring.storage.codecs.values() for f in codec.fields.values()]
-    return all(not f.heads and (f.packed or f.kind == "token") for f in fields)
+    return all(not f.heads and f.kind in ("codes", "columns", "token") for f in fields)
 
 
 def flush_newest(runs, states, news, schedule: Schedule, constants):

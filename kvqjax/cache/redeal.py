@@ -33,14 +33,14 @@ def _moved(
     along `axis`. Of a row's blocks each ring holds the newest; what the old one no longer held is zero."""
     count, wanted = old.slots // old.block, new.slots // new.block
     blocks = np.moveaxis(array, axis, 2)
-    blocks = blocks.reshape(*blocks.shape[:2], count, -1, blocks.shape[3])
+    blocks = blocks.reshape(*blocks.shape[:2], count, -1, *blocks.shape[3:])
     moved = np.zeros((*blocks.shape[:2], wanted, *blocks.shape[3:]), array.dtype)
     source, target = _places(old), _places(new)
     for row, last in enumerate((encoded - 1) // old.block):
         newest = last - (last - np.arange(wanted)) % wanted  # the block that each place of the new ring stands for
         held = (newest >= 0) & (newest > last - count)
         moved[:, row, target[held]] = blocks[:, row, source[newest[held] % count]]
-    return np.moveaxis(moved.reshape(*moved.shape[:2], -1, moved.shape[4]), 2, axis)
+    return np.moveaxis(moved.reshape(*moved.shape[:2], -1, *moved.shape[4:]), 2, axis)
 
 
 def _run(old: RunLayout, new: RunLayout, state: Run) -> Run:
@@ -49,9 +49,7 @@ def _run(old: RunLayout, new: RunLayout, state: Run) -> Run:
         for source in clock.sources if state.body else ():
             fields = old.wiring.storage.codecs[source].fields
             body[source] = {
-                name: tuple(
-                    _moved(old, new, flushed * clock.unit, x, 3 if fields[name].along_lanes else 2) for x in part
-                )
+                name: tuple(_moved(old, new, flushed * clock.unit, x, x.ndim + fields[name].slots_axis) for x in part)
                 for name, part in state.body[source].items()
             }
     return dataclasses.replace(state, body=body)

@@ -15,7 +15,7 @@ __all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_
 
 def block_tokens(fields: list[Field]) -> int:
     """Tokens after which every field starts a fresh block: what a body is allocated and read in multiples of."""
-    sizes = [32 // part * f.plane(part) for f in fields if f.packed for part in split_bits(f.bits)]
+    sizes = [1024 // part for f in fields if f.packed for part in split_bits(f.bits)]
     return math.lcm(256, *sizes, *(f.group for f in fields))
 
 
@@ -38,8 +38,13 @@ def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
     if field.heads:
         return head_major.allocate(field, lead, slots)
     if field.packed:
-        sizes = [(slots * part // 32, field.width) for part in split_bits(field.bits)]
-        return tuple(jnp.zeros((*lead, *(s[::-1] if field.along_lanes else s)), jnp.uint32) for s in sizes)
+        rows, width = [slots * part // 32 for part in split_bits(field.bits)], field.width
+        shapes = {
+            "codes": lambda n: (n, width),
+            "columns": lambda n: (width, n),
+            "stripes": lambda n: (n // 32, width, 32),
+        }
+        return tuple(jnp.zeros((*lead, *shapes[field.kind](n)), jnp.uint32) for n in rows)
     dtype = "uint16" if is_half(field.dtype) else field.dtype
     if field.kind == "token":
         return (jnp.zeros((*lead, field.width, slots), dtype),)
@@ -48,7 +53,7 @@ def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
 
 def leading_slots(field: Field, stored: Stored, slots: int, count: int) -> Stored:
     """The first `count` of a body's `slots` slots, both static and `count` whole blocks, as they are stored."""
-    axis = -1 if field.along_lanes else -2
+    axis = field.slots_axis
     return tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored)
 
 
@@ -57,7 +62,7 @@ def spans_of(
 ) -> Stored:
     """Cut `size` of a body's `slots` slots out of each of `rows`, from slot `first` on, both whole blocks: arrays as
     they are stored, [1, n, ...]."""
-    axis = -1 if field.along_lanes else -2
+    axis = field.slots_axis
 
     def cut(x):
         each = slots // x.shape[axis]  # slots of an entry

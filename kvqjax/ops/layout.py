@@ -8,8 +8,8 @@ A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, 
           two are several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
 - columns: the same words on the lanes, `[width, rows]`: for a width that is no multiple of 128, whose rows XLA for TPUs
           keeps like this anyway, and would turn before and after every decode loop.
-- stripes: words on the lanes too, but a plane is 64 tokens (of 1-bit codes 32), and a block 64 words: stretches that a
-          CPU's vector unit decodes as they lie.
+- stripes: the same words with a block's channels as rows, `[blocks, width, 32]`: 32 tokens of a channel lie side by
+          side, as a CPU's vector unit decodes them.
 - group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
 - token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
 - plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
@@ -42,7 +42,6 @@ __all__ = [
     "read",
     "slot_rows",
     "split_bits",
-    "stripe",
     "to_bits",
     "write",
 ]
@@ -56,11 +55,6 @@ Stored = tuple  # the arrays of one field, one per plane set
 def split_bits(bits: int) -> tuple[int, ...]:
     """Split `bits` into powers of two, largest first: the plane sets of a code."""
     return tuple(1 << i for i in reversed(range(5)) if bits >> i & 1)
-
-
-def stripe(bits: int) -> int:
-    """Count the tokens of a plane of codes in stripes. Blocks do not grow beyond those of one bit."""
-    return min(bits, 2) * PLANE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,11 +85,12 @@ class Field:
     @property
     def along_lanes(self) -> bool:
         """Whether tokens follow each other on the lanes, the last axis."""
-        return self.kind in ("columns", "stripes", "token")
+        return self.kind in ("columns", "token")
 
-    def plane(self, bits: int) -> int:
-        """Count the tokens of a plane of a plane set of `bits` bits: the words of a block."""
-        return stripe(bits) if self.kind == "stripes" else PLANE
+    @property
+    def slots_axis(self) -> int:
+        """The axis of the stored arrays, from the end, whose entries are the same number of slots each."""
+        return {"columns": -1, "token": -1, "stripes": -3}.get(self.kind, -2)
 
 
 def is_half(dtype) -> bool:
@@ -128,17 +123,24 @@ def _chosen(wanted, new, old):
 def _write_part(field, words, codes, index, token, bits, wanted):
     """Put the codes of u tokens from a multiple of u on, whole planes of one block or fewer tokens than a plane, into
     the words that hold them; their old bits are cleared first (write once, docs/design.md, idea 8)."""
-    plane = field.plane(bits)
-    per, count = 32 // bits * plane, max(1, len(codes) // plane)
-    row = floor_divide(token, per) * plane + modulo(token, plane)
-    shift = jnp.asarray(floor_divide(modulo(token, per), plane) * bits, jnp.uint32)
+    per, count = 1024 // bits, max(1, len(codes) // PLANE)
+    shift = jnp.asarray(floor_divide(modulo(token, per), PLANE) * bits, jnp.uint32)
     shifts = np.arange(0, count * bits, bits, dtype=np.uint32).reshape(-1, 1, 1)
     codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
-    start, codes = ((*index, 0, row), codes.T) if field.along_lanes else ((*index, row, 0), codes)
+    start, codes = _as_stored(field, index, floor_divide(token, per), modulo(token, PLANE), codes)
     old = cut_at(words, start, (1,) * len(index) + codes.shape)
     mask = jnp.uint32((1 << count * bits) - 1) << shift
     new = _chosen(wanted, (old & ~mask) | codes.reshape(old.shape), old)
     return put_at(words, row_major(new), start)
+
+
+def _as_stored(field, index, block, row, words):
+    """Say where rows of words go that begin in a block's row, and turn them as they lie there."""
+    if field.kind == "stripes":
+        words = words.reshape(-1, min(len(words), PLANE), words.shape[-1]).swapaxes(1, 2)
+        return (*index, block, 0, row), words
+    row = block * PLANE + row
+    return ((*index, 0, row), words.T) if field.along_lanes else ((*index, row, 0), words)
 
 
 def write(
@@ -170,7 +172,7 @@ def _write_codes(field, stored, index, token, tile, wanted):
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         part = (tile >> shift) & ((1 << bits) - 1)
         if tile.shape[0] <= FEW:
-            size = math.gcd(tile.shape[0], 32 // bits * field.plane(bits))
+            size = math.gcd(tile.shape[0], 1024 // bits)
             for first in range(0, tile.shape[0], size):
                 words = _write_part(field, words, part[first : first + size], index, token + first, bits, wanted)
         else:
@@ -181,19 +183,15 @@ def _write_codes(field, stored, index, token, tile, wanted):
 
 def _write_blocks(field, words, codes, index, token, bits, wanted):
     """Put many tokens' codes into the blocks that they are parts of, as one piece."""
-    rows, plane = words.shape[-1 if field.along_lanes else -2], field.plane(bits)
-    per = 32 // bits * plane
-    count = min(head_major.pieces(len(codes), per, PLANE), rows // plane)
-    first = jnp.minimum(floor_divide(token, per), rows // plane - count)
+    blocks, per = math.prod(words.shape[len(index) :]) // (field.width * PLANE), 1024 // bits
+    count = min(head_major.pieces(len(codes), per, PLANE), blocks)
+    first = jnp.minimum(floor_divide(token, per), blocks - count)
     codes, here = head_major.placed(codes, token - first * per, count * per)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None, None]
-    pack = lambda x: (x.reshape(count, -1, plane, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
+    pack = lambda x: (x.reshape(count, -1, PLANE, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
     full = jnp.where(here, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
-    codes, mask = (pack(x).reshape(count * plane, -1) for x in (codes, full))
-    start, codes, mask = (
-        ((*index, 0, first * plane), codes.T, mask.T)
-        if field.along_lanes
-        else ((*index, first * plane, 0), codes, mask)
+    (start, codes), (_, mask) = (
+        _as_stored(field, index, first, 0, pack(x).reshape(count * PLANE, -1)) for x in (codes, full)
     )
     shape = (1,) * len(index) + codes.shape
     old = cut_at(words, start, shape)
@@ -201,10 +199,10 @@ def _write_blocks(field, words, codes, index, token, bits, wanted):
     return put_at(words, row_major(new), start)
 
 
-def unpack(words: UInt[Array, "*B R W"], bits: int, plane: int = PLANE) -> UInt[Array, "*B S W"]:
-    """Unpack whole blocks of `plane` rows: R rows of words become the codes of R*32/bits tokens, in token order."""
+def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
+    """Unpack whole blocks of 32 rows: R rows of words become the codes of R*32/bits tokens, in token order."""
     lead, (rows, width) = words.shape[:-2], words.shape[-2:]
-    blocks = words.reshape(*lead, rows // plane, 1, plane, width)
+    blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
     shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
     return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
 
@@ -216,21 +214,23 @@ def read(
     tiles as `write` takes them, with B in front."""
     if field.heads:
         return head_major.read(field, stored, layer, token, count)
-    axis = 3 if field.along_lanes else 2
+    axis = stored[0].ndim + field.slots_axis
     if not field.packed:
         per = 1 if field.along_lanes else field.group
         return from_bits(_cut(stored[0], layer, floor_divide(token, per), count // per, axis), field.dtype)
     codes, shift = jnp.uint32(0), 0
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
-        part = _cut(words, layer, floor_divide(token * bits, 32), count * bits // 32, axis)
-        part = jnp.swapaxes(part, -1, -2) if field.along_lanes else part
-        codes = codes | (unpack(part, bits, field.plane(bits)) << shift)
+        per = 1024 if field.kind == "stripes" else 32
+        part = _cut(words, layer, floor_divide(token * bits, per), count * bits // per, axis)
+        if field.kind != "codes":
+            part = jnp.swapaxes(part, -1, -2).reshape(len(part), -1, field.width)
+        codes = codes | (unpack(part, bits) << shift)
         shift += bits
     return codes
 
 
 def _cut(array, layer, start, count, axis: int):
     """Cut `start:start+count` along `axis` out of one layer, all batch rows."""
-    starts, sizes = [layer, 0, 0, 0], [1, *array.shape[1:]]
+    starts, sizes = [layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
     starts[axis], sizes[axis] = start, count
     return row_major(cut_at(array, tuple(starts), tuple(sizes)))[0]

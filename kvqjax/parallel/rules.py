@@ -88,10 +88,12 @@ class Rules:
         tokens = PartitionSpec(None, self.batch, self.kv_heads, self.sequence)
 
         by_head = PartitionSpec(None, self.batch, self.kv_heads, self.sequence, None)
+        stripes = PartitionSpec(None, self.batch, self.sequence, self.kv_heads, None)
+        of_kind = {"columns": tokens, "token": tokens, "stripes": stripes}
 
         def field(source: str, name: str, stored):
             about = plan.wiring.storage.codecs[source].fields[name]
-            spec = by_head if about.heads else tokens if about.along_lanes else lanes
+            spec = by_head if about.heads else of_kind.get(about.kind, lanes)
             return tuple(spec for _ in stored)
 
         return Run(

@@ -72,8 +72,8 @@ PROMPT = ("chip", "model", "cache", "context", "chunk")
     ("chunk", "launches", "syncs"), [(2048, 32 * 60 + 160, 6), (0, 32 * 60 * 16, 32 * 18)], ids=["chunk", "whole"]
 )
 def test_a_prompt_on_an_h100_costs_what_the_page_says(chunk, launches, syncs):
-    """Without cuDNN 2048 queries take 60 launches a layer, and a chunk 160 for all layers; only what stores new keys and
-    values asks the host, 2048 tokens at a time."""
+    """Without cuDNN 2048 queries take 60 launches a layer, and a chunk 160 for all layers. Only what stores new keys
+    and values asks the host, 2048 tokens at a time."""
     known, found = recomputed("prefill_cost", f"h100-llama-3.1-8b-exact-32768-{chunk}", PROMPT)
     assert found["unsure"] == []
     for field in ("launches", "syncs", "estimated_s", "temp_gb"):

@@ -39,14 +39,14 @@ def test_a_plane_is_32_consecutive_tokens():
     assert int(unpack(words, 2).sum()) == 96
 
 
-def test_a_stripe_is_64_consecutive_tokens():
-    """On the last axis of every channel; the next one is the next bits of the same words."""
+def test_a_stripe_is_32_consecutive_tokens():
+    """Side by side, a row for every channel; the next one is the next bits of the same words."""
     field = Field(kind="stripes", width=2, role="payload", bits=4)
-    tile = jnp.asarray([[3, 9]] * 64, jnp.uint32)
-    (words,) = write(field, allocate(field, (1, 1), 1024), (jnp.int32(0), jnp.int32(0)), jnp.int32(512 + 64), tile)
-    assert words.shape == (1, 1, 2, 128)
-    np.testing.assert_array_equal(words[0, 0, :, 64:], np.repeat([[3 << 4], [9 << 4]], 64, 1))
-    assert not words[..., :64].any()
+    tile = jnp.asarray([[3, 9]] * 32, jnp.uint32)
+    (words,) = write(field, allocate(field, (1, 1), 512), (jnp.int32(0), jnp.int32(0)), jnp.int32(256 + 32), tile)
+    assert words.shape == (1, 1, 2, 2, 32)
+    np.testing.assert_array_equal(words[0, 0, 1], np.repeat([[3 << 4], [9 << 4]], 32, 1))
+    assert not words[0, 0, 0].any()
 
 
 @pytest.mark.parametrize(("kind", "tile"), [("group", (2, 6)), ("token", (6, 64)), ("plain", (64, 6))])

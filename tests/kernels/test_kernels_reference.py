@@ -1,5 +1,7 @@
 """The blockwise reference on packed bodies against decoding everything and attending exactly."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from kernel_cases import Case, agree, check_outputs, make_body, make_query, oracle
 
 from kvqjax.pallas_kernels.packed import PackedSpec
-from kvqjax.pallas_kernels.reference import packed_attention
+from kvqjax.pallas_kernels.reference import at_once, packed_attention
 
 CASES = [
     Case(key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=2, head_dim=64, group=1),
@@ -22,6 +24,10 @@ CASES = [
     Case(key_bits=3, value_bits=2, key_group=64, value_group=32, kv_heads=1, head_dim=96, group=2, slots=2048,
          striped=True),
     Case(key_bits=8, value_bits=2, key_group=64, value_group=64, kv_heads=4, head_dim=64, group=1, striped=True),
+    Case(key_bits=6, value_bits=5, key_group=32, value_group=96, kv_heads=3, head_dim=64, group=1, slots=2048,
+         striped=True),
+    Case(key_bits=3, value_bits=4, key_group=32, value_group=32, kv_heads=2, head_dim=64, group=3, length=4,
+         striped=True, slots=2048),
 ]  # fmt: skip
 
 
@@ -43,6 +49,48 @@ def test_reads_only_blocks_in_sight():
     poisoned = body._replace(key_scale=body.key_scale.at[:, :, :edge].set(0x7FC0))
     attend = jax.jit(packed_attention, static_argnums=5)
     agree(attend(q, poisoned, jnp.int32(1), start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.striped], ids=str)
+def test_scales_beyond_the_last_token_may_be_anything(case):
+    """Of whole groups, in blocks that are read: NaN and infinity, as bits of bfloat16."""
+    body, key, value = make_body(case)
+    q, start, stop = make_query(case)
+    edges = [-(-int(stop[0].max()) // each) for each in (case.key_group, 1)]
+    poisoned = body._replace(
+        key_scale=body.key_scale.at[:, 0, edges[0] :].set(0x7FC0),
+        key_low=body.key_low.at[:, 0, edges[0] :].set(0x7F80),
+        value_scale=body.value_scale.at[:, 0, :, edges[1] :].set(0x7F80),
+        value_low=body.value_low.at[:, 0, :, edges[1] :].set(0x7FC0),
+    )
+    agree(packed_attention(q, poisoned, 1, start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.striped], ids=str)
+def test_large_keys_have_finite_scores(case):
+    """Scales of 1e30, as bits of bfloat16."""
+    body, _, _ = make_body(case)
+    q, start, stop = make_query(case)
+    part = packed_attention(
+        q, body._replace(key_scale=jnp.full_like(body.key_scale, 0x7149)), 1, start, stop, case.spec
+    )
+    assert jnp.isfinite(part.out).all()
+    assert (jnp.abs(part.lse) > 1e28).any()
+
+
+def test_a_cpu_decodes_no_code_twice_for_a_query():
+    """One mask for each channel of the keys, and one for every 32 values of a turn. XLA would compute scores anew
+    wherever they are used."""
+    case = Case(
+        key_bits=4, value_bits=4, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=3, slots=8192,
+        striped=True,
+    )  # fmt: skip
+    body, (q, start, stop) = make_body(case)[0], make_query(case)
+    attend = jax.jit(lambda q, body, start, stop: packed_attention(q, body, 1, start, stop, case.spec))
+    text = attend.lower(q, body, start, stop).compile().as_text()
+    block = at_once(case.spec, q.shape, case.slots)
+    masks = len(re.findall(r"= u32\S* and\(", text))
+    assert case.head_dim + block // 32 <= masks <= case.head_dim + block // 32 + 8
 
 
 def test_nothing_in_sight_merges_as_nothing():

@@ -14,6 +14,7 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.run_layout import Deal
+from kvqjax.cache.runs import runs_of
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import shares_heads
 from kvqjax.parallel.sharding import rules_for
@@ -51,13 +52,13 @@ def filled_logits(model, cache, sources, tokens):
     return kvq.attend(model, tokens, jnp.full_like(counts, NEW), cache)[0]
 
 
-def both(spec: str, sizes: dict):
+def both(spec: str, sizes: dict, capacity: int = CAPACITY):
     """Logits on one device and on the mesh, for caches filled with the same sources."""
     model, method = model_of(spec)
     sources = pending(kvq.init_cache(model, method, 2, CAPACITY))
     spread = kvq.shard(model, method, **sizes)
     return [
-        np.asarray(filled_logits(m, kvq.init_cache(m, method, 2, CAPACITY), sources, TOKENS)) for m in (model, spread)
+        np.asarray(filled_logits(m, kvq.init_cache(m, method, 2, capacity), sources, TOKENS)) for m in (model, spread)
     ]
 
 
@@ -77,6 +78,15 @@ def test_every_method_on_rows_sequence_and_model(spec):
     best = np.sort(alone, axis=-1)
     clear = best[..., -1] - best[..., -2] > 2 * limit
     np.testing.assert_array_equal(alone.argmax(-1)[clear], spread.argmax(-1)[clear])
+
+
+def test_stripes_on_rows_sequence_and_model():
+    """Blocks of words, channels as rows, of a body that is long enough for them."""
+    spec = "kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3"
+    (run,) = runs_of(kvq.init_cache(model_of(spec)[0], spec, 1, 4096).layout)
+    assert run.wiring.storage.codecs["k"].fields["codes"].kind == "stripes"
+    alone, spread = both(spec, ALL, 4096)
+    assert np.abs(alone - spread).max() < bound(alone)
 
 
 SHORT = jnp.asarray(np.random.default_rng(1).integers(0, 50, (2, 12)), jnp.int32)
