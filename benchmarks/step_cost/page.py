@@ -18,13 +18,16 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import typer
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.step_cost import tpu
-from benchmarks.step_cost.row import ALIKE, CHIPS, SAME, Row, about, layout_of, lowered, measure, programs
+from benchmarks.step_cost.row import ALIKE, CHIPS, SAME, Row, about, layout_of, measure, programs
 from benchmarks.step_cost.tables import page_text
+from kvqjax.hardware.aot import lower_decode
+from kvqjax.methods import parse as parse_method
 from kvqjax.model.catalogue import config_of
 
 app = typer.Typer(add_completion=False)
@@ -71,10 +74,13 @@ def read(row: Row) -> dict | None:
 
 
 def stamp(row: Row) -> str:
-    """A digest of a row's program before it is compiled, of what compiles it and of what counts it."""
+    """A digest of a row's program before it is compiled, of what compiles it and of what counts it. Kernels in the
+    program would name the lines of our files that they stem from."""
     digest, config = hashlib.sha256(), config_of(row.model)
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     for lengths in programs(row, layout_of(row, config)):
-        digest.update(lowered(row, config, lengths).as_text().encode())
+        parts = config, parse_method(row.cache), row.context, row.batch, row.compiled_for
+        digest.update(lower_decode(*parts, held=lengths).as_text().encode())
     digest.update(json.dumps(about(row)).encode())
     for name in (*COUNTER, *(("tpu", "../schedule") if row.is_tpu else ())):
         digest.update((HERE / f"{name}.py").read_bytes())

@@ -124,23 +124,30 @@ def _write_part(field, words, codes, index, token, bits, wanted):
     """Put the codes of u tokens from a multiple of u on, whole planes of one block or fewer tokens than a plane, into
     the words that hold them; their old bits are cleared first (write once, docs/design.md, idea 8)."""
     per, count = 1024 // bits, max(1, len(codes) // PLANE)
+    start = _start(field, index, floor_divide(token, per), token)
     shift = jnp.asarray(floor_divide(modulo(token, per), PLANE) * bits, jnp.uint32)
     shifts = np.arange(0, count * bits, bits, dtype=np.uint32).reshape(-1, 1, 1)
     codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
-    start, codes = _as_stored(field, index, floor_divide(token, per), modulo(token, PLANE), codes)
+    codes = _turned(field, codes)
     old = cut_at(words, start, (1,) * len(index) + codes.shape)
     mask = jnp.uint32((1 << count * bits) - 1) << shift
     new = _chosen(wanted, (old & ~mask) | codes.reshape(old.shape), old)
     return put_at(words, row_major(new), start)
 
 
-def _as_stored(field, index, block, row, words):
-    """Say where rows of words go that begin in a block's row, and turn them as they lie there."""
+def _start(field, index, block, token) -> tuple:
+    """Say where a token's words in a block are stored."""
     if field.kind == "stripes":
-        words = words.reshape(-1, min(len(words), PLANE), words.shape[-1]).swapaxes(1, 2)
-        return (*index, block, 0, row), words
-    row = block * PLANE + row
-    return ((*index, 0, row), words.T) if field.along_lanes else ((*index, row, 0), words)
+        return (*index, block, 0, modulo(token, PLANE))
+    row = block * PLANE + modulo(token, PLANE)
+    return (*index, 0, row) if field.along_lanes else (*index, row, 0)
+
+
+def _turned(field, words):
+    """Turn rows of words, of one block or fewer or of whole blocks, as they are stored."""
+    if field.kind == "stripes":
+        return words.reshape(-1, min(len(words), PLANE), words.shape[-1]).swapaxes(1, 2)
+    return words.T if field.along_lanes else words
 
 
 def write(
@@ -190,9 +197,8 @@ def _write_blocks(field, words, codes, index, token, bits, wanted):
     shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None, None]
     pack = lambda x: (x.reshape(count, -1, PLANE, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
     full = jnp.where(here, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
-    (start, codes), (_, mask) = (
-        _as_stored(field, index, first, 0, pack(x).reshape(count * PLANE, -1)) for x in (codes, full)
-    )
+    codes, mask = (pack(x).reshape(count * PLANE, -1) for x in (codes, full))
+    start, codes, mask = _start(field, index, first, 0), _turned(field, codes), _turned(field, mask)
     shape = (1,) * len(index) + codes.shape
     old = cut_at(words, start, shape)
     new = _chosen(wanted, (old & ~mask.reshape((1,) * len(index) + mask.shape)) | codes.reshape(shape), old)
