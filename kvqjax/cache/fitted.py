@@ -56,7 +56,7 @@ def _resolved(wiring: Wiring, dtype: str) -> Wiring:
 def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     """Give fields the form that they are stored in."""
     if layout.form == "stripes":
-        wiring = _striped(wiring, layout)
+        wiring = _striped(wiring, layout, shape)
     if layout.form != "heads" or wiring.fast.direct is None:
         return wiring.having(fast={"direct": None})
 
@@ -69,19 +69,19 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
 
-def _striped(wiring: Wiring, layout: CacheLayout) -> Wiring:
-    """Store codes in stripes where sums of kvqjax.pallas_kernels.few_queries read them: uniform ones of long bodies,
-    which lose no tokens but the oldest."""
+def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
+    """Store codes in stripes where sums of kvqjax.pallas_kernels.few_queries read them: uniform ones of long bodies
+    that keep all tokens."""
     packed = wiring.fast.packed
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring
-    if layout.method.keep is not None or layout.capacity < LEAST_STRIPED:
+    keeps_all = shape.window is None and layout.method.keep is None
+    if not keeps_all or layout.capacity < LEAST_STRIPED:
         return wiring
 
     def striped(codec):
-        return codec._replace(
-            fields=codec.fields | {"codes": dataclasses.replace(codec.fields["codes"], kind="stripes")}
-        )
+        codes = dataclasses.replace(codec.fields["codes"], kind="stripes")
+        return codec._replace(fields=codec.fields | {"codes": codes})
 
     codecs = {name: striped(codec) for name, codec in wiring.storage.codecs.items()}
     packed = packed._replace(spec=dataclasses.replace(packed.spec, striped=True))
