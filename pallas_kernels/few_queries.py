@@ -38,15 +38,15 @@ def scores(
     -inf where a query does not see the token."""
     scaled, found = q[:, :, :, None] * scale[:, :, None], []  # [B, K, M, g, D]
     rest = jnp.repeat(jnp.einsum("bkmd,bkgd->bkmg", q, low), seen.shape[2] // scale.shape[2], axis=3)
-    small = scaled * 2.0**-31  # as large as the numbers in words are, their products with large keys would be infinite
+    small = scaled * 2.0**-31  # masked words go up to 2**31: their products with large scales would be infinite
     for x, masks, factors, missing in _planes(words, bits):
         # A block's P planes are those of its groups: arrays are [B, K, M, N, groups, planes, D or 32].
-        scaled, own = (y.reshape(*q.shape[:3], x.shape[1], -1, 1, q.shape[3]) for y in (scaled, small))
+        whole, own = (y.reshape(*q.shape[:3], x.shape[1], -1, 1, q.shape[3]) for y in (scaled, small))
         masks, factors, missing = (y.reshape(1, 1, 1, 1, own.shape[4], -1, 1) for y in (masks, factors, missing))
         channels = (x[:, :, :, d].swapaxes(1, 2)[:, :, None, :, None, None] for d in range(q.shape[3]))
         terms = (_floats(y & masks) * own[..., d, None] for d, y in enumerate(channels))
         found.append((_sum(terms) * (factors * np.float32(2**31))).reshape(*q.shape[:3], -1, PLANE))
-        rest = rest + (scaled.sum(-1, keepdims=True) * missing).reshape(rest.shape)
+        rest = rest + (whole.sum(-1, keepdims=True) * missing).reshape(rest.shape)
     # Scores are a sum of arrays of their own size: anything simpler XLA computes anew, terms and all, for each user.
     return _sum([jnp.where(seen[:, None], rest[..., None], -jnp.inf), *found])
 

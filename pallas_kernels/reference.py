@@ -51,7 +51,7 @@ def packed_attention(
         return _attend_block(state, grouped, _Block(body, layer, token, block, spec, *reach), seen)
 
     reach = start.min(1), stop.max(1)
-    shape, apart = grouped.shape[:-1], PLANE if _are_few(grouped, spec) else 1
+    shape, apart = grouped.shape[:-1], PLANE if _are_few(grouped.shape[2], spec) else 1
     state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*grouped.shape, apart)))
     return _finish(jax.lax.fori_loop(first, last, step, state), q.shape)
 
@@ -91,7 +91,7 @@ class _Block(NamedTuple):
     stop: Int[Array, " B"]
 
     def inside(self, numbers: Int[Array, "..."], tokens: int) -> Bool[Array, "B ..."]:
-        """Say whether a row sees any of the `tokens` tokens from these on, numbers in the block."""
+        """Say which spans of `tokens` tokens, beginning at these numbers of the block, hold one that a row may see."""
         start, stop = (jnp.expand_dims(x, range(1, 1 + numbers.ndim)) for x in (self.start, self.stop))
         first = (self.token + numbers)[None]
         return (first + tokens > start) & (first < stop)
@@ -125,8 +125,8 @@ class _Block(NamedTuple):
         return x.reshape(len(x), self.spec.kv_heads, -1, *x.shape[2:])
 
 
-def _are_few(q: Float[Array, "B K M _"], spec: PackedSpec) -> bool:
-    return spec.striped and q.shape[2] <= few_queries.MOST
+def _are_few(queries: int, spec: PackedSpec) -> bool:
+    return spec.striped and queries <= few_queries.MOST
 
 
 def _codes(words: tuple[UInt[Array, "B _ *W"], ...], bits: int, spec: PackedSpec) -> Float[Array, "B K S D"]:
@@ -143,7 +143,7 @@ def _scores(q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B M n 
     """Decode keys and multiply queries by them; -inf where a query does not see the token. XLA for CPUs multiplies the
     tokens first faster than the queries first."""
     words, scale, low = block.words("key_codes", q), block.of_keys("key_scale", q), block.of_keys("key_low", q)
-    if _are_few(q, block.spec):
+    if _are_few(q.shape[2], block.spec):
         return few_queries.scores(q, _stripes(words, block.spec), block.spec.key_bits, scale, low, seen)
     codes = _codes(words, block.spec.key_bits, block.spec)
     keys = codes.reshape(*scale.shape[:3], -1, scale.shape[3]) * scale[:, :, :, None] + low[:, :, :, None]
@@ -156,7 +156,7 @@ def _weighted(weights: Float[Array, "B K M n 32"], block: _Block) -> Float[Array
     decoded keys are no longer needed."""
     words, spec = block.words("value_codes", weights), block.spec
     scale, low = block.of_values("value_scale", weights), block.of_values("value_low", weights)
-    if _are_few(weights[..., 0], spec):
+    if _are_few(weights.shape[2], spec):
         return few_queries.weighted(weights, _stripes(words, spec), spec.value_bits, scale, low)
     codes = _codes(words, spec.value_bits, spec)
     scale, low = (
@@ -184,7 +184,8 @@ def _attend_block(state, q: Float[Array, "B K M D"], block: _Block, seen: Bool[A
 
 def _finish(state, shape: tuple[int, ...]) -> Partial:
     """Normalise, and bring rows [B, K, T*G] back to [B, T, H]."""
-    peak, total, acc = state[0], state[1], state[2].sum(-1)
+    peak, total, acc = state
+    acc = acc.sum(-1)
     batch, length, heads, dim = shape
     kv_heads = acc.shape[1]
     floor = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

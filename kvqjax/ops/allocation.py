@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvqjax.ops import head_major
-from kvqjax.ops.layout import Field, Stored, is_half, split_bits
+from kvqjax.ops.layout import PLANE, Field, Stored, is_half, split_bits
 from kvqjax.ops.xla import cut_at, floor_divide
 
 __all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_bits", "spans_of"]
@@ -38,17 +38,20 @@ def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
     if field.heads:
         return head_major.allocate(field, lead, slots)
     if field.packed:
-        rows, width = [slots * part // 32 for part in split_bits(field.bits)], field.width
-        shapes = {
-            "codes": lambda n: (n, width),
-            "columns": lambda n: (width, n),
-            "stripes": lambda n: (n // 32, width, 32),
-        }
-        return tuple(jnp.zeros((*lead, *shapes[field.kind](n)), jnp.uint32) for n in rows)
+        return tuple(
+            jnp.zeros((*lead, *_words(field, slots * part // 32)), jnp.uint32) for part in split_bits(field.bits)
+        )
     dtype = "uint16" if is_half(field.dtype) else field.dtype
     if field.kind == "token":
         return (jnp.zeros((*lead, field.width, slots), dtype),)
     return (jnp.zeros((*lead, slots // field.group, field.width), dtype),)
+
+
+def _words(field: Field, rows: int) -> tuple[int, ...]:
+    """The shape of so many rows of words."""
+    if field.kind == "stripes":
+        return rows // PLANE, field.width, PLANE
+    return (field.width, rows) if field.along_lanes else (rows, field.width)
 
 
 def leading_slots(field: Field, stored: Stored, slots: int, count: int) -> Stored:
