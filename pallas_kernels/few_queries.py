@@ -9,7 +9,7 @@ n = N*P stretches of 32."""
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -53,20 +53,23 @@ def scores(
 
 def weighted(
     weights: Float[Array, "B K M n 32"],
-    words: Words,
+    pieces: Sequence[Words],
     bits: int,
     scale: Float[Array, "B K V n 32"],
     low: Float[Array, "B K V n 32"],
 ) -> Float[Array, "B K M D 32"]:
     """Sum values with one scale and minimum, all finite, per token of every D/V channels under their weights; the sums
-    of every 32nd token are left apart."""
+    of every 32nd token are left apart. The words come in pieces, one behind the other: each is read where it is
+    stored, as every word is used in one place only."""
     scaled, found = weights[:, :, :, None] * scale[:, :, None], []  # [B, K, M, V, n, 32]
-    for x, masks, factors, missing in _planes(words, bits):
-        x = x.reshape(*x.shape[:3], 1, scale.shape[2], -1, PLANE)
-        factors, missing = (np.expand_dims(y, (0, 1, 2, 3, 5)) for y in (factors, missing))
+    for sets in zip(*(_planes(words, bits) for words in pieces), strict=True):
+        masks = sets[0].masks
+        factors, missing = (np.expand_dims(y, (0, 1, 2, 3, 5)) for y in (sets[0].factors, sets[0].missing))
         own = scaled.reshape(*scaled.shape[:4], -1, len(masks), PLANE) * factors[None]  # [B, K, M, V, N, P, 32]
-        for block in range(x.shape[1]):
-            each = (_floats(x[:, block] & mask) for mask in masks)  # [B, K, 1, V, D/V, 32]
+        blocks = (x.words[:, number] for x in sets for number in range(x.words.shape[1]))
+        for block, x in enumerate(blocks):
+            x = x.reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)
+            each = (_floats(x & mask) for mask in masks)  # [B, K, 1, V, D/V, 32]
             found += [codes * own[..., block, plane, None, :] for plane, codes in enumerate(each)]
         low = low + (scale.reshape(*scale.shape[:3], -1, len(masks), PLANE) * missing).reshape(low.shape)
     # A product, which XLA leaves apart; a sum over an axis it would take together with the terms, and make many loops.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import PLANE, from_bits, split_bits, unpack
-from kvqjax.ops.xla import floor_divide, kept_apart, known_after, row_major
+from kvqjax.ops.xla import exp_in_loops, floor_divide, kept_apart, known_after, row_major
 from kvqjax.pallas_kernels import few_queries
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check, family
 
@@ -96,18 +96,24 @@ class _Block(NamedTuple):
         first = (self.token + numbers)[None]
         return (first + tokens > start) & (first < stop)
 
-    def cut(self, array: Array, axis: int, after: Array) -> Array:
-        """Cut the block out of a stored array whose `axis` goes along tokens, not before `after` is there. A CPU does
-        so in the loop that unpacks, which a layout would cut in two."""
-        share = self.body.slots // array.shape[axis]
+    def cut(self, array: Array, axis: int, after: Array, piece: int = 0, pieces: int = 1) -> Array:
+        """Cut the block, or one of equal pieces of it, out of a stored array whose `axis` goes along tokens, not before
+        `after` is there. A CPU does so in the loop that unpacks, which a layout would cut in two."""
+        share, size = self.body.slots // array.shape[axis], self.size // pieces
         starts, sizes = [self.layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
-        starts[axis], sizes[axis] = floor_divide(known_after(after, self.token), share), self.size // share
+        token = known_after(after, self.token) + piece * size
+        starts[axis], sizes[axis] = floor_divide(token, share), size // share
         part = jax.lax.dynamic_slice(array, starts, sizes)
         return (part if family(self.spec.target) == "cpu" else row_major(part))[0]
 
     def words(self, name: str, after: Array) -> tuple[UInt[Array, "B _ *W"], ...]:
         """Read the words of keys or values, as they are stored."""
-        return tuple(self.cut(array, 2, after) for array in getattr(self.body, name))
+        return self.pieces(name, after, 1)[0]
+
+    def pieces(self, name: str, after: Array, count: int) -> list[tuple[UInt[Array, "B _ *W"], ...]]:
+        """Read the words of keys or values in that many pieces."""
+        arrays = getattr(self.body, name)
+        return [tuple(self.cut(array, 2, after, piece, count) for array in arrays) for piece in range(count)]
 
     def of_keys(self, name: str, after: Array) -> Float[Array, "B K g D"]:
         """Read the keys' scales or minima."""
@@ -151,14 +157,17 @@ def _scores(q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B M n 
     return jnp.where(seen[:, None], scores.reshape(*scores.shape[:3], -1, PLANE), -jnp.inf)
 
 
-def _weighted(weights: Float[Array, "B K M n 32"], block: _Block) -> Float[Array, "B K M D _"]:
-    """Sum the values under their softmax weights. Nothing of them is decoded before the weights are there, when the
-    decoded keys are no longer needed."""
-    words, spec = block.words("value_codes", weights), block.spec
-    scale, low = block.of_values("value_scale", weights), block.of_values("value_low", weights)
-    if _are_few(weights.shape[2], spec):
-        return few_queries.weighted(weights, _stripes(words, spec), spec.value_bits, scale, low)
-    codes = _codes(words, spec.value_bits, spec)
+def _weighted(weights: Float[Array, "B K M n 32"], q: Array, block: _Block) -> Float[Array, "B K M D _"]:
+    """Sum the values under their softmax weights. What a product needs of them is not decoded before the weights are
+    there, when the decoded keys are no longer needed."""
+    spec = block.spec
+    few = _are_few(weights.shape[2], spec)
+    after = q if few else weights
+    scale, low = block.of_values("value_scale", after), block.of_values("value_low", after)
+    if few:
+        pieces = block.pieces("value_codes", after, block.size // spec.block)
+        return few_queries.weighted(weights, [_stripes(words, spec) for words in pieces], spec.value_bits, scale, low)
+    codes = _codes(block.words("value_codes", after), spec.value_bits, spec)
     scale, low = (
         jnp.repeat(x.reshape(*x.shape[:3], -1).swapaxes(2, 3), spec.value_slice, axis=3) for x in (scale, low)
     )
@@ -178,8 +187,9 @@ def _attend_block(state, q: Float[Array, "B K M D"], block: _Block, seen: Bool[A
     raised = jnp.maximum(peak, scores.max((-1, -2)))
     # A finite stand-in for the peak of a row that has seen nothing keeps exp(-inf - -inf) from becoming NaN.
     safe = jnp.where(jnp.isneginf(raised), 0.0, raised)
-    weights, decay = jnp.exp(scores - safe[..., None, None]), jnp.exp(peak - safe)
-    return raised, total * decay + weights.sum((-1, -2)), acc * decay[..., None, None] + _weighted(weights, block)
+    weights, decay = exp_in_loops(scores - safe[..., None, None]), jnp.exp(peak - safe)
+    acc = acc * decay[..., None, None] + _weighted(weights, q, block)
+    return raised, total * decay + weights.sum((-1, -2)), acc
 
 
 def _finish(state, shape: tuple[int, ...]) -> Partial:
