@@ -22,13 +22,12 @@ __all__ = ["MOST", "scores", "weighted"]
 
 MOST = 8  # queries of a KV head: for more, a product takes less time
 SUMS = 8  # that grow side by side: a processor starts several additions before the first is done
-
-Words = tuple[UInt[Array, "B _ K D 32"], ...]
+FLIP = np.uint32(1 << 31)
 
 
 def scores(
     q: Float[Array, "B K M D"],
-    words: Words,
+    words: tuple[UInt[Array, "B _ K D 32"], ...],
     bits: int,
     scale: Float[Array, "B K g D"],
     low: Float[Array, "B K g D"],
@@ -39,7 +38,8 @@ def scores(
     scaled, found = q[:, :, :, None] * scale[:, :, None], []  # [B, K, M, g, D]
     rest = jnp.repeat(jnp.einsum("bkmd,bkgd->bkmg", q, low), seen.shape[2] // scale.shape[2], axis=3)
     small = scaled * 2.0**-31  # masked words go up to 2**31: their products with large scales would be infinite
-    for x, masks, factors, missing in _planes(words, bits):
+    for x, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
+        x = x ^ FLIP
         # A block's P planes are those of its groups: arrays are [B, K, M, N, groups, planes, D or 32].
         whole, own = (y.reshape(*q.shape[:3], x.shape[1], -1, 1, q.shape[3]) for y in (scaled, small))
         masks, factors, missing = (y.reshape(1, 1, 1, 1, own.shape[4], -1, 1) for y in (masks, factors, missing))
@@ -53,23 +53,21 @@ def scores(
 
 def weighted(
     weights: Float[Array, "B K M n 32"],
-    pieces: Sequence[Words],
+    words: tuple[Sequence[UInt[Array, "B K D 32"]], ...],
     bits: int,
     scale: Float[Array, "B K V n 32"],
     low: Float[Array, "B K V n 32"],
 ) -> Float[Array, "B K M D 32"]:
     """Sum values with one scale and minimum, all finite, per token of every D/V channels under their weights; the sums
-    of every 32nd token are left apart. The words come in pieces, one behind the other: each is read where it is
-    stored, as every word is used in one place only."""
+    of every 32nd token are left apart. The words come block by block: XLA reads those of up to 8 codes where they are
+    stored, and copies others one block at a time."""
     scaled, found = weights[:, :, :, None] * scale[:, :, None], []  # [B, K, M, V, n, 32]
-    for sets in zip(*(_planes(words, bits) for words in pieces), strict=True):
-        masks = sets[0].masks
-        factors, missing = (np.expand_dims(y, (0, 1, 2, 3, 5)) for y in (sets[0].factors, sets[0].missing))
+    for blocks, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
+        factors, missing = (np.expand_dims(y, (0, 1, 2, 3, 5)) for y in (factors, missing))
         own = scaled.reshape(*scaled.shape[:4], -1, len(masks), PLANE) * factors[None]  # [B, K, M, V, N, P, 32]
-        blocks = (x.words[:, number] for x in sets for number in range(x.words.shape[1]))
         for block, x in enumerate(blocks):
             x = x.reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)
-            each = (_floats(x & mask) for mask in masks)  # [B, K, 1, V, D/V, 32]
+            each = (_floats((x & mask) ^ (FLIP & mask)) for mask in masks)  # [B, K, 1, V, D/V, 32]
             found += [codes * own[..., block, plane, None, :] for plane, codes in enumerate(each)]
         low = low + (scale.reshape(*scale.shape[:3], -1, len(masks), PLANE) * missing).reshape(low.shape)
     # A product, which XLA leaves apart; a sum over an axis it would take together with the terms, and make many loops.
@@ -79,25 +77,24 @@ def weighted(
 
 
 class _Planes(NamedTuple):
-    """One plane set, with [P] constants of its planes: masks that cut a code out of a word where it lies, what the
-    number so found is multiplied by, and what is then missing.
+    """[P] constants of one plane set: masks that cut a code out of a word where it lies, what the number so found is
+    multiplied by, and what is then missing.
 
-    The first bit of every word is flipped. As signed integers, which any processor converts at once, the codes of the
-    last plane are then too small by half of their range, and no others change."""
+    The first bit of a word is flipped. As signed integers, which any processor converts at once, the codes of the last
+    plane are then too small by half of their range, and no others change."""
 
-    words: UInt[Array, "B N K D 32"]
     masks: np.ndarray
     factors: np.ndarray
     missing: np.ndarray
 
 
-def _planes(words: Words, bits: int) -> Iterator[_Planes]:
+def _planes(bits: int) -> Iterator[_Planes]:
     shift = 0
-    for x, part in zip(words, split_bits(bits), strict=True):
+    for part in split_bits(bits):
         places = np.arange(0, 32, part)
         masks = np.uint32((1 << part) - 1) << places.astype(np.uint32)
         missing = np.where(places == places[-1], np.float32(2 ** (shift + part - 1)), np.float32(0))
-        yield _Planes(x ^ np.uint32(1 << 31), masks, np.float32(2) ** (shift - places), missing)
+        yield _Planes(masks, np.float32(2) ** (shift - places), missing)
         shift += part
 
 

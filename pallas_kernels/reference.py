@@ -99,21 +99,22 @@ class _Block(NamedTuple):
     def cut(self, array: Array, axis: int, after: Array, piece: int = 0, pieces: int = 1) -> Array:
         """Cut the block, or one of equal pieces of it, out of a stored array whose `axis` goes along tokens, not before
         `after` is there. A CPU does so in the loop that unpacks, which a layout would cut in two."""
-        share, size = self.body.slots // array.shape[axis], self.size // pieces
+        share = self.body.slots // array.shape[axis]
         starts, sizes = [self.layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
-        token = known_after(after, self.token) + piece * size
-        starts[axis], sizes[axis] = floor_divide(token, share), size // share
+        sizes[axis] = self.size // share // pieces
+        starts[axis] = floor_divide(known_after(after, self.token), share) + piece * sizes[axis]
         part = jax.lax.dynamic_slice(array, starts, sizes)
         return (part if family(self.spec.target) == "cpu" else row_major(part))[0]
 
     def words(self, name: str, after: Array) -> tuple[UInt[Array, "B _ *W"], ...]:
         """Read the words of keys or values, as they are stored."""
-        return self.pieces(name, after, 1)[0]
+        return tuple(self.cut(array, 2, after) for array in getattr(self.body, name))
 
-    def pieces(self, name: str, after: Array, count: int) -> list[tuple[UInt[Array, "B _ *W"], ...]]:
-        """Read the words of keys or values in that many pieces."""
-        arrays = getattr(self.body, name)
-        return [tuple(self.cut(array, 2, after, piece, count) for array in arrays) for piece in range(count)]
+    def stripes(self, array: UInt[Array, "L B _ W 32"], after: Array) -> list[UInt[Array, "B K D 32"]]:
+        """Read words in stripes block by block."""
+        count = self.size * array.shape[2] // self.body.slots
+        shape = self.spec.kv_heads, self.spec.head_dim, PLANE
+        return [self.cut(array, 2, after, number, count).reshape(-1, *shape) for number in range(count)]
 
     def of_keys(self, name: str, after: Array) -> Float[Array, "B K g D"]:
         """Read the keys' scales or minima."""
@@ -150,7 +151,8 @@ def _scores(q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B M n 
     tokens first faster than the queries first."""
     words, scale, low = block.words("key_codes", q), block.of_keys("key_scale", q), block.of_keys("key_low", q)
     if _are_few(q.shape[2], block.spec):
-        return few_queries.scores(q, _stripes(words, block.spec), block.spec.key_bits, scale, low, seen)
+        stripes = tuple(x.reshape(*x.shape[:2], *q.shape[1::2], PLANE) for x in words)
+        return few_queries.scores(q, stripes, block.spec.key_bits, scale, low, seen)
     codes = _codes(words, block.spec.key_bits, block.spec)
     keys = codes.reshape(*scale.shape[:3], -1, scale.shape[3]) * scale[:, :, :, None] + low[:, :, :, None]
     scores = jnp.einsum("bksd,bkmd->bksm", keys.reshape(codes.shape), q).swapaxes(2, 3)
@@ -165,18 +167,14 @@ def _weighted(weights: Float[Array, "B K M n 32"], q: Array, block: _Block) -> F
     after = q if few else weights
     scale, low = block.of_values("value_scale", after), block.of_values("value_low", after)
     if few:
-        pieces = block.pieces("value_codes", after, block.size // spec.block)
-        return few_queries.weighted(weights, [_stripes(words, spec) for words in pieces], spec.value_bits, scale, low)
+        words = tuple(block.stripes(array, after) for array in block.body.value_codes)
+        return few_queries.weighted(weights, words, spec.value_bits, scale, low)
     codes = _codes(block.words("value_codes", after), spec.value_bits, spec)
     scale, low = (
         jnp.repeat(x.reshape(*x.shape[:3], -1).swapaxes(2, 3), spec.value_slice, axis=3) for x in (scale, low)
     )
     flat = weights.reshape(*weights.shape[:3], -1)
     return jnp.einsum("bkms,bksd->bkmd", flat, codes * scale + low)[..., None]
-
-
-def _stripes(words: tuple[UInt[Array, "B _ W 32"], ...], spec: PackedSpec) -> tuple[UInt[Array, "B _ K D 32"], ...]:
-    return tuple(x.reshape(*x.shape[:2], spec.kv_heads, spec.head_dim, PLANE) for x in words)
 
 
 def _attend_block(state, q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B T n 32"]):

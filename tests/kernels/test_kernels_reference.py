@@ -80,7 +80,7 @@ def test_large_keys_have_finite_scores(case):
 
 def test_a_cpu_decodes_no_code_twice_for_a_query():
     """One mask for each channel of the keys, and one for every 32 values of a turn. XLA would compute scores anew
-    wherever they are used."""
+    wherever they are used. Of the words only the keys' are copied."""
     case = Case(
         key_bits=4, value_bits=4, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=3, slots=8192,
         striped=True,
@@ -91,6 +91,7 @@ def test_a_cpu_decodes_no_code_twice_for_a_query():
     block = at_once(case.spec, q.shape, case.slots)
     masks = len(re.findall(r"= u32\S* and\(", text))
     assert case.head_dim + block // 32 <= masks <= case.head_dim + block // 32 + 8
+    assert len(re.findall(r"= u32\S* fusion\(", text)) == 1
 
 
 def test_nothing_in_sight_merges_as_nothing():

@@ -8,7 +8,7 @@ from tiny import tiny
 
 from kvqjax.codecs.nuq_table import look_up
 from kvqjax.model.rope import Waves, following, rotate
-from kvqjax.ops.xla import scores_of, times_matrix
+from kvqjax.ops.xla import exp_in_loops, scores_of, times_matrix
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -28,6 +28,14 @@ def test_a_row_times_a_matrix(inputs, turned):
 def test_scores_of_few_and_of_many_rows(rows):
     q, k = normal(2, 2, 3, rows, 1, 16), normal(3, 2, 40, 3, 16)
     np.testing.assert_allclose(scores_of(q, k), np.einsum("bkgtd,bskd->bkgts", q, k), atol=1e-5)
+
+
+def test_exponentials():
+    """The argument is exact; the series of seven powers is off by 1e-8, and its sums round."""
+    x = jnp.concatenate([-jnp.geomspace(1e-6, 86.9, 4000), -jnp.linspace(0, 86.5, 251), jnp.zeros(1)])
+    np.testing.assert_allclose(exp_in_loops(x), np.exp(np.asarray(x, np.float64)), rtol=2e-7)
+    far = exp_in_loops(jnp.asarray([-87.5, -1e30, -jnp.inf, jnp.nan]))
+    np.testing.assert_array_equal(far, np.asarray([0, 0, 0, np.nan], np.float32))
 
 
 @pytest.mark.parametrize("count", [4, 8, 16, 5])
