@@ -22,7 +22,7 @@ __all__ = ["MOST", "scores", "weighted"]
 
 MOST = 8  # queries of a KV head: for more, a product takes less time
 SUMS = 8  # that grow side by side: a processor starts several additions before the first is done
-FLIP = np.uint32(1 << 31)
+FLIP = np.uint32(1 << 31)  # the first bit of a word, before it is read as a signed integer (`_Planes`)
 
 
 def scores(
@@ -80,8 +80,8 @@ class _Planes(NamedTuple):
     """[P] constants of one plane set: masks that cut a code out of a word where it lies, what the number so found is
     multiplied by, and what is then missing.
 
-    The first bit of a word is flipped. As signed integers, which any processor converts at once, the codes of the last
-    plane are then too small by half of their range, and no others change."""
+    They are of words whose first bit is flipped (`FLIP`). As signed integers, which any processor converts at once, the
+    codes of the last plane are then too small by half of their range, and no others change."""
 
     masks: np.ndarray
     factors: np.ndarray

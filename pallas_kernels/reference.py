@@ -111,7 +111,7 @@ class _Block(NamedTuple):
         return tuple(self.cut(array, 2, after) for array in getattr(self.body, name))
 
     def stripes(self, array: UInt[Array, "L B _ W 32"], after: Array) -> list[UInt[Array, "B K D 32"]]:
-        """Read words in stripes block by block."""
+        """Read the words of one plane set in stripes, one array for each block that is stored."""
         count = self.size * array.shape[2] // self.body.slots
         shape = self.spec.kv_heads, self.spec.head_dim, PLANE
         return [self.cut(array, 2, after, number, count).reshape(-1, *shape) for number in range(count)]
@@ -159,7 +159,9 @@ def _scores(q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B M n 
     return jnp.where(seen[:, None], scores.reshape(*scores.shape[:3], -1, PLANE), -jnp.inf)
 
 
-def _weighted(weights: Float[Array, "B K M n 32"], q: Array, block: _Block) -> Float[Array, "B K M D _"]:
+def _weighted(
+    weights: Float[Array, "B K M n 32"], q: Float[Array, "B K M D"], block: _Block
+) -> Float[Array, "B K M D _"]:
     """Sum the values under their softmax weights. What a product needs of them is not decoded before the weights are
     there, when the decoded keys are no longer needed."""
     spec = block.spec

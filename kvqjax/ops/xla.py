@@ -43,9 +43,9 @@ __all__ = [
 Tree = TypeVar("Tree")
 Index = Int[Array, "*S"] | int
 MOST_HEADS = 4  # that a CPU leaves side by side: as many times the products
-LN2_HIGH = np.float32(0.693359375)  # of 9 bits: times a whole number it is exact
-LN2_LOW = np.float32(math.log(2) - 0.693359375)
 FEW = 64  # rows: as many products are bound by the matrix's bytes
+LN2_HIGH = np.float32(0.693359375)  # log 2 in 9 bits, whose product with a power of up to 2**14 is exact
+LN2_LOW = np.float32(math.log(2) - 0.693359375)  # what is missing
 
 
 def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
@@ -84,8 +84,9 @@ def made_once(x: Float[Array, "*B T P"]) -> Float[Array, "*B T P"]:
 
 
 def exp_in_loops(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """e^x of float32 numbers that are at most 0, within 2e-7 of it; 0 below -87, where float32 loses digits. XLA for
-    CPUs takes four times as long for an exponential of what it computes in the same loop, and uses one core."""
+    """Compute e^x of float32 numbers that are at most 0, within 2e-7 of it; 0 below -87, where float32 loses digits
+    (Cody and Waite, Software Manual for the Elementary Functions, 1980). XLA for CPUs takes four times as long for an
+    exponential of what it computes in the same loop, and uses one core."""
 
     def series(x):
         x = jnp.where(x < -87, np.float32(-88), x)
