@@ -4,8 +4,9 @@ A product would have codes decoded into memory first, as 32/b times their bytes;
 than to decode the codes anew for each of a few queries. The sums are written out term by term: XLA vectorises no `sum`
 along another axis than the last.
 
-Words are in stripes (`kvqjax.ops.layout`), [B, N, K, D, 32] for N blocks. A word has P = 32/b codes, and S tokens are
-n = N*P stretches of 32."""
+A word has P = 32/b codes. Keys are in lines, one array for each of the R = D/P words of a token's head; values are in
+stripes, one array for each 32 words of a channel (`kvqjax.ops.layout`). S tokens are n stretches of 32. XLA reads these
+arrays where they are stored, and what they are cut from has them in the order in which the sums' loops pass."""
 
 import functools
 import operator
@@ -27,7 +28,7 @@ FLIP = np.uint32(1 << 31)  # the first bit of a word, before it is read as a sig
 
 def scores(
     q: Float[Array, "B K M D"],
-    words: tuple[UInt[Array, "B _ K D 32"], ...],
+    words: tuple[Sequence[UInt[Array, "B K n 32"]], ...],
     bits: int,
     scale: Float[Array, "B K g D"],
     low: Float[Array, "B K g D"],
@@ -36,19 +37,17 @@ def scores(
     """Multiply queries by keys with one scale and minimum, all finite, per channel of every n/g stretches of 32 tokens;
     -inf where a query does not see the token."""
     scaled, found = q[:, :, :, None] * scale[:, :, None], []  # [B, K, M, g, D]
+    for rows, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
+        factors, missing = (np.tile(y, (1, 1, 1, len(rows))) for y in (factors, missing))  # for each channel
+        own = (scaled * factors[None])[..., None, None]
+        low = low + scale * missing
+        for row, x in enumerate(rows):
+            x = (x ^ FLIP).reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)
+            channels = range(row * len(masks), (row + 1) * len(masks))
+            found += [_floats(x & mask) * own[..., d, :, :] for mask, d in zip(masks, channels, strict=True)]
     rest = jnp.repeat(jnp.einsum("bkmd,bkgd->bkmg", q, low), seen.shape[2] // scale.shape[2], axis=3)
-    small = scaled * 2.0**-31  # masked words go up to 2**31: their products with large scales would be infinite
-    for x, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
-        x = x ^ FLIP
-        # A block's P planes are those of its groups: arrays are [B, K, M, N, groups, planes, D or 32].
-        whole, own = (y.reshape(*q.shape[:3], x.shape[1], -1, 1, q.shape[3]) for y in (scaled, small))
-        masks, factors, missing = (y.reshape(1, 1, 1, 1, own.shape[4], -1, 1) for y in (masks, factors, missing))
-        channels = (x[:, :, :, d].swapaxes(1, 2)[:, :, None, :, None, None] for d in range(q.shape[3]))
-        terms = (_floats(y & masks) * own[..., d, None] for d, y in enumerate(channels))
-        found.append((_sum(terms) * (factors * np.float32(2**31))).reshape(*q.shape[:3], -1, PLANE))
-        rest = rest + (whole.sum(-1, keepdims=True) * missing).reshape(rest.shape)
     # Scores are a sum of arrays of their own size: anything simpler XLA computes anew, terms and all, for each user.
-    return _sum([jnp.where(seen[:, None], rest[..., None], -jnp.inf), *found])
+    return _sum([jnp.where(seen[:, None], rest[..., None], -jnp.inf), _sum(found).reshape(*q.shape[:3], -1, PLANE)])
 
 
 def weighted(
@@ -59,17 +58,18 @@ def weighted(
     low: Float[Array, "B K V n 32"],
 ) -> Float[Array, "B K M D 32"]:
     """Sum values with one scale and minimum, all finite, per token of every D/V channels under their weights; the sums
-    of every 32nd token are left apart. The words come block by block: XLA reads those of up to 8 codes where they are
-    stored, and copies others one block at a time."""
+    of every 32nd token are left apart."""
     scaled, found = weights[:, :, :, None] * scale[:, :, None], []  # [B, K, M, V, n, 32]
-    for blocks, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
-        factors, missing = (np.expand_dims(y, (0, 1, 2, 3, 5)) for y in (factors, missing))
-        own = scaled.reshape(*scaled.shape[:4], -1, len(masks), PLANE) * factors[None]  # [B, K, M, V, N, P, 32]
-        for block, x in enumerate(blocks):
+    for pieces, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
+        part = 32 // len(masks)  # pieces of a block, which has `part` stretches in each of a word's places
+        factors, missing = (np.expand_dims(y, (0, 1, 2, 3, 5, 6)) for y in (factors, missing))
+        own = scaled.reshape(*scaled.shape[:4], -1, len(masks), part, PLANE) * factors[None]
+        for number, x in enumerate(pieces):
+            block, piece = divmod(number, part)
             x = x.reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)
             each = (_floats((x & mask) ^ (FLIP & mask)) for mask in masks)  # [B, K, 1, V, D/V, 32]
-            found += [codes * own[..., block, plane, None, :] for plane, codes in enumerate(each)]
-        low = low + (scale.reshape(*scale.shape[:3], -1, len(masks), PLANE) * missing).reshape(low.shape)
+            found += [codes * own[..., block, place, piece, None, :] for place, codes in enumerate(each)]
+        low = low + (scale.reshape(*scale.shape[:3], -1, len(masks), part, PLANE) * missing).reshape(low.shape)
     # A product, which XLA leaves apart; a sum over an axis it would take together with the terms, and make many loops.
     lows = jnp.einsum("bkmnr,bkvnr->bkmv", weights, low)
     each = _sum(found) + lows[..., None, None] / PLANE  # one of 32 shares

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from kvqjax.ops.layout import PLANE, slot_rows, split_bits
+from kvqjax.ops import lines
+from kvqjax.ops.layout import slot_rows, split_bits
 
 __all__ = ["KINDS", "TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "family", "target_of"]
 
@@ -74,8 +75,8 @@ class Signposts(NamedTuple):
 class PackedBody(NamedTuple):
     """The stored fields of one run of layers; W = K*D lanes, S slots.
 
-    Codes of b bits have S*b/32 rows of words, one array per plane set (`kvqjax.ops.layout.split_bits`); in stripes they
-    are [L, B, S*b/1024, W, 32]. Scales and minima have the dtype `scales` of the spec, 16-bit ones as the integers that
+    Codes of b bits have S*b/32 rows of words, one array per plane set (`kvqjax.ops.layout.split_bits`). Where the spec
+    is `striped`, keys are lines [L, B, K, S/32, D*b/32, 32] and values stripes [L, B, S/1024, W, 32*b]. Scales and minima have the dtype `scales` of the spec, 16-bit ones as the integers that
     hold their bits. Where `key_group` is 0, those of keys are the layer's constants, [W] float32.
 
     `positions` are given for keys before RoPE: the position of the first token of every S/n slots. The others follow it
@@ -106,8 +107,8 @@ class PackedSpec:
     necessarily a divisor of the slots. `target` names the chip that the program is compiled for. `rope` is None for
     keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales,
     and where `key_channels` channels of a token do. `key_factors` numbers of a token multiply its keys: 0, 1, or one of
-    each KV head. `value_factors` says whether values are multiplied too. `striped`: codes lie in stripes, as only the
-    plain computation reads them."""
+    each KV head. `value_factors` says whether values are multiplied too. `striped`: keys lie in lines and values in
+    stripes, as only the plain computation reads them."""
 
     key_bits: int
     value_bits: int
@@ -146,6 +147,8 @@ class PackedSpec:
     @property
     def unit(self) -> int:
         """Tokens after which every array starts a fresh block."""
+        if self.striped:
+            return math.lcm(1024, self.key_group)
         key, value = split_bits(self.key_bits), split_bits(self.value_bits)
         return math.lcm(*(1024 // part for part in key + value), self.key_group or 1)
 
@@ -170,8 +173,10 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         if len(codes) != len(parts):
             raise ValueError(f"{name}_codes: got {len(codes)} arrays, want {len(parts)} for {bits} bits")
         for words, part in zip(codes, parts, strict=True):
-            rows = slots * part // 32
-            shape = (rows // PLANE, spec.width, PLANE) if spec.striped else (rows, spec.width)
+            shape = (slots * part // 32, spec.width)
+            if spec.striped:
+                keys = lines.shape(spec.kv_heads, spec.head_dim, part, slots)
+                shape = keys if name == "key" else (slots // 1024, spec.width, 32 * part)
             yield f"{name}_codes", words, (*lead, *shape)
     for name in ("key_scale", "key_low"):
         shape = (*lead, slots // spec.key_group, spec.width) if spec.key_group else (spec.width,)

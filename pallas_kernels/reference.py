@@ -1,6 +1,6 @@
 """Decode attention on packed keys and values in plain jnp, one block at a time: oracle, fallback and the path on CPUs.
 
-A block of S tokens is n = S/32 stretches. Few queries read codes in stripes without decoding them into memory
+A block of S tokens is n = S/32 stretches. Few queries read codes in lines and stripes without decoding them into memory
 (`kvqjax.pallas_kernels.few_queries`), others by products."""
 
 from typing import NamedTuple
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from kvqjax.ops import lines
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import PLANE, from_bits, split_bits, unpack
 from kvqjax.ops.xla import exp_in_loops, floor_divide, kept_apart, known_after, row_major
@@ -96,25 +97,34 @@ class _Block(NamedTuple):
         first = (self.token + numbers)[None]
         return (first + tokens > start) & (first < stop)
 
-    def cut(self, array: Array, axis: int, after: Array, piece: int = 0, pieces: int = 1) -> Array:
-        """Cut the block, or one of equal pieces of it, out of a stored array whose `axis` goes along tokens, not before
-        `after` is there. A CPU does so in the loop that unpacks, which a layout would cut in two."""
+    def cut(self, array: Array, axis: int, after: Array, only: dict[int, tuple[int, int]] | None = None) -> Array:
+        """Cut the block out of a stored array whose `axis` goes along tokens, not before `after` is there: all of it,
+        or of some axes `only` what (first, count) says. A CPU does so in the loop that unpacks, which a layout would
+        cut in two."""
         share = self.body.slots // array.shape[axis]
         starts, sizes = [self.layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
-        sizes[axis] = self.size // share // pieces
-        starts[axis] = floor_divide(known_after(after, self.token), share) + piece * sizes[axis]
+        sizes[axis] = self.size // share
+        for which, (first, count) in (only or {}).items():
+            starts[which], sizes[which] = first, count
+        starts[axis] += floor_divide(known_after(after, self.token), share)
         part = jax.lax.dynamic_slice(array, starts, sizes)
         return (part if family(self.spec.target) == "cpu" else row_major(part))[0]
 
-    def words(self, name: str, after: Array) -> tuple[UInt[Array, "B _ *W"], ...]:
+    def words(self, name: str, after: Array) -> tuple[UInt[Array, "B ..."], ...]:
         """Read the words of keys or values, as they are stored."""
-        return tuple(self.cut(array, 2, after) for array in getattr(self.body, name))
+        axis = 3 if self.spec.striped and name == "key_codes" else 2
+        return tuple(self.cut(array, axis, after) for array in getattr(self.body, name))
 
-    def stripes(self, array: UInt[Array, "L B _ W 32"], after: Array) -> list[UInt[Array, "B K D 32"]]:
-        """Read the words of one plane set in stripes, one array for each block that is stored."""
-        count = self.size * array.shape[2] // self.body.slots
+    def lines(self, array: UInt[Array, "L B K _ R 32"], after: Array) -> list[UInt[Array, "B K n 32"]]:
+        """Read the words of one plane set of keys, one array for each word of a token's head."""
+        return [self.cut(array, 3, after, {4: (row, 1)})[:, :, :, 0] for row in range(array.shape[4])]
+
+    def stripes(self, array: UInt[Array, "L B _ W _"], after: Array) -> list[UInt[Array, "B K D 32"]]:
+        """Read the words of one plane set of values, 32 of each channel at a time."""
+        blocks, lanes = self.size * array.shape[2] // self.body.slots, range(0, array.shape[4], PLANE)
+        each = [{2: (block, 1), 4: (lane, PLANE)} for block in range(blocks) for lane in lanes]
         shape = self.spec.kv_heads, self.spec.head_dim, PLANE
-        return [self.cut(array, 2, after, number, count).reshape(-1, *shape) for number in range(count)]
+        return [self.cut(array, 2, after, only).reshape(-1, *shape) for only in each]
 
     def of_keys(self, name: str, after: Array) -> Float[Array, "B K g D"]:
         """Read the keys' scales or minima."""
@@ -136,24 +146,31 @@ def _are_few(queries: int, spec: PackedSpec) -> bool:
     return spec.striped and queries <= few_queries.MOST
 
 
-def _codes(words: tuple[UInt[Array, "B _ *W"], ...], bits: int, spec: PackedSpec) -> Float[Array, "B K S D"]:
-    """Unpack codes as float32, each head by itself, so that words are transposed and not codes."""
+def _codes(words: tuple[UInt[Array, "B ..."], ...], bits: int, spec: PackedSpec) -> Float[Array, "B K S D"]:
+    """Unpack codes as float32."""
     found, shift = jnp.uint32(0), 0
     for x, part in zip(words, split_bits(bits), strict=True):
-        rows = x.swapaxes(2, 3).reshape(len(x), -1, spec.width) if spec.striped else x
-        by_head = rows.reshape(*rows.shape[:2], spec.kv_heads, -1).swapaxes(1, 2)
-        found, shift = found | (unpack(by_head, part) << shift), shift + part
+        found, shift = found | (_unpacked(x, part, spec) << shift), shift + part
     return found.astype(jnp.int32).astype(jnp.float32)  # converting unsigned integers is slow on x86
+
+
+def _unpacked(words: UInt[Array, "B ..."], bits: int, spec: PackedSpec) -> UInt[Array, "B K S D"]:
+    """Unpack the codes of one plane set, each head by itself, so that words are transposed and not codes."""
+    if words.ndim == 5:
+        return lines.unpack(words, bits)
+    plane = PLANE * bits if spec.striped else PLANE
+    rows = words.swapaxes(2, 3).reshape(len(words), -1, spec.width) if spec.striped else words
+    return unpack(rows.reshape(*rows.shape[:2], spec.kv_heads, -1).swapaxes(1, 2), bits, plane)
 
 
 def _scores(q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B M n 32"]) -> Float[Array, "B K M n 32"]:
     """Decode keys and multiply queries by them; -inf where a query does not see the token. XLA for CPUs multiplies the
     tokens first faster than the queries first."""
-    words, scale, low = block.words("key_codes", q), block.of_keys("key_scale", q), block.of_keys("key_low", q)
+    scale, low = block.of_keys("key_scale", q), block.of_keys("key_low", q)
     if _are_few(q.shape[2], block.spec):
-        stripes = tuple(x.reshape(*x.shape[:2], *q.shape[1::2], PLANE) for x in words)
-        return few_queries.scores(q, stripes, block.spec.key_bits, scale, low, seen)
-    codes = _codes(words, block.spec.key_bits, block.spec)
+        words = tuple(block.lines(array, q) for array in block.body.key_codes)
+        return few_queries.scores(q, words, block.spec.key_bits, scale, low, seen)
+    codes = _codes(block.words("key_codes", q), block.spec.key_bits, block.spec)
     keys = codes.reshape(*scale.shape[:3], -1, scale.shape[3]) * scale[:, :, :, None] + low[:, :, :, None]
     scores = jnp.einsum("bksd,bkmd->bksm", keys.reshape(codes.shape), q).swapaxes(2, 3)
     return jnp.where(seen[:, None], scores.reshape(*scores.shape[:3], -1, PLANE), -jnp.inf)

@@ -76,7 +76,7 @@ class Case:
     def spec(self) -> PackedSpec:
         own = {f.name for f in dataclasses.fields(PackedSpec)} & set(vars(self)) - {"block"}
         values = {name: getattr(self, name) for name in own}
-        unit = max(1024 // (bits & -bits) for bits in (self.key_bits, self.value_bits))
+        unit = max(1024 if self.striped else 1024 // (b & -b) for b in (self.key_bits, self.value_bits))
         return PackedSpec(**values, block=self.block or unit)
 
     def __str__(self):
@@ -96,25 +96,30 @@ def vectors(rng, case: Case, offset: float):
     return jnp.asarray(x + offset * rng.normal(size=x.shape[-1]), jnp.float32)
 
 
-def packed_codes(codes: np.ndarray, bits: int, striped: bool = False) -> tuple:
-    """The plane layout once more in numpy: token t of a block sits in row t % 32, bits part*(t // 32) and up. In
-    stripes the rows of a block are turned."""
-    stored, shift = [], 0
+def packed_codes(codes: np.ndarray, bits: int, form: str = "planes", heads: int = 1) -> tuple:
+    """The layouts once more in numpy. Planes: token t of a block sits in row t % 32, bits part*(t // 32) and up. Stripes
+    have planes of 32*part tokens, and rows turned. Lines: channel d sits in word d // (32/part) of its token."""
+    stored, shift, width = [], 0, codes.shape[-1]
     for part in split_bits(bits):
-        planes = 32 // part
-        blocks = (codes >> shift & (2**part - 1)).reshape(BATCH, -1, planes, 32, codes.shape[-1]).astype(np.uint32)
-        places = np.arange(0, 32, part, dtype=np.uint32).reshape(1, 1, planes, 1, 1)
-        words = (blocks << places).sum(2, dtype=np.uint32)
-        stored.append(words.swapaxes(2, 3) if striped else words.reshape(BATCH, -1, codes.shape[-1]))
+        places = np.arange(0, 32, part, dtype=np.uint32)
+        these = (codes >> shift & (2**part - 1)).astype(np.uint32)
+        if form == "lines":
+            words = (these.reshape(BATCH, -1, 32, heads, width // heads * part // 32, 32 // part) << places).sum(-1)
+            stored.append(words.astype(np.uint32).transpose(0, 3, 1, 4, 2))
+        else:
+            plane = 32 * part if form == "stripes" else 32
+            blocks = these.reshape(BATCH, -1, 32 // part, plane, width)
+            words = (blocks << places.reshape(1, 1, -1, 1, 1)).sum(2, dtype=np.uint32)
+            stored.append(words.swapaxes(2, 3) if form == "stripes" else words.reshape(BATCH, -1, width))
         shift += part
     return tuple(stored)
 
 
-def _stored(codec, x, striped: bool = False):
+def _stored(codec, x, **form):
     """The arrays of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the codec decodes."""
     payload = jax.jit(jax.vmap(lambda rows: codec.encode({}, rows)), compiler_options=QUICK)(x)
     decoded = jax.jit(lambda payload: codec.decode({}, payload), compiler_options=QUICK)(payload)
-    codes = packed_codes(np.asarray(payload["codes"]), codec.fields["codes"].bits, striped)
+    codes = packed_codes(np.asarray(payload["codes"]), codec.fields["codes"].bits, **form)
     arrays = codes, *(to_bits(payload[name]) for name in ("scale", "low"))
     return jax.tree.map(lambda a: jnp.asarray(np.stack([np.zeros_like(a), a])), arrays), decoded
 
@@ -126,8 +131,9 @@ def make_body(case: Case, seed: int = 0):
     along, group = ("channels", case.key_channels) if case.key_channels else ("tokens", case.key_group)
     keys = Uniform(bits=case.key_bits, along=along, group=group).build(width)
     values = Uniform(bits=case.value_bits, along="channels", group=case.value_group).build(width)
-    k, key = _stored(keys, vectors(rng, case, 3.0), case.striped)
-    v, value = _stored(values, vectors(rng, case, 0.5), case.striped)
+    form = {"form": "lines", "heads": case.kv_heads} if case.striped else {}
+    k, key = _stored(keys, vectors(rng, case, 3.0), **form)
+    v, value = _stored(values, vectors(rng, case, 0.5), **({"form": "stripes"} if case.striped else {}))
     body, pair = PackedBody(*k, *v), [x.reshape(BATCH, case.slots, case.kv_heads, -1) for x in (key, value)]
 
     def factors(*shape):

@@ -10,7 +10,7 @@ from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.model.rope import following
-from kvqjax.ops.layout import PLANE
+from kvqjax.ops.layout import PLANE, split_bits
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
 from kvqjax.pallas_kernels.packed import PackedSpec, family
@@ -70,20 +70,23 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
 
 
 def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
-    """Store codes in stripes where sums of kvqjax.pallas_kernels.few_queries read them: uniform ones of long bodies
-    that keep all tokens."""
+    """Store codes of keys in lines and of values in stripes where sums of kvqjax.pallas_kernels.few_queries read them:
+    uniform ones of long bodies that keep all tokens."""
     packed = wiring.fast.packed
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring
     keeps_all = shape.window is None and layout.method.keep is None
-    if not keeps_all or layout.capacity < LEAST_STRIPED:
+    whole_words = all(shape.head_dim * part % 32 == 0 for part in split_bits(packed.spec.key_bits))
+    if not (keeps_all and whole_words) or layout.capacity < LEAST_STRIPED:
         return wiring
 
-    def striped(codec):
-        codes = dataclasses.replace(codec.fields["codes"], kind="stripes")
+    def stored(codec, **form):
+        codes = dataclasses.replace(codec.fields["codes"], **form)
         return codec._replace(fields=codec.fields | {"codes": codes})
 
-    codecs = {name: striped(codec) for name, codec in wiring.storage.codecs.items()}
+    codecs = wiring.storage.codecs
+    keys, values = stored(codecs["k"], kind="lines", heads=shape.num_kv_heads), stored(codecs["v"], kind="stripes")
+    codecs = codecs | {"k": keys, "v": values}
     packed = packed._replace(spec=dataclasses.replace(packed.spec, striped=True))
     return wiring.having(storage={"codecs": codecs}, fast={"packed": packed})
 

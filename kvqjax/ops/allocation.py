@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvqjax.ops import head_major
-from kvqjax.ops.layout import PLANE, Field, Stored, is_half, split_bits
+from kvqjax.ops import head_major, lines
+from kvqjax.ops.layout import Field, Stored, is_half, split_bits
 from kvqjax.ops.xla import cut_at, floor_divide
 
 __all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_bits", "spans_of"]
@@ -15,14 +15,14 @@ __all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_
 
 def block_tokens(fields: list[Field]) -> int:
     """Tokens after which every field starts a fresh block: what a body is allocated and read in multiples of."""
-    sizes = [1024 // part for f in fields if f.packed for part in split_bits(f.bits)]
+    sizes = [f.plane(part) * 32 // part for f in fields if f.packed for part in split_bits(f.bits)]
     return math.lcm(256, *sizes, *(f.group for f in fields))
 
 
 def logical_bits(field: Field) -> float:
     """Stored bits per token of this field, without padding; the compute dtype counts as 16 bits until it is known."""
     if field.packed:
-        return float((head_major.stored_bits(field.bits) if field.heads else field.bits) * field.width)
+        return float((head_major.stored_bits(field.bits) if field.head_major else field.bits) * field.width)
     dtype = "bfloat16" if field.dtype == "compute" else field.dtype
     return 8 * jnp.dtype(dtype).itemsize * field.width / field.group
 
@@ -35,23 +35,24 @@ def array_bytes(array) -> int:
 
 def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:
     """Zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
-    if field.heads:
+    if field.head_major:
         return head_major.allocate(field, lead, slots)
     if field.packed:
-        return tuple(
-            jnp.zeros((*lead, *_words(field, slots * part // 32)), jnp.uint32) for part in split_bits(field.bits)
-        )
+        return tuple(jnp.zeros((*lead, *_words(field, slots, part)), jnp.uint32) for part in split_bits(field.bits))
     dtype = "uint16" if is_half(field.dtype) else field.dtype
     if field.kind == "token":
         return (jnp.zeros((*lead, field.width, slots), dtype),)
     return (jnp.zeros((*lead, slots // field.group, field.width), dtype),)
 
 
-def _words(field: Field, rows: int) -> tuple[int, ...]:
-    """The shape of so many rows of words."""
+def _words(field: Field, slots: int, bits: int) -> tuple[int, ...]:
+    """The shape of one row's words of one plane set."""
+    if field.kind == "lines":
+        return lines.shape(field.heads, field.width // field.heads, bits, slots)
+    plane = field.plane(bits)
     if field.kind == "stripes":
-        return rows // PLANE, field.width, PLANE
-    return (field.width, rows) if field.along_lanes else (rows, field.width)
+        return slots * bits // (32 * plane), field.width, plane
+    return (field.width, slots * bits // 32) if field.along_lanes else (slots * bits // 32, field.width)
 
 
 def leading_slots(field: Field, stored: Stored, slots: int, count: int) -> Stored:

@@ -8,14 +8,15 @@ A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, 
           two are several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
 - columns: the same words on the lanes, `[width, rows]`: for a width that is no multiple of 128, whose rows XLA for TPUs
           keeps like this anyway, and would turn before and after every decode loop.
-- stripes: the same words with a block's channels as rows, `[blocks, width, 32]`: 32 tokens of a channel lie side by
-          side, as a CPU's vector unit decodes them.
+- stripes: channels as rows of blocks of 1024 tokens, `[S/1024, width, 32*b]`, as a CPU's vector unit sums values up:
+          token t of a block sits in word t % (32*b), bits b*(t // (32*b)) and up.
+- lines:  words of neighbouring channels, head by head, as a CPU multiplies keys by queries (kvqjax/ops/lines.py).
 - group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
 - token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
 - plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
 
-This is the form of CPUs and of our TPU kernels. With `heads` set, codes and plain vectors are stored head by head, for
-GPUs (kvqjax/ops/head_major.py); what is written and read back is the same.
+These are the forms of CPUs and of our TPU kernels. With `heads` set, codes and plain vectors are stored head by head,
+for GPUs (kvqjax/ops/head_major.py); what is written and read back is the same.
 
 16-bit floats are stored as the integers that hold their bits: XLA's CPU backend has no 16-bit float operations, and
 would convert a whole array to float32 and back around every slice and every update of it.
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
-from kvqjax.ops import head_major
+from kvqjax.ops import head_major, lines
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import cut_at, floor_divide, modulo, put_at, row_major
 
@@ -59,8 +60,8 @@ def split_bits(bits: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """One stored quantity of a codec. `kind` is "codes", "columns", "stripes", "group", "token" or "plain" (see the
-    module); `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's
+    """One stored quantity of a codec. `kind` is "codes", "columns", "stripes", "lines", "group", "token" or "plain" (see
+    the module); `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's
     compute dtype; `heads` is the number of KV heads where it is stored head by head, else 0."""
 
     kind: str
@@ -72,7 +73,7 @@ class Field:
     heads: int = 0
 
     def __post_init__(self):
-        if self.kind not in ("codes", "columns", "stripes", "group", "token", "plain"):
+        if self.kind not in ("codes", "columns", "stripes", "lines", "group", "token", "plain"):
             raise ValueError(f"unknown field kind {self.kind!r}")
         if self.packed and not 1 <= self.bits <= 16:
             raise ValueError(f"codes of {self.bits} bits; 1 to 16 can be packed")
@@ -80,7 +81,12 @@ class Field:
     @property
     def packed(self) -> bool:
         """Whether it is stored as words of codes."""
-        return self.kind in ("codes", "columns", "stripes")
+        return self.kind in ("codes", "columns", "stripes", "lines")
+
+    @property
+    def head_major(self) -> bool:
+        """Whether it is stored as `kvqjax.ops.head_major` says."""
+        return self.heads > 0 and self.kind in ("codes", "plain")
 
     @property
     def along_lanes(self) -> bool:
@@ -90,7 +96,11 @@ class Field:
     @property
     def slots_axis(self) -> int:
         """The axis of the stored arrays, from the end, whose entries are the same number of slots each."""
-        return {"columns": -1, "token": -1, "stripes": -3}.get(self.kind, -2)
+        return {"columns": -1, "token": -1, "stripes": -3, "lines": -3}.get(self.kind, -2)
+
+    def plane(self, bits: int) -> int:
+        """How many tokens have their codes of `bits` bits in the same places of the words of a block."""
+        return PLANE * bits if self.kind == "stripes" else PLANE
 
 
 def is_half(dtype) -> bool:
@@ -123,30 +133,31 @@ def _chosen(wanted, new, old):
 def _write_part(field, words, codes, index, token, bits, wanted):
     """Put the codes of u tokens from a multiple of u on, whole planes of one block or fewer tokens than a plane, into
     the words that hold them; their old bits are cleared first (write once, docs/design.md, idea 8)."""
-    per, count = 1024 // bits, max(1, len(codes) // PLANE)
-    start = _start(field, index, floor_divide(token, per), token)
-    shift = jnp.asarray(floor_divide(modulo(token, per), PLANE) * bits, jnp.uint32)
+    plane = field.plane(bits)
+    per, count = plane * 32 // bits, max(1, len(codes) // plane)
+    start = _start(field, index, floor_divide(token, per), modulo(token, plane))
+    shift = jnp.asarray(floor_divide(modulo(token, per), plane) * bits, jnp.uint32)
     shifts = np.arange(0, count * bits, bits, dtype=np.uint32).reshape(-1, 1, 1)
     codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
-    codes = _turned(field, codes)
+    codes = _turned(field, codes, plane)
     old = cut_at(words, start, (1,) * len(index) + codes.shape)
     mask = jnp.uint32((1 << count * bits) - 1) << shift
     new = _chosen(wanted, (old & ~mask) | codes.reshape(old.shape), old)
     return put_at(words, row_major(new), start)
 
 
-def _start(field, index, block, token) -> tuple:
-    """Say where a token's words in a block are stored."""
+def _start(field, index, block, row) -> tuple:
+    """Say where a row of a block's words is stored."""
     if field.kind == "stripes":
-        return (*index, block, 0, modulo(token, PLANE))
-    row = block * PLANE + modulo(token, PLANE)
+        return (*index, block, 0, row)
+    row = block * PLANE + row
     return (*index, 0, row) if field.along_lanes else (*index, row, 0)
 
 
-def _turned(field, words):
+def _turned(field, words, plane):
     """Turn rows of words, of one block or fewer or of whole blocks, as they are stored."""
     if field.kind == "stripes":
-        return words.reshape(-1, min(len(words), PLANE), words.shape[-1]).swapaxes(1, 2)
+        return words.reshape(-1, min(len(words), plane), words.shape[-1]).swapaxes(1, 2)
     return words.T if field.along_lanes else words
 
 
@@ -163,7 +174,7 @@ def write(
     A tile of codes, in words of any kind, holds u tokens `[u, W]`: u = 1, or u and `token` both multiples of 32, and
     `token` one of u where that is at most FEW. Group tiles are `[u/group, W]`, token tiles `[W, u]`, plain tiles
     `[u, W]`."""
-    if field.heads:
+    if field.head_major:
         return head_major.write(field, stored, index, token, tile, wanted)
     if field.packed:
         return tuple(_write_codes(field, stored, index, token, tile.astype(jnp.uint32), wanted))
@@ -178,8 +189,10 @@ def _write_codes(field, stored, index, token, tile, wanted):
     shift = 0
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
         part = (tile >> shift) & ((1 << bits) - 1)
-        if tile.shape[0] <= FEW:
-            size = math.gcd(tile.shape[0], 1024 // bits)
+        if field.kind == "lines":
+            words = lines.write(words, part, bits, index, token, wanted)
+        elif tile.shape[0] <= FEW:
+            size = math.gcd(tile.shape[0], field.plane(bits) * 32 // bits)
             for first in range(0, tile.shape[0], size):
                 words = _write_part(field, words, part[first : first + size], index, token + first, bits, wanted)
         else:
@@ -190,25 +203,26 @@ def _write_codes(field, stored, index, token, tile, wanted):
 
 def _write_blocks(field, words, codes, index, token, bits, wanted):
     """Put many tokens' codes into the blocks that they are parts of, as one piece."""
-    blocks, per = math.prod(words.shape[len(index) :]) // (field.width * PLANE), 1024 // bits
+    plane = field.plane(bits)
+    blocks, per = math.prod(words.shape[len(index) :]) // (field.width * plane), plane * 32 // bits
     count = min(head_major.pieces(len(codes), per, PLANE), blocks)
     first = jnp.minimum(floor_divide(token, per), blocks - count)
     codes, here = head_major.placed(codes, token - first * per, count * per)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None, None]
-    pack = lambda x: (x.reshape(count, -1, PLANE, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
+    pack = lambda x: (x.reshape(count, -1, plane, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
     full = jnp.where(here, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
-    codes, mask = (pack(x).reshape(count * PLANE, -1) for x in (codes, full))
-    start, codes, mask = _start(field, index, first, 0), _turned(field, codes), _turned(field, mask)
+    codes, mask = (_turned(field, pack(x).reshape(count * plane, -1), plane) for x in (codes, full))
+    start = _start(field, index, first, 0)
     shape = (1,) * len(index) + codes.shape
     old = cut_at(words, start, shape)
     new = _chosen(wanted, (old & ~mask.reshape((1,) * len(index) + mask.shape)) | codes.reshape(shape), old)
     return put_at(words, row_major(new), start)
 
 
-def unpack(words: UInt[Array, "*B R W"], bits: int) -> UInt[Array, "*B S W"]:
-    """Unpack whole blocks of 32 rows: R rows of words become the codes of R*32/bits tokens, in token order."""
+def unpack(words: UInt[Array, "*B R W"], bits: int, plane: int = PLANE) -> UInt[Array, "*B S W"]:
+    """Unpack whole blocks of `plane` rows: R rows of words become the codes of R*32/bits tokens, in token order."""
     lead, (rows, width) = words.shape[:-2], words.shape[-2:]
-    blocks = words.reshape(*lead, rows // PLANE, 1, PLANE, width)
+    blocks = words.reshape(*lead, rows // plane, 1, plane, width)
     shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
     return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
 
@@ -218,7 +232,7 @@ def read(
 ) -> Shaped[Array, "B rows lanes"]:
     """Read `count` tokens of every row of one layer from body token `token`, both multiples of the block, unpacked to
     tiles as `write` takes them, with B in front."""
-    if field.heads:
+    if field.head_major:
         return head_major.read(field, stored, layer, token, count)
     axis = stored[0].ndim + field.slots_axis
     if not field.packed:
@@ -226,13 +240,20 @@ def read(
         return from_bits(_cut(stored[0], layer, floor_divide(token, per), count // per, axis), field.dtype)
     codes, shift = jnp.uint32(0), 0
     for words, bits in zip(stored, split_bits(field.bits), strict=True):
-        per = 1024 if field.kind == "stripes" else 32
-        part = _cut(words, layer, floor_divide(token * bits, per), count * bits // per, axis)
-        if field.kind != "codes":
-            part = jnp.swapaxes(part, -1, -2).reshape(len(part), -1, field.width)
-        codes = codes | (unpack(part, bits) << shift)
+        codes = codes | (_read_part(field, words, layer, token, count, bits, axis) << shift)
         shift += bits
     return codes
+
+
+def _read_part(field, words, layer, token, count, bits, axis):
+    """Read the codes of one plane set."""
+    if field.kind == "lines":
+        return lines.read(words, bits, layer, token, count)
+    each, times = (1024, 1) if field.kind == "stripes" else (32, bits)  # tokens of an entry of `axis`, or bits of them
+    part = _cut(words, layer, floor_divide(token * times, each), count * times // each, axis)
+    if field.kind != "codes":
+        part = jnp.swapaxes(part, -1, -2).reshape(len(part), -1, field.width)
+    return unpack(part, bits, field.plane(bits))
 
 
 def _cut(array, layer, start, count, axis: int):

@@ -8,25 +8,31 @@ from kvqjax.ops.allocation import allocate, block_tokens, logical_bits
 from kvqjax.ops.layout import Field, read, split_bits, unpack, write
 
 CODES = [*((bits, "codes") for bits in (1, 2, 3, 4, 6, 8, 12)), (6, "columns")]
-STRIPES = [(bits, "stripes") for bits in (1, 2, 3, 4, 8)]
+FOR_CPUS = [(bits, kind) for kind in ("stripes", "lines") for bits in (1, 2, 3, 4, 8)]
+
+
+def field_of(kind: str, bits: int, heads: int = 0) -> Field:
+    """One of 64 channels where a word holds several, else of 8."""
+    shape = {"width": 64, "heads": 2} if kind == "lines" else {"width": 8, "heads": heads}
+    return Field(kind=kind, role="payload", bits=bits, dtype="float32", **shape)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("bits", "kind"), [*CODES, *STRIPES])
+@pytest.mark.parametrize(("bits", "kind"), [*CODES, *FOR_CPUS])
 def test_codes_come_back_after_overwriting(bits, kind):
     rng = np.random.default_rng(bits)
-    field = Field(kind=kind, width=8, role="payload", bits=bits)
-    slots = block_tokens([field])
-    stored, want = allocate(field, (2, 2), slots), np.zeros((2, 2, slots, 8), np.uint32)
+    field = field_of(kind, bits)
+    slots, width = block_tokens([field]), field.width
+    stored, want = allocate(field, (2, 2), slots), np.zeros((2, 2, slots, width), np.uint32)
     for size in (1, 32, 64, 128, 1, 32, 128):
         layer, row, token = rng.integers(2), rng.integers(2), rng.integers(slots // size) * size
-        tile = rng.integers(0, 2**bits, (size, 8)).astype(np.uint32)
+        tile = rng.integers(0, 2**bits, (size, width)).astype(np.uint32)
         want[layer, row, token : token + size] = tile
         at = jnp.int32(layer), jnp.int32(row)
         stored = write(field, stored, at, jnp.int32(token), jnp.asarray(tile))
     for layer in range(2):
         np.testing.assert_array_equal(read(field, stored, layer, 0, slots), want[layer])
-    assert sum(a.size for a in stored) * 32 == 2 * 2 * slots * 8 * bits, "packed words hold exactly the stated bits"
+    assert sum(a.size for a in stored) * 32 == 2 * 2 * slots * width * bits, "packed words hold exactly the stated bits"
 
 
 def test_a_plane_is_32_consecutive_tokens():
@@ -39,14 +45,25 @@ def test_a_plane_is_32_consecutive_tokens():
     assert int(unpack(words, 2).sum()) == 96
 
 
-def test_a_stripe_is_32_consecutive_tokens():
-    """Side by side, a row for every channel; the next one is the next bits of the same words."""
+def test_a_stripe_is_a_channel_of_1024_tokens():
+    """Of 4 bits, 128 tokens side by side; the next ones are the next bits of the same words."""
     field = Field(kind="stripes", width=2, role="payload", bits=4)
     tile = jnp.asarray([[3, 9]] * 32, jnp.uint32)
-    (words,) = write(field, allocate(field, (1, 1), 512), (jnp.int32(0), jnp.int32(0)), jnp.int32(256 + 32), tile)
-    assert words.shape == (1, 1, 2, 2, 32)
-    np.testing.assert_array_equal(words[0, 0, 1], np.repeat([[3 << 4], [9 << 4]], 32, 1))
-    assert not words[0, 0, 0].any()
+    token = jnp.int32(1024 + 128 + 96)
+    (words,) = write(field, allocate(field, (1, 1), 2048), (jnp.int32(0), jnp.int32(0)), token, tile)
+    assert words.shape == (1, 1, 2, 2, 128)
+    np.testing.assert_array_equal(words[0, 0, 1, :, 96:], np.repeat([[3 << 4], [9 << 4]], 32, 1))
+    assert np.count_nonzero(words) == 2 * 32
+
+
+def test_a_line_is_32_tokens_of_a_word_of_channels():
+    """Of 4 bits and 16 channels of a head, the second word has the channels 8 to 15."""
+    field = Field(kind="lines", width=32, heads=2, role="payload", bits=4)
+    tile = jnp.zeros((1, 32), jnp.uint32).at[0, 16 + 9].set(5)
+    (words,) = write(field, allocate(field, (1, 1), 256), (jnp.int32(0), jnp.int32(0)), jnp.int32(64 + 7), tile)
+    assert words.shape == (1, 1, 2, 8, 2, 32)
+    assert words[0, 0, 1, 2, 1, 7] == 5 << 4
+    assert np.count_nonzero(words) == 1
 
 
 @pytest.mark.parametrize(("kind", "tile"), [("group", (2, 6)), ("token", (6, 64)), ("plain", (64, 6))])
@@ -67,20 +84,20 @@ def test_bits_and_refusals():
         Field(kind="codes", width=1, role="payload", bits=17)
 
 
-MANY = [("codes", 1), ("codes", 2), ("codes", 3), ("columns", 2), ("stripes", 3), ("stripes", 4), ("plain", 0)]
+MANY = [("codes", 1), ("codes", 2), ("codes", 3), ("columns", 2), ("stripes", 3), ("stripes", 4), ("lines", 3),
+        ("plain", 0)]  # fmt: skip
+BY_HEAD = [("codes", 1), ("codes", 2), ("codes", 3), ("codes", 4), ("plain", 0)]
 
 
-@pytest.mark.parametrize("heads", [0, 2])
-@pytest.mark.parametrize(("kind", "bits"), MANY)
+@pytest.mark.parametrize(("kind", "bits", "heads"), [(*x, 0) for x in MANY] + [(*x, 2) for x in BY_HEAD])
 def test_many_tokens_at_once_are_written_as_plane_by_plane(kind, bits, heads):
     """From any multiple of 32 on, up to the body's end, over what stood there; or not, where it is not wanted."""
-    field = Field(
-        kind="codes" if heads and bits else kind, width=8, role="payload", bits=bits, heads=heads, dtype="float32"
-    )
+    field = field_of(kind, bits, heads)
     rng, slots, at = np.random.default_rng(bits), 2048, (0, 1)
 
     def tile(count):
-        return jnp.asarray(rng.integers(0, 2**bits, (count, 8)) if bits else rng.normal(size=(count, 8)), jnp.float32)
+        shape = count, field.width
+        return jnp.asarray(rng.integers(0, 2**bits, shape) if bits else rng.normal(size=shape), jnp.float32)
 
     def plain(stored):
         return [np.asarray(x.astype(jnp.int8) if x.dtype == jnp.int4 else x) for x in stored]

@@ -1,4 +1,4 @@
-"""Codes in stripes, the form of CPUs: the same as in planes."""
+"""Codes in lines and stripes, the form of CPUs: the same as in planes."""
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ SPECS = (
     "kivi:bits=3,group=64",
     "kivi:bits=8,sinks=4",
 )
+BOTH = {"lines", "stripes"}  # of keys and of values
 # Float32: sums of 16 products in another order.
 BOUND = 1e-4
 
@@ -41,9 +42,9 @@ def held(cache):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_same_codes_and_logits_as_in_planes(spec):
-    model = tiny()
+    model = tiny(head_dim=32)
     (wanted, planes), (found, stripes) = (filled(model, spec, form) for form in ("planes", "stripes"))
-    assert (held(planes), held(stripes)) == ({"codes"}, {"stripes"})
+    assert (held(planes), held(stripes)) == ({"codes"}, BOTH)
     np.testing.assert_allclose(found, wanted, atol=BOUND * np.abs(wanted).max())
     back = convert(stripes, **CANONICAL)
     assert jax.tree.structure(back) == jax.tree.structure(planes)
@@ -57,12 +58,13 @@ def test_the_same_codes_and_logits_as_in_planes(spec):
 def test_long_bodies_of_uniform_codes_on_cpus_have_them_and_no_others():
     model = tiny()
     kind = lambda spec, capacity=4096, model=model, **more: held(kvq.init_cache(model, spec, 1, capacity, **more))  # noqa: E731
-    assert kind("kivi:bits=2") == {"stripes"}
+    assert kind("kivi:bits=2") == BOTH
     assert kind("kivi:bits=2", 4095) == {"codes"}, "their sums take long to compile"
     assert kind("kivi:bits=2", model=tiny(sliding_window=70)) == {"codes"}, "a ring is short"
     assert kind("kivi:bits=2,keep=streaming:256") == {"codes"}, "evicted bodies are not read as they lie"
     assert kind("kivi:bits=2", target="v5e") == {"codes"}
     assert kind("kivi:bits=2,rope=pre") == {"codes"}, "nothing reads stripes there"
+    assert kind("kivi:bits=3", model=tiny(head_dim=16)) == {"codes"}, "32 codes of a head fill a word"
     assert kind("kvquant:bits=3") == {"codes"}
 
 
@@ -79,6 +81,6 @@ def test_saved_caches_are_read_on_either_side(tmp_path):
     _, cache = filled(model, spec, None, steps=1)
     kvq.save_cache(tmp_path / "cache", cache, model)
     again = kvq.load_cache(tmp_path / "cache", model)
-    assert held(again) == {"stripes"}
+    assert held(again) == BOTH
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(a, b)
