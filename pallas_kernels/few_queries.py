@@ -4,9 +4,10 @@ A product would have codes decoded into memory first, as 32/b times their bytes;
 than to decode the codes anew for each of a few queries. The sums are written out term by term: XLA vectorises no `sum`
 along another axis than the last.
 
-A word has P = 32/b codes. Keys are in lines, one array for each of the R = D/P words of a token's head; values are in
-stripes, one array for each 32 words of a channel (`kvqjax.ops.layout`). S tokens are n stretches of 32. XLA reads these
-arrays where they are stored, and what they are cut from has them in the order in which the sums' loops pass."""
+A word has P = 32/b codes, and S tokens are n stretches of 32. Keys come in lines, one array for each of the D/P words
+of a token's head; values in stripes, one array for each 32 words of a channel (`kvqjax.ops.layout`). XLA reads words of
+up to 8 codes where they are stored, and copies others array by array. Either way memory is read in the order in which
+it lies: a processor fetches ahead what follows, and waits for what it did not expect."""
 
 import functools
 import operator
@@ -39,7 +40,7 @@ def scores(
     scaled, found = q[:, :, :, None] * scale[:, :, None], []  # [B, K, M, g, D]
     for rows, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
         factors, missing = (np.tile(y, (1, 1, 1, len(rows))) for y in (factors, missing))  # for each channel
-        own = (scaled * factors[None])[..., None, None]
+        own = (scaled * factors[None])[..., None, None]  # before codes: large scales times 2**31 would be infinite
         low = low + scale * missing
         for row, x in enumerate(rows):
             x = (x ^ FLIP).reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)

@@ -76,8 +76,9 @@ class PackedBody(NamedTuple):
     """The stored fields of one run of layers; W = K*D lanes, S slots.
 
     Codes of b bits have S*b/32 rows of words, one array per plane set (`kvqjax.ops.layout.split_bits`). Where the spec
-    is `striped`, keys are lines [L, B, K, S/32, D*b/32, 32] and values stripes [L, B, S/1024, W, 32*b]. Scales and minima have the dtype `scales` of the spec, 16-bit ones as the integers that
-    hold their bits. Where `key_group` is 0, those of keys are the layer's constants, [W] float32.
+    is `striped`, keys are lines [L, B, K, S/32, D*b/32, 32] and values stripes [L, B, S/1024, W, 32*b]. Scales and
+    minima have the dtype `scales` of the spec, 16-bit ones as the integers that hold their bits. Where `key_group` is
+    0, those of keys are the layer's constants, [W] float32.
 
     `positions` are given for keys before RoPE: the position of the first token of every S/n slots. The others follow it
     one by one. n divides S into multiples of the spec's `unit`. Outliers are 16-bit words: the values of a token's

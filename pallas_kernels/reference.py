@@ -98,9 +98,9 @@ class _Block(NamedTuple):
         return (first + tokens > start) & (first < stop)
 
     def cut(self, array: Array, axis: int, after: Array, only: dict[int, tuple[int, int]] | None = None) -> Array:
-        """Cut the block out of a stored array whose `axis` goes along tokens, not before `after` is there: all of it,
-        or of some axes `only` what (first, count) says. A CPU does so in the loop that unpacks, which a layout would
-        cut in two."""
+        """Cut the block out of a stored array whose `axis` goes along tokens, not before `after` is there. `only` says
+        of which axes less is wanted: (first, count) of their entries in the block. A CPU cuts in the loop that unpacks,
+        which a layout would make two."""
         share = self.body.slots // array.shape[axis]
         starts, sizes = [self.layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
         sizes[axis] = self.size // share
@@ -156,7 +156,7 @@ def _codes(words: tuple[UInt[Array, "B ..."], ...], bits: int, spec: PackedSpec)
 
 def _unpacked(words: UInt[Array, "B ..."], bits: int, spec: PackedSpec) -> UInt[Array, "B K S D"]:
     """Unpack the codes of one plane set, each head by itself, so that words are transposed and not codes."""
-    if words.ndim == 5:
+    if words.ndim == 5:  # lines
         return lines.unpack(words, bits)
     plane = PLANE * bits if spec.striped else PLANE
     rows = words.swapaxes(2, 3).reshape(len(words), -1, spec.width) if spec.striped else words

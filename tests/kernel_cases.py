@@ -97,8 +97,8 @@ def vectors(rng, case: Case, offset: float):
 
 
 def packed_codes(codes: np.ndarray, bits: int, form: str = "planes", heads: int = 1) -> tuple:
-    """The layouts once more in numpy. Planes: token t of a block sits in row t % 32, bits part*(t // 32) and up. Stripes
-    have planes of 32*part tokens, and rows turned. Lines: channel d sits in word d // (32/part) of its token."""
+    """The layouts once more in numpy. Planes: token t of a block sits in row t % 32, bits part*(t // 32) and up.
+    Stripes have planes of 32*part tokens, and rows turned. Lines: channel d is in word d // (32/part) of its token."""
     stored, shift, width = [], 0, codes.shape[-1]
     for part in split_bits(bits):
         places = np.arange(0, 32, part, dtype=np.uint32)

@@ -1,5 +1,5 @@
-"""One cache in another storage form: layers as stacks or apart, bodies in planes, stripes or head by head. The codes
-are the same numbers in every form; what is on disk has one, `CANONICAL`."""
+"""One cache in another storage form: layers as stacks or apart, bodies in planes, in lines and stripes, or head by
+head. The codes are the same numbers in every form; what is on disk has one, `CANONICAL`."""
 
 import dataclasses
 import functools

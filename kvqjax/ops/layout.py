@@ -8,9 +8,10 @@ A body array stores one `Field` for every layer and row, `[L, B, rows, lanes]`, 
           two are several plane sets: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4.
 - columns: the same words on the lanes, `[width, rows]`: for a width that is no multiple of 128, whose rows XLA for TPUs
           keeps like this anyway, and would turn before and after every decode loop.
-- stripes: channels as rows of blocks of 1024 tokens, `[S/1024, width, 32*b]`, as a CPU's vector unit sums values up:
-          token t of a block sits in word t % (32*b), bits b*(t // (32*b)) and up.
-- lines:  words of neighbouring channels, head by head, as a CPU multiplies keys by queries (kvqjax/ops/lines.py).
+- stripes: words of 1024 tokens of a channel side by side, `[S/1024, width, 32*b]`, as a CPU's vector unit sums values
+          up: token t of a block sits in word t % (32*b), bits b*(t // (32*b)) and up.
+- lines:  words of a token's neighbouring channels, head by head, as a CPU multiplies keys by queries
+          (kvqjax/ops/lines.py).
 - group:  one float per channel for every `group` tokens, `[S/group, lanes]`.
 - token:  `width` numbers per token, tokens on the lanes: `[width, S]` (a trailing axis of 1 would be padded to 128).
 - plain:  unpacked vectors in `dtype`, `[S, lanes]` (the exact cache).
@@ -60,9 +61,9 @@ def split_bits(bits: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """One stored quantity of a codec. `kind` is "codes", "columns", "stripes", "lines", "group", "token" or "plain" (see
-    the module); `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the cache's
-    compute dtype; `heads` is the number of KV heads where it is stored head by head, else 0."""
+    """One stored quantity of a codec. `kind` is "codes", "columns", "stripes", "lines", "group", "token" or "plain"
+    (see the module); `role` is its ledger class: payload, scales, zeros or outliers; `dtype` "compute" stands for the
+    cache's compute dtype; `heads` is the number of KV heads where it is stored head by head, else 0."""
 
     kind: str
     width: int
@@ -99,7 +100,8 @@ class Field:
         return {"columns": -1, "token": -1, "stripes": -3, "lines": -3}.get(self.kind, -2)
 
     def plane(self, bits: int) -> int:
-        """How many tokens have their codes of `bits` bits in the same places of the words of a block."""
+        """Count the tokens of a plane: of a block's tokens, those whose codes of `bits` bits sit in the same bits of
+        words side by side."""
         return PLANE * bits if self.kind == "stripes" else PLANE
 
 

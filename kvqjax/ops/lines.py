@@ -1,6 +1,8 @@
-"""Codes as a CPU's vector unit multiplies them by queries, `[L, B, K, S/32, D*b/32, 32]`: a word has the b-bit codes of
-32/b neighbouring channels of one token, the first channel in its lowest bits, and a stretch of 32 tokens lies side by
-side. What is read of a head follows each other in memory, and a token that is written shares no word with another."""
+"""Codes stored in lines, as a CPU's vector unit multiplies keys by queries: `[L, B, K, S/32, D*b/32, 32]`.
+
+A word has the b-bit codes of 32/b neighbouring channels of one token, the first channel in its lowest bits. A stretch
+of 32 tokens lies side by side, word by word. So a head is read from memory in one go, a query's channel multiplies all
+tokens of a stretch, and a token that is written shares no word with another."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +10,13 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from kvqjax.ops.xla import cut_at, floor_divide, modulo, put_at, row_major
 
-__all__ = ["STRETCH", "read", "shape", "unpack", "write"]
+__all__ = ["read", "shape", "unpack", "write"]
 
 STRETCH = 32  # tokens side by side
 
 
 def shape(heads: int, dim: int, bits: int, slots: int) -> tuple[int, ...]:
-    """The shape of one row's words for `slots` tokens of heads of `dim` channels, which a word's codes divide."""
+    """Give the shape of one row's words for `slots` tokens; a word's codes must divide a head's `dim` channels."""
     return heads, slots // STRETCH, dim * bits // 32, STRETCH
 
 
@@ -43,7 +45,7 @@ def write(
 
 
 def unpack(words: UInt[Array, "*B n R 32"], bits: int) -> UInt[Array, "*B n*32 D"]:
-    """Unpack whole stretches to the codes of their tokens. Words are transposed and not codes, which are more."""
+    """Unpack whole stretches to the codes of their tokens. Words are transposed, not codes, which are more."""
     turned = jnp.swapaxes(words, -1, -2)[..., None]
     codes = (turned >> _places(bits, turned.ndim)) & jnp.uint32((1 << bits) - 1)
     return codes.reshape(*words.shape[:-3], words.shape[-3] * STRETCH, -1)
