@@ -137,7 +137,7 @@ def _write_part(field, words, codes, index, token, bits, wanted):
     the words that hold them; their old bits are cleared first (write once, docs/design.md, idea 8)."""
     plane = field.plane(bits)
     per, count = plane * 32 // bits, max(1, len(codes) // plane)
-    start = _start(field, index, floor_divide(token, per), modulo(token, plane))
+    start = _start(field, index, floor_divide(token, per), token, plane)
     shift = jnp.asarray(floor_divide(modulo(token, per), plane) * bits, jnp.uint32)
     shifts = np.arange(0, count * bits, bits, dtype=np.uint32).reshape(-1, 1, 1)
     codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
@@ -148,11 +148,11 @@ def _write_part(field, words, codes, index, token, bits, wanted):
     return put_at(words, row_major(new), start)
 
 
-def _start(field, index, block, row) -> tuple:
-    """Say where a row of a block's words is stored."""
+def _start(field, index, block, token, plane) -> tuple:
+    """Say where a token's words in a block are stored."""
     if field.kind == "stripes":
-        return (*index, block, 0, row)
-    row = block * PLANE + row
+        return (*index, block, 0, modulo(token, plane))
+    row = block * plane + modulo(token, plane)
     return (*index, 0, row) if field.along_lanes else (*index, row, 0)
 
 
@@ -213,8 +213,9 @@ def _write_blocks(field, words, codes, index, token, bits, wanted):
     shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None, None]
     pack = lambda x: (x.reshape(count, -1, plane, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)  # noqa: E731
     full = jnp.where(here, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
-    codes, mask = (_turned(field, pack(x).reshape(count * plane, -1), plane) for x in (codes, full))
-    start = _start(field, index, first, 0)
+    codes, mask = (pack(x).reshape(count * plane, -1) for x in (codes, full))
+    start = _start(field, index, first, 0, plane)
+    codes, mask = _turned(field, codes, plane), _turned(field, mask, plane)
     shape = (1,) * len(index) + codes.shape
     old = cut_at(words, start, shape)
     new = _chosen(wanted, (old & ~mask.reshape((1,) * len(index) + mask.shape)) | codes.reshape(shape), old)
