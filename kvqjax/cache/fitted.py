@@ -76,6 +76,7 @@ def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring
     keeps_all = shape.window is None and layout.method.keep is None
+    # No word of keys may have channels of two heads: they are read head by head, and split over devices by heads.
     whole_words = all(shape.head_dim * part % 32 == 0 for part in split_bits(packed.spec.key_bits))
     if not (keeps_all and whole_words) or layout.capacity < LEAST_STRIPED:
         return wiring
