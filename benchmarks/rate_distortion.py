@@ -1,7 +1,7 @@
 """How far every codec is from the rate-distortion limit: mean squared error at its stored bits, on Gaussian vectors and
 on the bundled models' own keys (before RoPE) and values.
 
-    python -m benchmarks.rate_distortion [--data TEXT.txt] [--out benchmarks/records/rate_distortion.json]
+    python -m benchmarks.rate_distortion [--data TEXT.txt] [--out benchmarks/records/rate_distortion.json] [--plot-only]
 
 The limit is that of a Gaussian source with the same covariance over the channels of a token, by reverse water-filling:
 R(D) = sum_i max(0, log2(s_i / D) / 2) / W over the eigenvalues s_i. No source of this covariance needs more bits, so it
@@ -32,6 +32,7 @@ from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.eval.corpora import read_text
+from kvqjax.eval.labels import Curve, curve_style, label_curves, new_figure
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "rate_distortion.json"
@@ -161,31 +162,48 @@ def markdown(rows: list[dict]) -> str:
     )
 
 
+# The families of the picture, by their short names; the table has all.
+CURVES = {
+    "per channel, groups of 128 tokens": "a scale a channel",
+    "per token, groups of 128 channels": "a scale a token",
+    "nuq per channel": "non-uniform",
+    "HIGGS, pairs": "HIGGS",
+    "CommVQ keys": "CommVQ",
+}
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Relative error against bits, one panel per source."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 3, figsize=(11, 7), sharex=True, layout="constrained")
+    """Relative error against bits, a panel a source: the limit as a dashed line, the codecs' curves above it."""
+    figure = new_figure(6.4, 8)
+    panels, labelled = figure.subplots(3, 2, sharex=True), []
     for panel, source in zip(panels.flat, SOURCES, strict=True):
-        own = [r for r in rows if r["source"] == source]
-        limit = sorted((r["limit_bits"], r["relative_mse"]) for r in own if r["limit_bits"] > 0)
-        panel.plot(*zip(*limit, strict=True), "k--", label="limit")
-        for family in specs():
-            points = [(r["bits"], r["relative_mse"]) for r in own if r["codec"] == family]
-            panel.plot(*zip(*points, strict=True), marker=".", linewidth=0.8, label=family)
-        panel.set(title=source, yscale="log", xlabel="bits", ylabel="relative error")
-    panels.flat[0].legend(fontsize=5)
-    figure.savefig(path, dpi=75)
+        mine = [row for row in rows if row["source"] == source]
+        limit = sorted((row["limit_bits"], row["relative_mse"]) for row in mine if row["limit_bits"] > 0)
+        curves = [Curve("limit", *zip(*limit, strict=True), "#000000")]
+        panel.plot(curves[0].x, curves[0].y, "k--", lw=1.5)
+        for number, (family, name) in enumerate(CURVES.items()):
+            points = [(row["bits"], row["relative_mse"]) for row in mine if row["codec"] == family]
+            curves.append(Curve(name, *zip(*points, strict=True), curve_style(number)["color"]))
+            panel.plot(curves[-1].x, curves[-1].y, lw=1.2, ms=4, **curve_style(number))
+        panel.set_title(source, fontsize=10)
+        panel.set(yscale="log", xlim=(0, 4.7), xticks=range(5))
+        panel.grid(alpha=0.3)
+        labelled.append((panel, curves))
+    figure.supxlabel("bits stored per number", fontsize=10)
+    figure.supylabel("mean squared error over the channels' mean variance", fontsize=10)
+    figure.suptitle("How far codecs are from the rate-distortion limit", fontsize=11)
+    label_curves(figure, labelled, size=8)
+    figure.savefig(path, dpi=200)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="synthetic", help="text for demo")
     parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--plot-only", action="store_true", help="draw the picture from the record, run nothing")
     given = parser.parse_args()
+    if given.plot_only:
+        return plot(json.loads(RECORD.read_text(encoding="utf-8")), PLOT)
     rows = [row for source in track(SOURCES, description="sources") for row in measure(source, given.data)]
     given.out.write_text("[\n " + ",\n ".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
     plot(rows, PLOT)

@@ -3,18 +3,25 @@
 import importlib.util
 import math
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvqjax._errors import UserError
+from kvqjax.eval.labels import Curve, curve_style, height_for, label_curves, name_in_lines, new_figure
 from kvqjax.eval.scores import ROUNDING
 
-__all__ = ["PLOTS", "check_picture", "draw"]
+__all__ = ["PLOTS", "check_picture", "draw", "title_of"]
 
 Rows = list[dict[str, Any]]
 KINDS = (".pdf", ".png", ".svg")
-MARKERS = "osD^v<>Pphd*X8"
+PANELS = 3  # side by side
+KLD = "KL divergence from the exact cache (nats)"
+KINDS_OF_POLICY = {
+    "front": ("best of the first guesses", {"fmt": ".--", "ms": 5, "lw": 1.2}),
+    "tuned": ("tuned policy", {"fmt": "*", "ms": 14, "lw": 1.2}),
+}
 
 
 def _grouped(rows: Rows, *keys: str) -> dict[str, Rows]:
@@ -35,90 +42,161 @@ def series(cache: str) -> str:
 
 def _lines(rows: Rows, several: bool) -> dict[str, Rows]:
     """The rows of each line, by its label; `several`: with mode and windows, which differ."""
-    label = lambda row: "\n".join([series(row["cache"]), *([f"{row['mode']}, {row['windows']}"] * several)])  # noqa: E731
+    label = lambda row: ", ".join([series(row["cache"]), *([row["mode"], row["windows"]] * several)])  # noqa: E731
     return _grouped([row | {"label": label(row)} for row in rows], "label")
 
 
-def _count(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+def count(tokens: int) -> str:
+    """A number of tokens as it is spoken: 32K for 32768."""
+    return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else str(tokens)
+
+
+def _curve(axes, number: int, name: str, points: list[tuple[float, float]], **style) -> Curve:
+    """Draw points, joined by a line, as the picture's curve `number`."""
+    x, y = zip(*points, strict=True)
+    (line,) = axes.plot(x, y, label=name, **{"lw": 1.5, "ms": 5.5, **curve_style(number), **style})
+    return Curve(name, x, y, line.get_color())
+
+
+def zero_line(axes, name: str) -> None:
+    """End a log axis below in a line that stands for 0, which it cannot show, and write `name` on it."""
+    low = 10.0 ** math.floor(math.log10(min([*_heights(axes), 1.0]) / 1.5))
+    axes.axhline(low, color="black", ls="--", lw=1.5, clip_on=False, label=name)
+    axes.annotate(name, (0.02, 0), (0, 4), "axes fraction", textcoords="offset points", fontsize=9)
+    axes.set_ylim(low, None)
+    axes.yaxis.set_major_formatter(lambda value, _: "0" if value < 1.01 * low else _plain(value))
+
+
+def _plain(value: float) -> str:
+    """A power of ten without an exponent, while it is short."""
+    return f"{value:.6f}".rstrip("0").rstrip(".") if 1e-6 < value < 1e6 else f"{value:g}"
+
+
+def _heights(axes) -> list[float]:
+    return [float(value) for line in axes.lines for value in line.get_ydata()]
+
+
+def _log_axis(axes, label: str) -> None:
+    """A log axis with whole decades in plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.set_ylabel(label)
+    axes.yaxis.set_major_locator(LogLocator(numticks=12))
+    axes.yaxis.set_major_formatter(lambda value, _: _plain(value))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
+
+
+def _bits_label(tokens: int) -> str:
+    return f"bits stored per key or value number (everything, rows of {count(tokens)} tokens)"
 
 
 def _quality(figure, rows: Rows) -> None:
-    """KL divergence against bits per number, a line a method; the exact cache, which a log axis cannot show, as its
-    floor."""
-    axes, handles = figure.subplots(), []
+    """KL divergence against bits, a line a method; the exact cache, which a log axis cannot show, as its floor."""
+    axes = figure.subplots()
     lossy = [row for row in rows if row["kld"] > ROUNDING]
     setups = _grouped(rows, "mode", "windows")
+    curves = []
     for number, (name, group) in enumerate(_lines(lossy, len(setups) > 1).items()):
-        points = sorted((row["bits_stored"], row["kld"]) for row in group)
-        style = {"marker": MARKERS[number % len(MARKERS)], "color": f"C{number % 10}", "label": name}
-        handles += axes.plot(*zip(*points, strict=True), lw=1.2, ms=6, **style)
-    floor = 10.0 ** math.floor(math.log10(min((row["kld"] for row in lossy), default=1.0) / 2))
-    exact = next((f" ({row['bits_stored']:.3g} bits)" for row in rows if row["cache"] == "exact"), "")
-    handles += [axes.axhline(floor, color="black", ls="--", lw=1.5, label=f"exact{exact}: 0", clip_on=False)]
-    axes.set(yscale="log", ylim=(floor, None))
-    setup = f"\n({next(iter(setups))})" if len(setups) == 1 else ""
-    axes.set_xlabel(f"bits per number: all that is stored for {_count(rows[0]['context'])} tokens{setup}")
-    axes.set_ylabel("KL divergence from the exact cache (nats)")
-    axes.grid(alpha=0.3)
-    # From top to bottom as the lines end.
-    handles.sort(key=lambda line: -line.get_ydata()[-1])
-    figure.legend(handles=handles, loc="outside right center", fontsize=10, frameon=False, labelspacing=0.8)
+        curves.append(_curve(axes, number, name, sorted((row["bits_stored"], row["kld"]) for row in group)))
+    _log_axis(axes, KLD)
+    exact = next((f", {row['bits_stored']:.3g} bits" for row in rows if row["cache"] == "exact"), "")
+    zero_line(axes, f"exact cache{exact}: 0")
+    axes.set_xlabel(_bits_label(rows[0]["context"]) + (f"\n{next(iter(setups))}" if len(setups) == 1 else ""))
+    axes.xaxis.get_major_locator().set_params(nbins=6)
+    axes.margins(x=0.05)
+    low, high = axes.get_xlim()
+    axes.set_xlim(low - 0.06 * (high - low), high)  # room for the name of a curve that ends early
+    label_curves(figure, [(axes, curves)])
 
 
 def _tune(figure, rows: Rows) -> None:
     """KL divergence against bits: the chosen policy, single choices by method, the front of first guesses."""
-    axes = figure.subplots()
+    axes, curves = figure.subplots(), []
     lossy = [row for row in rows if row["kld"] > ROUNDING]
     singles = [row | {"series": series(row["cache"])} for row in lossy if row["kind"] == "single"]
     for number, (name, group) in enumerate(_grouped(singles, "series").items()):
         points = sorted((row["bits_stored"], row["kld"]) for row in group)
-        style = {"marker": MARKERS[number % len(MARKERS)], "color": f"C{number % 10}", "label": name}
-        axes.plot(*zip(*points, strict=True), lw=0.8, ms=5, **style)
-    for kind, style in {"front": "k.--", "tuned": "r*"}.items():
+        curves.append(_curve(axes, number, name, points, lw=1))
+    for kind, (name, style) in KINDS_OF_POLICY.items():
         points = sorted((row["bits_stored"], row["kld"], row["kld_error"]) for row in lossy if row["kind"] == kind)
         if points:
             bits, kld, error = zip(*points, strict=True)
-            axes.errorbar(bits, kld, yerr=error, fmt=style, ms=14 if kind == "tuned" else 5, lw=1.2, label=kind)
-    axes.set(yscale="log", xlabel="bits per number: all that is stored", ylabel="KL divergence (nats)")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right center", fontsize=9, frameon=False)
+            axes.errorbar(bits, kld, yerr=error, label=name, color="black", capsize=2, **style)
+            curves.append(Curve(name, bits, kld, "#000000"))
+    _log_axis(axes, KLD)
+    axes.set_xlabel("bits per key or value number: all that is stored")
+    if curves:
+        label_curves(figure, [(axes, curves)])
 
 
 def _drift(figure, rows: Rows) -> None:
-    axes = figure.subplots()
-    for row in rows:
+    """KL divergence in spans of a long decode, a line a cache."""
+    axes, curves = figure.subplots(), []
+    lossy = [row for row in rows if max(row["kld"]) > ROUNDING]
+    for number, row in enumerate(lossy):
         width = row["steps"] / len(row["kld"])
-        middles = [(number + 0.5) * width for number in range(len(row["kld"]))]
-        axes.plot(middles, row["kld"], marker="o", label=row["cache"])
-    axes.set(xlabel="decode step", ylabel="KL divergence to the exact cache (nats)")
-    axes.legend(fontsize=8)
+        spans = [((span + 0.5) * width, kld) for span, kld in enumerate(row["kld"]) if kld > ROUNDING]
+        curves.append(_curve(axes, number, row["cache"], spans))
+    _log_axis(axes, KLD)
+    if same := [row["cache"] for row in rows if row not in lossy]:
+        zero_line(axes, ", ".join(same) + ": 0")
+    axes.set_xlabel("decode step (tokens), means over equal spans")
+    axes.set_xlim(0, max(row["steps"] for row in rows))
+    label_curves(figure, [(axes, curves)])
 
 
 def _retrieval(figure, rows: Rows) -> None:
+    """Accuracy by prompt length and depth as numbers in cells, a panel a cache, one colour bar."""
     caches = _grouped(rows, "cache", "mode", "task")
-    panels = figure.subplots(1, len(caches), squeeze=False)[0]
-    for axes, (name, group) in zip(panels, caches.items(), strict=True):
+    wide = min(len(caches), PANELS)
+    panels = figure.subplots(-(-len(caches) // wide), wide, squeeze=False)
+    for axes in panels.flat[len(caches) :]:
+        axes.remove()
+    for place, (axes, group) in enumerate(zip(panels.flat, caches.values(), strict=False)):
         # Few samples make few spans: a short row is stretched over the same depths.
         spans = max(len(row["by_depth"]) for row in group)
         grid = [[row["by_depth"][i * len(row["by_depth"]) // spans] for i in range(spans)] for row in group]
-        picture = axes.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="viridis", extent=(0, 1, len(group), 0))
+        picture = axes.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="cividis", extent=(0, 100, len(group), 0))
+        for line, values in enumerate(grid):
+            for span, value in enumerate(values):
+                at, colour = (100 * (span + 0.5) / spans, line + 0.5), "black" if value > 0.4 else "white"
+                axes.text(*at, f"{value:.2f}".removesuffix("0"), ha="center", va="center", color=colour, fontsize=9)
         axes.set_yticks([n + 0.5 for n in range(len(group))], [str(row["length"]) for row in group])
-        axes.set_title(name, fontsize=7)
-        axes.set(xlabel="depth", ylabel="prompt tokens")
-        figure.colorbar(picture, ax=axes, label="accuracy")
+        axes.set_xticks([0, 50, 100])
+        task = "" if len({row["task"] for row in rows}) == 1 else f"\n{group[0]['task']}"
+        axes.set_title(name_in_lines(group[0]["cache"], 26) + task, fontsize=9)
+        if place % wide == 0:
+            axes.set_ylabel("prompt (tokens)")
+        if place + wide >= len(caches):
+            axes.set_xlabel("depth of the answer (%)")
+    figure.colorbar(picture, ax=panels, label="share of answers right", shrink=0.9)
 
 
 def _tasks(figure, rows: Rows) -> None:
-    axes = figure.subplots()
-    caches = _grouped(rows, "cache")
-    for number, (cache, group) in enumerate(caches.items()):
-        at = [place + 0.8 * number / len(caches) for place in range(len(group))]
-        axes.barh(at, [row["score"] for row in group], height=0.8 / len(caches), label=cache)
-        axes.set_yticks(range(len(group)), [row["task"] for row in group], fontsize=7)
-    axes.set(xlabel="score")
+    """A bar a task, metric and cache, with its score."""
+    axes, caches = figure.subplots(), list(_grouped(rows, "cache"))
+    tasks = _grouped([row | {"name": _task_name(row, rows)} for row in rows], "name")
+    ticks, at = [], 0.0
+    for name, group in tasks.items():
+        for row in group:
+            colour = curve_style(caches.index(row["cache"]))["color"]
+            bar = axes.barh(at, row["score"], height=0.85, color=colour, label=row["cache"])
+            axes.bar_label(bar, [f"{row['score']:.3g}"], padding=3, fontsize=9)
+            ticks.append((at, (f"{name}: " if len(tasks) > 1 else "") + row["cache"]))
+            at += 1
+        at += 0.6
+    axes.set_yticks([place for place, _ in ticks], [name_in_lines(name, 40) for _, name in ticks], fontsize=9)
+    axes.set_xlabel("score" if len(tasks) > 1 else f"score: {next(iter(tasks))}")
+    axes.margins(x=0.12)
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
+
+
+def _task_name(row: dict[str, Any], rows: Rows) -> str:
+    """A task, with its metric and filter where the report has several."""
+    several = [key for key in ("metric", "filter") if len({other.get(key) for other in rows}) > 1]
+    return ", ".join([row["task"], *(str(row[key]) for key in several if row.get(key))])
 
 
 PLOTS: dict[str, Callable[[Any, Rows], None]] = {
@@ -131,6 +209,22 @@ PLOTS: dict[str, Callable[[Any, Rows], None]] = {
 }
 
 
+MEASURED = {
+    "ppl": "KL divergence by bits stored",
+    "compare": "KL divergence by bits stored",
+    "tune": "KL divergence by bits stored",
+    "drift": "KL divergence along a long decode",
+    "retrieval": "answers found in the prompt",
+    "harness": "scores of tasks",
+}
+
+
+def title_of(kind: str, model: str, text: str | None = None) -> str:
+    """A picture's title: the model, the text that it read, what is measured."""
+    who = Path(model).resolve().name if Path(model).is_dir() else model
+    return f"{who} on {Path(text).name}: {MEASURED[kind]}" if text else f"{who}: {MEASURED[kind]}"
+
+
 def check_picture(path: Path) -> None:
     """Raise UserError where no picture can be drawn into `path`: before the work whose result it would show."""
     if path.suffix.lower() not in KINDS:
@@ -141,16 +235,34 @@ def check_picture(path: Path) -> None:
         raise UserError("--plot needs matplotlib: pip install 'kvqjax[plots]'")
 
 
-def draw(kind: str, rows: Rows, title: str, path: Path) -> None:
-    """Draw the rows of one kind of report into a PNG, SVG or PDF file (by its name); see `check_picture`."""
-    from matplotlib.figure import Figure
+def _size(kind: str, rows: Rows) -> tuple[float, float]:
+    """Inches of a report's picture."""
+    if kind == "retrieval":
+        panels = _grouped(rows, "cache", "mode", "task")
+        wide, lengths = min(len(panels), PANELS), max(len(group) for group in panels.values())
+        return 1.4 + 1.9 * wide + 1.3 * (wide == 1), 1.0 + (1.2 + 0.35 * lengths) * -(-len(panels) // wide)
+    if kind == "harness":
+        return 6.4, 1.4 + 0.3 * len(rows) + 0.2 * len(_grouped(rows, "task"))
+    names = {series(row["cache"]) if kind != "drift" else row["cache"] for row in rows}
+    return 6.4, height_for(sorted(names), 4.4)
 
-    panels = len(_grouped(rows, "cache", "mode", "task")) if kind == "retrieval" else 1
-    width = 9.6 if kind in ("ppl", "compare", "tune") else min(6.4 * max(1, panels * 0.6), 24)
-    figure = Figure(figsize=(width, 4.8), layout="constrained")
+
+def draw(kind: str, rows: Rows, title: str, path: Path) -> None:
+    """Draw the rows of one kind of report into a PNG, SVG or PDF file (by its name); see `check_picture`.
+
+    Args:
+        kind: of the report, a key of PLOTS.
+        rows: as the report has them.
+        title: model, text and what is measured.
+        path: of the file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    figure = new_figure(*_size(kind, rows))
+    figure.suptitle("\n".join(textwrap.wrap(title, int(12 * figure.get_figwidth()))), fontsize=11)
     PLOTS[kind](figure, rows)
-    figure.suptitle(title, fontsize=9)
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=200)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be written: {error}") from error

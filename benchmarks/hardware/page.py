@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.hardware.log import Log
 from benchmarks.tables import table
 from kvqjax.cli.tables import cell
+from kvqjax.eval.labels import Curve, curve_style, height_for, label_curves, new_figure
 
 __all__ = ["write_page"]
 
@@ -28,20 +29,18 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _picture(path: Path, rows: list[dict[str, Any]], label: str, value: str, title: str) -> None:
     """One line for every `label` over the context, rows of one."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
     alone = [row for row in rows if row["batch"] == 1]
-    for name in dict.fromkeys(row[label] for row in alone):
+    names = list(dict.fromkeys(row[label] for row in alone))
+    figure = new_figure(6.4, height_for(names, 4.4))
+    axes, curves = figure.subplots(), []
+    for number, name in enumerate(names):
         points = sorted((row["context"], row[value]) for row in alone if row[label] == name)
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=value, title=title)
-    axes.legend(fontsize="small")
-    figure.savefig(path)
+        curves.append(Curve(name, *zip(*points, strict=True), curve_style(number)["color"]))
+        axes.plot(curves[-1].x, curves[-1].y, lw=1.5, ms=5.5, **curve_style(number))
+    axes.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel=f"time ({value})", title=title)
+    axes.grid(alpha=0.3)
+    label_curves(figure, [(axes, curves)])
+    figure.savefig(path, dpi=200)
 
 
 def write_page(folder: Path, log: Log, left: int) -> Path:

@@ -13,7 +13,7 @@ from benchmarks.rate_distortion import markdown as distortion_table
 from benchmarks.results.papers import PAPERS, Paper, disagreements
 from benchmarks.results.rows import CACHES, CHUNK, LENGTH, MODELS, WINDOWS, path_of
 from benchmarks.tables import table
-from kvqjax.eval.plots import draw
+from kvqjax.eval.plots import draw, series, title_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 PICTURE = PAGE.with_name("compare.png")
@@ -49,14 +49,33 @@ Each method with a part left out or exchanged: [ablations](../benchmarks/ablatio
 """
 
 
+# The curves of the picture: name -> options of its rows in CACHES, beside the bits.
+CURVES = {
+    "uniform": "",
+    "kivi": "group=128,window=0",
+    "kvquant": "",
+    "higgs": "",
+    "aqua": "",
+    "commvq": "window=0",
+    "xquant": "",
+}
+
+
+def _shown(cache: str) -> str | None:
+    """The curve that a row belongs to, None for a row that the picture leaves out."""
+    name, _, options = series(cache).partition(":")
+    return name if CURVES.get(name) == options or cache == "exact" else None
+
+
 def draw_picture() -> None:
-    """KL divergence against bits of every cache of `demo`, as README and the home page show it."""
-    setup = {"context": 32768, "mode": f"in the loop, chunks of {CHUNK}", "windows": f"windows of {LENGTH}"}
+    """KL divergence against bits of the methods measured at several widths on `demo`, as README and the home page show it."""
+    setup = {"context": 32768, "mode": f"in the loop, chunks of {CHUNK}", "windows": f"windows of {LENGTH} tokens"}
     rows = [
-        {"cache": cache, "kld": row["kld"], "bits_stored": row["bits_32k"]} | setup
+        {"cache": _shown(cache), "kld": row["kld"], "bits_stored": row["bits_32k"]} | setup
         for cache, row in stored("demo").items()
+        if _shown(cache)
     ]
-    draw("compare", rows, "the bundled model demo (keys and values twice as large as X)", PICTURE)
+    draw("compare", rows, title_of("compare", "Bundled model demo", "books"), PICTURE)
 
 
 def stored(name: str) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact, read_description
-from kvqjax.eval.plots import draw
+from kvqjax.eval.plots import draw, title_of
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.tune.constants import Bar
 from kvqjax.eval.tune.measure import Meter
@@ -115,4 +115,4 @@ def write_report(method: Method, artifact: Artifact | None, rows: list[Row], abo
         (out / "report.md").write_text(markdown(method, artifact, rows, about, out), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
-    draw("tune", rows, f"{about['model']}, held-out text", out / "front.png")
+    draw("tune", rows, title_of("tune", about["model"], about["data"]["name"]), out / "front.png")

@@ -28,7 +28,7 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.eval.plots import check_picture, draw
+from kvqjax.eval.plots import check_picture, draw, title_of
 from kvqjax.eval.stamp import ledger_of, stamp
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
@@ -131,7 +131,7 @@ def _evaluate(
         if file is not None:
             _write(file, {"about": about, "rows": rows})
         if plot is not None:
-            draw(name, rows, f"{name}, {model}", plot)
+            draw(name, rows, title_of(name, model, job.about.get("data", {}).get("name")), plot)
             typer.echo(f"picture: {plot}", err=True)
 
 

@@ -1,0 +1,215 @@
+"""Names at the ends of a picture's curves (matplotlib), which a legend would put far from what they name."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Curve", "curve_style", "height_for", "label_curves", "name_in_lines", "new_figure", "text_colour"]
+
+# Okabe and Ito's colours, which differ also for colour-blind readers. Grey is in the place of their yellow, which is
+# hard to see on white. Black is left for the exact cache.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#7A3E00")
+MARKERS = "osD^v<P*"
+DASHES = ("-", "--", ":", "-.")  # the second eight curves have the first eight colours, and dashes
+LINE = 22  # characters of a name in one line
+GAP = 3.0  # pixels between two names
+MARKER = 3.0  # pixels that a name keeps from the middle of lines and markers, beside GAP
+NEAR = 0.6  # a curve that ends left of this share of the axes' width is named beside it, where there is room
+COLUMN = 1.03  # where the column begins, in widths of the axes
+
+# Where a name may stand beside an end: offset in points, and which edge of the name is there. The best first.
+PLACES = tuple(
+    (dx * far, dy * far, across, along)
+    for far in (7, 12)
+    for dx, dy, across, along in (
+        (1, 0, "left", "center"),
+        (0, -1, "center", "top"),
+        (0, 1, "center", "bottom"),
+        (-1, 0, "right", "center"),
+        (1, -1, "left", "top"),
+        (1, 1, "left", "bottom"),
+        (-1, -1, "right", "top"),
+        (-1, 1, "right", "bottom"),
+        (1, -1, "right", "top"),
+        (1, 1, "right", "bottom"),
+        (-1, -1, "left", "top"),
+        (-1, 1, "left", "bottom"),
+    )
+)
+
+
+class Curve(NamedTuple):
+    """A drawn curve: its name, its points in the order of x in units of the axes, its colour."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str
+
+
+def new_figure(width: float, height: float):
+    """Make a figure of `width` by `height` inches. A saved one has 200 dots an inch: 6.4 inches shown 640 pixels wide
+    have letters of 12 pixels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def curve_style(number: int) -> dict[str, Any]:
+    """Marker, colour and dashes of a picture's curve `number`; those of 32 curves differ."""
+    rest = number % len(COLOURS)
+    return {"color": COLOURS[rest], "marker": MARKERS[rest], "ls": DASHES[number // len(COLOURS) % len(DASHES)]}
+
+
+def text_colour(colour: str) -> tuple[float, ...]:
+    """A curve's colour, darkened until letters of it can be read on white."""
+    from matplotlib.colors import to_rgb
+
+    return tuple(0.7 * part for part in to_rgb(colour))
+
+
+def name_in_lines(name: str, most: int = LINE) -> str:
+    """Break a name, where it is long, after the commas, colons and semicolons of a policy and at spaces."""
+    lines = [""]
+    for part in re.findall(r"[^,;: /]+[,;: /]*|[,;: /]+", name):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > most:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def spread(places: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
+    """Move centres apart by as little as their sizes ask, in their order, between `low` and `high` where all fit.
+
+    Centres that would overlap form a block around their mean; blocks that meet become one.
+    """
+    order = sorted(range(len(places)), key=places.__getitem__)
+    blocks: list[tuple[list[int], float]] = []  # members, and where the block begins
+
+    def begin(members: list[int]) -> float:
+        size, offset, starts = sum(sizes[i] for i in members), 0.0, []
+        for i in members:
+            starts.append(places[i] - sizes[i] / 2 - offset)
+            offset += sizes[i]
+        return max(low, min(sum(starts) / len(starts), high - size))
+
+    for index in order:
+        members = [index]
+        while blocks and blocks[-1][1] + sum(sizes[i] for i in blocks[-1][0]) > begin(members):
+            members = blocks.pop()[0] + members
+        blocks.append((members, begin(members)))
+    moved = list(places)
+    for members, start in blocks:
+        for i in members:
+            moved[i] = start + sizes[i] / 2
+            start += sizes[i]
+    return moved
+
+
+def _pixels(axes, x: Sequence[float], y: Sequence[float]) -> np.ndarray:
+    """Points of a curve on the canvas, with many between each two [N, 2]."""
+    points = axes.transData.transform(np.column_stack([x, y]).astype(float))
+    if len(points) == 1:
+        return points
+    steps = np.linspace(0, 1, 60)[:, None]
+    return np.concatenate([a + steps * (b - a) for a, b in zip(points[:-1], points[1:], strict=True)])
+
+
+def _box(text):
+    """What a text covers of the canvas, with half of GAP around it; without the line that joins it to its curve."""
+    from matplotlib.text import Annotation, Text
+
+    renderer = text.figure.canvas.get_renderer()
+    if isinstance(text, Annotation):
+        text.update_positions(renderer)
+    return Text.get_window_extent(text, renderer).padded(GAP / 2)
+
+
+def _beside(axes, curve: Curve, busy: np.ndarray, boxes: list, options: dict[str, Any]):
+    """Write the name beside its curve's last point or its first; None where it would cover something."""
+    for end in (-1, 0):
+        for dx, dy, across, along in PLACES:
+            place = {"xy": (curve.x[end], curve.y[end]), "xytext": (dx, dy), "ha": across, "va": along}
+            text = axes.annotate(name_in_lines(curve.name), textcoords="offset points", **place, **options)
+            box = _box(text)
+            inside = axes.bbox.padded(-2).containsx(box.x0) and axes.bbox.padded(-2).containsx(box.x1)
+            inside = inside and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
+            box = box.padded(MARKER)
+            covers = ((busy > (box.x0, box.y0)) & (busy < (box.x1, box.y1))).all(1).any()
+            if inside and not covers and not any(box.overlaps(other) for other in boxes):
+                return text
+            text.remove()
+    return None
+
+
+def _joined(axes, curve: Curve, options: dict[str, Any]):
+    """Write the name to the right of the axes, joined to its curve's end."""
+    joint = {"arrowstyle": "-", "color": curve.colour, "lw": 0.9, "ls": ":", "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 4}
+    given = {"va": "center", "ha": "left", "textcoords": "axes fraction", "annotation_clip": False}
+    end = {"xy": (curve.x[-1], curve.y[-1]), "xytext": (COLUMN, 0.5), "color": text_colour(curve.colour)}
+    return axes.annotate(name_in_lines(curve.name), arrowprops=joint, **given, **end, **options)
+
+
+def _place(axes, curves: Sequence[Curve], column: dict[str, Any], options: dict[str, Any]) -> list:
+    """Write the names that have room beside their curves; return those texts. The others' names join `column`."""
+    busy = np.concatenate([_pixels(axes, curve.x, curve.y) for curve in curves])
+    names = [text for text in axes.texts if text not in column.values()]
+    boxes, beside = [_box(text) for text in names], []
+    for curve in curves:
+        if curve.name in column:
+            continue
+        end = axes.transData.transform((curve.x[-1], curve.y[-1]))[0]
+        early = end < axes.bbox.x0 + NEAR * axes.bbox.width
+        colour = {"color": text_colour(curve.colour)}
+        text = _beside(axes, curve, busy, boxes, options | colour) if early else None
+        if text is None:
+            column[curve.name] = _joined(axes, curve, options)
+        else:
+            boxes.append(_box(text))
+            beside.append(text)
+    return beside
+
+
+def _spread(axes, curves: Sequence[Curve], column: dict[str, Any]) -> None:
+    """Move the names of the column apart, each as near to the height of its curve's end as there is room."""
+    joined = [curve for curve in curves if curve.name in column]
+    heights = [_box(column[curve.name]).height for curve in joined]
+    places = [axes.transData.transform((curve.x[-1], curve.y[-1]))[1] for curve in joined]
+    moved = spread(places, heights, axes.bbox.y0, axes.bbox.y1)
+    for curve, place in zip(joined, moved, strict=True):
+        column[curve.name].set_position((COLUMN, (place - axes.bbox.y0) / axes.bbox.height))
+
+
+def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size: float = 9) -> None:
+    """Write the names of curves at their ends: in a column to the right of the axes, joined to the end by dots, or,
+    where a curve ends far from there, beside it.
+
+    Args:
+        figure: a `new_figure` whose curves are drawn and whose limits are set.
+        panels: axes, and the curves that are drawn in them, each with another name.
+        size: of the letters, in points.
+    """
+    options: dict[str, Any] = {"fontsize": size, "linespacing": 1.1}
+    columns: list[dict[str, Any]] = [{} for _ in panels]
+    before = -1
+    # A name in a column makes the axes narrower, after which another may have lost its room.
+    while before < sum(map(len, columns)):
+        before = sum(map(len, columns))
+        figure.draw_without_rendering()
+        beside = [_place(axes, curves, column, options) for (axes, curves), column in zip(panels, columns, strict=True)]
+        if before < sum(map(len, columns)):
+            for text in sum(beside, []):
+                text.remove()
+    for (axes, curves), column in zip(panels, columns, strict=True):
+        _spread(axes, curves, column)
+
+
+def height_for(names: Sequence[str], least: float, size: float = 9) -> float:
+    """Inches of a figure in whose column all names have room."""
+    lines = sum(name_in_lines(name).count("\n") + 1 for name in names)
+    return max(least, 1.4 + lines * (size + 3) / 72)
