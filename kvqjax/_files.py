@@ -29,15 +29,31 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-_TO_UTF8 = "convert it, for example with iconv -f latin1 -t utf-8"
+_PACKED = "packed by {}, which is not read here; unpack it, or pack it by gzip"
+# What other files begin with, and what to say of them.
+_OTHERS = {
+    b"\x28\xb5\x2f\xfd": _PACKED.format("zstd"),
+    b"BZh": _PACKED.format("bzip2"),
+    b"\xfd7zXZ": _PACKED.format("xz"),
+    b"PK\x03\x04": _PACKED.format("zip"),
+    b"%PDF": "a PDF is not read here; save its text",
+}
 
 
 def _encoding(head: bytes) -> str:
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "utf-8")
 
 
-def _spelling(encoding: str) -> str:
-    return encoding.removesuffix("-sig").upper()
+def _check_kind(head: bytes, name: str) -> None:
+    for mark, why in _OTHERS.items():
+        if head.startswith(mark):
+            raise UserError(f"{name}: {why}")
+
+
+def _undecoded(error: UnicodeDecodeError, name: str, where: str) -> UserError:
+    encoding = error.encoding.removesuffix("-sig").upper()
+    hint = "; convert it, for example with iconv -f latin1 -t utf-8" if encoding == "UTF-8" else ""
+    return UserError(f"{name}: not {encoding} text ({where}){hint}")
 
 
 def _without_nul(text: str, name: str, where: str) -> str:
@@ -62,10 +78,10 @@ def decode_text(raw: bytes, name: str) -> str:
     """
     try:
         raw = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
-        encoding = _encoding(raw[:4])
-        text = raw.decode(encoding)
+        _check_kind(raw[:8], name)
+        text = raw.decode(_encoding(raw[:4]))
     except UnicodeDecodeError as error:
-        raise UserError(f"{name}: not {_spelling(error.encoding)} text (byte {error.start}); {_TO_UTF8}") from error
+        raise _undecoded(error, name, f"byte {error.start}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{name}: damaged gzip: {error}") from error
     text = _without_nul(text, name, f"at place {text.find(chr(0))}")
@@ -92,12 +108,13 @@ def open_lines(path: Path) -> Iterator[str]:
             stream = stack.enter_context(path.open("rb"))
             if stream.peek(2).startswith(_GZIP):
                 stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
-            lines = stack.enter_context(io.TextIOWrapper(stream, _encoding(stream.peek(4)[:4])))
+            head = stream.peek(8)[:8]
+            _check_kind(head, str(path))
+            lines = stack.enter_context(io.TextIOWrapper(stream, _encoding(head)))
             for number, line in enumerate(lines, 1):
                 yield _without_nul(line, str(path), f"in line {number}").lstrip(MARK).rstrip("\n")
     except UnicodeDecodeError as error:
-        where = f"after line {number}"
-        raise UserError(f"{path}: not {_spelling(error.encoding)} text ({where}); {_TO_UTF8}") from error
+        raise _undecoded(error, str(path), f"after line {number}") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip after line {number}: {error}") from error
     except (OSError, ValueError) as error:
