@@ -1,7 +1,6 @@
 """What every report says about itself."""
 
 import datetime
-import hashlib
 from importlib import metadata
 from typing import Any
 
@@ -13,14 +12,9 @@ from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["CONTEXT", "bytes_of", "digest", "ledger_of", "stamp"]
+__all__ = ["CONTEXT", "bytes_of", "ledger_of", "stamp"]
 
 CONTEXT = 32768  # tokens of a row for which bits and bytes are counted, where nothing else is said
-
-
-def digest(text: str) -> str:
-    """SHA-256 of a text's UTF-8 bytes."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def ledger_of(model: Model, method: MethodLike, capacity: int) -> Ledger:

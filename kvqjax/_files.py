@@ -1,8 +1,8 @@
 """Text and JSON that others wrote: what editors, exporters and other systems leave in such files is taken away here.
 
-Every reader of the library goes through this module. Byte-order marks (UTF-8, UTF-16, UTF-32) choose the encoding and are
-no part of the text; without one the text is UTF-8. Every kind of line end is "\\n". Gzip is known by its first bytes,
-whatever the file's name ends in. What cannot be read is one line.
+Every reader of the library goes through this module. Byte-order marks (UTF-8, UTF-16, UTF-32) choose the encoding and
+are no part of the text; without one the text is UTF-8. Every kind of line end is "\\n". Gzip is known by its first
+bytes, whatever the file's name ends in. What cannot be read is one line.
 """
 
 import codecs

@@ -27,13 +27,17 @@ __all__ = [
     "Artifacts",
     "Batch",
     "Caches",
+    "DataName",
     "Dtype",
+    "Field",
+    "Folder",
     "Json",
     "Kernels",
     "Mesh",
     "ModelName",
     "RopeLength",
     "Seed",
+    "Split",
     "TextOnly",
     "Weights",
     "calibrated",
@@ -60,6 +64,21 @@ Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrice
 TextOnly = Annotated[bool, typer.Option("--text-only", help="leave out the vision part of a checkpoint that has one")]
 RopeLength = Annotated[
     int | None, number("--rope-length", help="how long texts may become, for RoPE of the kinds dynamic and longrope")
+]
+DataName = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        help="a file (text, .json, .jsonl, .parquet, .csv; .gz), a folder of these or of `datasets`, owner/name of the "
+        "hub, wikitext2, c4, gsm8k, or 'synthetic' (our own text)",
+    ),
+]
+Field = Annotated[
+    str | None, typer.Option("--field", help="of records; default: text, prompt, messages, conversations")
+]
+Split = Annotated[str | None, typer.Option("--split", help="of a data set that has several")]
+Folder = Annotated[
+    Path | None, typer.Option("--folder", help="holds wikitext2, c4, gsm8k; default: the hub, by `datasets`")
 ]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]

@@ -14,11 +14,13 @@ from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
 from kvqjax._version import __version__
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cli.common import Batch, calibrated, number
-from kvqjax.cli.evaluate import Chunk, Context, Data, Folder, app
+from kvqjax.cli.common import Batch, DataName, Field, Folder, Split, calibrated, number
+from kvqjax.cli.evaluate import Chunk, Context, app
 from kvqjax.cli.report import Job, add_command
-from kvqjax.eval.corpora import halves, read_text
-from kvqjax.eval.stamp import CONTEXT, digest
+from kvqjax.data import read
+from kvqjax.data.corpora import halves
+from kvqjax.data.documents import digest
+from kvqjax.eval.stamp import CONTEXT
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 
@@ -63,7 +65,9 @@ def calibrate_once(
 def compare(
     loaded: Model,
     seed: int,
-    data: Data = "synthetic",
+    data: DataName = "synthetic",
+    field: Field = None,
+    split: Split = None,
     folder: Folder = None,
     chunk: Chunk = 32,
     window: Annotated[
@@ -82,8 +86,9 @@ def compare(
     from kvqjax.calibrate import learns
     from kvqjax.eval.measure_perplexity import perplexity
 
-    text, about = read_text(data, 2 * max(LEARNT, tokens), seed, folder)
-    learnt, scored = halves(text)
+    wanted = 2 * max(LEARNT, tokens)
+    found = read(data, field=field, split=split, folder=folder, model=loaded, tokens=wanted, seed=seed)
+    learnt, scored = halves(found.text)
     ids, home = np.asarray(loaded.encode(scored), np.int32), store or artifact_folder()
     length = window or min(1024, loaded.config.max_position)
     fixed: dict[str, Any] = {"cut": "llama-perplexity", "chunk": chunk, "window": length, "tokens": tokens}
@@ -100,4 +105,4 @@ def compare(
         given = fixed | {"batch": batch, "context": context, "kernels": kernels}
         return [perplexity(model, ids, method, progress=bar(str(method)), **given)]
 
-    return Job(context, evaluate, {"data": about}, min(tokens or len(ids), len(ids)), ready)
+    return Job(context, evaluate, {"data": found.about}, min(tokens or len(ids), len(ids)), ready)

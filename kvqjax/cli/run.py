@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvqjax._errors import UserError
+from kvqjax._files import open_text
 from kvqjax.cli.common import (
     MOST_HOSTS,
     Artifacts,
@@ -28,7 +29,6 @@ from kvqjax.cli.common import (
     require_room,
 )
 from kvqjax.cli.progress import announce, at_least, reporter
-from kvqjax.eval.sources import open_text
 from kvqjax.generation.decoding import Generated, stream
 from kvqjax.generation.decoding import generate as generate_text
 from kvqjax.generation.prompt_chunks import AUTO

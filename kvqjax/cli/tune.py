@@ -7,8 +7,21 @@ from typing import Annotated
 import typer
 
 from kvqjax._errors import UserError
-from kvqjax.cli.common import Batch, Dtype, Json, Mesh, ModelName, Seed, Weights, number
-from kvqjax.cli.evaluate import Chunk, Context, Data, Folder
+from kvqjax.cli.common import (
+    Batch,
+    DataName,
+    Dtype,
+    Field,
+    Folder,
+    Json,
+    Mesh,
+    ModelName,
+    Seed,
+    Split,
+    Weights,
+    number,
+)
+from kvqjax.cli.evaluate import Chunk, Context
 from kvqjax.cli.progress import announce, duration, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.hardware.planner import DEVICES
@@ -23,7 +36,9 @@ def tune(
         Path | None, typer.Option("--out", help="the folder of policy, artifact, report and records")
     ] = None,
     model: ModelName = "demo",
-    data: Data = "synthetic",
+    data: DataName = "synthetic",
+    field: Field = None,
+    split: Split = None,
     folder: Folder = None,
     methods: Annotated[
         str, typer.Option(help="data-free, all, or a list: kivi,higgs:window=32; without bits, at all widths")
@@ -59,28 +74,27 @@ def tune(
         return
     if out is None:
         raise UserError("--out is missing: the folder of policy, artifact and report")
-    _tuned(model, data, folder, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json)
+    about = {"field": field, "split": split, "folder": folder}
+    _tuned(model, data, about, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json)
 
 
-def _tuned(
-    model, data, folder, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json
-) -> None:
+def _tuned(model, data, how, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json) -> None:
     import time
 
-    from kvqjax.eval.corpora import read_text
+    from kvqjax.data import read
     from kvqjax.eval.plots import check_picture
     from kvqjax.eval.tune import tune as run
     from kvqjax.eval.tune.report import commands, write_report
 
     loaded, begun = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
-    text, about = read_text(data, 1 << 16, settings.seed, folder)
+    texts = read(data, model=loaded, tokens=1 << 16, seed=settings.seed, **how)
     out.parent.mkdir(parents=True, exist_ok=True)
     check_picture(out.parent / "front.png")
     with progress_bar() as bar:
         announce(f"tuning {model} to {budget} with {methods}; if this is stopped, the same command goes on")
         options = {"methods": methods, "device": device, "slowdown": slowdown, "settings": settings}
-        found = run(loaded, text, budget=budget, out=out, bar=bar, **options)
-    found = found._replace(about=found.about | {"model": model, "data": about})
+        found = run(loaded, texts, budget=budget, out=out, bar=bar, **options)
+    found = found._replace(about=found.about | {"model": model, "data": texts.about})
     write_report(*found, out)
     lines = commands(found.method, found.artifact, out, model)
     if as_json:

@@ -19,7 +19,7 @@ from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate import resume, sequences
 from kvqjax.cli.common import require_room
-from kvqjax.eval.corpora import read_text
+from kvqjax.data.corpora import read_text
 from kvqjax.eval.plots import check_picture
 from kvqjax.eval.tune import Settings
 from kvqjax.eval.windows import windows

@@ -1,14 +1,13 @@
-"""Where data comes from: a local folder in the official format, or the hub through the optional `datasets`."""
+"""Where published data sets come from: a folder in their official format, or the hub, through `datasets`."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
-from kvqjax._files import open_text
+from kvqjax.data.records import read_records
 
-__all__ = ["Source", "find", "open_text", "records"]
+__all__ = ["Source", "find", "records"]
 
 
 class Source(NamedTuple):
@@ -26,19 +25,6 @@ def find(source: Source, folder: Path | None) -> Path | None:
     places = [folder, folder / source.name] if folder else []
     found = (place / name for place in places for name in source.files)
     return next((path for path in found if path.is_file()), None)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSON lines file, or of a file that is one JSON list."""
-    text = open_text(path)
-    whole = text.lstrip().startswith("[")
-    for number, line in enumerate([text] if whole else text.splitlines(), 1):
-        if line.strip():
-            try:
-                got = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}, line {number}: not JSON: {error.msg}") from error
-            yield from got if whole else [got]
 
 
 def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
@@ -65,4 +51,4 @@ def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
     if path is None:
         names = " or ".join(source.files)
         raise UserError(f"{folder}: {names} is not there; get it from {source.where} and put it there")
-    yield from _lines(path)
+    yield from (record.value for record in read_records(path, lambda names, where: names))
