@@ -72,7 +72,7 @@ def read_samples(text: str | None) -> dict[str, list[int]] | None:
     return found
 
 
-def _check_limit(limit: float | None) -> float | None:
+def _check_limit(limit: int | float | None) -> int | float | None:
     """A number of samples of every task, or below 1 a share of them."""
     if limit is None or 0 < limit < 1:
         return limit
@@ -111,7 +111,7 @@ def run_harness(
     tasks: Sequence[str],
     *,
     shots: int | None = None,
-    limit: float | None = None,
+    limit: int | float | None = None,
     samples: dict[str, list[int]] | None = None,
     seed: int = 0,
     include: Path | None = None,

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvqjax._errors import UserError
 
-__all__ = ["decode_text", "open_lines", "open_text", "parse_json", "read_json"]
+__all__ = ["decode_text", "open_lines", "open_text", "parse_json", "read_json", "read_object"]
 
 MARK = "\ufeff"  # also in the middle of files that were joined from several
 _GZIP = b"\x1f\x8b"
@@ -137,3 +137,11 @@ def parse_json(text: str, name: str) -> Any:
 def read_json(path: Path) -> Any:
     """The value of a JSON file. Raises UserError."""
     return parse_json(open_text(path), str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises UserError."""
+    contents = read_json(path)
+    if not isinstance(contents, dict):
+        raise UserError(f"{path}: wanted a JSON object, got {type(contents).__name__}")
+    return contents
