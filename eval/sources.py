@@ -1,12 +1,12 @@
 """Where data comes from: a local folder in the official format, or the hub through the optional `datasets`."""
 
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
+from kvqjax._files import open_text
 
 __all__ = ["Source", "find", "open_text", "records"]
 
@@ -26,17 +26,6 @@ def find(source: Source, folder: Path | None) -> Path | None:
     places = [folder, folder / source.name] if folder else []
     found = (place / name for place in places for name in source.files)
     return next((path for path in found if path.is_file()), None)
-
-
-def open_text(path: Path) -> str:
-    """The text of a UTF-8 file, unpacked if its name ends in .gz; every kind of line end is "\\n"."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
