@@ -1,10 +1,11 @@
 """kvqjax: KV-cache compression for Llama, Mistral and Qwen models in JAX.
 
-`kvqjax.calibrate`, `kvqjax.eval` and `kvqjax.tune` are loaded when first used.
+`calibrate`, `compare`, `eval`, `plan` and `tune` are loaded when first used.
 """
 
 import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # A source checkout, and an editable install of one, keep three of the package's folders beside this one.
 _here = Path(__file__).resolve().parent
@@ -54,6 +55,11 @@ from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 from kvqjax.step.prefill import prefill
 
+if TYPE_CHECKING:
+    from kvqjax.eval.comparison import compare
+    from kvqjax.eval.tune import tune
+    from kvqjax.hardware.plan import plan
+
 __all__ = [
     "METHODS",
     "KVShape",
@@ -71,6 +77,7 @@ __all__ = [
     "calibrate",
     "commit",
     "commvq",
+    "compare",
     "crop",
     "eval",
     "evict",
@@ -94,6 +101,7 @@ __all__ = [
     "omniscale",
     "oscar",
     "parse",
+    "plan",
     "policy",
     "prefill",
     "save_cache",
@@ -111,9 +119,17 @@ __all__ = [
 install()
 
 
+# Public names that are loaded when first used -> their module.
+_LAZY = {"compare": "kvqjax.eval.comparison", "plan": "kvqjax.hardware.plan", "tune": "kvqjax.eval.tune"}
+
+
 def __getattr__(name: str):
     if name in ("calibrate", "eval"):
         return importlib.import_module(f"kvqjax.{name}")
-    if name == "tune":
-        return importlib.import_module("kvqjax.eval.tune").tune
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kvqjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
