@@ -22,6 +22,10 @@ from kvqjax.step.doors import check_model
 __all__ = ["forget", "from_tensors", "learns", "needed", "run", "sequences", "xquant"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
     """Token ids [at most count, length] of the texts, joined; shorter models and texts give fewer and shorter rows."""
     length = min(length, model.config.max_position)

@@ -37,4 +37,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted(importlib.import_module("kvqjax._public").__all__)
+    return importlib.import_module("kvqjax._public").__all__

@@ -1,7 +1,8 @@
 """Every public name of the library. `kvqjax` loads this module when the first of them is asked for: the command line
-answers `--help` without it, and without JAX. `calibrate`, `eval` and `tune` are loaded when they are used."""
+answers `--help` without it, and without JAX. `calibrate`, `compare`, `eval`, `plan` and `tune` are loaded when they are used."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 from kvqjax._errors import UserError
 from kvqjax._moved import complete
@@ -44,6 +45,11 @@ from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 from kvqjax.step.prefill import prefill
 
+if TYPE_CHECKING:
+    from kvqjax.eval.comparison import compare
+    from kvqjax.eval.tune import tune
+    from kvqjax.hardware.plan import plan
+
 __all__ = [
     "METHODS",
     "KVShape",
@@ -61,6 +67,7 @@ __all__ = [
     "calibrate",
     "commit",
     "commvq",
+    "compare",
     "crop",
     "eval",
     "evict",
@@ -84,6 +91,7 @@ __all__ = [
     "omniscale",
     "oscar",
     "parse",
+    "plan",
     "policy",
     "prefill",
     "save_cache",
@@ -100,10 +108,13 @@ __all__ = [
 
 complete()
 
+# Public names that are loaded when first used -> their module.
+_LAZY = {"compare": "kvqjax.eval.comparison", "plan": "kvqjax.hardware.plan", "tune": "kvqjax.eval.tune"}
+
 
 def __getattr__(name: str):
     if name in ("calibrate", "eval"):
         return importlib.import_module(f"kvqjax.{name}")
-    if name == "tune":
-        return importlib.import_module("kvqjax.eval.tune").tune
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kvqjax' has no attribute {name!r}")

@@ -5,7 +5,7 @@ from benchmarks.step_cost.bound import CLOCKS, NAMES
 from benchmarks.step_cost.limits import CHIP as LIMITED
 from benchmarks.step_cost.limits import limits
 from benchmarks.step_cost.row import ALIKE, SAME, Row
-from kvqjax.hardware.planner import DEVICES, GIB
+from kvqjax.hardware.devices import DEVICES, GIB
 
 INTRO = """# Speed against the bound
 

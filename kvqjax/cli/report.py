@@ -29,7 +29,7 @@ from kvqjax.cli.common import (
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.eval.plots import check_picture, draw
-from kvqjax.eval.stamp import ledger_of, stamp
+from kvqjax.eval.stamp import ledger_of, stamp, stamp_line
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -127,7 +127,7 @@ def _evaluate(
                 rows += job.evaluate(ready, method, bar, kernels)
                 roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
         about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
-        show(rows, as_json, f"{name}, {model}", about)
+        show(rows, as_json, f"{name}, {model}", about, stamp_line(about))
         if file is not None:
             _write(file, {"about": about, "rows": rows})
         if plot is not None:

@@ -11,7 +11,7 @@ from kvqjax.cli.common import Batch, Dtype, Json, Mesh, ModelName, Seed, Weights
 from kvqjax.cli.evaluate import Chunk, Context, Data, Folder
 from kvqjax.cli.progress import announce, duration, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.hardware.planner import DEVICES
+from kvqjax.hardware.devices import DEVICES
 from kvqjax.model.catalogue import config_of
 
 __all__ = ["tune"]
