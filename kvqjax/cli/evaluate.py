@@ -24,7 +24,7 @@ Folder = Annotated[Path | None, typer.Option("--folder", help="holds the data se
 Context = Annotated[int, number("--context", least=32, help="tokens of a row for which bits and bytes are counted")]
 Chunk = Annotated[int, number("--chunk", help="tokens that enter the cache at a time")]
 PromptChunk = Annotated[
-    int | None, number("--chunk", help="prompts pass through the cache N tokens at a time; default: exact prefill")
+    int | None, number("--chunk", help="prompts pass through the cache, N tokens at a time; default: exact prefill")
 ]
 
 
@@ -43,7 +43,10 @@ def ppl(
     data: Data = "synthetic",
     folder: Folder = None,
     mode: Annotated[
-        list[str], typer.Option(help="loop: all through the cache; prefill: first half exact; repeatable")
+        list[str],
+        typer.Option(
+            help="loop: every token passes through the cache; prefill: the first half of a window is exact; repeatable"
+        ),
     ] = ["loop"],  # noqa: B006
     windows: Annotated[str, typer.Option(help="gptq, aqua or llama-perplexity")] = "gptq",
     chunk: Annotated[list[int], number(help="tokens that enter the cache at a time; repeatable")] = [],  # noqa: B006
@@ -81,7 +84,7 @@ def retrieval(
     task: Annotated[str, typer.Option(help="kv (stored pairs), passkey, multikey, variables or needle")] = "kv",
     length: Annotated[list[int], number(least=32, help="prompt tokens; repeatable")] = [256, 512],  # noqa: B006
     samples: Annotated[int, number(most=MOST_ROWS, help="prompts of each length")] = 16,
-    depths: Annotated[int, number(help="spans of depth that are reported apart")] = 4,
+    depths: Annotated[int, number(help="how many spans of depth are reported")] = 4,
     chunk: PromptChunk = None,
     data: Annotated[str | None, typer.Option("--data", help="a UTF-8 file whose sentences hide the needle")] = None,
 ) -> Job:
@@ -111,7 +114,7 @@ def drift(
     chunk: Chunk = 1,
     window: Annotated[int, number(least=2, help="decode steps")] = 512,
     tokens: Annotated[int, number(help="about how many tokens in all")] = 2048,
-    bins: Annotated[int, number(help="spans of steps that are reported apart")] = 8,
+    bins: Annotated[int, number(help="how many spans of steps are reported")] = 8,
 ) -> Job:
     """KL divergence against the number of decoding steps."""
     from kvqjax.eval.measure_drift import drift as run
