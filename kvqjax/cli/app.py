@@ -1,5 +1,6 @@
 """All commands. The modules behind them are imported when a command runs, so that `--help` answers at once."""
 
+import inspect
 from pathlib import Path
 from typing import Annotated
 
@@ -52,3 +53,8 @@ app.command()(info.methods)
 app.command()(info.inspect)
 app.command()(plan.plan)
 app.command()(doctor.doctor)
+
+# Typer keeps the line breaks of docstrings. Here a paragraph of help is one line, which fills the terminal's width.
+for registered in (*app.registered_commands, *compare.app.registered_commands):
+    text = inspect.cleandoc(registered.help or registered.callback.__doc__ or "") if registered.callback else ""
+    registered.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))

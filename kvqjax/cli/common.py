@@ -37,18 +37,18 @@ __all__ = [
     "methods_of",
     "number",
     "require_room",
-    "tokens",
+    "token_number",
 ]
 
 MOST_TOKENS, MOST_ROWS, MOST_HOSTS = 2**24, 2**16, 2**16
 
 
-def number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
+def number(*names: str, least: float | int = 1, most: float | int = MOST_TOKENS, **about: Any) -> Any:
     """An option whose bounds are checked before any work begins."""
     return typer.Option(*names, min=least, max=most, **about)
 
 
-def tokens(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
+def token_number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
     """An option that counts tokens: `number`, also as 128k or 1m."""
 
     def read(text: str | int) -> int:

@@ -26,6 +26,7 @@ from kvqjax.cli.common import (
     number,
     open_model,
     require_room,
+    token_number,
 )
 from kvqjax.cli.progress import announce, at_least, reporter
 from kvqjax.eval.sources import open_text
@@ -113,7 +114,9 @@ def generate(
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
     artifact: Artifacts = [],  # noqa: B006
     max_new_tokens: New = 64,
-    capacity: Annotated[int | None, number(help="most tokens a row may hold; default: what is needed")] = None,
+    capacity: Annotated[
+        int | None, token_number(help="most tokens a row may hold, also as 32k; default: what is needed")
+    ] = None,
     chunk: Annotated[int | None, number(help="feed the prompt through the cache N tokens at a time")] = None,
     in_chunks: Annotated[
         bool, typer.Option("--in-chunks", help="like --chunk, with N chosen for the chip and its memory")

@@ -47,9 +47,11 @@ def tune(
     weights: Weights = None,
     as_json: Json = False,
 ) -> None:
-    """Find the cache of least KL divergence within a budget: which method and how many bits each layer's keys and
-    values take. The first half of the text is searched, the second decides the report. If this is stopped, the same
-    command goes on."""
+    """Find the cache of least KL divergence within a budget: a method and a number of bits for each layer's keys and
+    values.
+
+    The search uses the first half of the text; the report is made on the second half. If the command is stopped, the
+    same command continues."""
     from kvqjax.eval.tune import Settings
     from kvqjax.eval.tune.estimate import estimated
 
