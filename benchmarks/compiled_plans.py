@@ -16,8 +16,7 @@ from pathlib import Path
 from kvqjax.cache.cache_layout import stored_form
 from kvqjax.hardware.aot import compile_decode
 from kvqjax.hardware.chips import slice_of, target_name
-from kvqjax.hardware.devices import DEVICES, GIB
-from kvqjax.hardware.planner import plan_memory
+from kvqjax.hardware.planner import DEVICES, GIB, plan_memory
 from kvqjax.methods import parse
 from kvqjax.model.catalogue import config_of
 from kvqjax.parallel.mesh_size import MeshSize

@@ -7,7 +7,7 @@ and loaded once per layer. Arithmetic only: nothing is timed here.
 
 import dataclasses
 
-from kvqjax.hardware.devices import DEVICES
+from kvqjax.hardware.planner import DEVICES
 from kvqjax.methods import parse
 from kvqjax.methods.roofline import flops_per_token, layer_cost, longest_memory_bound
 from kvqjax.model.config import ModelConfig

@@ -16,7 +16,7 @@ from kvqjax._timing import copy_rate, median_seconds, product_rate
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cli.bench import decoding as decode_steps
-from kvqjax.hardware.devices import DEVICES
+from kvqjax.hardware.planner import DEVICES
 from kvqjax.model import weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.ops.allocation import array_bytes

@@ -16,7 +16,7 @@ from benchmarks.step_cost.hlo import Computation, Instruction, Program, dimensio
 from benchmarks.step_cost.values import Values
 from benchmarks.step_cost.walk import Visit, Walk, given, source_name
 from kvqjax.cache import CacheLayout, runs_of
-from kvqjax.hardware.devices import DEVICES
+from kvqjax.hardware.planner import DEVICES
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.model.config import ModelConfig
 

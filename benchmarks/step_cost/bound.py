@@ -13,8 +13,7 @@ import numpy as np
 
 from kvqjax.cache import CacheLayout, allocate_cache, runs_of
 from kvqjax.hardware.aot import layout_for
-from kvqjax.hardware.devices import DEVICES
-from kvqjax.hardware.planner import parameter_shapes
+from kvqjax.hardware.planner import DEVICES, parameter_shapes
 from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig
 

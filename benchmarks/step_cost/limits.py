@@ -4,7 +4,7 @@ rows."""
 from benchmarks.step_cost.bound import CLOCKS, NAMES, bandwidth, make_layout, token_bytes
 from benchmarks.step_cost.row import Row
 from benchmarks.tables import read, table
-from kvqjax.hardware.devices import DEVICES
+from kvqjax.hardware.planner import DEVICES
 from kvqjax.methods import parse
 from kvqjax.methods.roofline import flops_per_token
 from kvqjax.model.catalogue import config_of

@@ -170,7 +170,10 @@ def fast_enough(
     kept = [method for method in methods if ratios[str(method)] <= slowdown]
     if not kept:
         least = min(ratios.values())
-        raise UserError(f"no method decodes within {slowdown:g} x bf16 on {device}; the fastest takes {least:.3g} x")
+        raise UserError(
+            f"on {device} no method's decode step is estimated at {slowdown:g} times the exact cache's or less; the "
+            f"fastest takes {least:.3g} times as long"
+        )
     return kept, ratios
 
 

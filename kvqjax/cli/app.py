@@ -45,8 +45,14 @@ def command_of(name: str) -> Any:
     return getattr(importlib.import_module(f"kvqjax.cli.{place.module}"), place.name)
 
 
+def _paragraphs(text: str) -> str:
+    """Help without the line breaks of docstrings, which typer keeps: a paragraph fills the terminal's width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
 def _accept(command: Any, options: list[Any]) -> None:
     """Let a command, and every command of a group, take the options that all commands share."""
+    command.help = _paragraphs(command.help or "")
     for child in getattr(command, "commands", {}).values():
         _accept(child, options)
     if not hasattr(command, "commands"):

@@ -37,18 +37,18 @@ __all__ = [
     "methods_of",
     "number",
     "require_room",
-    "tokens",
+    "token_number",
 ]
 
 MOST_TOKENS, MOST_ROWS, MOST_HOSTS = 2**24, 2**16, 2**16
 
 
-def number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
+def number(*names: str, least: float | int = 1, most: float | int = MOST_TOKENS, **about: Any) -> Any:
     """An option whose bounds are checked before any work begins."""
     return typer.Option(*names, min=least, max=most, **about)
 
 
-def tokens(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
+def token_number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
     """An option that counts tokens: `number`, also as 128k or 1m."""
 
     def read(text: str | int) -> int:
@@ -62,19 +62,26 @@ def tokens(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a Hugging Face folder, or a hub id")]
 Caches = Annotated[
-    list[str], typer.Option("--cache", "-c", help="a policy: kivi:bits=2;0-1=exact, or FILE.json; repeatable")
+    list[str], typer.Option("--cache", "-c", help="a policy such as kivi:bits=2;0-1=exact, or FILE.json; repeatable")
 ]
-Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration of a --cache; repeatable")]
+Artifacts = Annotated[
+    list[Path], typer.Option("--artifact", help="the folder that `kvqjax calibrate` wrote for a --cache; repeatable")
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bfloat16, float16 or float32")]
-Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
+Weights = Annotated[str | None, typer.Option("--weights", help="int8 or int4: keep the weight matrices in 8 or 4 bits")]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="leave out the vision part of a checkpoint that has one")]
 RopeLength = Annotated[
     int | None, number("--rope-length", help="how long texts may become, for RoPE of the kinds dynamic and longrope")
 ]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
-Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="of everything that is drawn")]
-Kernels = Annotated[str, typer.Option("--kernels", help="auto, off, pallas, splash or cudnn: what reads the cache")]
+Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="seed of all random numbers")]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        "--kernels", help="what reads the cache: auto (kernels that passed a check), off, pallas, splash, cudnn"
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvqjax._tables import terminal_width
-from kvqjax.cli.common import Batch, Caches, Dtype, Json, Mesh, ModelName, Weights, number, tokens
+from kvqjax.cli.common import Batch, Caches, Dtype, Json, Mesh, ModelName, Weights, number, token_number
 from kvqjax.cli.tables import show
 from kvqjax.hardware.devices import DEVICES
 from kvqjax.hardware.plan import COMPARED
@@ -20,7 +20,8 @@ def plan(
     cache: Caches = [],  # noqa: B006
     model: ModelName = "demo",
     context: Annotated[
-        int | None, tokens(help="tokens per row, also as 128k; default: 131072, or the model's positions if fewer")
+        int | None,
+        token_number(help="tokens per row, also as 128k; default: 131072, or the model's positions if fewer"),
     ] = None,
     batch: Batch = 1,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,

@@ -26,6 +26,7 @@ from kvqjax.cli.common import (
     number,
     open_model,
     require_room,
+    token_number,
 )
 from kvqjax.cli.progress import announce, at_least, reporter
 from kvqjax.cli.prompts import read_prompts
@@ -101,14 +102,24 @@ def generate(
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
     artifact: Artifacts = [],  # noqa: B006
     max_new_tokens: New = 64,
-    capacity: Annotated[int | None, number(help="most tokens a row may hold; default: what is needed")] = None,
+    capacity: Annotated[
+        int | None, token_number(help="most tokens a row may hold, also as 32k; default: what is needed")
+    ] = None,
     chunk: Annotated[int | None, number(help="feed the prompt through the cache N tokens at a time")] = None,
-    in_chunks: Annotated[bool, typer.Option("--in-chunks", help="the same, N by chip and memory")] = False,
+    in_chunks: Annotated[
+        bool, typer.Option("--in-chunks", help="like --chunk, with N chosen for the chip and its memory")
+    ] = False,
     temperature: Annotated[float, number(least=0, most=10_000, help="0: always the likeliest token")] = 0.0,
     top_k: Annotated[int, number(least=0, help="draw from the K likeliest; 0: from all")] = 0,
-    top_p: Annotated[float, number(least=0, most=1, help="draw from the likeliest that make up this share")] = 1.0,
-    min_p: Annotated[float, number(least=0, most=1, help="leave out what is less likely than this x the best")] = 0.0,
-    repetition_penalty: Annotated[float, number(least=0, most=10_000, help="above 1: against repetition")] = 1.0,
+    top_p: Annotated[
+        float, number(least=0, most=1, help="draw from the likeliest tokens that together have this probability")
+    ] = 1.0,
+    min_p: Annotated[
+        float, number(least=0, most=1, help="leave out tokens less likely than this share of the likeliest")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, number(least=0, most=10_000, help="above 1: tokens that occurred already become less likely")
+    ] = 1.0,
     seed: Seed = 0,
     stop: Annotated[list[str], typer.Option(help="end at this text; repeatable")] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,

@@ -117,7 +117,7 @@ def find_device(text: str) -> Named:
     return named
 
 
-def program_share(name: str | None, fraction: float | None = None) -> float:
+def program_share(name: str | None, fraction: float | int | None = None) -> float:
     """The share of a device's memory that a JAX program gets: `fraction` where it is given, else on GPUs what the
     environment says or JAX's own three quarters. The limits of TPUs in `DEVICES` are those of a program already."""
     if fraction is not None:

@@ -19,7 +19,7 @@ from kvqjax.cache.decoded import read_at_a_time
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache
-from kvqjax.hardware.devices import Device
+from kvqjax.hardware.devices import DEVICES, GIB, Device
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.experts import BY_EXPERT, Rows
@@ -33,6 +33,9 @@ from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for
 
 __all__ = [
+    "DEVICES",
+    "GIB",
+    "Device",
     "Plan",
     "headroom",
     "largest",

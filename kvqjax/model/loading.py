@@ -96,7 +96,9 @@ class Model(struct.PyTreeNode):
         """Token ids of a text. Raises UserError for an id the model lacks: the tokenizer is another model's."""
         ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if ids and max(ids) >= (size := self.config.vocab_size):
-            raise UserError(f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size}; is it another's?")
+            raise UserError(
+                f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size} ids; it may be another model's"
+            )
         return ids
 
     def with_artifact(self, artifact) -> "Model":

@@ -12,8 +12,7 @@ from kvqjax.cache.accounting import ledger
 from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments, lower_prompt
 from kvqjax.hardware.chips import chip_devices
-from kvqjax.hardware.devices import GIB
-from kvqjax.hardware.planner import ALONE
+from kvqjax.hardware.planner import ALONE, GIB
 from kvqjax.model.catalogue import config_of
 from kvqjax.parallel.sharding import rules_for
 

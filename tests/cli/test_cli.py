@@ -189,5 +189,5 @@ def test_calibrate_says_what_it_will_do_and_gives_json(call, tmp_path):
     assert (made["artifact"], made["model"]) == (str(tmp_path / "a"), "recall")
     assert made["about"]["sequences"] == 2
     assert err.startswith("calibrating kivi:bits=2,centre=mean for recall: 2 sequences of 64 tokens of synthetic; ")
-    assert re.search(r"; at least about \d+ s on this device, ", err)
+    assert re.search("; the arithmetic alone takes .* on this device; ", err)
     assert kvq.load_artifact(tmp_path / "a").about == made["about"]

@@ -244,7 +244,7 @@ def test_an_evaluation_says_what_it_will_do(call):
     code, _, err = call("eval", "retrieval", *words)
     assert code == 0
     about = "retrieval of recall through exact, then kivi:bits=2: 64 tokens each; "
-    assert re.fullmatch(about + r"at least about \d+ s on this device, .*\n", err)
+    assert re.fullmatch(about + "the arithmetic alone takes less than a second on this device\n", err)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny import tiny
 
-from kvqjax.hardware.devices import DEVICES
+from kvqjax.hardware.planner import DEVICES
 from kvqjax.hardware.prompts import REACHED, estimated_seconds, prompt_operations, prompt_parts
 from kvqjax.model.catalogue import config_of
 
