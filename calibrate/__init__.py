@@ -24,6 +24,10 @@ from kvqjax.step.doors import check_model
 __all__ = ["forget", "from_tensors", "learns", "needed", "run", "sequences", "xquant"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def sequences(model: Model, texts: TextLike, count: int, length: int) -> Int[np.ndarray, "N T"]:
     """Token ids [at most count, length] of texts, of documents by a path, or of ids (`kvqjax.data.data_or_ids`). Each
     document is encoded by itself, and their ids are joined; short models and texts give fewer and shorter rows."""

@@ -12,7 +12,7 @@ from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["CONTEXT", "bytes_of", "ledger_of", "stamp"]
+__all__ = ["CONTEXT", "bytes_of", "ledger_of", "stamp", "stamp_line"]
 
 CONTEXT = 32768  # tokens of a row for which bits and bytes are counted, where nothing else is said
 
@@ -35,3 +35,11 @@ def stamp(model: Model, name: str, seed: int) -> dict[str, Any]:
     about = {"model": name, "fingerprint": model.fingerprint, "weights": model.weights}
     about |= {"versions": versions, "seed": seed}
     return about | {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+
+
+def stamp_line(about: dict[str, Any]) -> str:
+    """One sentence of a report's stamp: versions, fingerprint, seed, data, date."""
+    versions = " ".join(f"{name} {number}" for name, number in about["versions"].items())
+    data = about.get("data", {})
+    known = f", data {data['name']} {data.get('sha256', '')[:12]}" if "name" in data else ""
+    return f"{versions}, model {about['fingerprint']}, seed {about['seed']}{known}, {about['date']}"

@@ -7,9 +7,10 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 
-__all__ = ["MOVED", "install"]
+__all__ = ["MOVED", "complete", "install"]
 
 MOVED = {
     "attention": "ops.attention",
@@ -127,9 +128,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds `kvqjax.<old>`, before any file is looked for."""
 
     def find_spec(self, fullname, path=None, target=None):
-        package, _, old = fullname.partition(".")
-        known = package == "kvqjax" and old in MOVED
-        return importlib.machinery.ModuleSpec(fullname, self) if known else None
+        package, _, name = fullname.partition(".")
+        if package != "kvqjax" or name not in (*MOVED, *NAMES):
+            return None
+        if name in MOVED:
+            return importlib.machinery.ModuleSpec(fullname, self)
+        # A module that stays: the other finders know it, and it is given `__getattr__` before it runs.
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(_with_old_names, spec.loader.exec_module, name)
+        return spec
 
     def create_module(self, spec):
         new = f"kvqjax.{MOVED[spec.name.partition('.')[2]]}"
@@ -146,11 +155,30 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         _complete(module, old)
 
 
-def install() -> None:
-    """Make the old names importable. `kvqjax.forward` is a function too, which an import under that name would hide, so
-    its module is put where the import finds it at once."""
-    sys.meta_path.insert(0, _Finder())
+def _with_old_names(execute: Callable[[ModuleType], None], name: str, module: ModuleType) -> None:
+    """Run module `name` by `execute`, and answer for the names that it has no more."""
+    vars(module)["__getattr__"] = functools.partial(_found_elsewhere, name)
+    execute(module)
+
+
+class _Forward(ModuleType):
+    """Stands for the old module `kvqjax.forward` until its new form is loaded."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        complete()
+        return getattr(sys.modules[self.__name__], name)
+
+
+def complete() -> None:
+    """Put the module `kvqjax.forward` where an import finds it at once: `kvqjax.forward` is a function too, which an
+    import under that name would hide."""
     sys.modules["kvqjax.forward"] = forward = importlib.import_module("kvqjax.step.forward")
     _complete(forward, "forward")
-    for old in NAMES:
-        vars(importlib.import_module(f"kvqjax.{old}"))["__getattr__"] = functools.partial(_found_elsewhere, old)
+
+
+def install() -> None:
+    """Make the old names importable. Loads nothing."""
+    sys.meta_path.insert(0, _Finder())
+    sys.modules["kvqjax.forward"] = _Forward("kvqjax.forward")

@@ -30,8 +30,8 @@ CACHES = (*METHODS, "kivi:bits=2,group=128,rotate=hadamard")
 EVERYWHERE = CACHES[:2]  # at all contexts, the others at the middle one
 INTRO = f"""# Prompts against the peak
 
-What the prompt of {MODEL} in bfloat16 costs on chips that are not here: its program is compiled ahead of time for each,
-and counted. **Nothing on this page was measured on a chip.**
+What the prompt of {MODEL} in bfloat16 costs on chips that are not here, estimated: its program is compiled ahead of
+time for each chip, and the work in it is counted. **Nothing on this page was measured on a chip.**
 
 The **bound** is the least number of operations at the chip's dense 16-bit peak as its vendor states it: every weight
 for each token, the head for the last one, scores and weighted sums over the tokens that each one sees. A row without a

@@ -9,19 +9,21 @@ from kvqjax.hardware.planner import DEVICES, GIB
 
 INTRO = """# Speed against the bound
 
-What one decode step of `generate` costs on chips that are not here: its loop is compiled ahead of time for each, and
-the compiled program is counted. **Nothing on this page was measured on a chip.** The model is {model} in bfloat16.
+How long one decode step of `generate` takes on chips that are not here, estimated: its loop is compiled ahead of time
+for each chip, and the work in the compiled program is counted. **Nothing on this page was measured on a chip.** The
+model is {model} in bfloat16.
 
 The **bound** is what an ideal bf16 cache takes: the weights once, and each row's keys and values once, at the chip's
-bandwidth as its vendor states it. A row at 0.8 is estimated to be faster than any bf16 cache can be. A row above 1.0
-saves memory and no time: it is marked *memory only*. What is *too large* for one chip is counted all the same, unless
+bandwidth as its vendor states it. *Over the bound* divides a row's estimated time by that bound. At 0.8 the step is
+estimated to be faster than a step with any bf16 cache can be. Above 1.0 the compressed cache saves memory, but need not
+save time: such rows are marked *memory only*. A cache that is *too large* for one chip is counted all the same, unless
 the compiler refuses it.
 
-Of a batch the rows are ragged: their lengths lie evenly between a batch's part of the context and all of it. The figure
-in brackets is of rows that are all full. `bytes`, `attention` and `weights` are over those of the bound; on TPUs the
-last two are cycles. On GPUs each row of the exact cache and of KIVI's costs what the longest one does: in XLA's
-products no row ends at a length that is data. Other bodies are decoded there, in spans of what rows hold, the number of
-spans rounded up to a sixteenth of the batch.
+The rows of a batch differ in length: with 8 rows, the shortest holds an eighth of the context, the longest all of it,
+and the others lie evenly between. The figure in brackets is for rows that are all full. `bytes`, `attention` and
+`weights` are divided by those of the bound; on TPUs the last two are cycles. On GPUs each row of the exact cache and of
+KIVI's costs as much as the longest row, since no row of XLA's products can end at a length that is data. Other bodies
+are decoded there in spans of the tokens that rows hold; the number of spans is rounded up to a sixteenth of the batch.
 """
 HEADS = ("cache", "rows", "tokens", "stored, GB")
 GPU = ("launches", "syncs", "bytes", "attention", "weights")

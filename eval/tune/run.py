@@ -20,9 +20,7 @@ from kvqjax._errors import UserError
 from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate.resume import identity
-from kvqjax.data.corpora import halves
-from kvqjax.data.documents import Data
-from kvqjax.data.tokens import TextLike, data_or_ids, token_ids
+from kvqjax.data.tokens import TextLike, data_or_ids, in_halves, token_ids
 from kvqjax.eval.measure_drift import encoded_from
 from kvqjax.eval.stamp import CONTEXT
 from kvqjax.eval.tune.budget import read_budget
@@ -132,14 +130,6 @@ def _check_length(trial: Trial, length: int, chunk: int) -> None:
             )
 
 
-def _halves(model: Model, texts: TextLike) -> list[TextLike]:
-    """Data in two halves, to search by and for the report: of the text, or of token ids."""
-    found = data_or_ids(model, texts)
-    if isinstance(found, Data):
-        return [Data((half,), {}) for half in halves(found.text)]
-    return [*np.array_split(found, 2)]
-
-
 def _cut(model: Model, parts: list[TextLike], choices: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """Windows of the two halves of the text, drawn by the seed. Raises UserError where there are too few."""
     wanted, rng, out = needed_windows(choices), np.random.default_rng(settings.seed), []
@@ -184,7 +174,7 @@ def tune(
         given, ratios = fast_enough(given, model.config, settings.context, device, slowdown)
     found: Candidates = sorted_out(given, model.config)
     read_budget(budget)
-    first, second = _halves(model, texts)
+    first, second = in_halves(data_or_ids(model, texts))
     choices = 2 * model.config.num_layers * len(found.parts)
     searched, kept_back = _cut(model, [first, second], choices, settings)
     with held(None if out is None else out / "tune"):

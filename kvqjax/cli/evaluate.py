@@ -8,7 +8,7 @@ import numpy as np
 import typer
 
 from kvqjax._errors import UserError
-from kvqjax.cli.common import MOST_ROWS, Batch, DataName, Field, Folder, Split, number
+from kvqjax.cli.common import MOST_ROWS, Batch, DataName, Field, Folder, Split, number, token_number
 from kvqjax.cli.report import Job, add_command
 from kvqjax.data import read, token_ids
 from kvqjax.eval.stamp import CONTEXT
@@ -17,13 +17,15 @@ from kvqjax.model.loading import Model
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Evaluate caches with the tokens really passing through them.", no_args_is_help=True, add_completion=False
+    help="Measure the quality of caches: every token passes through them.", no_args_is_help=True, add_completion=False
 )
 
-Context = Annotated[int, number("--context", least=32, help="tokens of a row for which bits and bytes are counted")]
+Context = Annotated[
+    int, token_number("--context", least=32, help="tokens of a row for which bits and bytes are counted, also as 32k")
+]
 Chunk = Annotated[int, number("--chunk", help="tokens that enter the cache at a time")]
 PromptChunk = Annotated[
-    int | None, number("--chunk", help="prompts pass through the cache N tokens at a time; default: exact prefill")
+    int | None, number("--chunk", help="prompts pass through the cache, N tokens at a time; default: exact prefill")
 ]
 
 
@@ -48,7 +50,10 @@ def ppl(
     split: Split = None,
     folder: Folder = None,
     mode: Annotated[
-        list[str], typer.Option(help="loop: all through the cache; prefill: first half exact; repeatable")
+        list[str],
+        typer.Option(
+            help="loop: every token passes through the cache; prefill: the first half of a window is exact; repeatable"
+        ),
     ] = ["loop"],  # noqa: B006
     windows: Annotated[str, typer.Option(help="gptq, aqua or llama-perplexity")] = "gptq",
     chunk: Annotated[list[int], number(help="tokens that enter the cache at a time; repeatable")] = [],  # noqa: B006
@@ -57,7 +62,7 @@ def ppl(
     batch: Batch = 4,
     context: Context = CONTEXT,
 ) -> Job:
-    """Perplexity, KL divergence to the exact cache, and top-1 agreement."""
+    """Measure perplexity, KL divergence from the exact cache, and how often both put the same token first."""
     from kvqjax.eval.measure_perplexity import check_mode, perplexity
     from kvqjax.eval.windows import style
     from kvqjax.eval.windows import windows as cut
@@ -84,16 +89,16 @@ def retrieval(
     loaded: Model,
     seed: int,
     task: Annotated[str, typer.Option(help="kv (stored pairs), passkey, multikey, variables or needle")] = "kv",
-    length: Annotated[list[int], number(least=32, help="prompt tokens; repeatable")] = [256, 512],  # noqa: B006
+    length: Annotated[list[int], token_number(least=32, help="prompt tokens, also as 4k; repeatable")] = [256, 512],  # noqa: B006
     samples: Annotated[int, number(most=MOST_ROWS, help="prompts of each length")] = 16,
-    depths: Annotated[int, number(help="spans of depth that are reported apart")] = 4,
+    depths: Annotated[int, number(help="how many spans of depth are reported")] = 4,
     chunk: PromptChunk = None,
     data: Annotated[str | None, typer.Option("--data", help="data whose sentences hide the needle")] = None,
     field: Field = None,
     split: Split = None,
     folder: Folder = None,
 ) -> Job:
-    """Share of stored values, pass keys and needles that are answered right, by length and depth."""
+    """Measure which share of hidden values, pass keys or needles is found again, by prompt length and depth."""
     from kvqjax.eval.measure_retrieval import generator
     from kvqjax.eval.measure_retrieval import retrieval as run
 
@@ -122,9 +127,9 @@ def drift(
     chunk: Chunk = 1,
     window: Annotated[int, number(least=2, help="decode steps")] = 512,
     tokens: Annotated[int, number(help="about how many tokens in all")] = 2048,
-    bins: Annotated[int, number(help="spans of steps that are reported apart")] = 8,
+    bins: Annotated[int, number(help="how many spans of steps are reported")] = 8,
 ) -> Job:
-    """KL divergence against the number of decoding steps."""
+    """Measure how the KL divergence from the exact cache grows with the number of decoding steps."""
     from kvqjax.eval.measure_drift import drift as run
     from kvqjax.eval.windows import windows
 
@@ -199,8 +204,8 @@ def harness(
         list[str], typer.Option(help="JSON or key=value for tasks that make their data; repeatable")
     ] = [],  # noqa: B006
 ) -> Job:
-    """Tasks of lm-evaluation-harness, scored with the tokens passing through the cache. Options that lm-eval has too
-    mean what they mean there."""
+    """Run tasks of lm-evaluation-harness with all tokens passing through the cache. Options that lm-eval has too mean
+    what they mean there."""
     from kvqjax.eval.harness import CacheLM, cut_warning, read_metadata, read_samples, run_harness
     from kvqjax.eval.stamp import bytes_of
 

@@ -21,8 +21,11 @@ __all__ = ["inspect", "methods"]
 
 
 def methods(model: ModelName = "demo", as_json: Json = False) -> None:
-    """List the methods: bits per key or value number of a model with every option at its default, what must be given
-    to calibrate them, options and defaults."""
+    """List the methods: bits per key or value number with all options at their defaults, what they must be calibrated
+    with (text, weights or nothing), and their options.
+
+    The bits are more than `bits`, since scales and minima are stored beside the codes: with groups of 32 numbers KIVI
+    stores 1 bit more per number, with group=128 a quarter of a bit."""
     from kvqjax.calibrate import needed
 
     config = config_of(model)

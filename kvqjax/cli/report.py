@@ -29,7 +29,7 @@ from kvqjax.cli.common import (
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.eval.plots import check_picture, draw
-from kvqjax.eval.stamp import ledger_of, stamp
+from kvqjax.eval.stamp import ledger_of, stamp, stamp_line
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -131,7 +131,7 @@ def _evaluate(
         if warning := job.warn(rows):
             about = {"warning": warning} | about
             typer.echo(f"warning: {warning}", err=as_json)  # standard output of --json is JSON alone
-        show(rows, as_json, f"{name}, {model}", about)
+        show(rows, as_json, f"{name}, {model}", about, stamp_line(about))
         if file is not None:
             _write(file, {"about": about, "rows": rows})
         if plot is not None:

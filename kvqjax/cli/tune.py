@@ -24,7 +24,7 @@ from kvqjax.cli.common import (
 from kvqjax.cli.evaluate import Chunk, Context
 from kvqjax.cli.progress import announce, duration, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.hardware.planner import DEVICES
+from kvqjax.hardware.devices import DEVICES
 from kvqjax.model.catalogue import config_of
 
 __all__ = ["tune"]
@@ -44,21 +44,29 @@ def tune(
         str, typer.Option(help="data-free, all, or a list: kivi,higgs:window=32; without bits, at all widths")
     ] = "data-free",
     context: Context = 32768,
-    device: Annotated[str | None, typer.Option(help=f"decode fast enough on one of {', '.join(DEVICES)}")] = None,
-    slowdown: Annotated[float, typer.Option(min=0.01, max=1e6, help="most of bf16's step, with --device")] = 1.0,
+    device: Annotated[
+        str | None, typer.Option(help=f"leave out methods that are slow on this device: {', '.join(DEVICES)}")
+    ] = None,
+    slowdown: Annotated[
+        float, typer.Option(min=0.01, max=1e6, help="with --device: longest step, in steps of the exact cache")
+    ] = 1.0,
     window: Annotated[int, number(least=32, help="tokens that are scored together")] = 512,
     chunk: Chunk = 32,
     batch: Batch = 8,
-    estimate: Annotated[bool, typer.Option("--estimate", help="only say what it would take on --device")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="only say how long the search would take on --device")
+    ] = False,
     mesh: Mesh = "",
     seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
     as_json: Json = False,
 ) -> None:
-    """Find the cache of least KL divergence within a budget: which method and how many bits each layer's keys and
-    values take. The first half of the text is searched, the second decides the report. If this is stopped, the same
-    command goes on."""
+    """Find the cache of least KL divergence within a budget: a method and a number of bits for each layer's keys and
+    values.
+
+    The search uses the first half of the text; the report is made on the second half. If the command is stopped, the
+    same command continues."""
     from kvqjax.eval.tune import Settings
     from kvqjax.eval.tune.estimate import estimated
 

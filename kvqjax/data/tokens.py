@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Int
 
 from kvqjax._errors import UserError
-from kvqjax.data.corpora import is_name, read
+from kvqjax.data.corpora import halves, is_name, read
 from kvqjax.data.documents import Data, described
 from kvqjax.model.loading import Model
 
-__all__ = ["TextLike", "check_ids", "data_or_ids", "document_ids", "encoded", "token_ids"]
+__all__ = ["TextLike", "check_ids", "data_or_ids", "document_ids", "encoded", "in_halves", "token_ids"]
 
 # A text or the name of data, a path, data that was read, texts, or ids: flat, in rows, or a list of such lists.
 TextLike = str | os.PathLike | Data | Sequence[Any] | Any
@@ -82,6 +82,13 @@ def data_or_ids(model: Model, given: TextLike, name: str = "texts") -> Data | In
     if isinstance(given, Sequence) and given and all(isinstance(part, str) for part in given):
         return described(name, given)
     return check_ids(model, given, name)
+
+
+def in_halves(found: Data | Int[np.ndarray, " T"]) -> list[TextLike]:
+    """Data in two halves, to learn from and to be scored: of the text, or of token ids."""
+    if isinstance(found, Data):
+        return [Data((half,), {}) for half in halves(found.text)]
+    return [*np.array_split(found, 2)]
 
 
 def encoded(model: Model, text: str) -> list[int]:
