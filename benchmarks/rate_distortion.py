@@ -31,7 +31,7 @@ from kvqjax.codecs import Centred, CodecSpec, Uniform, bits_per_value
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.nuq import Nuq
-from kvqjax.eval.corpora import read_text
+from kvqjax.data.corpora import read_text
 from kvqjax.eval.labels import Curve, curve_style, label_curves, new_figure
 
 ROOT = Path(__file__).parents[1]

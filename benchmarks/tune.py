@@ -32,9 +32,9 @@ from benchmarks.gate import CHUNK, LENGTH, SHAPES, STRESS, open_shape
 from benchmarks.stress import under
 from kvqjax._errors import UserError
 from kvqjax.calibrate.resume import identity
+from kvqjax.data.sentences import filler
 from kvqjax.eval.replay import exact_logits
 from kvqjax.eval.stamp import CONTEXT
-from kvqjax.eval.synthetic import filler
 from kvqjax.eval.tune import Settings, tune, tune_windows
 from kvqjax.eval.tune.candidates import named
 from kvqjax.eval.tune.estimate import estimated

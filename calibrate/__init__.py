@@ -1,17 +1,19 @@
 """Calibration: a method's constants for one model, from text, from its keys and values, or from the weights alone."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact, flatten
 from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate import xquant
 from kvqjax.calibrate.parts import Part, calibrated, divided, fitter, forget, needed
+from kvqjax.data.tokens import TextLike, document_ids
 from kvqjax.methods import METHODS, MethodLike, parse
 from kvqjax.methods.spec import Method
 from kvqjax.model.config import KVShape
@@ -22,11 +24,16 @@ from kvqjax.step.doors import check_model
 __all__ = ["forget", "from_tensors", "learns", "needed", "run", "sequences", "xquant"]
 
 
-def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
-    """Token ids [at most count, length] of the texts, joined; shorter models and texts give fewer and shorter rows."""
+def __dir__() -> list[str]:
+    return __all__
+
+
+def sequences(model: Model, texts: TextLike, count: int, length: int) -> Int[np.ndarray, "N T"]:
+    """Token ids [at most count, length] of texts, of documents by a path, or of ids (`kvqjax.data.data_or_ids`). Each
+    document is encoded by itself, and their ids are joined; short models and texts give fewer and shorter rows."""
     length = min(length, model.config.max_position)
-    ids = np.asarray([t for text in texts for t in model.encode(text)], np.int32)
-    rows = min(count, len(ids) // length)
+    ids = document_ids(model, texts, count * length)
+    rows = len(ids) // length
     if rows == 0:
         raise UserError(f"the calibration text has {len(ids)} tokens, fewer than one sequence of {length}")
     return ids[: rows * length].reshape(rows, length)
@@ -65,7 +72,7 @@ def _finite(artifact: Artifact) -> Artifact:
 def run(
     model: Model,
     method: MethodLike,
-    texts: str | Sequence[str] = (),
+    texts: TextLike = (),
     *,
     count: int | None = None,
     length: int | None = None,
@@ -73,8 +80,9 @@ def run(
     advance: Callable[[int, int], None] = lambda done, total: None,
     announce: Callable[[str, float], None] = lambda text, work: None,
 ) -> Artifact:
-    """Calibrate `method` for `model`. texts: what the model reads (not needed by xquant, whose constants come from the
-    weights). count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
+    """Calibrate `method` for `model`. texts: what the model reads: a text, a list of them, the path of a file or a
+    folder, data of `kvqjax.data.read`, or token ids (not needed by xquant, whose constants come from the weights).
+    count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
     context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
     `announce(text, work)` is told what will be read and how many floating point operations it takes at least,
     `advance(done, total)` each step. Where layers, or keys and values, follow methods that are calibrated in different
@@ -82,7 +90,6 @@ def run(
     check_model(model)
     method = parse(method)
     model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
-    texts = [texts] if isinstance(texts, str) else texts
     _check_needed(method, model.config)
 
     def one(part: Part, state: Path | None, advance) -> Artifact:

@@ -16,7 +16,7 @@ from kvqjax.model.weight_codes import pack_nibbles
 __all__ = ["MEASURES", "Pair", "Recipe", "cast", "fit_layer", "fit_linear"]
 
 Pair = dict[str, np.ndarray]  # "k" and "v": [N, n, W] float32 on the host
-MEASURES = ("relative_mse", "explained", "equivalent_bits", "held_out_mse", "reconstruction_mse")
+MEASURES = ("relative_mse", "explained", "bits_saved", "held_out_mse", "reconstruction_mse")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
         constants, weight, bias = fit_linear(layer, totals[0], recipe, dtype)
         scores = [score(total, weight, bias) for total in totals]
     found = {"relative_mse": scores[0].relative_mse, "explained": scores[0].explained}
-    found |= {"equivalent_bits": scores[0].equivalent_bits}
+    found |= {"bits_saved": scores[0].bits_saved}
     return constants, found | ({"held_out_mse": scores[1].relative_mse} if len(scores) > 1 else {})
 
 

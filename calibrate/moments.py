@@ -36,8 +36,9 @@ class Score(NamedTuple):
     explained: float
 
     @property
-    def equivalent_bits(self) -> float:
-        """Bits per value at which a rate-distortion optimal quantiser has this error: -log4(relative MSE)."""
+    def bits_saved(self) -> float:
+        """Bits per number that the prediction saves: an ideal quantiser needs so many, -log4(relative MSE), to come as
+        close."""
         return float(-np.log(max(self.relative_mse, 1e-300)) / np.log(4.0))
 
 

@@ -60,8 +60,8 @@ class CacheLM(TemplateLM):
     chunk: tokens that enter the cache at a time; None: prompts of answers are prefilled exactly, and scored texts,
     which no other way would pass through the cache, enter SCORED_CHUNK at a time. batch: rows at a time. max_length:
     longest text in tokens, answer included (default: the model's positions). cut: what a longer one loses, its
-    beginning ("left", what the harness's own models do) or its "middle" (LongBench); `cut_texts` counts them. kernels:
-    as in `init_cache`."""
+    beginning ("left", what the harness's own models do) or its "middle" (LongBench); `cut_texts` of `texts` were cut.
+    kernels: as in `init_cache`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class CacheLM(TemplateLM):
         if cut not in SIDES:
             raise UserError(f"cut={cut!r}; known: {', '.join(SIDES)}")
         self.model, self.method, self.chunk, self.batch = model, parse(method), chunk, batch
-        self.cut, self.kernels, self.cut_texts = cut, kernels, 0
+        self.cut, self.kernels, self.cut_texts, self.texts = cut, kernels, 0, 0
         self.max_length = max_length or model.config.max_position
         self.tokenizer = model.tokenizer
 
@@ -120,6 +120,7 @@ class CacheLM(TemplateLM):
 
     def _fitted(self, ids: list[int], room: int) -> list[int]:
         """Leave out tokens on the side `cut` where there are more than `room`."""
+        self.texts += 1
         if len(ids) <= room:
             return ids
         self.cut_texts += 1

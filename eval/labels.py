@@ -1,5 +1,6 @@
 """Names at the ends of a picture's curves (matplotlib), which a legend would put far from what they name."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -117,7 +118,7 @@ def _pixels(axes, x: Sequence[float], y: Sequence[float]) -> np.ndarray:
     if len(points) == 1:
         return points
     steps = np.linspace(0, 1, 60)[:, None]
-    return np.concatenate([a + steps * (b - a) for a, b in zip(points[:-1], points[1:], strict=True)])
+    return np.concatenate([a + steps * (b - a) for a, b in itertools.pairwise(points)])
 
 
 def _box(text):
@@ -149,7 +150,15 @@ def _beside(axes, curve: Curve, busy: np.ndarray, boxes: list, options: dict[str
 
 def _joined(axes, curve: Curve, options: dict[str, Any]):
     """Write the name to the right of the axes, joined to its curve's end."""
-    joint = {"arrowstyle": "-", "color": curve.colour, "lw": 0.9, "ls": ":", "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 4}
+    joint = {
+        "arrowstyle": "-",
+        "color": curve.colour,
+        "lw": 0.9,
+        "ls": ":",
+        "relpos": (0, 0.5),
+        "shrinkA": 1,
+        "shrinkB": 4,
+    }
     given = {"va": "center", "ha": "left", "textcoords": "axes fraction", "annotation_clip": False}
     end = {"xy": (curve.x[-1], curve.y[-1]), "xytext": (COLUMN, 0.5), "color": text_colour(curve.colour)}
     return axes.annotate(name_in_lines(curve.name), arrowprops=joint, **given, **end, **options)
@@ -203,7 +212,7 @@ def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size:
         figure.draw_without_rendering()
         beside = [_place(axes, curves, column, options) for (axes, curves), column in zip(panels, columns, strict=True)]
         if before < sum(map(len, columns)):
-            for text in sum(beside, []):
+            for text in itertools.chain.from_iterable(beside):
                 text.remove()
     for (axes, curves), column in zip(panels, columns, strict=True):
         _spread(axes, curves, column)

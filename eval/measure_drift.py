@@ -1,6 +1,5 @@
 """Does the error grow as decoding goes on? KL divergence to the exact cache against the step number, teacher forced."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.cache import runs_of
+from kvqjax.data.tokens import TextLike, token_ids
 from kvqjax.eval.measure_perplexity import cache_layouts, check_mode, score_windows
 from kvqjax.eval.scores import ROUNDING
 from kvqjax.eval.stamp import bytes_of
@@ -36,7 +36,7 @@ def growth(kld: list[float], starts: list[int], encoded: int) -> float | None:
 
 def drift(
     model: Model,
-    ids: Sequence[int] | np.ndarray,
+    texts: TextLike,
     method: MethodLike,
     *,
     chunk: int = 1,
@@ -46,12 +46,13 @@ def drift(
     kernels: str = "auto",
     progress=lambda done: None,
 ) -> dict[str, Any]:
-    """One row: mean KLD (nats) and negative log-likelihood in `bins` equal spans of steps of one long decode, over
+    """One row for `texts`, which are as in `perplexity`: mean KLD (nats) and negative log-likelihood in `bins` equal
+    spans of steps of one long decode, over
     several windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first in
     which every step attends to encoded tokens (None: there is none but the last, or nothing is lost)."""
     check_model(model)
     method, name = parse(method), check_mode("loop", chunk, window)
-    pieces = windows(ids, window, tokens)
+    pieces = windows(token_ids(model, texts), window, tokens)
     plain = model.replace(constants=())
     layouts, parts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels), []
     for number, piece in enumerate(pieces):

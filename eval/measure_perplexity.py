@@ -9,7 +9,6 @@ The exact cache runs beside the compressed one on the same chunks, so `ppl_exact
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout
+from kvqjax.data.tokens import TextLike, token_ids
 from kvqjax.eval.scores import negative_log_likelihood, token_scores
 from kvqjax.eval.stamp import CONTEXT, bytes_of
 from kvqjax.eval.through import through
@@ -100,7 +100,7 @@ def check_mode(mode: str, chunk: int, window: int) -> str:
 
 def perplexity(
     model: Model,
-    ids: Sequence[int] | np.ndarray,
+    texts: TextLike,
     method: MethodLike,
     *,
     mode: str = "loop",
@@ -113,7 +113,8 @@ def perplexity(
     kernels: str = "auto",
     progress=lambda done: None,
 ) -> dict[str, Any]:
-    """One row of the report. ids: token ids of the text, about `tokens` of which are used (0: all). cut: how it is cut
+    """One row of the report. texts: a text, a list of them, the path of a file or a folder, data of `kvqjax.data.read`,
+    or token ids; about `tokens` tokens of it are used (0: all). cut: how it is cut
     into windows (kvqjax/eval/windows.py); chunk and window (tokens) override that style's. kernels: as in `init_cache`.
     `progress(fraction)` is
     called as batches finish. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the
@@ -123,7 +124,7 @@ def perplexity(
     method, chosen = parse(method), style(cut)
     chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
     name = check_mode(mode, chunk, window)
-    pieces = windows(ids, window, tokens, model.config.bos_id if chosen.bos else None)
+    pieces = windows(token_ids(model, texts), window, tokens, model.config.bos_id if chosen.bos else None)
     prefix = window // 2 if mode == "prefill" else 0
     scored_from = window // 2 if chosen.half else 0
     plain, parts = model.replace(constants=()), []

@@ -3,12 +3,15 @@ greedily."""
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvqjax._errors import UserError
+from kvqjax.data.corpora import is_name, read
+from kvqjax.data.documents import Data
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.synthetic import (
     Problem,
@@ -17,6 +20,7 @@ from kvqjax.eval.synthetic import (
     multikey_prompt,
     needle_prompt,
     passkey_prompt,
+    sentences_of,
     variable_tracking,
 )
 from kvqjax.generation.decoding import generate
@@ -35,7 +39,22 @@ TASKS = {
 }
 
 
-def generator(task: str, hay: Sentences | None) -> Callable[..., Problem]:
+Hay = Sentences | Data | str | os.PathLike
+
+
+def _sentences(hay: Hay) -> Sentences:
+    """The sentences of whatever a caller gives."""
+    if isinstance(hay, os.PathLike) or (isinstance(hay, str) and is_name(hay)):
+        hay = read(hay)
+    text = hay.text if isinstance(hay, Data) else hay
+    if isinstance(text, str) and text.strip():
+        return sentences_of(text)
+    if isinstance(text, str) or not callable(text):
+        raise UserError(f"hay is {type(hay).__name__} without text; wanted a text, a path, or data of kvqjax.data.read")
+    return text
+
+
+def generator(task: str, hay: Hay | None) -> Callable[..., Problem]:
     """The task's generator, with `hay` for its sentences. Raises UserError for a task that is not known or has none."""
     if task not in TASKS:
         raise UserError(f"task={task!r}; known: {', '.join(TASKS)}")
@@ -44,11 +63,11 @@ def generator(task: str, hay: Sentences | None) -> Callable[..., Problem]:
         return make
     if "sentences" not in inspect.signature(make).parameters:
         raise UserError(f"task={task!r} has no sentences that a text could replace")
-    return functools.partial(make, sentences=hay)
+    return functools.partial(make, sentences=_sentences(hay))
 
 
 def problems(
-    model: Model, task: str, length: int, samples: int, seed: int, hay: Sentences | None = None
+    model: Model, task: str, length: int, samples: int, seed: int, hay: Hay | None = None
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their answers. Depths are
     spread evenly from the first place to the last."""
@@ -80,14 +99,14 @@ def retrieval(
     seed: int = 0,
     batch: int = 8,
     bins: int = 4,
-    hay: Sentences | None = None,
+    hay: Hay | None = None,
     kernels: str = "auto",
     progress=lambda done: None,
 ) -> dict[str, Any]:
     """One row: the share of answers whose every token is right, over all samples and (`by_depth`) over `bins` equal
     spans of depth, the first place first. chunk=None: the prompt attends exactly; chunk=N: it passes through the cache
-    N tokens at a time. hay: the sentences between the needles, if not our own. kernels:
-    as in `init_cache`."""
+    N tokens at a time. hay: the sentences between the needles, if not our own: a text, the path of a file or a folder,
+    data of `kvqjax.data.read`, or a function (kvqjax/eval/synthetic.py). kernels: as in `init_cache`."""
     check_model(model)
     method = parse(method)
     prompts, answers = problems(model, task, length, samples, seed, hay)

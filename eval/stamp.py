@@ -1,7 +1,6 @@
 """What every report says about itself."""
 
 import datetime
-import hashlib
 from importlib import metadata
 from typing import Any
 
@@ -13,14 +12,9 @@ from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["CONTEXT", "bytes_of", "digest", "ledger_of", "stamp"]
+__all__ = ["CONTEXT", "bytes_of", "ledger_of", "stamp", "stamp_line"]
 
 CONTEXT = 32768  # tokens of a row for which bits and bytes are counted, where nothing else is said
-
-
-def digest(text: str) -> str:
-    """SHA-256 of a text's UTF-8 bytes."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def ledger_of(model: Model, method: MethodLike, capacity: int) -> Ledger:
@@ -41,3 +35,11 @@ def stamp(model: Model, name: str, seed: int) -> dict[str, Any]:
     about = {"model": name, "fingerprint": model.fingerprint, "weights": model.weights}
     about |= {"versions": versions, "seed": seed}
     return about | {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+
+
+def stamp_line(about: dict[str, Any]) -> str:
+    """One sentence of a report's stamp: versions, fingerprint, seed, data, date."""
+    versions = " ".join(f"{name} {number}" for name, number in about["versions"].items())
+    data = about.get("data", {})
+    known = f", data {data['name']} {data.get('sha256', '')[:12]}" if "name" in data else ""
+    return f"{versions}, model {about['fingerprint']}, seed {about['seed']}{known}, {about['date']}"

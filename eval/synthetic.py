@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvqjax._errors import UserError
+from kvqjax.data.sentences import everyday_sentence
 
 __all__ = [
     "DIGITS",
@@ -25,7 +26,6 @@ __all__ = [
     "Sentences",
     "bury",
     "everyday",
-    "filler",
     "key_value_recall",
     "multikey_prompt",
     "needle_prompt",
@@ -39,10 +39,6 @@ DIGITS = "0123456789"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SYMBOLS = DIGITS + LETTERS + LETTERS[:24].upper()  # with ",", "?" and two specials: the 64 symbols of `recall`
 
-_WHO = ("The baker", "My aunt", "A sailor", "The old clerk", "Our neighbour", "The miller", "A nurse", "The guard")
-_DID = ("walked to", "looked at", "wrote about", "painted", "remembered", "left", "came back to", "dreamed of")
-_WHERE = ("the river", "a small church", "the market", "her garden", "the green hill", "an empty road", "the harbour")
-_WHEN = ("in the morning", "before dinner", "after the rain", "at night", "on a cold day", "last summer", "once more")
 _OWNERS = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karin", "Leo")
 _THINGS = ("silver key", "old map", "red box", "small bell", "letter", "blue coat", "lamp", "book")
 _PLACES = ("the stone bridge", "the kitchen floor", "an apple tree", "the church stairs", "a fishing boat", "the bed")
@@ -55,10 +51,6 @@ class Problem(NamedTuple):
     answer: str
 
 
-def _sentence(rng: np.random.Generator) -> str:
-    return " ".join(str(rng.choice(words)) for words in (_WHO, _DID, _WHERE, _WHEN)) + ". "
-
-
 def _digits(rng: np.random.Generator, number: int) -> str:
     return "".join(rng.choice(list(DIGITS), number))
 
@@ -69,7 +61,7 @@ Sentences = Callable[[np.random.Generator], Iterator[str]]
 def everyday(rng: np.random.Generator) -> Iterator[str]:
     """Everyday sentences without end."""
     while True:
-        yield _sentence(rng)
+        yield everyday_sentence(rng)
 
 
 def sentences_of(text: str) -> Sentences:
@@ -197,8 +189,3 @@ def repeated_spans(rng: np.random.Generator, length: int, count: Callable[[str],
     while 2 * count(span) > length and len(span) > 1:
         span = span[: max(1, len(span) * length // (2 * count(span) + 1))]
     return Problem(span, span)
-
-
-def filler(rng: np.random.Generator, words: int) -> str:
-    """At least `words` words of everyday sentences: a corpus that needs no download."""
-    return "".join(_sentence(rng) for _ in range(words // 6 + 1))  # a sentence has at least six words

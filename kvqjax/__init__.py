@@ -1,10 +1,12 @@
 """kvqjax: KV-cache compression for Llama, Mistral and Qwen models in JAX.
 
-`kvqjax.calibrate`, `kvqjax.eval` and `kvqjax.tune` are loaded when first used.
+The public names are those of kvqjax/_public.py. They and JAX are loaded when the first of them is asked for, so that
+`kvqjax --help` answers at once.
 """
 
 import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # A source checkout, and an editable install of one, keep three of the package's folders beside this one.
 _here = Path(__file__).resolve().parent
@@ -13,104 +15,23 @@ if __name__ != "kvqjax":
 if not (_here / "pallas_kernels").is_dir():
     __path__.append(str(_here.parent))
 
-from kvqjax._errors import UserError
-from kvqjax._version import __version__
-from kvqjax.cache.accounting import ledger
-from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.surgery import crop, evict, fork, gather, insert
-from kvqjax.generation.beam import beam_search
-from kvqjax.generation.decoding import generate, stream
-from kvqjax.generation.speculation import speculate
-from kvqjax.methods import (
-    METHODS,
-    Method,
-    aqua,
-    commvq,
-    exact,
-    higgs,
-    kivi,
-    kivi_star,
-    kvarn,
-    kvquant,
-    omniscale,
-    oscar,
-    parse,
-    policy,
-    to_dict,
-    turboquant,
-    uniform,
-    xquant,
-    xquant_cl,
-)
-from kvqjax.model.config import KVShape
-from kvqjax.model.config import RopeConfig as Rope
-from kvqjax.model.loading import Model, load
-from kvqjax.parallel.hosts import join_hosts
-from kvqjax.parallel.sharding import shard
-from kvqjax.step.forward import attend, commit, forward
-from kvqjax.step.layers import append, attend_layer, below_first
-from kvqjax.step.new_cache import init_cache
-from kvqjax.step.persist import load_cache, save_cache
-from kvqjax.step.prefill import prefill
+from kvqjax._version import __version__ as __version__
 
-__all__ = [
-    "METHODS",
-    "KVShape",
-    "Method",
-    "Model",
-    "Rope",
-    "UserError",
-    "__version__",
-    "append",
-    "aqua",
-    "attend",
-    "attend_layer",
-    "beam_search",
-    "below_first",
-    "calibrate",
-    "commit",
-    "commvq",
-    "crop",
-    "eval",
-    "evict",
-    "exact",
-    "fork",
-    "forward",
-    "gather",
-    "generate",
-    "higgs",
-    "init_cache",
-    "insert",
-    "join_hosts",
-    "kivi",
-    "kivi_star",
-    "kvarn",
-    "kvquant",
-    "ledger",
-    "load",
-    "load_artifact",
-    "load_cache",
-    "omniscale",
-    "oscar",
-    "parse",
-    "policy",
-    "prefill",
-    "save_cache",
-    "shard",
-    "speculate",
-    "stream",
-    "to_dict",
-    "tune",
-    "turboquant",
-    "uniform",
-    "xquant",
-    "xquant_cl",
-]
+if TYPE_CHECKING:
+    from kvqjax._public import *
 
 
 def __getattr__(name: str):
-    if name in ("calibrate", "eval"):
-        return importlib.import_module(f"kvqjax.{name}")
-    if name == "tune":
-        return importlib.import_module("kvqjax.eval.tune").tune
-    raise AttributeError(f"module 'kvqjax' has no attribute {name!r}")
+    # Python asks every module for names such as __path__; they load nothing.
+    if name == "_public" or (name.startswith("__") and name != "__all__"):
+        raise AttributeError(f"module 'kvqjax' has no attribute {name!r}")
+    public = importlib.import_module("kvqjax._public")
+    if name in globals():  # a package that `_public` imported: the import system puts it here
+        return globals()[name]
+    if name not in ("__all__", *public.__all__):
+        raise AttributeError(f"module 'kvqjax' has no attribute {name!r}")
+    return globals().setdefault(name, getattr(public, name))
+
+
+def __dir__() -> list[str]:
+    return importlib.import_module("kvqjax._public").__all__

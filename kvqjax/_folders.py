@@ -1,6 +1,7 @@
 """Where this library keeps what it can make again, for one user."""
 
 import os
+import sys
 from pathlib import Path
 
 from kvqjax._errors import UserError
@@ -8,11 +9,21 @@ from kvqjax._errors import UserError
 __all__ = ["user_folder"]
 
 
+def _system_folder() -> Path:
+    """Where this system's programs keep such files."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"])
+    return Path.home() / ".cache"
+
+
 def user_folder(name: str) -> Path:
-    """The folder `name` of this library below XDG_CACHE_HOME, or ~/.cache; it need not exist. Raises UserError for a
-    user without a home."""
+    """The folder `name` of this library below XDG_CACHE_HOME, or below the system's own: ~/.cache,
+    ~/Library/Caches on macOS, LOCALAPPDATA on Windows. It need not exist. Raises UserError for a user without a
+    home."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return (given if given.is_absolute() else Path.home() / ".cache") / "kvqjax" / name
+        return (given if given.is_absolute() else _system_folder()) / "kvqjax" / name
     except RuntimeError as error:
         raise UserError("this user has no home folder; set XDG_CACHE_HOME") from error

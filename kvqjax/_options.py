@@ -1,13 +1,15 @@
-"""Options by name: a misspelt one is answered with the nearest, one of another library with what to write here."""
+"""Options by name: a misspelt one is answered with the nearest, one of another library with what to write here.
+And numbers of tokens as people write them."""
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 from kvqjax._errors import UserError, suggest
 
-__all__ = ["HABITS", "check_names", "named_options"]
+__all__ = ["HABITS", "check_names", "named_options", "token_count"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,3 +70,14 @@ def named_options(function: Callable[P, R]) -> Callable[P, R]:
         return function(*arguments, **options)
 
     return call
+
+
+def token_count(text: str | int, least: int = 1, most: int = 2**24) -> int:
+    """A number of tokens: 4096, "4096", "128k" (of 1024) or "1m" (of 1024 * 1024). Raises UserError."""
+    parts = re.fullmatch(r"(\d+)([km]?)", str(text).strip().lower())
+    if isinstance(text, bool) or parts is None:
+        raise UserError(f"{text!r} is no number of tokens; wanted one such as 4096, 128k or 1m")
+    count = int(parts[1]) * {"": 1, "k": 2**10, "m": 2**20}[parts[2]]
+    if not least <= count <= most:
+        raise UserError(f"{text} tokens; wanted {least} to {most}")
+    return count

@@ -23,6 +23,10 @@ from kvqjax.step.layers import New, append, attend_layer
 __all__ = ["ForwardPass", "linen_cache", "read", "write"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def read(variable: nnx.Variable | linen.Variable) -> Cache:
     """The cache that a variable of nnx or linen holds."""
     return variable.get_value() if isinstance(variable, nnx.Variable) else variable.value

@@ -34,6 +34,11 @@ from kvqjax.step.persist import load_cache, save_cache
 
 __all__ = ["check_codec", "check_method", "small_model"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 ROWS, LENGTH, CAPACITY, PIECE = 2, 192, 256, 64
 SUMS = 2e-4  # float32 sums of a few hundred terms of size about 1 in another order, through two layers and the head
 

@@ -23,6 +23,8 @@ import hypothesis
 import jax
 
 CACHE_FOLDER = Path(__file__).resolve().parent.parent / ".jax_cache"
+# Processes that tests start keep their programs there too, not in the user's cache folder.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE_FOLDER))
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -29,7 +29,7 @@ from benchmarks.ablations.paired import (
     token_ids,
 )
 from benchmarks.calibrated import calibrated
-from kvqjax.eval.corpora import read_text
+from kvqjax.data.corpora import read_text
 
 SEEDS, SEQUENCES, LENGTH = 2, 32, 1028
 

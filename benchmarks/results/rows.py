@@ -11,7 +11,7 @@ import numpy as np
 
 import kvqjax
 from benchmarks.calibrated import calibrated, pair_rows, span_rows
-from kvqjax.eval.corpora import read_text
+from kvqjax.data.corpora import read_text
 from kvqjax.eval.measure_drift import growth
 from kvqjax.eval.replay import exact_logits, replay, score
 from kvqjax.eval.scores import Scores

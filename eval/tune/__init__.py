@@ -3,3 +3,7 @@
 from kvqjax.eval.tune.run import Settings, Tuned, needed_windows, tune, tune_windows
 
 __all__ = ["Settings", "Tuned", "needed_windows", "tune", "tune_windows"]
+
+
+def __dir__() -> list[str]:
+    return __all__

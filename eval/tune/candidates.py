@@ -12,7 +12,8 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax.cache.runs import runs_for
 from kvqjax.eval.stamp import ledger_of
-from kvqjax.hardware.planner import DEVICES, plan_memory, step_bounds
+from kvqjax.hardware.devices import DEVICES, find_device
+from kvqjax.hardware.planner import plan_memory, step_bounds
 from kvqjax.methods import METHODS, Method, parse, policy, to_dict
 from kvqjax.methods.pairs import apart, joined
 from kvqjax.model.config import KVShape, ModelConfig
@@ -158,19 +159,21 @@ def fast_enough(
 ) -> tuple[list[Method], dict[str, float]]:
     """Methods whose decode step at a full context takes at most `slowdown` times the exact cache's by the planner's
     cost model, and the ratio of every method."""
-    if device not in DEVICES:
-        raise UserError(f"device {device}; known: {', '.join(DEVICES)}")
+    chip = DEVICES[find_device(device).name]
 
     def seconds(method: Method) -> float:
         found = plan_memory(config, method, context, 1)
-        return max(step_bounds(found, config, context, 1, DEVICES[device]))
+        return max(step_bounds(found, config, context, 1, chip))
 
     exact = seconds(parse("exact"))
     ratios = {str(method): seconds(method) / exact for method in methods}
     kept = [method for method in methods if ratios[str(method)] <= slowdown]
     if not kept:
         least = min(ratios.values())
-        raise UserError(f"no method decodes within {slowdown:g} x bf16 on {device}; the fastest takes {least:.3g} x")
+        raise UserError(
+            f"on {device} no method's decode step is estimated at {slowdown:g} times the exact cache's or less; the "
+            f"fastest takes {least:.3g} times as long"
+        )
     return kept, ratios
 
 

@@ -13,6 +13,7 @@ from kvqjax import calibrate
 from kvqjax.cache.artifacts import Artifact, load_artifact
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_for
+from kvqjax.data.tokens import TextLike
 from kvqjax.eval.tune.candidates import Candidates
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -36,7 +37,7 @@ def _plan(model: Model, method: Method) -> tuple[RunLayout, ...]:
     return runs_for(method, model.config, dtype)
 
 
-def _runs(model: Model, method: Method, texts: list[str], folder: Path | None, bar: Bar) -> Runs:
+def _runs(model: Model, method: Method, texts: TextLike, folder: Path | None, bar: Bar) -> Runs:
     """What one method needs; kept in `folder`, where a stopped calibration goes on."""
     if not any(run.wiring.wanted() for run in _plan(model, method)):
         return ()
@@ -55,7 +56,7 @@ def _runs(model: Model, method: Method, texts: list[str], folder: Path | None, b
     return artifact.constants
 
 
-def learnt(model: Model, found: Candidates, texts: list[str], out: Path | None, bar: Bar) -> Learnt:
+def learnt(model: Model, found: Candidates, texts: TextLike, out: Path | None, bar: Bar) -> Learnt:
     """The constants of every candidate, from `texts` or from the weights."""
     folder = None if out is None else out / "calibrated"
     get = lambda method: _runs(model, method, texts, folder, bar)  # noqa: E731

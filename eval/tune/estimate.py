@@ -8,7 +8,6 @@ Compilation, calibration and the report's own caches are left out.
 import math
 from typing import Any
 
-from kvqjax._errors import UserError
 from kvqjax.eval.tune.candidates import named, sorted_out
 from kvqjax.eval.tune.chains import exceptions, is_chain
 from kvqjax.eval.tune.measure import even_rows
@@ -16,7 +15,8 @@ from kvqjax.eval.tune.report import FRONT
 from kvqjax.eval.tune.run import Settings, needed_windows
 from kvqjax.eval.tune.search import PATIENCE, ROUND
 from kvqjax.eval.tune.trial import choice_of
-from kvqjax.hardware.planner import DEVICES, plan_memory, step_bounds
+from kvqjax.hardware.devices import DEVICES, find_device
+from kvqjax.hardware.planner import plan_memory, step_bounds
 from kvqjax.model.config import ModelConfig
 from kvqjax.parallel.mesh_size import MeshSize
 
@@ -27,8 +27,6 @@ def estimated(config: ModelConfig, methods: str, device: str, mesh: str, setting
     """Measurements, forward passes, tokens and hours. Of exchanges as many rounds are counted as there are layers,
     and those that end the search, for the mixture and for every chain; `bytes` on a device include the logits of the
     exact pass and of one chunk."""
-    if device not in DEVICES:
-        raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")
     found, sizes = sorted_out(named(methods, config), config), MeshSize.parse(mesh)
     layers, count = config.num_layers, len(found.parts)
     alone = layers * sum(1 if whole else 2 for whole in found.whole[1:])
@@ -42,7 +40,7 @@ def estimated(config: ModelConfig, methods: str, device: str, mesh: str, setting
     exact = batches * (2 + len(chains) + rounds)  # once for each call: the parts alone, every round, the report
     passes = (alone + changed + ROUND * rounds + reported) * batches + exact
     steps = passes * math.ceil(settings.window / settings.chunk)
-    chip = DEVICES[device]
+    chip = DEVICES[find_device(device).name]
     planned = plan_memory(config, choice_of(found), settings.window, rows, sizes)
     reading, computing = step_bounds(planned, config, settings.window, rows, chip, sizes)
     seconds = steps * max(reading, computing * settings.chunk)

@@ -20,7 +20,7 @@ from kvqjax._errors import UserError
 from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate.resume import identity
-from kvqjax.eval.corpora import halves
+from kvqjax.data.tokens import TextLike, data_or_ids, in_halves, token_ids
 from kvqjax.eval.measure_drift import encoded_from
 from kvqjax.eval.stamp import CONTEXT
 from kvqjax.eval.tune.budget import read_budget
@@ -130,11 +130,11 @@ def _check_length(trial: Trial, length: int, chunk: int) -> None:
             )
 
 
-def _cut(model: Model, texts: list[str], choices: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
+def _cut(model: Model, parts: list[TextLike], choices: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """Windows of the two halves of the text, drawn by the seed. Raises UserError where there are too few."""
     wanted, rng, out = needed_windows(choices), np.random.default_rng(settings.seed), []
-    for part in texts:
-        ids = np.asarray(model.encode(part), np.int32)
+    for part in parts:
+        ids = token_ids(model, part)
         if len(ids) < wanted * settings.window:
             least = 2 * wanted * settings.window
             raise UserError(
@@ -148,7 +148,7 @@ def _cut(model: Model, texts: list[str], choices: int, settings: Settings) -> tu
 
 def tune(
     model: Model,
-    texts: str | Sequence[str],
+    texts: TextLike,
     *,
     budget: str | float | int,
     methods: str = "data-free",
@@ -174,11 +174,11 @@ def tune(
         given, ratios = fast_enough(given, model.config, settings.context, device, slowdown)
     found: Candidates = sorted_out(given, model.config)
     read_budget(budget)
-    first, second = halves(texts if isinstance(texts, str) else "\n\n".join(texts))
+    first, second = in_halves(data_or_ids(model, texts))
     choices = 2 * model.config.num_layers * len(found.parts)
     searched, kept_back = _cut(model, [first, second], choices, settings)
     with held(None if out is None else out / "tune"):
-        constants = learnt(model, found, [first], out, bar)
+        constants = learnt(model, found, first, out, bar)
         options = {"settings": settings, "constants": constants, "out": out, "bar": bar}
         tuned = tune_windows(model, given, budget, searched, kept_back, **options)
     return tuned._replace(about=tuned.about | {"methods": methods, "device": device, "slowdown": ratios})

@@ -19,3 +19,7 @@ __all__ = [
     "commit",
     "runs_of",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvqjax._tables import Section, Table, size
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache
@@ -17,7 +18,16 @@ from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
 from kvqjax.ops.allocation import array_bytes
 
-__all__ = ["Entry", "Ledger", "ledger"]
+__all__ = ["ROLES", "Entry", "Ledger", "ledger"]
+
+# What a class of stored bytes is called in print; in JSON and in Python it keeps its name.
+ROLES = {
+    "payload": "numbers or codes",
+    "zeros": "zero points",
+    "window": "exact window",
+    "sinks": "exact sinks",
+    "bookkeeping": "lengths and flags",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +88,29 @@ class Ledger:
             out[entry.role] = out.get(entry.role, 0) + entry.bytes - entry.padding
             out["padding"] = out.get("padding", 0) + entry.padding
         return {role: size for role, size in out.items() if size}
+
+    def table(self) -> Table:
+        """Give a row for each role, and one for all: bytes, share of all bytes, bits per key or value number. It prints
+        as a table; `print(ledger)` prints it too."""
+        roles = [*self.by_role().items(), ("all", self.bytes)]
+        numbers = self.batch * self.capacity * self.values
+        rows = [
+            {"role": ROLES.get(role, role), "bytes": count, "share": f"{count / self.bytes:.1%}"}
+            | {"bits_per_number": 8 * count / numbers}
+            for role, count in roles
+        ]
+        batch = f"{self.batch} row{'s' * (self.batch > 1)} of {self.capacity} tokens"
+        title = f"cache of {batch}: {self.bits_stored:.4g} bits per number, {size(self.bytes)}"
+        exact = (
+            f"exact, in {self.bits_exact} bits: {size(self.exact_bytes)}; the method alone: {self.bits_method:.4g} bits"
+        )
+        return Table(rows, [Section(title, rows, exact)])
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def to_json(self) -> dict[str, Any]:
         """Give plain numbers for `--json`."""

@@ -16,6 +16,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from kvqjax._errors import UserError
+from kvqjax._files import read_json
 from kvqjax._version import __version__
 from kvqjax.cache.show import arrays_text
 from kvqjax.methods import Method, parse, spelled_out
@@ -115,12 +116,10 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
 def read_description(path: Path, kind: str) -> dict[str, Any]:
     """Read description.json of a stored folder of this kind. Raises UserError when there is none or it is another
     format."""
-    try:
-        text = json.loads((path / "description.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no description.json here; not a kvqjax {kind}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: description.json cannot be read: {error}") from error
+    file = path / "description.json"
+    if not file.exists():
+        raise UserError(f"{path}: no description.json here; not a kvqjax {kind}")
+    text = read_json(file)
     if not isinstance(text, dict) or text.get("kind") not in list(KINDS):
         raise UserError(f"{path}: description.json is not kvqjax's")
     if text["kind"] != kind:

@@ -26,6 +26,7 @@ from kvqjax.cli.common import (
     number,
     open_model,
     require_room,
+    token_number,
 )
 from kvqjax.cli.progress import announce, progress_bar
 from kvqjax.cli.tables import show
@@ -134,7 +135,7 @@ def first_token_milliseconds(
 def bench(
     cache: Caches,
     model: ModelName = "demo",
-    context: Annotated[int, number(help="tokens each row holds")] = 8192,
+    context: Annotated[int, token_number(help="tokens each row holds, also as 32k")] = 8192,
     batch: Batch = 1,
     steps: Annotated[int, number(most=MOST_ROWS, help="decode steps per timing")] = 16,
     repeats: Annotated[int, number(most=MOST_ROWS, help="timings; the median is shown")] = 5,

@@ -9,11 +9,15 @@ import typer
 from kvqjax._errors import UserError
 from kvqjax._lock import held
 from kvqjax.cli.common import (
+    DataName,
     Dtype,
+    Field,
+    Folder,
     Json,
     ModelName,
     RopeLength,
     Seed,
+    Split,
     TextOnly,
     Weights,
     methods_of,
@@ -22,7 +26,7 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.eval.corpora import read_text
+from kvqjax.data import read
 
 __all__ = ["calibrate"]
 
@@ -31,8 +35,10 @@ def calibrate(
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kvquant:bits=3")],
     out: Annotated[Path, typer.Option("--out", help="the artifact's folder; must not exist yet")],
     model: ModelName = "demo",
-    data: Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, or 'synthetic'")] = "synthetic",
-    folder: Annotated[Path | None, typer.Option(help="holds that data set; default: the hub, by `datasets`")] = None,
+    data: DataName = "synthetic",
+    field: Field = None,
+    split: Split = None,
+    folder: Folder = None,
     sequences: Annotated[int | None, number(help="how many; default: the method's recipe")] = None,
     length: Annotated[int | None, number(help="tokens of each; default: the method's recipe")] = None,
     seed: Seed = 0,
@@ -50,14 +56,15 @@ def calibrate(
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
-        text, source = read_text(data, (sequences or 64) * (length or 1024), seed, folder)
+        wanted = (sequences or 64) * (length or 1024)
+        texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=wanted, seed=seed)
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:
             update = bar(f"calibrating {method}")
             artifact = run(
                 loaded,
                 method,
-                [text],
+                texts,
                 count=sequences,
                 length=length,
                 state=state,
@@ -67,7 +74,7 @@ def calibrate(
                     "the same command goes on"
                 ),
             )
-        artifact.about["data"] = source
+        artifact.about["data"] = texts.about
         artifact.save(out)
         forget(state)
     made = {"artifact": str(out), "cache": str(method), "model": model, "about": artifact.about}

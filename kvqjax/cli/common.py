@@ -1,25 +1,22 @@
 """What the commands share: options, loading, checks."""
 
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import typer
 
 from kvqjax._errors import UserError
+from kvqjax._options import token_count
 from kvqjax._timing import memory
-from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cli.tables import size
 from kvqjax.methods import Method, parse
-from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.loading import Model, load, locate
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
-from kvqjax.step.new_cache import check_constants, init_cache
+from kvqjax.step.new_cache import init_cache
 
 __all__ = [
     "MOST_HOSTS",
@@ -27,44 +24,83 @@ __all__ = [
     "Artifacts",
     "Batch",
     "Caches",
+    "DataName",
     "Dtype",
+    "Field",
+    "Folder",
     "Json",
     "Kernels",
     "Mesh",
     "ModelName",
     "RopeLength",
     "Seed",
+    "Split",
     "TextOnly",
     "Weights",
     "calibrated",
     "methods_of",
     "number",
     "require_room",
+    "token_number",
 ]
 
 MOST_TOKENS, MOST_ROWS, MOST_HOSTS = 2**24, 2**16, 2**16
 
 
-def number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
+def number(*names: str, least: float | int = 1, most: float | int = MOST_TOKENS, **about: Any) -> Any:
     """An option whose bounds are checked before any work begins."""
     return typer.Option(*names, min=least, max=most, **about)
 
 
+def token_number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: Any) -> Any:
+    """An option that counts tokens: `number`, also as 128k or 1m."""
+
+    def read(text: str | int) -> int:
+        try:
+            return token_count(text, least, most)
+        except UserError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return typer.Option(*names, min=least, max=most, parser=read, metavar="TOKENS", **about)
+
+
 ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a Hugging Face folder, or a hub id")]
 Caches = Annotated[
-    list[str], typer.Option("--cache", "-c", help="a policy: kivi:bits=2;0-1=exact, or FILE.json; repeatable")
+    list[str], typer.Option("--cache", "-c", help="a policy such as kivi:bits=2;0-1=exact, or FILE.json; repeatable")
 ]
-Artifacts = Annotated[list[Path], typer.Option("--artifact", help="calibration of a --cache; repeatable")]
+Artifacts = Annotated[
+    list[Path], typer.Option("--artifact", help="the folder that `kvqjax calibrate` wrote for a --cache; repeatable")
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bfloat16, float16 or float32")]
-Weights = Annotated[str | None, typer.Option("--weights", help="keep the matrices as int8 or int4 (weight only)")]
+Weights = Annotated[str | None, typer.Option("--weights", help="int8 or int4: keep the weight matrices in 8 or 4 bits")]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="leave out the vision part of a checkpoint that has one")]
 RopeLength = Annotated[
     int | None, number("--rope-length", help="how long texts may become, for RoPE of the kinds dynamic and longrope")
 ]
+DataName = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        help="a file (text, .json, .jsonl, .parquet, .csv; .gz), a folder of these or of `datasets`, owner/name of the "
+        "hub, wikitext2, c4, gsm8k, or 'synthetic' (our own text)",
+    ),
+]
+Field = Annotated[
+    str | None, typer.Option("--field", help="of records; default: text, prompt, messages, conversations")
+]
+Split = Annotated[str | None, typer.Option("--split", help="of a data set that has several")]
+Folder = Annotated[
+    Path | None, typer.Option("--folder", help="holds wikitext2, c4, gsm8k; default: the hub, by `datasets`")
+]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
-Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="of everything that is drawn")]
-Kernels = Annotated[str, typer.Option("--kernels", help="auto, off, pallas, splash or cudnn: what reads the cache")]
+Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="seed of all random numbers")]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        "--kernels", help="what reads the cache: auto (kernels that passed a check), off, pallas, splash, cudnn"
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
@@ -91,24 +127,10 @@ def open_model(
 
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
-    """Pair every method with a model that holds its constants. An artifact serves every --cache of the same codecs and
-    layers, whatever their sinks, windows and kept tokens; what a method derives from the weights alone (xquant) is
-    computed here when there is none. Raises UserError for constants that no artifact brings."""
-    from kvqjax.calibrate.xquant import prepared
+    """Pair every --cache with a model that holds its constants, from its --artifact where it needs one."""
+    from kvqjax.calibrate.ready import with_constants
 
-    part = functools.partial(calibrated_part, config=model.config)
-    artifacts = {part(a.method): a for a in map(load_artifact, folders)}
-    unused = set(artifacts) - {part(method) for method in methods}
-    if unused:
-        raise UserError(f"--artifact for {', '.join(sorted(map(str, unused)))}, which no --cache names")
-    found = [(artifacts.get(part(method)), method) for method in methods]
-    pairs = [(prepared(model, m) if got is None else model.with_artifact(got), m) for got, m in found]
-    for ready, method in pairs:
-        check_constants(ready, method)
-    if model.rules is None:
-        return pairs
-    place = model.rules.everywhere
-    return [(m.replace(constants=jax.device_put(jax.tree.map(np.asarray, m.constants), place)), n) for m, n in pairs]
+    return with_constants(model, methods, folders)
 
 
 def require_room(model: Model, method: Method, batch: int, capacity: int) -> None:

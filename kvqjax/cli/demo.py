@@ -37,13 +37,13 @@ def _timed(model: Model, method: Method, prompt: str, new: int, capacity: int) -
 
 
 def demo(
-    prompt: Annotated[str, typer.Option("--prompt", "-p")] = DEMO_PROMPT,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="text to continue")] = DEMO_PROMPT,
     model: ModelName = "demo",
     max_new_tokens: New = 160,
     capacity: Annotated[int, number(help="tokens each cache is made for")] = 1024,
     as_json: Json = False,
 ) -> None:
-    """The same prompt with the exact cache and with KIVI at 4 and 2 bits: text, bytes, speed, agreement."""
+    """Continue one prompt with the exact cache and with KIVI at 4 and 2 bits; compare text, bytes and speed."""
     loaded, rows, first = open_model(model, None), [], None
     announce(f"{max_new_tokens} new tokens with {', then '.join(DEMO_CACHES)}; each twice, for its speed")
     for method in methods_of(DEMO_CACHES):

@@ -50,8 +50,8 @@ def _print(machine: Machine, found: list[Finding], rows: list[dict[str, Any]], s
 
 
 def doctor(
-    full: Annotated[bool, typer.Option("--full", help="all shapes and methods; minutes")] = False,
-    reset: Annotated[bool, typer.Option("--reset", help="forget kept verdicts first and check anew")] = False,
+    full: Annotated[bool, typer.Option("--full", help="check all shapes and methods, which takes minutes")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="forget the results of earlier checks first")] = False,
     as_json: Json = False,
 ) -> None:
     """Check this installation and every kernel that concerns this chip; on a CPU, the plain paths against float64.

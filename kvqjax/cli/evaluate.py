@@ -7,43 +7,53 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvqjax.cli.common import MOST_ROWS, Batch, number
+from kvqjax._errors import UserError
+from kvqjax.cli.common import MOST_ROWS, Batch, DataName, Field, Folder, Split, number, token_number
 from kvqjax.cli.report import Job, add_command
-from kvqjax.eval.corpora import read_text
+from kvqjax.data import read, token_ids
 from kvqjax.eval.stamp import CONTEXT
 from kvqjax.model.loading import Model
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Evaluate caches with the tokens really passing through them.", no_args_is_help=True, add_completion=False
+    help="Measure the quality of caches: every token passes through them.", no_args_is_help=True, add_completion=False
 )
 
-Data = Annotated[str, typer.Option("--data", help="a UTF-8 file, wikitext2, c4, gsm8k, or 'synthetic' (our own text)")]
-Folder = Annotated[Path | None, typer.Option("--folder", help="holds the data sets; default: the hub, by `datasets`")]
-Context = Annotated[int, number("--context", least=32, help="tokens of a row for which bits and bytes are counted")]
+Context = Annotated[
+    int, token_number("--context", least=32, help="tokens of a row for which bits and bytes are counted, also as 32k")
+]
 Chunk = Annotated[int, number("--chunk", help="tokens that enter the cache at a time")]
 PromptChunk = Annotated[
-    int | None, number("--chunk", help="prompts pass through the cache N tokens at a time; default: exact prefill")
+    int | None, number("--chunk", help="prompts pass through the cache, N tokens at a time; default: exact prefill")
 ]
 
+
+ROWS = 8  # of a harness's batch, where nothing is said
 
 _command = functools.partial(add_command, app)
 
 
-def _encoded(model: Model, data: str, tokens: int, seed: int, folder: Path | None) -> tuple[np.ndarray, dict[str, Any]]:
-    text, about = read_text(data, tokens, seed, folder)
-    return np.asarray(model.encode(text), np.int32), {"data": about}
+def _encoded(model: Model, data: str, tokens: int, **how: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """Token ids of data, and what the report says of it. `how`: the other arguments of `kvqjax.data.read`."""
+    found = read(data, model=model, tokens=tokens, **how)
+    ids = token_ids(model, found)
+    return ids, {"data": found.about | {"tokens": len(ids)}}
 
 
 @_command("demo")
 def ppl(
     loaded: Model,
     seed: int,
-    data: Data = "synthetic",
+    data: DataName = "synthetic",
+    field: Field = None,
+    split: Split = None,
     folder: Folder = None,
     mode: Annotated[
-        list[str], typer.Option(help="loop: all through the cache; prefill: first half exact; repeatable")
+        list[str],
+        typer.Option(
+            help="loop: every token passes through the cache; prefill: the first half of a window is exact; repeatable"
+        ),
     ] = ["loop"],  # noqa: B006
     windows: Annotated[str, typer.Option(help="gptq, aqua or llama-perplexity")] = "gptq",
     chunk: Annotated[list[int], number(help="tokens that enter the cache at a time; repeatable")] = [],  # noqa: B006
@@ -52,7 +62,7 @@ def ppl(
     batch: Batch = 4,
     context: Context = CONTEXT,
 ) -> Job:
-    """Perplexity, KL divergence to the exact cache, and top-1 agreement."""
+    """Measure perplexity, KL divergence from the exact cache, and how often both put the same token first."""
     from kvqjax.eval.measure_perplexity import check_mode, perplexity
     from kvqjax.eval.windows import style
     from kvqjax.eval.windows import windows as cut
@@ -60,7 +70,7 @@ def ppl(
     length = style(windows).length if window is None else window
     for kind in mode:
         check_mode(kind, 1, length)
-    ids, about = _encoded(loaded, data, tokens, seed, folder)
+    ids, about = _encoded(loaded, data, tokens, field=field, split=split, folder=folder, seed=seed)
     cut(ids, length, tokens)  # says now if the text is too short
     fixed = {"cut": windows, "window": window, "tokens": tokens, "batch": batch, "context": context}
 
@@ -79,19 +89,23 @@ def retrieval(
     loaded: Model,
     seed: int,
     task: Annotated[str, typer.Option(help="kv (stored pairs), passkey, multikey, variables or needle")] = "kv",
-    length: Annotated[list[int], number(least=32, help="prompt tokens; repeatable")] = [256, 512],  # noqa: B006
+    length: Annotated[list[int], token_number(least=32, help="prompt tokens, also as 4k; repeatable")] = [256, 512],  # noqa: B006
     samples: Annotated[int, number(most=MOST_ROWS, help="prompts of each length")] = 16,
-    depths: Annotated[int, number(help="spans of depth that are reported apart")] = 4,
+    depths: Annotated[int, number(help="how many spans of depth are reported")] = 4,
     chunk: PromptChunk = None,
-    data: Annotated[str | None, typer.Option("--data", help="a UTF-8 file whose sentences hide the needle")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="data whose sentences hide the needle")] = None,
+    field: Field = None,
+    split: Split = None,
+    folder: Folder = None,
 ) -> Job:
-    """Share of stored values, pass keys and needles that are answered right, by length and depth."""
+    """Measure which share of hidden values, pass keys or needles is found again, by prompt length and depth."""
     from kvqjax.eval.measure_retrieval import generator
     from kvqjax.eval.measure_retrieval import retrieval as run
-    from kvqjax.eval.synthetic import sentences_of
 
-    text, about = (None, {"name": "synthetic"}) if data is None else read_text(data, 0, seed)
-    hay = None if text is None else sentences_of(text)
+    hay, about = None, {"name": "synthetic"}
+    if data is not None:
+        hay = read(data, field=field, split=split, folder=folder, model=loaded, seed=seed)
+        about = hay.about
     generator(task, hay)  # says now if there is none
     fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths, "hay": hay}
 
@@ -106,18 +120,20 @@ def retrieval(
 def drift(
     loaded: Model,
     seed: int,
-    data: Data = "synthetic",
+    data: DataName = "synthetic",
+    field: Field = None,
+    split: Split = None,
     folder: Folder = None,
     chunk: Chunk = 1,
     window: Annotated[int, number(least=2, help="decode steps")] = 512,
     tokens: Annotated[int, number(help="about how many tokens in all")] = 2048,
-    bins: Annotated[int, number(help="spans of steps that are reported apart")] = 8,
+    bins: Annotated[int, number(help="how many spans of steps are reported")] = 8,
 ) -> Job:
-    """KL divergence against the number of decoding steps."""
+    """Measure how the KL divergence from the exact cache grows with the number of decoding steps."""
     from kvqjax.eval.measure_drift import drift as run
     from kvqjax.eval.windows import windows
 
-    ids, about = _encoded(loaded, data, tokens, seed, folder)
+    ids, about = _encoded(loaded, data, tokens, field=field, split=split, folder=folder, seed=seed)
     windows(ids, window, tokens)  # says now if the text is too short
     fixed = {"chunk": chunk, "window": window, "tokens": tokens, "bins": bins}
 
@@ -127,37 +143,84 @@ def drift(
     return Job(window, evaluate, about, min(tokens, len(ids)))
 
 
+def _rows_at_once(text: str) -> int:
+    """The harness's batch size: a number, or "auto", which it lets a model choose."""
+    if text.partition(":")[0] == "auto":
+        return ROWS
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_ROWS:
+        raise UserError(f"--batch {text!r}; wanted a whole number from 1 to {MOST_ROWS}, or auto")
+    return int(text)
+
+
 @_command("demo")
 def harness(
     loaded: Model,
     seed: int,
-    task: Annotated[list[str], typer.Option(help="a task or group of lm-evaluation-harness; repeatable")],
-    include: Annotated[Path | None, typer.Option(help="a folder with YAML files of more tasks")] = None,
-    shots: Annotated[
-        int | None, number(least=0, most=1000, help="worked examples; default: the task's own number")
+    task: Annotated[
+        list[str],
+        typer.Option("--tasks", "--task", "-t", help="tasks or groups of lm-evaluation-harness: a,b; repeatable"),
+    ],
+    include: Annotated[
+        Path | None,
+        typer.Option("--include", "--include-path", "--include_path", help="a folder with YAML files of more tasks"),
     ] = None,
-    samples: Annotated[int | None, number(help="of every task; default: all")] = None,
-    limit: Annotated[int | None, number(least=2, help="longest text in tokens; default: the model's positions")] = None,
+    shots: Annotated[
+        int | None,
+        number(
+            "--shots",
+            "--num-fewshot",
+            "--num_fewshot",
+            "-f",
+            least=0,
+            most=1000,
+            help="worked examples; default: the task's own number",
+        ),
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option("--limit", "-L", help="samples of every task, or below 1 a share of them; default: all"),
+    ] = None,
+    samples: Annotated[
+        str | None, typer.Option("--samples", "-E", help='JSON, which samples: {"gsm8k": [0, 1, 2]}')
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        number("--max-length", "--max_length", least=2, help="longest text in tokens; default: the model's positions"),
+    ] = None,
     cut: Annotated[str, typer.Option(help="where a longer text is cut: left or middle")] = "left",
     chunk: Annotated[
         int | None, number(help="tokens that enter the cache at a time; default: prompts exactly, scored texts by 32")
     ] = None,
-    batch: Batch = 8,
-    chat: Annotated[bool, typer.Option("--chat", help="put prompts through the chat template")] = False,
-    metadata: Annotated[str, typer.Option(help="JSON for tasks that make their data, as lm-eval's own option")] = "{}",
+    batch: Annotated[
+        str, typer.Option("--batch", "--batch-size", "--batch_size", "-b", help="rows at a time, or auto")
+    ] = str(ROWS),
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", "--apply-chat-template", "--apply_chat_template", help="put prompts through the chat template"
+        ),
+    ] = False,
+    metadata: Annotated[
+        list[str], typer.Option(help="JSON or key=value for tasks that make their data; repeatable")
+    ] = [],  # noqa: B006
 ) -> Job:
-    """Tasks of lm-evaluation-harness, scored with the tokens passing through the cache."""
-    from kvqjax.eval.harness import CacheLM, run_harness
+    """Run tasks of lm-evaluation-harness with all tokens passing through the cache. Options that lm-eval has too mean
+    what they mean there."""
+    from kvqjax.eval.harness import CacheLM, cut_warning, read_metadata, read_samples, run_harness
     from kvqjax.eval.stamp import bytes_of
 
-    length = limit or loaded.config.max_position
-    options = {"shots": shots, "limit": samples, "seed": seed, "include": include, "chat": chat, "metadata": metadata}
+    length, rows_at_once = max_length or loaded.config.max_position, _rows_at_once(batch)
+    tasks = [name.strip() for names in task for name in names.split(",") if name.strip()]
+    options: dict[str, Any] = {"shots": shots, "limit": limit, "samples": read_samples(samples), "seed": seed}
+    options |= {"include": include, "chat": chat, "metadata": read_metadata(metadata)}
 
     def evaluate(model, method, bar, kernels):
         update, sizes = bar(str(method)), bytes_of(model, method, length)
-        given = {"chunk": chunk, "batch": batch, "max_length": length, "cut": cut, "kernels": kernels}
-        rows = run_harness(CacheLM(model, method, **given), task, **options)
+        given = {"chunk": chunk, "batch": rows_at_once, "max_length": length, "cut": cut, "kernels": kernels}
+        rows = run_harness(CacheLM(model, method, **given), tasks, **options)
         update(1.0)
         return [row | sizes for row in rows]
 
-    return Job(length, evaluate, {"data": {"name": "lm-evaluation-harness"}, "tasks": task}, 0)
+    about = {"data": {"name": "lm-evaluation-harness"}, "tasks": tasks, "limit": limit, "samples": options["samples"]}
+    about = {name: value for name, value in about.items() if value is not None}
+    return Job(length, evaluate, about, 0, warn=lambda rows: cut_warning(rows, length))

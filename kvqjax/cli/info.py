@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from kvqjax._errors import UserError
+from kvqjax._files import read_object
 from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.cli.common import Json, ModelName
 from kvqjax.cli.tables import show
@@ -20,8 +21,11 @@ __all__ = ["inspect", "methods"]
 
 
 def methods(model: ModelName = "demo", as_json: Json = False) -> None:
-    """List the methods: bits per key or value number of a model with every option at its default, what must be given
-    to calibrate them, options and defaults."""
+    """List the methods: bits per key or value number with all options at their defaults, what they must be calibrated
+    with (text, weights or nothing), and their options.
+
+    The bits are more than `bits`, since scales and minima are stored beside the codes: with groups of 32 numbers KIVI
+    stores 1 bit more per number, with group=128 a quarter of a bit."""
     from kvqjax.calibrate import needed
 
     config = config_of(model)
@@ -42,10 +46,10 @@ def methods(model: ModelName = "demo", as_json: Json = False) -> None:
 
 def inspect(folder: Path, as_json: Json = False) -> None:
     """Show what a calibration artifact or a saved cache holds."""
-    try:
-        kind = json.loads((folder / "description.json").read_text(encoding="utf-8")).get("kind", "")
-    except (OSError, ValueError, AttributeError):
-        raise UserError(f"{folder}: no readable description.json; not a kvqjax folder") from None
+    file = folder / "description.json"
+    if not file.exists():
+        raise UserError(f"{folder}: no readable description.json; not a kvqjax folder")
+    kind = read_object(file).get("kind", "")
     about = read_description(folder, kind)
     arrays = read_arrays(folder)
     rows = [{"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": a.nbytes} for n, a in arrays.items()]

@@ -29,8 +29,11 @@ def duration(seconds: float) -> str:
 
 
 def at_least(work: float) -> str:
-    """How long `work` floating point operations take at least: at the rate at which this device multiplies matrices."""
-    return f"at least about {duration(work / product_rate())} on this device, a better figure follows the first steps"
+    """How long `work` floating point operations take at least, at the rate at which this device multiplies matrices."""
+    seconds = work / product_rate()
+    if seconds < 1:
+        return "the arithmetic alone takes less than a second on this device"
+    return f"the arithmetic alone takes {duration(seconds)} on this device; a better estimate follows the first steps"
 
 
 def reporter(label: str, say: Callable[[str], None] = announce) -> Callable[[float], None]:

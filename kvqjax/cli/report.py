@@ -29,7 +29,7 @@ from kvqjax.cli.common import (
 from kvqjax.cli.progress import announce, at_least, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.eval.plots import check_picture, draw, title_of
-from kvqjax.eval.stamp import ledger_of, stamp
+from kvqjax.eval.stamp import ledger_of, stamp, stamp_line
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -47,14 +47,15 @@ def _given(model: Model, methods: list[Method], folders: list[Path], bar: Bar) -
 class Job(NamedTuple):
     """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar,
     kernels)` gives the cache's rows and passes about `tokens` tokens through it (0: not known), `about` is added to the
-    report's stamp, and `ready(model, methods, artifacts, bar)` pairs every method with a model that holds its
-    constants."""
+    report's stamp, `ready(model, methods, artifacts, bar)` pairs every method with a model that holds its constants,
+    and `warn(rows)` is what the report says before anything else ("": nothing)."""
 
     capacity: int
     evaluate: Callable[[Model, Method, Bar, str], Iterable[dict[str, Any]]]
     about: dict[str, Any]
     tokens: int
     ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _given
+    warn: Callable[[list[dict[str, Any]]], str] = lambda rows: ""
 
 
 def _options(
@@ -127,7 +128,10 @@ def _evaluate(
                 rows += job.evaluate(ready, method, bar, kernels)
                 roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
         about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
-        show(rows, as_json, f"{name}, {model}", about)
+        if warning := job.warn(rows):
+            about = {"warning": warning} | about
+            typer.echo(f"warning: {warning}", err=as_json)  # standard output of --json is JSON alone
+        show(rows, as_json, f"{name}, {model}", about, stamp_line(about))
         if file is not None:
             _write(file, {"about": about, "rows": rows})
         if plot is not None:

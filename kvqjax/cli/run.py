@@ -26,9 +26,10 @@ from kvqjax.cli.common import (
     number,
     open_model,
     require_room,
+    token_number,
 )
 from kvqjax.cli.progress import announce, at_least, reporter
-from kvqjax.eval.sources import open_text
+from kvqjax.cli.prompts import read_prompts
 from kvqjax.generation.decoding import Generated, stream
 from kvqjax.generation.decoding import generate as generate_text
 from kvqjax.generation.prompt_chunks import AUTO
@@ -45,26 +46,7 @@ LONG = 2e12  # operations: seconds on a few cores, and measuring the rate takes 
 New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at most")]
 
 
-def _prompts(prompts: list[str], file: Path | None) -> list[str]:
-    """All prompts: a file has one a line, and a .jsonl file one JSON string, or object with a "prompt", a line."""
-    if file is None:
-        return prompts
-    lines = [line for line in open_text(file).split("\n") if line.strip()]
-    return [*prompts, *(_from_json(file, line) if file.suffix == ".jsonl" else line for line in lines)]
-
-
-def _from_json(file: Path, line: str) -> str:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{file}: {line[:40]!r} is not JSON") from error
-    value = value.get("prompt") if isinstance(value, dict) else value
-    if not isinstance(value, str):
-        raise UserError(f'{file}: {line[:40]!r} is neither a JSON string nor an object with a "prompt"')
-    return value
-
-
-def _print_stream(model: Model, prompts: list[str], method: Method, options: dict) -> None:
+def _print_stream(model: Model, prompts: list[Any], method: Method, options: dict) -> None:
     """Print the only row token by token. Held back is what a later token may change: U+FFFD, which stands for a
     character not yet whole, and the beginning of a stop string."""
     shown, last = "", Generated([""], [[]])
@@ -82,16 +64,16 @@ def _overlap(text: str, stop: str) -> int:
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
-def _print_result(prompts: list[str], result: Generated, method: Method, as_json: bool) -> None:
+def _print_result(prompts: list[Any], result: Generated, method: Method, as_json: bool, chat: bool) -> None:
     if as_json:
         rows = [{"prompt": p, "text": t, "tokens": len(k)} for p, t, k in zip(prompts, *result, strict=True)]
         typer.echo(json.dumps([row | {"cache": str(method)} for row in rows], indent=1))
         return
     for text, given in zip(result.text, prompts, strict=True):
-        typer.echo(given + text)
+        typer.echo(text if chat else given + text)
 
 
-def _announce_long(model: Model, prompts: list[str], chat: bool) -> None:
+def _announce_long(model: Model, prompts: list[Any], chat: bool) -> None:
     """Say how long prompts take at least, where that may be seconds."""
     counts = [len(ids) for ids in encode_prompts(model, prompts, chat)]
     work = sum(prompt_operations(model.config, 0, count) for count in counts)
@@ -107,20 +89,38 @@ def _keep_stdout_ours() -> None:
 
 
 def generate(
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="text to continue; repeatable")] = [],  # noqa: B006
-    prompt_file: Annotated[Path | None, typer.Option(help="a UTF-8 file with one prompt a line, or .jsonl")] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]", help="text to continue")] = None,
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="the same as an option; repeatable")] = [],  # noqa: B006
+    file: Annotated[
+        list[Path],
+        typer.Option("--file", "-f", help="a file whose text is one prompt; - is standard input; repeatable"),
+    ] = [],  # noqa: B006
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", help="a file with a prompt a line; .jsonl: strings, prompt or messages")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", hidden=True)] = None,
     model: ModelName = "demo",
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
     artifact: Artifacts = [],  # noqa: B006
     max_new_tokens: New = 64,
-    capacity: Annotated[int | None, number(help="most tokens a row may hold; default: what is needed")] = None,
+    capacity: Annotated[
+        int | None, token_number(help="most tokens a row may hold, also as 32k; default: what is needed")
+    ] = None,
     chunk: Annotated[int | None, number(help="feed the prompt through the cache N tokens at a time")] = None,
-    in_chunks: Annotated[bool, typer.Option("--in-chunks", help="the same, N by chip and memory")] = False,
+    in_chunks: Annotated[
+        bool, typer.Option("--in-chunks", help="like --chunk, with N chosen for the chip and its memory")
+    ] = False,
     temperature: Annotated[float, number(least=0, most=10_000, help="0: always the likeliest token")] = 0.0,
     top_k: Annotated[int, number(least=0, help="draw from the K likeliest; 0: from all")] = 0,
-    top_p: Annotated[float, number(least=0, most=1, help="draw from the likeliest that make up this share")] = 1.0,
-    min_p: Annotated[float, number(least=0, most=1, help="leave out what is less likely than this x the best")] = 0.0,
-    repetition_penalty: Annotated[float, number(least=0, most=10_000, help="above 1: against repetition")] = 1.0,
+    top_p: Annotated[
+        float, number(least=0, most=1, help="draw from the likeliest tokens that together have this probability")
+    ] = 1.0,
+    min_p: Annotated[
+        float, number(least=0, most=1, help="leave out tokens less likely than this share of the likeliest")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, number(least=0, most=10_000, help="above 1: tokens that occurred already become less likely")
+    ] = 1.0,
     seed: Seed = 0,
     stop: Annotated[list[str], typer.Option(help="end at this text; repeatable")] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
@@ -137,9 +137,11 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts through a compressed cache, on one device or on a mesh of them."""
-    method, prompts = methods_of([cache])[0], _prompts(prompt, prompt_file)
-    if not prompts:
-        raise UserError("give a --prompt or a --prompt-file")
+    method = methods_of([cache])[0]
+    if prompt_file is not None:
+        announce("warning: --prompt-file is now --prompts (a prompt a line); -f reads a file as one prompt")
+        prompts_file = prompts_file or prompt_file
+    prompts, chat = read_prompts(words or [], prompt, file, prompts_file, chat)
     if "" in stop:
         raise UserError("--stop '' would end every text before its first token")
     if in_chunks and chunk is not None:
@@ -169,4 +171,4 @@ def generate(
         return
     result = generate_text(loaded, prompts, method, **options)
     if speaks():
-        _print_result(prompts, result, method, as_json)
+        _print_result(prompts, result, method, as_json, chat)

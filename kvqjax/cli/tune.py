@@ -7,11 +7,24 @@ from typing import Annotated
 import typer
 
 from kvqjax._errors import UserError
-from kvqjax.cli.common import Batch, Dtype, Json, Mesh, ModelName, Seed, Weights, number
-from kvqjax.cli.evaluate import Chunk, Context, Data, Folder
+from kvqjax.cli.common import (
+    Batch,
+    DataName,
+    Dtype,
+    Field,
+    Folder,
+    Json,
+    Mesh,
+    ModelName,
+    Seed,
+    Split,
+    Weights,
+    number,
+)
+from kvqjax.cli.evaluate import Chunk, Context
 from kvqjax.cli.progress import announce, duration, progress_bar
 from kvqjax.cli.tables import show
-from kvqjax.hardware.planner import DEVICES
+from kvqjax.hardware.devices import DEVICES
 from kvqjax.model.catalogue import config_of
 
 __all__ = ["tune"]
@@ -23,27 +36,37 @@ def tune(
         Path | None, typer.Option("--out", help="the folder of policy, artifact, report and records")
     ] = None,
     model: ModelName = "demo",
-    data: Data = "synthetic",
+    data: DataName = "synthetic",
+    field: Field = None,
+    split: Split = None,
     folder: Folder = None,
     methods: Annotated[
         str, typer.Option(help="data-free, all, or a list: kivi,higgs:window=32; without bits, at all widths")
     ] = "data-free",
     context: Context = 32768,
-    device: Annotated[str | None, typer.Option(help=f"decode fast enough on one of {', '.join(DEVICES)}")] = None,
-    slowdown: Annotated[float, typer.Option(min=0.01, max=1e6, help="most of bf16's step, with --device")] = 1.0,
+    device: Annotated[
+        str | None, typer.Option(help=f"leave out methods that are slow on this device: {', '.join(DEVICES)}")
+    ] = None,
+    slowdown: Annotated[
+        float, typer.Option(min=0.01, max=1e6, help="with --device: longest step, in steps of the exact cache")
+    ] = 1.0,
     window: Annotated[int, number(least=32, help="tokens that are scored together")] = 512,
     chunk: Chunk = 32,
     batch: Batch = 8,
-    estimate: Annotated[bool, typer.Option("--estimate", help="only say what it would take on --device")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="only say how long the search would take on --device")
+    ] = False,
     mesh: Mesh = "",
     seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
     as_json: Json = False,
 ) -> None:
-    """Find the cache of least KL divergence within a budget: which method and how many bits each layer's keys and
-    values take. The first half of the text is searched, the second decides the report. If this is stopped, the same
-    command goes on."""
+    """Find the cache of least KL divergence within a budget: a method and a number of bits for each layer's keys and
+    values.
+
+    The search uses the first half of the text; the report is made on the second half. If the command is stopped, the
+    same command continues."""
     from kvqjax.eval.tune import Settings
     from kvqjax.eval.tune.estimate import estimated
 
@@ -59,28 +82,27 @@ def tune(
         return
     if out is None:
         raise UserError("--out is missing: the folder of policy, artifact and report")
-    _tuned(model, data, folder, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json)
+    about = {"field": field, "split": split, "folder": folder}
+    _tuned(model, data, about, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json)
 
 
-def _tuned(
-    model, data, folder, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json
-) -> None:
+def _tuned(model, data, how, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json) -> None:
     import time
 
-    from kvqjax.eval.corpora import read_text
+    from kvqjax.data import read
     from kvqjax.eval.plots import check_picture
     from kvqjax.eval.tune import tune as run
     from kvqjax.eval.tune.report import commands, write_report
 
     loaded, begun = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
-    text, about = read_text(data, 1 << 16, settings.seed, folder)
+    texts = read(data, model=loaded, tokens=1 << 16, seed=settings.seed, **how)
     out.parent.mkdir(parents=True, exist_ok=True)
     check_picture(out.parent / "front.png")
     with progress_bar() as bar:
         announce(f"tuning {model} to {budget} with {methods}; if this is stopped, the same command goes on")
         options = {"methods": methods, "device": device, "slowdown": slowdown, "settings": settings}
-        found = run(loaded, text, budget=budget, out=out, bar=bar, **options)
-    found = found._replace(about=found.about | {"model": model, "data": about})
+        found = run(loaded, texts, budget=budget, out=out, bar=bar, **options)
+    found = found._replace(about=found.about | {"model": model, "data": texts.about})
     write_report(*found, out)
     lines = commands(found.method, found.artifact, out, model)
     if as_json:

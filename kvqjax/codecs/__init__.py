@@ -6,3 +6,7 @@ from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.uniform import Uniform
 
 __all__ = ["CENTRES", "Centred", "Codec", "CodecSpec", "Exact", "Fit", "Uniform", "bits_per_value", "centred"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -73,10 +73,11 @@ def layout_for(config: ModelConfig, method: Method, context: int, chip: str) -> 
     )
 
 
-def abstract_model(config: ModelConfig, layout: CacheLayout) -> Model:
-    """A model of shapes in the layout's dtype and form, its calibrated constants as a calibrated model has them."""
+def abstract_model(config: ModelConfig, layout: CacheLayout, weights: str | None = None) -> Model:
+    """A model of shapes in the layout's dtype and form, its calibrated constants as a calibrated model has them, the
+    layers' matrices as `weights` codes ("int8", "int4") if so wanted."""
     constants = tuple(run.wiring.constants(run.count, layout.dtype) for run in runs_of(layout))
-    params = parameter_shapes(config, layout.dtype)
+    params = parameter_shapes(config, layout.dtype, weights)
     if layout.layers == "unroll":
         params = jax.eval_shape(unrolled, params)
     return Model(params, constants, config=config)
@@ -88,10 +89,12 @@ def _placed(tree, mesh, specs):
     return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(place, spec), part), specs, tree)
 
 
-def _model_and_cache(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str):
+def _model_and_cache(
+    config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str, weights: str | None = None
+):
     """A model and a cache as shapes on the mesh of `rules`."""
     layout = rules.cache_layout(layout_for(config, method, context, chip), batch)
-    model = abstract_model(config, layout)
+    model = abstract_model(config, layout, weights)
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))
     params = _placed(model.params, rules.mesh, rules.parameters(model.params))
     constants = _placed(model.constants, rules.mesh, PartitionSpec())
@@ -101,9 +104,17 @@ def _model_and_cache(config: ModelConfig, method: Method, context: int, batch: i
     return model, _placed(cache, rules.mesh, rules.cache(cache))
 
 
-def decode_arguments(config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str = "cpu"):
+def decode_arguments(
+    config: ModelConfig,
+    method: Method,
+    context: int,
+    batch: int,
+    rules: Rules,
+    chip: str = "cpu",
+    weights: str | None = None,
+):
     """What `decode_steps` takes, as shapes on the mesh of `rules`."""
-    model, cache = _model_and_cache(config, method, context, batch, rules, chip)
+    model, cache = _model_and_cache(config, method, context, batch, rules, chip, weights)
 
     def rest(cache):
         tokens, made = jnp.zeros((batch, NEW_TOKENS), jnp.int32), jnp.zeros((batch,), jnp.int32)
@@ -144,20 +155,27 @@ def lower_decode(
     chip: str,
     mesh: MeshSize = ALONE,
     held: Sequence[int] = (),
+    weights: str | None = None,
 ) -> Lowered:
-    """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices, weights in bfloat16. Rows hold at
-    most `held` tokens each, if not the whole context."""
+    """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices. Weights are in 16 bits, or the
+    layers' matrices `weights` codes. Rows hold at most `held` tokens each, if not the whole context."""
     rules = rules_for(config, method, mesh, chip_devices(chip, mesh.devices))
-    arguments = decode_arguments(config, method, context, batch, rules, chip)
+    arguments = decode_arguments(config, method, context, batch, rules, chip, weights)
     reach = reach_for(layout_for(config, method, context, chip), held) if held else None
     return decode_steps.lower(*arguments, reach)
 
 
 def compile_decode(
-    config: ModelConfig, method: Method, context: int, batch: int, chip: str, mesh: MeshSize = ALONE
+    config: ModelConfig,
+    method: Method,
+    context: int,
+    batch: int,
+    chip: str,
+    mesh: MeshSize = ALONE,
+    weights: str | None = None,
 ) -> Compiled:
     """Compile what `lower_decode` gives and ask the compiler for its bytes. Seconds are those of XLA alone."""
-    lowered = lower_decode(config, method, context, batch, chip, mesh)
+    lowered = lower_decode(config, method, context, batch, chip, mesh, weights=weights)
     begun = time.perf_counter()
     memory = lowered.compile().memory_analysis()
     seconds = time.perf_counter() - begun

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.experimental import topologies
 
 from kvqjax._errors import UserError
-from kvqjax.hardware.planner import DEVICES, GIB
+from kvqjax.hardware.devices import DEVICES, GIB
 
 __all__ = ["chip_devices", "slice_of", "target_name"]
 
@@ -40,6 +40,7 @@ GPUS = {
     "h100": _HOPPER,
     "h200": _HOPPER,
     "b200": Gpu((10, 0), 148, 128, 2048, 233472, 232448, 132120576, 1.97, "sm100"),
+    "rtx3090": Gpu((8, 6), 82, 128, 1536, 102400, 101376, 6291456, 1.695, "sm86"),
     "rtx4090": Gpu((8, 9), 128, 128, 1536, 102400, 101376, 75497472, 2.52, "sm89"),
 }
 
@@ -79,7 +80,7 @@ def _gpu_text(name: str) -> str:
         "memory_bandwidth": device.bandwidth * 10**9,
         "l2_cache_size": gpu.cache,
         "clock_rate_ghz": gpu.clock,
-        "device_memory_size": device.memory * GIB,
+        "device_memory_size": int(device.memory * GIB),
         "shared_memory_per_block_optin": gpu.most_shared,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,

@@ -6,27 +6,35 @@ at a time; `kvqjax.hardware.aot` compiles the step and measures it.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kvqjax._errors import UserError
 from kvqjax.cache.accounting import Ledger, ledger
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.decoded import read_at_a_time
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache
+from kvqjax.hardware.devices import DEVICES, GIB, Device
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.experts import BY_EXPERT, Rows
+from kvqjax.model.loading import CODED_WEIGHTS
+from kvqjax.model.weight_codes import CodedWeight, code_weight
+from kvqjax.model.weight_names import MATRICES
 from kvqjax.model.weight_trees import init_params
 from kvqjax.ops.allocation import array_bytes
 from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for
 
 __all__ = [
     "DEVICES",
+    "GIB",
     "Device",
     "Plan",
     "headroom",
@@ -36,62 +44,76 @@ __all__ = [
     "step_bounds",
 ]
 
-GIB = 2**30
-TIGHT = 0.05  # share of a device that the driver, the compiler and gaps between arrays may well take
+TIGHT = 0.05  # share of a program's memory that the compiler and gaps between arrays may well take
 ALONE = MeshSize()
-
-
-class Device(NamedTuple):
-    """One chip as its vendor states it: memory in GiB, its bandwidth in GB/s, dense 16-bit matrix TFLOP/s, and, where
-    it can be compiled for ahead of time, the compiler's name for it and the axes of its torus. A tpu7x chip is two
-    devices to JAX; these are the figures of one. A T4 has no bfloat16; its peak and its bytes are those of float16."""
-
-    memory: int
-    bandwidth: int
-    tflops: int
-    torus: tuple[str, int] = ("", 0)
-
-
-# TPUs: Google's pages on their architecture (cloud.google.com/tpu/docs/v4 and its neighbours). GPUs: NVIDIA's data
-# sheets, without sparsity, of which they print the double; the A10G is AWS's A10, the B200 that of HGX B200.
-DEVICES = {
-    "v4": Device(32, 1200, 275, ("v4", 3)),
-    "v5e": Device(16, 820, 197, ("v5e", 2)),
-    "v5p": Device(95, 2765, 459, ("v5p", 3)),
-    "v6e": Device(32, 1640, 918, ("v6e", 2)),
-    "tpu7x": Device(96, 3685, 1153, ("tpu7x", 3)),
-    "t4": Device(16, 320, 65),
-    "l4": Device(24, 300, 121),
-    "a10g": Device(24, 600, 70),
-    "l40s": Device(48, 864, 362),
-    "a100-40": Device(40, 1555, 312),
-    "a100-80": Device(80, 2039, 312),
-    "h100": Device(80, 3350, 989),
-    "h200": Device(141, 4800, 989),
-    "b200": Device(180, 8000, 2250),
-    "rtx4090": Device(24, 1008, 165),
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Bytes on one device: weights, calibrated constants, its part of the cache, and the workspace of a decode step.
-    `book` is the whole cache by class."""
+    `book` is the whole cache by class, of all devices. Of the weights, one token at least reads `read` bytes and is
+    multiplied by `multiplied` numbers: a looked-up embedding and the experts that the token passes by count in neither.
+    """
 
     weights: int
     constants: int
     cache: int
     workspace: int
     book: Ledger
+    read: int
+    multiplied: int
 
     @property
     def total(self) -> int:
         return self.weights + self.constants + self.cache + self.workspace
 
 
-def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16") -> dict:
-    """The params pytree as shapes."""
-    return jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
+def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16", weights: str | None = None) -> dict:
+    """The params pytree as shapes, the layers' matrices as codes where `weights` is "int8" or "int4"."""
+    params = jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
+    if weights is None:
+        return params
+    if weights not in CODED_WEIGHTS:
+        raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
+    code = functools.partial(jax.eval_shape, functools.partial(code_weight, bits=CODED_WEIGHTS[weights]))
+
+    def coded(name: str, x):
+        if f"layers/{name}" not in MATRICES or name.endswith("router"):
+            return x
+        return x.replace(stack=code(x.stack)) if isinstance(x, Rows) else code(x)
+
+    return params | {"layers": {name: coded(name, x) for name, x in params["layers"].items()}}
+
+
+def _share(rules: Rules, params: dict) -> dict:
+    """Shapes of what one device holds of the weights. Devices that share out a group of inputs each have its scale."""
+
+    def widened(spec, x):
+        if not isinstance(x, CodedWeight):
+            return x
+        axes = (*spec, None, None)[x.codes.ndim - 2]
+        parts = 1 if axes is None else rules.size((axes,) if isinstance(axes, str) else tuple(axes))
+        *lead, groups, outputs = x.scale.shape
+        shape = (*lead, math.lcm(groups, parts), outputs)
+        return x.replace(scale=jax.ShapeDtypeStruct(shape, x.scale.dtype))
+
+    is_coded = lambda x: isinstance(x, CodedWeight)  # noqa: E731
+    specs = rules.parameters(params)
+    every = lambda spec, part: jax.tree.map(functools.partial(widened, spec), part, is_leaf=is_coded)  # noqa: E731
+    return rules.shares(jax.tree.map(every, specs, params), specs)
+
+
+def _multiplied(config: ModelConfig, rules: Rules, params: dict, share: dict) -> tuple[int, int]:
+    """Bytes that a step reads of a device's `share` of the weights, and numbers by which a token is multiplied."""
+    size = rules.size(rules.vocabulary)
+    idle = config.idle_numbers // rules.size(rules.width)
+    numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(rules.shares(params, rules.parameters(params))))
+    table = 0 if config.tied_embeddings else math.prod(params["embed"].shape) // size
+    bytes_of_table = table * params["embed"].dtype.itemsize
+    by_expert = {name: share["layers"][name] for name in BY_EXPERT if name in share["layers"]}
+    all_experts = sum(math.prod(params["layers"][name].stack.shape) for name in by_expert) // rules.size(rules.width)
+    bytes_of_idle = round(_bytes(by_expert) * idle / all_experts) if all_experts else 0
+    return _bytes(share) - bytes_of_table - bytes_of_idle, numbers - table - idle
 
 
 def _bytes(tree) -> int:
@@ -137,30 +159,35 @@ def plan_memory(
     mesh: MeshSize = ALONE,
     dtype: str = "bfloat16",
     form: str = "planes",
+    weights: str | None = None,
 ) -> Plan:
     """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and exact tokens in
-    `dtype`, bodies in the device's `form` (`kvqjax.cache.state.stored_form`). Rows are rounded up to what the mesh can
-    share out."""
+    `dtype`, bodies in the device's `form` (`kvqjax.cache.state.stored_form`), the layers' matrices as `weights` "int8"
+    or "int4" codes if so wanted. Rows are rounded up to what the mesh can share out."""
     method = parse(method)
     rules = rules_for(config, method, mesh, devices=())
     rows = -(-batch // mesh.data)
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=context, dtype=dtype, form=form)
     layout = rules.cache_layout(layout, rows * mesh.data)
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
-    weights = parameter_shapes(config, dtype)
+    params = parameter_shapes(config, dtype)
+    share = _share(rules, parameter_shapes(config, dtype, weights))
+    read, multiplied = _multiplied(config, rules, params, share)
     return Plan(
-        weights=_bytes(rules.shares(weights, rules.parameters(weights))),
+        weights=_bytes(share),
         constants=_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
         cache=_bytes(rules.shares(cache, rules.cache(cache))),
         workspace=_workspace(rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)),
         book=ledger(cache),
+        read=read,
+        multiplied=multiplied,
     )
 
 
-def headroom(total: int, device: Device) -> str:
-    """Whether so many bytes fit a device: "yes", "tight" (less than TIGHT of it is left), "no"."""
-    spare = device.memory * GIB - total
-    return "no" if spare < 0 else "tight" if spare < TIGHT * device.memory * GIB else "yes"
+def headroom(total: int, room: float | int) -> str:
+    """Whether so many bytes fit `room` bytes: "yes", "tight" (less than TIGHT of it is left), "no"."""
+    spare = room - total
+    return "no" if spare < 0 else "tight" if spare < TIGHT * room else "yes"
 
 
 def largest(fits: Callable[[int], bool], step: int = 1, most: int = 2**24) -> int:
@@ -174,13 +201,7 @@ def largest(fits: Callable[[int], bool], step: int = 1, most: int = 2**24) -> in
 
 
 def step_bounds(
-    found: Plan,
-    config: ModelConfig,
-    context: int,
-    batch: int,
-    device: Device,
-    mesh: MeshSize = ALONE,
-    dtype: str = "bfloat16",
+    planned: Plan, config: ModelConfig, context: int, batch: int, device: Device, mesh: MeshSize = ALONE
 ) -> tuple[float, float]:
     """Lower bounds on one decode step at a full context: (seconds to read a device's weights, constants and cache once,
     seconds to compute its part at the dense 16-bit peak). An embedding table that is not the head is looked up, not
@@ -189,12 +210,8 @@ def step_bounds(
 
     Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over the context, and
     what the method spends to bring cached tokens back (arXiv 2508.10395, section 3.4, for XQuant)."""
-    split = 1 if config.vocab_size % mesh.model else mesh.model
-    lookup = 0 if config.tied_embeddings else config.vocab_size * config.width // split
-    lookup += config.idle_numbers // mesh.model
-    item, rows = jnp.dtype(dtype).itemsize, -(-batch // mesh.data)
-    read = found.weights - lookup * item + found.constants + found.cache
+    read = planned.read + planned.constants + planned.cache
     attention = 4 * config.num_layers * config.query_width * context
-    cached = (attention + found.book.flops * context) / (mesh.seq * mesh.model)
-    operations = rows * (2 * (found.weights // item - lookup) + cached)
+    cached = (attention + planned.book.flops * context) / (mesh.seq * mesh.model)
+    operations = -(-batch // mesh.data) * (2 * planned.multiplied + cached)
     return read / (device.bandwidth * 1e9), operations / (device.tflops * 1e12)

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import jax
 
-from kvqjax.hardware.planner import DEVICES, parameter_shapes
+from kvqjax.hardware.devices import DEVICES
+from kvqjax.hardware.planner import parameter_shapes
 from kvqjax.model.config import ModelConfig
 
 __all__ = ["REACHED", "Shares", "estimated_seconds", "prompt_operations", "prompt_parts"]

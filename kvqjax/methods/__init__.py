@@ -51,3 +51,7 @@ __all__ = [
     "xquant",
     "xquant_cl",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""What is said once about a method and a model that do badly together."""
+"""The warning, given once, about a method that loses precision on a model."""
 
 from kvqjax.codecs import Uniform
 from kvqjax.codecs.higgs import Higgs
@@ -23,6 +23,7 @@ def bias_advice(method: Method, config: KVShape) -> str:
     if not config.qkv_bias or not any(map(_shares_scales, method.layers(config))):
         return ""
     return (
-        f"{method}: this model's keys have a bias, and the channels of a key share a scale after RoPE, where the bias "
-        "cannot be taken off; say centre=mean and calibrate, or take a method that stores keys before RoPE"
+        f"{method} will lose precision on this model: its keys have a bias, so a few channels are large, and this "
+        "method gives them one scale with small channels; add centre=mean and calibrate, or choose a method that "
+        "stores keys before RoPE, such as higgs"
     )

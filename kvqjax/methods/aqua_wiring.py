@@ -53,8 +53,8 @@ def aqua(
     sinks: int = 4,
     centre: str = "auto",
 ) -> Method:
-    """AQUA-KV (arXiv 2501.19392, sections 3 and 4.1): what a small calibrated model cannot predict of keys and values
-    from those of the layer below, in codes of `backbone`.
+    """AQUA-KV (arXiv 2501.19392, sections 3 and 4.1): a small calibrated model predicts a layer's keys and values from
+    those of the layer below. The error of the prediction is stored, in codes of `backbone`.
 
     - `bits` per number (`key_bits` and `value_bits` override it) by `backbone` "higgs" (in `dim` dimensions), "token"
       or "channel" (uniform), a scale for `group` channels or tokens; `seed` as in `higgs`. The first layer has no

@@ -106,8 +106,8 @@ def commvq(
     sinks: int = 0,
     centre: str = "auto",
 ) -> Method:
-    """CommVQ (arXiv 2506.18879, sections 4.1 and 4.2): keys before RoPE in a codebook that commutes with it, values in
-    additive codes. Needs calibrated codebooks and value encoders.
+    """CommVQ (arXiv 2506.18879, sections 4.1 and 4.2): keys before RoPE are sums of vectors of a codebook, which RoPE
+    can rotate in place of keys; values are sums of learned vectors. Codebooks and the values' encoder are calibrated.
 
     - `bits` per channel, 1 to 4 (1 and 2 in the paper).
     - `rounds` of the key codebook (None: round(bits * g / log2(levels)), so 11 and 21 at head dimension 128, 5 and 11

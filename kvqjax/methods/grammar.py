@@ -8,11 +8,11 @@ An exception names layers ("0-1"), the keys or values of layers ("0-1.k", "-1.v"
 the text "k=higgs:bits=3;v=kivi:bits=2" is "kivi:bits=2;k=higgs:bits=3".
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from kvqjax import _files as files
 from kvqjax._errors import UserError
 
 __all__ = ["layer_numbers", "read_json", "read_selector", "read_text", "write_selector"]
@@ -55,14 +55,7 @@ def read_text(text: str) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the tree of a JSON file. Raises UserError with the place of a syntax error."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except (OSError, ValueError, RecursionError) as error:  # a path that is none, values nested without end
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    tree = files.read_json(path)
     if not isinstance(tree, dict):
         raise UserError(f'{path}: wanted an object such as {{"method": "kivi", "bits": 2}}')
     return tree

@@ -95,8 +95,9 @@ def higgs(
     rotate: str = "none",
     value_rotate: str = "same",
 ) -> Method:
-    """HIGGS (arXiv 2411.17525; without predictors the baseline of arXiv 2501.19392, Table 1): keys and values by a
-    Hadamard transform and a grid that is optimal for Gaussian vectors, one scale for `group` channels of a token.
+    """HIGGS (arXiv 2411.17525; a baseline of arXiv 2501.19392, Table 1): keys and values go through a Hadamard
+    transform and get the nearest points of a grid that is optimal for Gaussian vectors. `group` channels of a token
+    share a scale.
 
     - `bits` per number, in vectors of `dim` numbers: 2 to 4 in 1 or 2 dimensions, 2 or 3 in 4, 2 in 6. `key_bits` and
       `value_bits` override `bits`.

@@ -55,7 +55,8 @@ def kivi(
     rotate: str = "none",
     value_rotate: str = "same",
 ) -> Method:
-    """KIVI (arXiv 2402.02750, section 3.2): uniform codes with float minima, of keys per channel, of values per token.
+    """KIVI (arXiv 2402.02750, section 3.2): uniform codes. Each channel of keys has a scale and a minimum for every
+    `group` tokens, each token's values have them for every `group` channels: 32/group bits per number beside the codes.
 
     - `bits` of a code, 1 to 6 or 8; `key_bits` and `value_bits` override it.
     - `group`: 32, 64 or 128 tokens that share the scale and minimum of a key channel, and leave the window together.
@@ -87,8 +88,8 @@ def kivi(
 
 @method_factory
 def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int = 0, centre: str = "none") -> Method:
-    """KIVI* (arXiv 2508.10395, section 4), with which XQuant's paper compares: KIVI with keys before RoPE and groups of
-    128 tokens and channels.
+    """KIVI* (arXiv 2508.10395, section 4), the baseline of XQuant's paper: KIVI with keys before RoPE and groups of 128
+    tokens and channels.
 
     `bits` of a code, 1 to 6 or 8; the first `protected` layers have at least 4. `window` newest and `sinks` first
     tokens stay exact; `centre` as in `kivi`. With the defaults, Llama-3.1-8B stores 2.438 bits per channel. Raises
@@ -112,7 +113,8 @@ def uniform(
     rotate: str = "none",
     value_rotate: str = "same",
 ) -> Method:
-    """The naive baseline: keys (after RoPE) and values both per token, uniform codes of `group` channels.
+    """The simplest compression, a baseline: uniform codes of keys (after RoPE) and values, with a scale and a minimum
+    for every `group` channels of a token.
 
     `bits` of a code, 1 to 6 or 8. `window` newest and `sinks` first tokens stay exact; `scales` is the dtype of scales
     and minima. `centre="mean"` takes a calibrated mean off the keys first. `rotate` and `value_rotate` as in `kivi`:

@@ -30,8 +30,9 @@ def kvquant(
     rotate: str = "none",
     value_rotate: str = "same",
 ) -> Method:
-    """KVQuant (arXiv 2401.18079, section 3): keys per channel with calibrated thresholds, before RoPE, and values per
-    token, both as indices of calibrated signposts.
+    """KVQuant (arXiv 2401.18079, section 3): each number is stored as the index of the nearest calibrated level. Keys
+    are quantised before RoPE, with a calibrated range for each channel; values with a range for each token. The largest
+    outliers are stored by themselves.
 
     - `bits` of a code, 2 to 4; `key_bits` and `value_bits` override it.
     - `outliers`: the share of a token's channels that stay exact (from 0 to below 0.5), in a fixed number of slots a

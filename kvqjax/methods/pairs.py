@@ -42,7 +42,7 @@ class Pair:
         own = {"k": self.key.build(config), "v": self.value.build(config)}
         for part, wiring in own.items():
             if not apart(wiring):
-                raise ValueError(f"the {NAMES[part]} alone of a method that does not cache them apart")
+                raise ValueError(f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together")
         clocks = tuple(_clock(wiring, part) for part, wiring in own.items())
         if clocks[0][1:] == clocks[1][1:]:
             clocks = (clocks[0]._replace(sources=PARTS),)

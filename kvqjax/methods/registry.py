@@ -6,7 +6,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvqjax.methods.turboquant_wiring import turboquant
 from kvqjax.methods.xquant_cl_wiring import xquant_cl
 from kvqjax.methods.xquant_wiring import xquant
 
-__all__ = ["METHODS", "MethodLike", "parse", "policy", "spelled_out", "to_dict"]
+__all__ = ["METHODS", "MethodLike", "parse", "parse_all", "policy", "spelled_out", "to_dict"]
 
 Source = str | os.PathLike | Mapping[str, Any]
 MethodLike = Method | Source  # whatever `parse` takes: it stands at every door that wants a method
@@ -115,6 +115,12 @@ def parse(source: MethodLike) -> Method:
         raise
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
+
+
+def parse_all(source: MethodLike | Sequence[MethodLike]) -> list[Method]:
+    """Read one policy or several. Raises UserError as `parse` does."""
+    single = isinstance(source, Method | str | os.PathLike | Mapping)
+    return [parse(source)] if single else [parse(policy) for policy in source]
 
 
 def to_dict(method: MethodLike) -> dict[str, Any]:

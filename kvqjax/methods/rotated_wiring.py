@@ -73,7 +73,7 @@ def omniscale(
     value_rotate: str = "same",
     centre: str = "none",
 ) -> Method:
-    """OScaR (arXiv 2605.19660): KIVI on keys that were rotated and divided by their token's norm, and on rotated
+    """OScaR (arXiv 2605.19660): KIVI on keys that are rotated and divided by the norm of their token, and on rotated
     values. Nothing is calibrated.
 
     `norm` is one of a token over all KV heads ("layer", as released) or one of each head ("head"). `bits`, `key_bits`,
@@ -107,8 +107,9 @@ def kvarn(
     value_rotate: str = "same",
     centre: str = "none",
 ) -> Method:
-    """KVarN (arXiv 2606.03458): rotated tiles of `group` tokens and one head whose variances are balanced along both
-    axes, then uniform codes of keys per channel and of values per token. Nothing is calibrated.
+    """KVarN (arXiv 2606.03458): keys and values are rotated; each tile of `group` tokens of a head is scaled so that
+    its rows and its columns have equal variance; then keys get uniform codes channel by channel, values token by token.
+    Nothing is calibrated.
 
     `bits` of a code, 1 to 6 or 8 (`key_bits` and `value_bits` override it); `group` is 32, 64 or 128 tokens. `rounds`
     of balancing; `floor` bounds the logarithms of its factors from below (-0.3 in the released code, which then hardly
@@ -140,8 +141,8 @@ def oscar(
     value_rotate: str = "same",
     centre: str = "none",
 ) -> Method:
-    """OSCAR (arXiv 2605.17757): keys and values per token, rotated by matrices that are fitted to what attention sees
-    of them, the largest numbers of each head clipped.
+    """OSCAR (arXiv 2605.17757): keys and values are rotated by calibrated matrices, so that errors harm the output of
+    attention little, the largest numbers of each head are clipped, and each token gets uniform codes.
 
     `bits` of a code, 1 to 6 or 8 (`key_bits` and `value_bits` override it); `group` channels share a scale and a
     minimum (0: a head's); `clip` and `value_clip` are the shares of a head's numbers, 0.5 to 1, that are not clipped.

@@ -29,8 +29,9 @@ def turboquant(
     scales: str = "bfloat16",
     centre: str = "none",
 ) -> Method:
-    """TurboQuant (arXiv 2504.19874), its quantiser of least squared error: rotated keys and values in the best scalar
-    grid for a normal distribution, one norm a token and head. Nothing is calibrated.
+    """TurboQuant (arXiv 2504.19874), in its form of least squared error: rotated keys and values are divided by their
+    norm, one for each token and head, and get the nearest points of the scalar grid that is best for a normal
+    distribution. Nothing is calibrated.
 
     `bits` per number, 2 to 4 (`key_bits` and `value_bits` override it). `form="paper"` rotates keys and values with
     random signs (`seed`). `form="vllm"` does as that engine: no signs, values unrotated between their minimum and

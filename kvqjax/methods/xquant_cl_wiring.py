@@ -93,8 +93,8 @@ def xquant_cl(
     latent: bool | None = None,
     scales: str = "bfloat16",
 ) -> Method:
-    """XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2 and 4.3): layers below `base` as in `xquant`, layer `base` at
-    full width, every later layer as its difference from the accumulator.
+    """XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2 and 4.3): a layer stores by how much its input differs from the
+    sum of what the layers below have stored. Layer `base` begins the sum; layers below it are stored as in `xquant`.
 
     - `bits` of a code, 1 to 6 or 8, 16 for the identity; the first `protected` layers have `high_bits` (section 4.3:
       the third layer is the base).

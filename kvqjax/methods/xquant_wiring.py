@@ -167,8 +167,8 @@ def xquant(
     latent: bool | None = None,
     scales: str = "bfloat16",
 ) -> Method:
-    """XQuant (arXiv 2508.10395, sections 3.1 and 3.3): uniform codes of the layer input (MHA) or its two latents (GQA).
-    Keys and values are computed anew at every read, which costs compute (kvqjax.methods.roofline).
+    """XQuant (arXiv 2508.10395, sections 3.1 and 3.3): uniform codes of a layer's input, or with grouped queries of
+    two smaller projections of it (the latents). Every read computes keys and values anew (kvqjax.methods.roofline).
 
     - `bits` of a code, 1 to 6 or 8, 16 for the identity. With latents `value_bits` overrides it for values, and the
       first `outliers` channels of the keys' latent stay at 16 bits. `latent` None chooses by size.

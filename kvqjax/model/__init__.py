@@ -3,3 +3,7 @@
 from kvqjax.model.loading import BUNDLED, Model, compute_dtype, load, locate
 
 __all__ = ["BUNDLED", "Model", "compute_dtype", "load", "locate"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from kvqjax._errors import UserError
+from kvqjax._files import read_object
 
 __all__ = ["Checkpoint", "Tensor", "header_digest", "open_checkpoint", "read", "sample", "sample_digest"]
 
@@ -96,15 +97,15 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
             _refuse_pickles(folder)
             raise UserError(f"{folder}: no model.safetensors or model.safetensors.index.json in this folder")
         return {single: None}
-    try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: not a safetensors index (no readable weight_map)") from error
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{index}: not a safetensors index (no readable weight_map)")
     shards: dict[Path, list[str]] = {}
-    for name, file in places:
-        if Path(file).name != file:
+    for name, file in places.items():
+        place = file.removeprefix("./") if isinstance(file, str) else ""  # as tools write it that list a folder
+        if not place or Path(place).name != place:
             raise UserError(f"{index}: weight_map[{name!r}]={file!r} is not a file name in this folder")
-        shards.setdefault(folder / file, []).append(name)
+        shards.setdefault(folder / place, []).append(name)
     absent = [file.name for file in shards if not file.is_file()]
     if absent:
         raise UserError(f"{index}: {len(absent)} of {len(shards)} files it names are missing: {', '.join(absent)}")

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from kvqjax._errors import UserError
+from kvqjax._files import read_object
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.hf_experts import experts_from_hf, experts_to_hf
 from kvqjax.model.hf_families import DEFAULTS, NESTED, QK_NORM, QKV_BIAS
@@ -15,7 +16,7 @@ from kvqjax.model.hf_rope import growth_from_hf, rope_from_hf, rope_to_hf
 from kvqjax.model.hf_windows import windows_from_hf, windows_to_hf
 from kvqjax.model.stored import read_scheme
 
-__all__ = ["config_to_hf", "parse_config", "read_config", "read_json"]
+__all__ = ["config_to_hf", "parse_config", "read_config"]
 
 MOST_LAYERS = 10_000  # a tuple of this length is made before anything else is checked
 
@@ -103,6 +104,7 @@ def _eos_ids(*sources: dict) -> tuple[int, ...]:
 
 def _bos_id(raw: dict) -> int | None:
     value = raw.get("bos_token_id")
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if isinstance(value, bool) or not isinstance(value, int | None):
         refuse("bos_token_id", value, "wanted an integer")
     return value
@@ -148,17 +150,6 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         raise UserError(f"config.json: {error}") from error
 
 
-def read_json(path: Path) -> dict:
-    """A file that holds a JSON object. Raises UserError."""
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise UserError(f"{path}: wanted a JSON object, got {type(contents).__name__}")
-    return contents
-
-
 def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig:
     """ModelConfig of a Hugging Face folder, or of a config.json named directly; `rope_length` as `parse_config` has it.
     Raises UserError in one line."""
@@ -169,7 +160,7 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
     if not file.exists():
         raise UserError(f"{path}: no config.json in this folder")
     generation = file.with_name("generation_config.json")
-    return parse_config(read_json(file), read_json(generation) if generation.exists() else None, rope_length)
+    return parse_config(read_object(file), read_object(generation) if generation.exists() else None, rope_length)
 
 
 def config_to_hf(config: ModelConfig) -> dict:

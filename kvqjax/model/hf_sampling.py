@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from kvqjax._errors import UserError
-from kvqjax.model.hf_config import read_json
+from kvqjax._files import read_object
 
 __all__ = ["read_sampling"]
 
@@ -16,7 +16,7 @@ def read_sampling(folder: str | Path) -> dict[str, Any]:
     first four only where it says do_sample, and temperature 1 where it says only that. {} without the file. Raises
     UserError for what is no number."""
     file = Path(folder) / "generation_config.json"
-    raw = read_json(file) if file.exists() else {}
+    raw = read_object(file) if file.exists() else {}
     options: dict[str, Any] = {"temperature": 1.0} if raw.get("do_sample") else {}
     for name, kind in (_DRAWING | {"repetition_penalty": float}).items():
         value = raw.get(name)

@@ -1,7 +1,6 @@
 """A model as one value, and where models come from: bundled, a folder, or the Hugging Face hub."""
 
 import dataclasses
-import functools
 import math
 import re
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.fingerprint import fingerprint, parts
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.hf_sampling import read_sampling
+from kvqjax.model.tokenizer import open_tokenizer
 from kvqjax.model.weight_codes import CodedWeight
 from kvqjax.model.weight_trees import Params, is_unrolled, stored_layers
 from kvqjax.model.weights import ShardingRule, load_params
@@ -32,21 +32,6 @@ _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 CODED_WEIGHTS = {"int8": 8, "int4": 4}
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # Mistral's second copy of the weights, folders of other formats
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
-@functools.lru_cache(maxsize=8)
-def _tokenizer(folder: str):
-    if not any((Path(folder) / name).exists() for name in _TOKENIZER_FILES):
-        raise UserError(f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)}) in this folder")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from error
-    tokenizer.model_max_length = 10**12  # whole texts are encoded here; the cache's capacity is what is checked
-    return tokenizer
 
 
 @runtime_checkable
@@ -94,10 +79,11 @@ class Model(struct.PyTreeNode):
 
     @property
     def tokenizer(self):
-        """The Hugging Face tokenizer of the model's folder, loaded at first use and kept outside the pytree."""
+        """The tokenizer of the model's folder, with the calls of a Hugging Face tokenizer (kvqjax/model/tokenizer.py).
+        It is loaded at first use and kept outside the pytree."""
         if not self.folder:
             raise UserError("this model has no folder, so it has no tokenizer; pass token ids")
-        return _tokenizer(self.folder)
+        return open_tokenizer(self.folder)
 
     @property
     def weights(self) -> str:
@@ -107,10 +93,20 @@ class Model(struct.PyTreeNode):
         return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises UserError for an id the model lacks: the tokenizer is another model's."""
+        """Token ids of a text. Raises UserError for what is no text, and for an id the model lacks: the tokenizer is
+        another model's."""
+        if not isinstance(text, str):
+            raise UserError(f"encode takes one text, not a {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            why = "half a surrogate pair, as bytes that are not UTF-8 give in an argument"
+            raise UserError(f"the text has no character at place {error.start}: {why}") from None
         ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if ids and max(ids) >= (size := self.config.vocab_size):
-            raise UserError(f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size}; is it another's?")
+            raise UserError(
+                f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size} ids; it may be another model's"
+            )
         return ids
 
     def with_artifact(self, artifact) -> "Model":

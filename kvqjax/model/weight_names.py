@@ -50,7 +50,7 @@ _LANGUAGE = {
     "model.language_model.": "model.",
 }
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-
+_WRAPPERS = ("module.", "_orig_mod.")  # of data parallel training, of torch.compile
 
 # One tensor for all experts of a layer, as newer releases of transformers save them: the matrices that lie in it one
 # after the other, expert by expert.
@@ -96,9 +96,22 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     return found
 
 
+def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint under the names that transformers saves: without what wrappers of PyTorch put in front of all of
+    them, and with the "model." that a decoder saved alone lacks."""
+    for front in _WRAPPERS:
+        if checkpoint and all(name.startswith(front) for name in checkpoint):
+            checkpoint = {name.removeprefix(front): tensor for name, tensor in checkpoint.items()}
+    if "embed_tokens.weight" in checkpoint:
+        bare = lambda name: name.startswith(("embed_tokens.", "layers.", "norm."))  # noqa: E731
+        return {f"model.{name}" if bare(name) else name: tensor for name, tensor in checkpoint.items()}
+    return checkpoint
+
+
 def language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Checkpoint:
     """The tensors of the language model under the names that it has alone. Raises UserError for those of a vision part,
     unless `text_only` leaves them out."""
+    checkpoint = _without_wrappers(checkpoint)
     vision = sorted(name for name in checkpoint if name.startswith(_VISION))
     if vision and len(vision) == len(checkpoint):
         raise UserError(f"{folder}: holds a vision model alone ({vision[0]!r} and its like), no language model")

@@ -21,10 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from kvqjax._errors import UserError
+from kvqjax._files import read_object
 from kvqjax.model.checkpoint import open_checkpoint
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.experts import Rows
-from kvqjax.model.hf_config import config_to_hf, read_json
+from kvqjax.model.hf_config import config_to_hf
 from kvqjax.model.stored import Stored, decoded, read_scheme
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.model.weight_names import Parameter, experts_apart, language_part, parameters
@@ -124,7 +125,7 @@ def load_params(
     folder, dtype = Path(folder).expanduser(), np.dtype(dtype)
     checkpoint = experts_apart(language_part(open_checkpoint(folder), folder, text_only), config)
     file = folder / "config.json"
-    found_in = sources(checkpoint, config, read_scheme(read_json(file)) if file.exists() else None, folder)
+    found_in = sources(checkpoint, config, read_scheme(read_object(file)) if file.exists() else None, folder)
     found: dict[str, Any] = {"layers": {}}
     apart: list[dict] = [{} for _ in range(config.num_layers)]
     with _progress(sum(x.nbytes for rows in found_in.values() for row in rows for x in row)) as advance:

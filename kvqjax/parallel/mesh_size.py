@@ -4,7 +4,7 @@ import dataclasses
 
 from kvqjax._errors import UserError
 
-__all__ = ["MeshSize"]
+__all__ = ["MOST_DEVICES", "MeshSize"]
 
 MOST_DEVICES = 2**20
 

@@ -61,7 +61,7 @@ def test_errors_come_from_the_moments_alone(golden, moments):
     result = score(moments, weight, bias)
     assert result.relative_mse == pytest.approx(error / (y**2).sum(), rel=1e-4)
     assert result.explained == pytest.approx(1 - error / ((y - y.mean(0)) ** 2).sum(), rel=1e-4)
-    assert result.equivalent_bits == pytest.approx(-np.log2(result.relative_mse) / 2)
+    assert result.bits_saved == pytest.approx(-np.log2(result.relative_mse) / 2)
 
 
 def test_rows_left_out_do_not_count(golden, moments):

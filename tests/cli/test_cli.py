@@ -67,7 +67,7 @@ def test_bad_model_folders(call, tmp_path, change, words):
         (["plan", "-m", "recall", "-c", "exact", "--device", "abacus"], "abacus"),
         (["plan", "-m", "recall", "-c", "exact;9=exact"], "layer 9"),
         (["plan", "-m", "llama-3.1-7b", "-c", "exact"], "did you mean 'llama-3.1-70b'"),
-        (["plan", "-m", "recall", "-c", "exact", "--compile"], "--compile needs a --device"),
+        (["plan", "-m", "recall", "-c", "exact", "--compile"], "compiling needs a device"),
         (["plan", "-m", "recall", "-c", "exact", "--compile", "--device", "h100"], "no compiler for h100 here"),
         (["inspect", "/nowhere"], "/nowhere"),
         (["calibrate", "-m", "recall", "-c", "kivi:bits=2", "--out", "never-made"], "no calibration"),
@@ -115,11 +115,11 @@ def test_plan_counts_what_the_formula_says(call):
 
 
 def test_plan_prints_a_column_per_cache_in_plain_words(call):
-    words = ["plan", "-m", "qwen3-32b", "-c", "exact", "-c", "aqua", "--device", "h200"]
+    words = ["plan", "-m", "qwen3-32b", "-c", "exact", "-c", "aqua", "--device", "h200", "--context", "128k"]
     out = call(*words)[1]
-    assert "qwen3-32b, 1 row of 131072 tokens, h200" in out
-    assert "_" not in out
-    for label in ("whole cache", "longest context", "most rows", "tokens a second,"):
+    assert "qwen3-32b in bfloat16, 1 row of 131072 tokens, 1 x h200" in out
+    assert "_" not in out.replace("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    for label in ("KV cache", "longest context", "largest batch", "tokens a second,"):
         assert f"\n{label} " in out
     rows = json.loads(call(*words, "--json")[1])
     assert sum(rows[0]["classes"].values()) == rows[0]["bytes"]
@@ -131,7 +131,7 @@ def test_plan_says_what_is_tight_what_does_not_fit_and_what_the_model_cannot_see
     words = ["plan", "-m", "llama-3.1-8b", "-c", "exact", "--context", "131072", "--json"]
     found = {device: json.loads(call(*words, "--device", device)[1])[0] for device in ("h100", "v6e", "l4")}
     assert [row["fits"] for row in found.values()] == [True, True, False]
-    assert found["v6e"]["reason"].startswith("tight: 30.97 GiB of 32 GiB, 1.03 GiB")
+    assert found["v6e"]["reason"].startswith("tight: 30.97 GiB of 31.24 GiB, 277.98 MiB")
     assert "tight" not in found["h100"]["reason"]
     assert found["l4"]["reason"].endswith(" too much")
     limits = {device: (row["largest_context"], row["context_limited_by"]) for device, row in found.items()}
@@ -141,9 +141,10 @@ def test_plan_says_what_is_tight_what_does_not_fit_and_what_the_model_cannot_see
     assert found["h100"]["beyond_model"] is False
     assert found["h100"]["seconds_to_first_token_estimated"] > 2 * found["h100"]["seconds_to_first_token"] > 12
     assert "seconds_to_first_token_estimated" not in found["l4"]
+    assert found["l4"]["tokens_per_second"] is None
     code, out, _ = call("plan", "-m", "llama-3.1-8b", "--context", "200000")
     assert code == 0
-    assert "200000 tokens are beyond the 131072 that this model was made for." in out
+    assert "200000 tokens are beyond the 131072 that this model was made for." in " ".join(out.split())
 
 
 @pytest.mark.parametrize("model", ["recall", "llama-2-7b", "qwen2.5-0.5b", "qwen3-0.6b"])
@@ -188,5 +189,5 @@ def test_calibrate_says_what_it_will_do_and_gives_json(call, tmp_path):
     assert (made["artifact"], made["model"]) == (str(tmp_path / "a"), "recall")
     assert made["about"]["sequences"] == 2
     assert err.startswith("calibrating kivi:bits=2,centre=mean for recall: 2 sequences of 64 tokens of synthetic; ")
-    assert re.search(r"; at least about \d+ s on this device, ", err)
+    assert re.search("; the arithmetic alone takes .* on this device; ", err)
     assert kvq.load_artifact(tmp_path / "a").about == made["about"]

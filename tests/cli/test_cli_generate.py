@@ -1,6 +1,4 @@
-"""`kvqjax generate`: prompts from files, and text as it is made."""
-
-import json
+"""`kvqjax generate`: text as it is made."""
 
 import pytest
 from commands import run
@@ -14,34 +12,6 @@ from kvqjax.generation.decoding import Generated
 @pytest.fixture
 def call(capsys, monkeypatch):
     return lambda *words: run(capsys, monkeypatch, *words)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("prompts.txt", "ab12,cd34,?cd\r\n\r\nef56,gh78,?ef\n"),
-        ("prompts.jsonl", '"ab12,cd34,?cd"\n{"id": 7, "prompt": "ef56,gh78,?ef"}\n'),
-    ],
-)
-def test_a_file_of_prompts_is_a_batch(call, tmp_path, name, text):
-    (tmp_path / name).write_bytes(text.encode())
-    code, out, err = call("generate", "-m", "recall", "-n", "2", "--prompt-file", str(tmp_path / name), "--json")
-    assert code == 0, err
-    assert [row["prompt"] for row in json.loads(out)] == ["ab12,cd34,?cd", "ef56,gh78,?ef"]
-
-
-def test_one_json_prompt_may_have_several_lines(call, tmp_path):
-    (tmp_path / "p.jsonl").write_text(json.dumps("ab12,\nab") + "\n")
-    code, out, _ = call("generate", "-m", "recall", "-n", "1", "--prompt-file", str(tmp_path / "p.jsonl"), "--json")
-    assert (code, json.loads(out)[0]["prompt"]) == (0, "ab12,\nab")
-
-
-@pytest.mark.parametrize("line", ["{", "7", '{"text": "ab"}', "[]"])
-def test_a_json_line_without_a_prompt_is_refused(call, tmp_path, line):
-    (tmp_path / "p.jsonl").write_text(line + "\n")
-    code, out, err = call("generate", "--prompt-file", str(tmp_path / "p.jsonl"))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "p.jsonl: " in err
 
 
 def test_text_is_printed_token_by_token(call, monkeypatch):

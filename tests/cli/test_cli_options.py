@@ -9,8 +9,8 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.cli.app import app
-from kvqjax.cli.evaluate import app as evaluations
+from kvqjax.cli.app import COMMANDS as PLACES
+from kvqjax.cli.app import command_of
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def call(capsys, monkeypatch):
 
 def options_of(command):
     """(option, annotated type, typer's description) of a command."""
-    for name, parameter in inspect.signature(command.callback).parameters.items():
+    for name, parameter in inspect.signature(command).parameters.items():
         if get_origin(parameter.annotation) is Annotated:
             kind, info = get_args(parameter.annotation)
         else:
@@ -31,8 +31,8 @@ def options_of(command):
         yield given[0], kind, info
 
 
-COMMANDS = {(c.name or c.callback.__name__,): c for c in app.registered_commands} | {
-    ("eval", c.name): c for c in evaluations.registered_commands
+COMMANDS = {(name,): command_of(name) for name in PLACES if name != "eval"} | {
+    ("eval", command.name): command.callback for command in command_of("eval").registered_commands
 }
 NUMBERS = [
     pytest.param(words, option, kind, info, id=" ".join((*words, option)))

@@ -7,7 +7,8 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.cli import progress, tables
+from kvqjax import _tables as tables
+from kvqjax.cli import progress
 from kvqjax.cli.demo import _print_demo
 
 CACHES = ("exact", "kivi:bits=4,window=64", "kivi:key_bits=4,value_bits=2,group=64,window=32;0-1=exact:window=128")

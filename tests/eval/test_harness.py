@@ -127,14 +127,24 @@ def test_long_texts_lose_their_beginning_or_their_middle(monkeypatch, instance, 
 
 
 def test_bad_choices_are_named():
-    from kvqjax.eval.harness import CacheLM, run_harness
+    from kvqjax.eval.harness import CacheLM, read_metadata, read_samples, run_harness
 
     model = kvq.load("demo")
     for options, message in (({"cut": "right"}, "known: left, middle"), ({"chunk": 0}, "at least 1")):
         with pytest.raises(kvq.UserError, match=message):
             CacheLM(model, kvq.exact(), **options)
-    with pytest.raises(kvq.UserError, match="not a JSON object"):
-        run_harness(CacheLM(model, kvq.exact()), ["own"], metadata="[1]")
+    for read, given, message in (
+        (read_metadata, ["[1]"], "neither a JSON object nor key=value"),
+        (read_samples, "3", "limit=3"),
+        (read_samples, "many", "not JSON"),
+        (read_samples, '{"own": [-1]}', "wanted JSON"),
+    ):
+        with pytest.raises(kvq.UserError, match=message):
+            read(given)
+    for limit in (0, -1, 2.5):
+        with pytest.raises(kvq.UserError, match="wanted a number of samples, or a share"):
+            run_harness(CacheLM(model, kvq.exact()), ["own"], limit=limit)
+    assert read_metadata(["a=[1, 2]", "b=word", '{"c": 3}']) == {"a": [1, 2], "b": "word", "c": 3}
     with pytest.raises(kvq.UserError, match="no chat template"):
         CacheLM(model, kvq.exact()).apply_chat_template([{"role": "user", "content": "Hello"}])
 
@@ -150,33 +160,88 @@ def test_the_harness_has_the_tasks_of_the_page():
     assert names <= known
 
 
-def test_the_harness_runs_tasks_through_the_command_line(tmp_path, capsys, monkeypatch):
-    from commands import run
-
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with tasks of two rows each: choices, answers, both, and one whose data cannot be had."""
+    folder = tmp_path_factory.mktemp("tasks")
     rows = [{"text": TEXT, "choices": [" He sat down", " Zq"], "right": 0}] * 2
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = (
-        f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/data.jsonl\n"
-        f"  cache_dir: {tmp_path}/cache\ntest_split: test\ndoc_to_text: text\n"
+        f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {folder}/data.jsonl\n"
+        f"  cache_dir: {folder}/cache\ntest_split: test\ndoc_to_text: text\n"
     )
-    (tmp_path / "own.yaml").write_text(
-        "task: own\noutput_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: right\n"
-        "metric_list:\n  - metric: acc\n" + data
+    choices = (
+        "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: right\nmetric_list:\n  - metric: acc\n"
     )
-    (tmp_path / "said.yaml").write_text(
+    (folder / "own.yaml").write_text("task: own\n" + choices + data)
+    (folder / "absent.yaml").write_text("task: absent\n" + choices + data.replace("data.jsonl", "none.jsonl"))
+    (folder / "said.yaml").write_text(
         "task: said\noutput_type: generate_until\ndoc_to_target: text\n"
         "generation_kwargs:\n  max_gen_toks: 16\n  until: []\nmetric_list:\n  - metric: exact_match\n" + data
     )
-    (tmp_path / "both.yaml").write_text(
+    (folder / "both.yaml").write_text(
         "group: both\ntask:\n  - own\n  - said\naggregate_metric_list:\n  - metric: acc\n"
     )
-    words = ["--task", "both", "--include", str(tmp_path), "--limit", "32", "--cut", "middle", "--batch", "4"]
-    code, out, err = run(capsys, monkeypatch, "eval", "harness", "-c", "exact", *words, "--json")
+    return folder
+
+
+HARNESS = ("eval", "harness", "-c", "exact")
+
+
+def test_the_harness_runs_tasks_through_the_command_line(tasks, capsys, monkeypatch):
+    from commands import run
+
+    words = ["--task", "both", "--include", str(tasks), "--max-length", "32", "--cut", "middle", "--batch", "4"]
+    code, out, err = run(capsys, monkeypatch, *HARNESS, *words, "--json")
     assert code == 0, err
     found = {row["task"]: row for row in json.loads(out[out.index("[\n") :])}
     own, said, both = (found[name] for name in ("own", "said", "both"))
     assert (own["metric"], own["score"], own["samples"], own["mode"]) == ("acc", 1.0, 2, "in-the-loop-chunk32")
     assert (said["metric"], said["score"], said["samples"], said["mode"]) == ("exact_match", 0.0, 2, "prefill-exact")
     assert (both["score"], both["samples"], set(both["mode"].split(", "))) == (1.0, 4, {own["mode"], said["mode"]})
-    assert own["cut"] == said["cut"] == 6  # two choices of two rows, and two prompts
+    assert own["cut"] == said["cut"] == own["texts"] == 6  # two choices of two rows, and two prompts
     assert own["about"]["fingerprint"] == kvq.load("demo").fingerprint
+    assert own["about"]["warning"].startswith("6 of 6 texts were longer than 32 tokens and were cut")
+
+
+LM_EVAL = "--tasks own,said --include_path {} --limit 1 --num_fewshot 0 --batch_size auto --max_length {}"
+
+
+@pytest.mark.parametrize(("length", "cut"), [(32, True), (63, False)])
+def test_words_of_lm_eval_mean_what_they_mean_there(tasks, capsys, monkeypatch, length, cut):
+    from commands import run
+
+    words = LM_EVAL.format(tasks, length).split()
+    code, out, err = run(capsys, monkeypatch, *HARNESS, *words)
+    assert code == 0, err
+    first = next(line for line in out.splitlines() if line.startswith(("warning", "harness")))
+    assert first.startswith("warning: 3 of 3 texts were longer than 32 tokens" if cut else "harness, demo")
+    code, out, err = run(capsys, monkeypatch, *HARNESS, *words, "--json")
+    rows = json.loads(out[out.index("[\n") :])
+    assert [(row["task"], row["samples"], row["cut"] > 0) for row in rows] == [("own", 1, cut), ("said", 1, cut)]
+    assert rows[0]["about"]["limit"] == 1
+    assert rows[0]["about"]["tasks"] == ["own", "said"]
+
+
+def test_samples_are_chosen_by_number_as_in_lm_eval(tasks, ours):
+    from kvqjax.eval.harness import run_harness
+
+    options = {"include": tasks, "metadata": {"a": 1}}
+    for given, count in (({"limit": 0.5}, 1), ({"limit": 2.0}, 2), ({"samples": {"own": [1]}}, 1)):
+        (row,) = run_harness(ours, ["own"], **given, **options)
+        assert row["samples"] == count
+    for samples, message in (({"own": [2]}, "own has 2 samples"), ({"other": [0]}, "none of the tasks own")):
+        with pytest.raises(kvq.UserError, match=message):
+            run_harness(ours, ["own"], samples=samples, **options)
+    with pytest.raises(kvq.UserError, match="exclude each other"):
+        run_harness(ours, ["own"], samples={"own": [1]}, limit=1)
+
+
+def test_a_task_without_its_data_is_one_line(tasks, capsys, monkeypatch):
+    from commands import run
+
+    code, _, err = run(capsys, monkeypatch, *HARNESS, "--tasks", "absent", "--include", str(tasks))
+    assert code == 2
+    last = err.strip().splitlines()[-1]
+    assert re.match(r"error: the harness cannot load the data of absent: .*none\.jsonl.*; download the data", last)
+    assert "Traceback" not in err

@@ -258,7 +258,7 @@ def test_calibration_resumes_with_the_same_bytes_and_its_artifact_runs(model, tm
         np.testing.assert_array_equal(one, other)
     for row in whole.about["report"][2:]:
         assert 0 < row["explained"] <= 1
-        assert row["equivalent_bits"] == pytest.approx(-np.log(row["relative_mse"]) / np.log(4))
+        assert row["bits_saved"] == pytest.approx(-np.log(row["relative_mse"]) / np.log(4))
         assert row["reconstruction_mse"] < row["relative_mse"]
     whole.save(tmp_path / "artifact")
     ready = model.with_artifact(load_artifact(tmp_path / "artifact"))

@@ -19,7 +19,7 @@ from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate import resume, sequences
 from kvqjax.cli.common import require_room
-from kvqjax.eval.corpora import read_text
+from kvqjax.data.corpora import read_text
 from kvqjax.eval.plots import check_picture
 from kvqjax.eval.tune import Settings
 from kvqjax.eval.windows import windows
@@ -282,7 +282,7 @@ CASES = {
     "option of another type": cache_of("kivi:window=wide"),
     "impossible width": cache_of("kivi:bits=7"),
     "keys without values": cache_of("k=kivi"),
-    "parts that are not cached apart": cache_of("k=xquant;v=kivi"),
+    "keys alone of a method that caches keys and values together": cache_of("k=xquant;v=kivi"),
     "negative window": cache_of("kivi:window=-1"),
     "window beyond any context": cache_of("kivi:window=1000000000000"),
     "method that does not fit the model": cache_of("uniform:group=48"),
@@ -344,8 +344,11 @@ CASES = {
     "damaged measurements": other_measurements("{\n"),
     "cache beyond the memory": lambda _, __, recall: require_room(recall, kvq.exact(), 1, 2**30),
     "mesh beyond any machine": lambda *_: MeshSize.parse("data=99999999"),
-    "picture of no kind": lambda tmp_path, *_: check_picture(tmp_path / "picture.docx"),
-    "picture in no folder": lambda tmp_path, *_: check_picture(tmp_path / "absent" / "picture.png"),
+    "unknown device": lambda *_: kvq.plan("demo", "exact", device="h1000"),
+    "device and mesh that differ": lambda *_: kvq.plan("demo", "exact", device="v5e-16", mesh="model=8"),
+    "number of tokens that is none": lambda *_: kvq.plan("demo", "exact", context="many"),
+    "picture of an unknown kind": lambda tmp_path, *_: check_picture(tmp_path / "picture.docx"),
+    "picture in a folder that does not exist": lambda tmp_path, *_: check_picture(tmp_path / "absent" / "picture.png"),
 }
 
 

@@ -1,5 +1,6 @@
 """What a newcomer meets first: the version, dtypes by every name, a model in print, a checkpoint's own sampling."""
 
+import importlib
 import json
 import re
 from importlib import metadata
@@ -53,6 +54,45 @@ def test_dtypes_by_every_name(name):
 @pytest.mark.parametrize(("short", "name"), [("f16", "float16"), ("f32", "float32")])
 def test_short_dtypes_mean_the_same(short, name):
     assert {kvq.load("recall", dtype=n).params["embed"].dtype.name for n in (short, name, jnp.dtype(name))} == {name}
+
+
+PACKAGES = (
+    "calibrate",
+    "eval",
+    "eval.tune",
+    "cache",
+    "methods",
+    "codecs",
+    "model",
+    "generation",
+    "testing",
+    "flax_bridge",
+)
+
+
+@pytest.mark.parametrize("name", ["", *PACKAGES])
+def test_dir_lists_what_is_public_and_nothing_else(name):
+    module = importlib.import_module(f"kvqjax.{name}".rstrip("."))
+    assert dir(module) == sorted(module.__all__)
+    assert all(getattr(module, public) is not None for public in dir(module))
+
+
+def test_a_ledger_prints_as_a_table():
+    model = kvq.load("recall")
+    book = kvq.ledger(jax.eval_shape(lambda: kvq.init_cache(model, "kvquant:bits=3", 2, 4096)))
+    lines = str(book).splitlines()
+    assert lines[0].startswith(f"cache of 2 rows of 4096 tokens: {book.bits_stored:.4g} bits per number, ")
+    assert lines[1].split("  ")[0] == "role"
+    assert max(map(len, lines)) <= 80
+    cells = {line.split("  ")[0]: line.split()[-1] for line in lines[3:-1]}
+    assert {"numbers or codes", "outliers", "scales", "exact sinks", "exact window", "lengths and flags", "all"} <= set(
+        cells
+    )
+    assert float(cells["all"]) == pytest.approx(book.bits_stored, rel=1e-3)
+    rows = book.table()
+    assert sum(row["bytes"] for row in rows[:-1]) == rows[-1]["bytes"] == book.bytes
+    assert sum(row["bits_per_number"] for row in rows[:-1]) == pytest.approx(book.bits_stored)
+    assert f"<td>{rows[-1]['bits_per_number']:.4g}</td>" in book._repr_html_()
 
 
 def test_a_model_prints_as_one_line():

@@ -1,14 +1,13 @@
-"""Where data comes from: a local folder in the official format, or the hub through the optional `datasets`."""
+"""Where published data sets come from: a folder in their official format, or the hub, through `datasets`."""
 
-import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
+from kvqjax.data.records import read_records
 
-__all__ = ["Source", "find", "open_text", "records"]
+__all__ = ["Source", "find", "records"]
 
 
 class Source(NamedTuple):
@@ -26,30 +25,6 @@ def find(source: Source, folder: Path | None) -> Path | None:
     places = [folder, folder / source.name] if folder else []
     found = (place / name for place in places for name in source.files)
     return next((path for path in found if path.is_file()), None)
-
-
-def open_text(path: Path) -> str:
-    """The text of a UTF-8 file, unpacked if its name ends in .gz; every kind of line end is "\\n"."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSON lines file, or of a file that is one JSON list."""
-    text = open_text(path)
-    whole = text.lstrip().startswith("[")
-    for number, line in enumerate([text] if whole else text.splitlines(), 1):
-        if line.strip():
-            try:
-                got = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}, line {number}: not JSON: {error.msg}") from error
-            yield from got if whole else [got]
 
 
 def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
@@ -76,4 +51,4 @@ def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
     if path is None:
         names = " or ".join(source.files)
         raise UserError(f"{folder}: {names} is not there; get it from {source.where} and put it there")
-    yield from _lines(path)
+    yield from (record.value for record in read_records(path, lambda names, where: names))

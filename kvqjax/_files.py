@@ -1,0 +1,147 @@
+"""Text and JSON that others wrote: what editors, exporters and other systems leave in such files is taken away here.
+
+Every reader of the library goes through this module. Byte-order marks (UTF-8, UTF-16, UTF-32) choose the encoding and
+are no part of the text; without one the text is UTF-8. Every kind of line end is "\\n". Gzip is known by its first
+bytes, whatever the file's name ends in. What cannot be read is one line.
+"""
+
+import codecs
+import contextlib
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvqjax._errors import UserError
+
+__all__ = ["decode_text", "open_lines", "open_text", "parse_json", "read_json", "read_object"]
+
+MARK = "\ufeff"  # also in the middle of files that were joined from several
+_GZIP = b"\x1f\x8b"
+# UTF-32 stands first: its little-endian mark begins with that of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_PACKED = "packed by {}, which is not read here; unpack it, or pack it by gzip"
+# What other files begin with, and what to say of them.
+_OTHERS = {
+    b"\x28\xb5\x2f\xfd": _PACKED.format("zstd"),
+    b"BZh": _PACKED.format("bzip2"),
+    b"\xfd7zXZ": _PACKED.format("xz"),
+    b"PK\x03\x04": _PACKED.format("zip"),
+    b"%PDF": "a PDF is not read here; save its text",
+}
+
+
+def _encoding(head: bytes) -> str:
+    return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "utf-8")
+
+
+def _check_kind(head: bytes, name: str) -> None:
+    for mark, why in _OTHERS.items():
+        if head.startswith(mark):
+            raise UserError(f"{name}: {why}")
+
+
+def _undecoded(error: UnicodeDecodeError, name: str, where: str) -> UserError:
+    encoding = error.encoding.removesuffix("-sig").upper()
+    hint = "; convert it, for example with iconv -f latin1 -t utf-8" if encoding == "UTF-8" else ""
+    return UserError(f"{name}: not {encoding} text ({where}){hint}")
+
+
+def _without_nul(text: str, name: str, where: str) -> str:
+    if "\0" in text:
+        why = "UTF-16 without a byte-order mark, or no text at all"
+        raise UserError(f"{name}: not text: a NUL character {where} ({why})")
+    return text
+
+
+def decode_text(raw: bytes, name: str) -> str:
+    """Decode the bytes of a text.
+
+    Args:
+        raw: what a file or a pipe holds, packed by gzip or not.
+        name: what messages call it.
+
+    Returns:
+        The text, without byte-order marks at its beginning and with "\\n" as its line end.
+
+    Raises:
+        UserError: for what is no text, with the first byte or character that is not.
+    """
+    try:
+        raw = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
+        _check_kind(raw[:8], name)
+        text = raw.decode(_encoding(raw[:4]))
+    except UnicodeDecodeError as error:
+        raise _undecoded(error, name, f"byte {error.start}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{name}: damaged gzip: {error}") from error
+    text = _without_nul(text, name, f"at place {text.find(chr(0))}")
+    return text.lstrip(MARK).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def open_text(path: Path) -> str:
+    """The text of a file, as `decode_text` gives it. Raises UserError."""
+    try:
+        raw = path.read_bytes()
+    except (OSError, ValueError) as error:  # a ValueError is a path with a NUL in it
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    return decode_text(raw, str(path))
+
+
+def open_lines(path: Path) -> Iterator[str]:
+    """The lines of a file without their ends, read one after the other: a file may be larger than memory.
+
+    A byte-order mark at the beginning of any line is taken away. Raises UserError as `open_text` does, at the line.
+    """
+    number = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(path.open("rb"))
+            if stream.peek(2).startswith(_GZIP):
+                stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
+            head = stream.peek(8)[:8]
+            _check_kind(head, str(path))
+            lines = stack.enter_context(io.TextIOWrapper(stream, _encoding(head)))
+            for number, line in enumerate(lines, 1):
+                yield _without_nul(line, str(path), f"in line {number}").lstrip(MARK).rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise _undecoded(error, str(path), f"after line {number}") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: damaged gzip after line {number}: {error}") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def parse_json(text: str, name: str) -> Any:
+    """The value of a JSON text. Raises UserError with `name` and the place of a syntax error."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        why = "the file is empty" if not text.strip() else error.msg
+        raise UserError(f"{name}: not readable as JSON: line {error.lineno}, column {error.colno}: {why}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, values nested without end
+        raise UserError(f"{name}: not readable as JSON: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises UserError."""
+    return parse_json(open_text(path), str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises UserError."""
+    contents = read_json(path)
+    if not isinstance(contents, dict):
+        raise UserError(f"{path}: wanted a JSON object, got {type(contents).__name__}")
+    return contents

@@ -1,0 +1,121 @@
+"""Every public name of the library.
+
+`kvqjax` loads this module when the first of them is asked for: the command line answers `--help` without it, and
+without JAX. `calibrate`, `compare`, `eval`, `plan` and `tune` are loaded when they are used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from kvqjax._errors import UserError
+from kvqjax._version import __version__
+from kvqjax.cache.accounting import ledger
+from kvqjax.cache.artifacts import load_artifact
+from kvqjax.cache.surgery import crop, evict, fork, gather, insert
+from kvqjax.generation.beam import beam_search
+from kvqjax.generation.decoding import generate, stream
+from kvqjax.generation.speculation import speculate
+from kvqjax.methods import (
+    METHODS,
+    Method,
+    aqua,
+    commvq,
+    exact,
+    higgs,
+    kivi,
+    kivi_star,
+    kvarn,
+    kvquant,
+    omniscale,
+    oscar,
+    parse,
+    policy,
+    to_dict,
+    turboquant,
+    uniform,
+    xquant,
+    xquant_cl,
+)
+from kvqjax.model.config import KVShape
+from kvqjax.model.config import RopeConfig as Rope
+from kvqjax.model.loading import Model, load
+from kvqjax.parallel.hosts import join_hosts
+from kvqjax.parallel.sharding import shard
+from kvqjax.step.forward import attend, commit, forward
+from kvqjax.step.layers import append, attend_layer, below_first
+from kvqjax.step.new_cache import init_cache
+from kvqjax.step.persist import load_cache, save_cache
+from kvqjax.step.prefill import prefill
+
+if TYPE_CHECKING:
+    from kvqjax import calibrate, eval
+    from kvqjax.eval.comparison import compare
+    from kvqjax.eval.tune import tune
+    from kvqjax.hardware.plan import plan
+
+__all__ = [
+    "METHODS",
+    "KVShape",
+    "Method",
+    "Model",
+    "Rope",
+    "UserError",
+    "__version__",
+    "append",
+    "aqua",
+    "attend",
+    "attend_layer",
+    "beam_search",
+    "below_first",
+    "calibrate",
+    "commit",
+    "commvq",
+    "compare",
+    "crop",
+    "eval",
+    "evict",
+    "exact",
+    "fork",
+    "forward",
+    "gather",
+    "generate",
+    "higgs",
+    "init_cache",
+    "insert",
+    "join_hosts",
+    "kivi",
+    "kivi_star",
+    "kvarn",
+    "kvquant",
+    "ledger",
+    "load",
+    "load_artifact",
+    "load_cache",
+    "omniscale",
+    "oscar",
+    "parse",
+    "plan",
+    "policy",
+    "prefill",
+    "save_cache",
+    "shard",
+    "speculate",
+    "stream",
+    "to_dict",
+    "tune",
+    "turboquant",
+    "uniform",
+    "xquant",
+    "xquant_cl",
+]
+
+# Public names that are loaded when first used -> their module.
+_LAZY = {"compare": "kvqjax.eval.comparison", "plan": "kvqjax.hardware.plan", "tune": "kvqjax.eval.tune"}
+
+
+def __getattr__(name: str):
+    if name in ("calibrate", "eval"):
+        return importlib.import_module(f"kvqjax.{name}")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'kvqjax' has no attribute {name!r}")

@@ -1,0 +1,78 @@
+"""Compiled programs kept from one run of the command line to the next."""
+
+import hashlib
+import os
+import platform
+import sys
+import warnings
+from pathlib import Path
+
+from kvqjax._errors import UserError
+from kvqjax._folders import user_folder
+
+__all__ = ["MOST_BYTES", "keep_programs", "keep_programs_by_default", "program_folder"]
+
+MOST_BYTES = 2 * 2**30  # a run of `generate` on the bundled model keeps 6 MiB
+
+
+def _processor() -> str:
+    """What tells this processor from others that may share the user's home: a program that XLA compiled for one may use
+    instructions which another has not."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    flags = sorted({line for line in lines if line.lower().startswith(("flags", "features", "model name"))})
+    about = "\n".join([platform.machine(), platform.processor(), *flags])
+    return hashlib.sha256(about.encode()).hexdigest()[:8]
+
+
+def program_folder() -> Path:
+    """The folder below the user's cache folder that keeps programs for this processor. Raises UserError for a user
+    without a home."""
+    return user_folder("programs") / _processor()
+
+
+def _writable(folder: Path) -> bool:
+    """Say whether JAX can make `folder` and write to it. Makes nothing."""
+    present = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    return present is not None and present.is_dir() and os.access(present, os.W_OK | os.X_OK)
+
+
+def _set(name: str, value: object) -> None:
+    """Set an option of JAX, which may be imported later or be imported already."""
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = str(value)
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update(name.lower(), value)
+
+
+def keep_programs(folder: Path | None, most_bytes: int = -1) -> None:
+    """Keep the programs that this process compiles.
+
+    Args:
+        folder: where; None keeps none. A folder that cannot be written is no error: one line says so, and programs are
+            compiled anew each time.
+        most_bytes: of all programs in the folder; those used least recently go first. -1: no limit.
+    """
+    if folder is not None and not _writable(folder.absolute()):
+        print(f"warning: {folder} cannot be written; compiled programs are not kept", file=sys.stderr)
+        folder = None
+    _set("JAX_COMPILATION_CACHE_DIR", None if folder is None else str(folder))
+    _set("JAX_COMPILATION_CACHE_MAX_SIZE", most_bytes)
+    _set("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.0)  # many small programs take a second together
+    # A full disk, or another run that holds the folder, costs programs and no results.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
+
+
+def keep_programs_by_default() -> None:
+    """Keep compiled programs in the user's cache folder, at most MOST_BYTES of them. A folder that was set for JAX
+    stays as it is, and nothing is said where the user's cannot be written."""
+    jax = sys.modules.get("jax")
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or (jax and jax.config.jax_compilation_cache_dir is not None):
+        return
+    try:
+        folder = program_folder()
+    except UserError:
+        return
+    if _writable(folder):
+        keep_programs(folder, MOST_BYTES)

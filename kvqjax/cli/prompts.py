@@ -1,0 +1,112 @@
+"""Where prompts come from: the command itself, a file, standard input, or a file with a prompt a line."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvqjax._errors import UserError
+from kvqjax._files import decode_text, open_text
+
+__all__ = ["STANDARD_INPUT", "Prompts", "read_prompts"]
+
+STANDARD_INPUT = Path("-")
+JSON_NAMES = (".jsonl", ".ndjson", ".json")
+GIVE = 'give a prompt: kvqjax generate "Once upon a time", -f FILE for a file\'s text, or text piped in'
+
+
+class Prompts(NamedTuple):
+    """What is to be continued. texts: strings, or lists of messages; chat: they go through the chat template."""
+
+    texts: list[Any]
+    chat: bool
+
+
+def _piped() -> str:
+    """All of standard input; nothing where there is none."""
+    if sys.stdin is None:
+        return ""
+    try:
+        raw = sys.stdin.buffer.read()
+    except OSError:  # closed, or a test's
+        return ""
+    return decode_text(raw, "standard input")
+
+
+def _one(path: Path) -> str:
+    """The prompt that a file holds, without the line end that editors and `echo` put at its end."""
+    if path != STANDARD_INPUT:
+        if not os.path.exists(path) and (" " in str(path) or "\n" in str(path)):
+            raise UserError(f"-f {str(path)[:40]!r}: no such file; -p takes the text itself")
+        text, name = open_text(path), str(path)
+    else:
+        if sys.stdin is not None and sys.stdin.isatty():
+            print("type the prompt; Ctrl-D at the beginning of a line ends it", file=sys.stderr)
+        text, name = _piped(), "standard input"
+    text = text.removesuffix("\n")
+    if not text:
+        raise UserError(f"{name}: empty; there is no prompt in it")
+    return text
+
+
+def _from_json(where: str, line: str) -> Any:
+    """A string, or a list of messages."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: {line[:40]!r} is not JSON") from error
+    if isinstance(value, dict):
+        value = value.get("messages", value.get("prompt"))
+    messages = isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value)
+    if not (isinstance(value, str) or messages):
+        wanted = 'a JSON string, or an object with a "prompt" or with "messages" of a role and content each'
+        raise UserError(f"{where}: {line[:40]!r} is not {wanted}")
+    return value
+
+
+def _batch(path: Path) -> list[Any]:
+    """The prompts of a file: one a line, or in JSON."""
+    text = _piped() if path == STANDARD_INPUT else open_text(path)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: empty; there is no prompt in it")
+    if not any(name in JSON_NAMES for name in path.suffixes):
+        return [line for _, line in lines]
+    return [_from_json(f"{path}, line {number}", line) for number, line in lines]
+
+
+def read_prompts(
+    words: Sequence[str], prompts: Sequence[str], files: Sequence[Path], batch: Path | None, chat: bool
+) -> Prompts:
+    """Collect the prompts of a command.
+
+    Args:
+        words: what stands in the command without an option's name; one text is a prompt.
+        prompts: texts.
+        files: each holds one prompt; "-" is standard input.
+        batch: a file with a prompt a line, or a .jsonl file with a string, or an object with "prompt" or "messages", a
+            line; "-" is standard input, a prompt a line.
+        chat: whether every prompt shall go through the chat template. Messages always do.
+
+    Returns:
+        All prompts in this order. Where there is none, standard input is one, unless it is a terminal.
+
+    Raises:
+        UserError: for prompts that are empty or cannot be read, and where there is none at all.
+    """
+    if len(words) > 1:
+        raise UserError(f"{len(words)} words without an option; put a prompt into quotation marks: {' '.join(words)!r}")
+    if [*files, batch].count(STANDARD_INPUT) > 1:
+        raise UserError("standard input (-) can be read once")
+    texts: list[Any] = [*words, *prompts, *map(_one, files), *(_batch(batch) if batch else [])]
+    if not texts:
+        text = "" if sys.stdin is None or sys.stdin.isatty() else _piped().removesuffix("\n")
+        if not text:
+            raise UserError(GIVE)
+        texts = [text]
+    talks = [not isinstance(text, str) for text in texts]
+    if any(talks) and not all(talks) and not chat:
+        raise UserError("some prompts are messages and others are text; with --chat all go through the chat template")
+    return Prompts(texts, chat or any(talks))

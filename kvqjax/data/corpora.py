@@ -1,0 +1,148 @@
+"""Data by name: files and folders, our own sentences, or WikiText-2, C4 and GSM8K as the papers join them."""
+
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvqjax._errors import UserError, suggest
+from kvqjax._files import open_text
+from kvqjax.data.documents import Data, described, read_documents
+from kvqjax.data.records import SUFFIXES
+from kvqjax.data.sentences import filler
+from kvqjax.data.sources import Source, find, records
+from kvqjax.model.loading import Model
+
+__all__ = ["CORPORA", "GSM8K", "halves", "is_name", "read", "read_text"]
+
+_C4 = "c4-validation.00000-of-00008.json"
+_C4_DOCUMENTS = 1100  # of the first validation shard, as GPTQ joins them
+
+WIKITEXT2 = Source(
+    "wikitext2",
+    ("wiki.test.raw", "wikitext-2-raw/wiki.test.raw", "wikitext2_test_raw.txt"),
+    "the WikiText-2 raw archive, or Salesforce/wikitext on the Hugging Face hub",
+    {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"},
+)
+C4 = Source(
+    "c4",
+    (_C4 + ".gz", _C4, f"en/{_C4}.gz"),
+    "allenai/c4 on the Hugging Face hub, folder en",
+    {"path": "allenai/c4", "data_files": {"validation": f"en/{_C4}.gz"}, "split": "validation"},
+)
+GSM8K = Source(
+    "gsm8k",
+    ("test.jsonl", "gsm8k_test.jsonl"),
+    "openai/grade-school-math on GitHub, or openai/gsm8k on the Hugging Face hub",
+    {"path": "openai/gsm8k", "name": "main", "split": "test"},
+)
+
+
+def _wikitext(folder: Path | None) -> str:
+    """Rows (lines of the raw file, blank ones empty) joined by blank lines, as GPTQ's script joins them."""
+    path = find(WIKITEXT2, folder)
+    if path is None:
+        return "\n\n".join(row["text"] for row in records(WIKITEXT2, folder))
+    # Not `splitlines`, which also cuts at characters inside lines, such as U+2028.
+    lines = open_text(path).removesuffix("\n").split("\n")
+    return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines)
+
+
+def _c4(folder: Path | None) -> str:
+    return " ".join(row["text"] for row in itertools.islice(records(C4, folder), _C4_DOCUMENTS))
+
+
+def _gsm8k(folder: Path | None) -> str:
+    return "\n\n".join(f"{row['question']}\n{row['answer']}" for row in records(GSM8K, folder))
+
+
+CORPORA = {"wikitext2": _wikitext, "c4": _c4, "gsm8k": _gsm8k}
+
+
+NAMES = ("synthetic", *CORPORA)
+HABITS = {
+    **dict.fromkeys(("wikitext", "wikitext-2", "wikitext-2-raw-v1", "wikitext2-raw", "wiki"), "wikitext2"),
+    **dict.fromkeys(("c4-en", "allenai"), "c4"),
+}
+_HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+
+
+def _is_path(name: str) -> bool:
+    """Say whether there is a file or a folder of this name; a text is none, however long."""
+    try:
+        return os.path.exists(os.path.expanduser(name))
+    except ValueError:  # a NUL
+        return False
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.lower().removesuffix(".gz").endswith((*SUFFIXES, "/")) and not re.search(r"\s", name)
+
+
+def is_name(text: str) -> bool:
+    """Say whether a string names data (a corpus, something that exists here, or a file that one would expect here)
+    rather than being a text itself."""
+    return text in NAMES or _is_path(text) or _looks_like_path(text)
+
+
+def read(
+    name: str | os.PathLike,
+    *,
+    field: str | None = None,
+    split: str | None = None,
+    folder: Path | None = None,
+    model: Model | None = None,
+    tokens: int = 0,
+    seed: int = 0,
+) -> Data:
+    """Read data by name.
+
+    Args:
+        name: a file (text, JSON, JSON lines, Parquet, CSV, packed by gzip or not), a folder of these, a folder that the
+            library `datasets` saved, "wikitext2", "c4", "gsm8k", "synthetic" for sentences of our own, or
+            "owner/name" or "owner/name:config" on the Hugging Face hub.
+        field: which field of records holds text or messages; None: text, prompt, messages or conversations.
+        split: which split of a data set; None: the only one.
+        folder: holds wikitext2, c4 or gsm8k; None: they come from the hub.
+        model: whose chat template messages go through.
+        tokens: about how many are wanted; 0: all. Synthetic text has at least so many words. Of larger data than 64 Mi
+            characters the beginning is read unless all is wanted.
+        seed: of synthetic text.
+
+    Returns:
+        Its documents and their description.
+
+    Raises:
+        UserError: for what cannot be read or holds no text, in one line.
+    """
+    source = str(os.fspath(name))
+    if source in NAMES and not (field is None and split is None):
+        raise UserError(f"{source}: its field and split are fixed; leave out --field and --split")
+    if source == "synthetic":
+        return described(source, [filler(np.random.default_rng(seed), tokens or 8192)])
+    if source in CORPORA:
+        return described(source, [CORPORA[source](folder)])
+    if not _is_path(source):
+        near = HABITS.get(source.lower().rpartition("/")[2])
+        if near and "/" not in source:
+            raise UserError(f"{source}: no such file or folder; did you mean {near!r}?")
+        if _looks_like_path(source) or not _HUB.fullmatch(source):
+            hint = suggest(source, NAMES) if "/" not in source and "." not in source else ""
+            raise UserError(f"{source}: No such file or directory{hint}")
+    return read_documents(source, field=field, split=split, model=model, whole=not tokens)
+
+
+def read_text(data: str, tokens: int, seed: int, folder: Path | None = None) -> tuple[str, dict[str, Any]]:
+    """Data as one text, and its name, hash and number of characters; the arguments are those of `read`."""
+    found = read(data, tokens=tokens, seed=seed, folder=folder)
+    return found.text, {key: found.about[key] for key in ("name", "sha256", "characters")}
+
+
+def halves(text: str) -> tuple[str, str]:
+    """A text cut at the blank nearest after its middle: to learn from, and to be scored."""
+    middle = re.compile(r"\s").search(text, len(text) // 2)
+    cut = middle.start() if middle else len(text) // 2
+    return text[:cut], text[cut:]

@@ -1,0 +1,191 @@
+"""Documents of data that others wrote: which field of a record is its text, and conversations as text.
+
+Documents stay apart: calibration encodes each by itself, with the special tokens that the tokenizer adds; evaluation
+joins them by blank lines, as the papers join WikiText-2.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvqjax._errors import UserError
+from kvqjax._files import open_text
+from kvqjax.data.records import (
+    Record,
+    files_of,
+    is_conversation,
+    is_saved,
+    kind_of,
+    read_records,
+    saved_records,
+)
+from kvqjax.model.loading import Model
+
+__all__ = ["FIELDS", "MOST_CHARACTERS", "Data", "described", "digest", "read_documents"]
+
+FIELDS = ("text", "prompt", "messages", "conversations")  # looked for in this order where no field is named
+# Characters that are read of data larger than this: 16 million tokens at four characters each, which is more than every
+# calibration's recipe takes (at most 2 million) and a minute's work for a tokenizer.
+MOST_CHARACTERS = 1 << 26
+_BORDER = "\n\n"  # between documents where one text is wanted
+
+
+class Data(NamedTuple):
+    """Documents of text, and what a report says of them: name, files, field, number of documents and characters, and
+    the SHA-256 of `text`."""
+
+    documents: tuple[str, ...]
+    about: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """All documents as one text, blank lines between them."""
+        return _BORDER.join(self.documents)
+
+
+def digest(text: str) -> str:
+    """SHA-256 of a text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def described(name: str, documents: Sequence[str], **about: Any) -> Data:
+    """Data with its description. Half a surrogate pair, which JSON can spell and no tokenizer reads, becomes U+FFFD.
+    Raises UserError where there is no text."""
+    whole = tuple(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in documents)
+    found = Data(whole, {})
+    if not found.text.strip():
+        raise UserError(f"{name}: no text")
+    facts = {"name": name, "sha256": digest(found.text), "characters": len(found.text), "documents": len(whole)}
+    changed = sum(new != old for new, old in zip(whole, documents, strict=True))
+    facts |= {"repaired documents": changed} if changed else {}
+    return found._replace(about=facts | {key: value for key, value in about.items() if value})
+
+
+def _turns(messages: list[dict[str, Any]], where: str) -> list[dict[str, str]]:
+    """Messages as role and content, from either of the common spellings."""
+    found = []
+    for message in messages:
+        role = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        if isinstance(content, list):  # parts, of which some may be pictures
+            kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
+            if set(kinds) - {"text"}:
+                raise UserError(f"{where}: a message has a part of type {kinds!r}; only text is read")
+            content = "".join(part.get("text") or "" for part in content)
+        if not isinstance(role, str) or not isinstance(content, str | None):
+            raise UserError(f"{where}: a message has no usable role and content")
+        found.append({"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content or ""})
+    return found
+
+
+def _conversation(messages: list[dict[str, Any]], where: str, model: Model | None) -> str:
+    """A conversation through the model's chat template; without one, a line "role: content" for each message."""
+    turns = _turns(messages, where)
+    tokenizer: Any = model.tokenizer if model is not None and model.folder else None
+    if getattr(tokenizer, "chat_template", None) is None:
+        return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False)
+    # Templates are programs of others: jinja's errors, and those that they raise themselves.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{where}: the model's chat template refuses these messages: {reason}") from error
+
+
+def _chosen(names: Iterable[str], field: str | None, where: str) -> str:
+    """The field that holds the text."""
+    known = list(names)
+    if field is not None and field not in known:
+        raise UserError(f"{where}: no field {field!r}; it has {', '.join(known) or 'none'}")
+    found = field or next((name for name in FIELDS if name in known), None)
+    if found is None:
+        fields = ", ".join(known)[:200] or "none"
+        raise UserError(f"{where}: none of the fields {', '.join(FIELDS)}; name one with field=... (--field): {fields}")
+    return found
+
+
+def _text_of(value: Any, where: str, model: Model | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if is_conversation(value):
+        return _conversation(value, where, model)
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return "\n".join(value)
+    if isinstance(value, list) and all(isinstance(part, int) for part in value):
+        raise UserError(f"{where}: token ids, whose tokenizer is not known here; in Python, pass them as they are")
+    raise UserError(f"{where}: neither text nor messages, but {type(value).__name__}")
+
+
+def _document(record: Record, field: str | None, used: set[str], model: Model | None) -> str:
+    if not isinstance(record.value, dict):
+        return _text_of(record.value, record.where, model)
+    name = _chosen(record.value, field, record.where)
+    used.add(name)
+    return _text_of(record.value[name], f"{record.where}, field {name!r}", model)
+
+
+def _up_to(documents: Iterable[str], most: int | None) -> tuple[list[str], bool]:
+    """Documents that are not blank, until they have `most` characters in all; and whether that left any out."""
+    found: list[str] = []
+    size = 0
+    for text in documents:
+        if not text.strip():
+            continue
+        room = None if most is None else most - size
+        if room is not None and len(text) > room:
+            return [*found, text[:room]] if room else found, True
+        found.append(text)
+        size += len(text)
+    return found, False
+
+
+def read_documents(
+    name: str, *, field: str | None = None, split: str | None = None, model: Model | None = None, whole: bool = False
+) -> Data:
+    """The documents of a file, a folder of files, a folder that `datasets` saved, or a data set of the hub.
+
+    Args:
+        name: a path, or "owner/name" or "owner/name:config" on the hub.
+        field: which field of records holds text or messages; None: the first of `FIELDS` that there is.
+        split: which split of a data set; None: the only one.
+        model: whose chat template conversations go through.
+        whole: all of it, instead of the first MOST_CHARACTERS characters.
+
+    Returns:
+        The documents in the order of the files' names and of the records in them.
+
+    Raises:
+        UserError: for what cannot be read or holds no text.
+    """
+    path, used = Path(name).expanduser(), set[str]()
+    choose: Callable[[list[str], str], list[str]] = lambda names, where: [_chosen(names, field, where)]  # noqa: E731
+    hub = not path.exists()
+    if hub or is_saved(path):
+        records, files = saved_records(name if hub else str(path), split, choose), []
+        documents: Iterator[str] = (_document(record, field, used, model) for record in records)
+    else:
+        if split is not None:
+            raise UserError(f"{name}: files have no splits; name the file instead of split={split!r} (--split)")
+        files = files_of(path) if path.is_dir() else [path]
+        if field is not None and all(kind_of(file) == "text" for file in files):
+            raise UserError(f"{name}: text has no fields; leave out field={field!r} (--field)")
+        documents = _of_files(files, field, used, model, choose)
+    texts, cut = _up_to(documents, None if whole else MOST_CHARACTERS)
+    names = [str(file.relative_to(path)) for file in files if path.is_dir()]
+    first = f"the first {MOST_CHARACTERS} characters" if cut else ""
+    return described(name, texts, files=names, field=", ".join(sorted(used)), split=split, read=first)
+
+
+def _of_files(
+    files: list[Path],
+    field: str | None,
+    used: set[str],
+    model: Model | None,
+    choose: Callable[[list[str], str], list[str]],
+) -> Iterator[str]:
+    for file in files:
+        if kind_of(file) == "text":
+            yield open_text(file)
+        else:
+            yield from (_document(record, field, used, model) for record in read_records(file, choose))

@@ -1,0 +1,209 @@
+"""Records of files that others wrote: JSON, JSON lines, Parquet, CSV, and data sets that `datasets` saved or loads.
+
+A record is whatever stands for one example: mostly an object with fields, sometimes a string or a list of messages.
+Files are read record by record, so that a large one need not fit into memory.
+"""
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvqjax._errors import UserError
+from kvqjax._files import open_lines, open_text, parse_json
+
+__all__ = ["SUFFIXES", "Record", "files_of", "is_conversation", "is_saved", "kind_of", "read_records", "saved_records"]
+
+TEXTS = (".txt", ".md", ".text", ".raw")
+SUFFIXES = {
+    **dict.fromkeys(TEXTS, "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+}
+_PARQUET = b"PAR1"
+_SAVED = ("dataset_info.json", "state.json")  # `Dataset.save_to_disk`; a DatasetDict has dataset_dict.json
+_ABOUT = {*_SAVED, "dataset_infos.json", "dataset_dict.json"}  # describe data, and are none
+_BATCH = 256  # rows of a Parquet file that are held at a time
+
+
+class Record(NamedTuple):
+    """One record and where it stands, for messages."""
+
+    value: Any
+    where: str
+
+
+def kind_of(path: Path) -> str:
+    """Tell "text", "json", "parquet" or "csv" by a file's name, and by what it begins with where the name says text or
+    nothing."""
+    name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    kind = SUFFIXES.get(name.suffix.lower(), "text")
+    if kind != "text":
+        return kind
+    try:
+        with path.open("rb") as file:
+            if file.read(4) == _PARQUET:
+                return "parquet"
+        first = next((line for line in open_lines(path) if line.strip()), "")
+    except (OSError, ValueError):  # a UserError is one
+        return kind  # whoever reads it says why it cannot be read
+    return "json" if first.lstrip()[:1] in ("{", "[") and _loads(first) is not None else "text"
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    for number, line in enumerate(open_lines(path), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield Record(json.loads(line), where)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: not JSON: {getattr(error, 'msg', error)}") from error
+
+
+def is_conversation(value: Any) -> bool:
+    """Say whether a value is a list of messages, in either of the spellings that are common."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(part, dict) and ("role" in part or "from" in part) for part in value)
+    )
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """The records of a list, or of an object that holds one list of objects and nothing else; None for one record."""
+    if isinstance(value, dict) and len(value) == 1:
+        (part,) = value.values()
+        value = part if isinstance(part, list) and part and isinstance(part[0], dict) else None
+    return value if isinstance(value, list) and not is_conversation(value) else None
+
+
+def _json_records(path: Path) -> Iterator[Record]:
+    """Records of a JSON file in any form under which it is met, whatever its name: a record a line, one list of
+    records, one record over many lines, or one object around one list of records."""
+    lines = (line for line in open_lines(path) if line.strip())
+    first, second = _loads(next(lines, "")), next(lines, None)
+    if first is not None and (second is not None or _inside(first) is None):
+        yield from _json_lines(path)
+        return
+    value = parse_json(open_text(path), str(path))
+    several = _inside(value)
+    for number, record in enumerate([value] if several is None else several, 1):
+        yield Record(record, f"{path}, record {number}")
+
+
+def _csv_records(path: Path) -> Iterator[Record]:
+    mark = "\t" if ".tsv" in path.suffixes else ","
+    reader = csv.DictReader((line + "\n" for line in open_lines(path)), delimiter=mark)
+    before = csv.field_size_limit(2**31 - 1)  # 128 KiB without it: a document may be larger
+    try:
+        for row in reader:
+            yield Record({name: value for name, value in row.items() if name}, f"{path}, line {reader.line_num}")
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _parquet_records(path: Path, wanted: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{path}: Parquet is read by pyarrow: pip install pyarrow, or 'kvqjax[eval]'") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns, number = wanted(file.schema_arrow.names, str(path)), itertools.count(1)
+            for batch in file.iter_batches(_BATCH, columns=columns):
+                yield from (Record(row, f"{path}, record {next(number)}") for row in batch.to_pylist())
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: cannot be read as Parquet: {' '.join(str(error).split())[:160]}") from error
+
+
+def read_records(path: Path, wanted: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
+    """Read the records of a file. `wanted(names, where)` chooses among the columns of a table. Raises UserError."""
+    kind = kind_of(path)
+    if kind == "parquet":
+        return _parquet_records(path, wanted)
+    return _csv_records(path) if kind == "csv" else _json_records(path)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """List the files of a folder and of its subfolders that hold data, by name: those with records, or, where there are
+    none, those with text. Hidden files and descriptions of data sets are left out. Raises UserError for none."""
+    found: dict[bool, list[Path]] = {True: [], False: []}
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+        kind = SUFFIXES.get(name.suffix.lower())
+        if kind and not hidden and path.name not in _ABOUT and path.is_file():
+            found[kind != "text"].append(path)
+    if not (files := found[True] or found[False]):
+        raise UserError(f"{folder}: no data in this folder; read are files that end in {', '.join(SUFFIXES)}, or .gz")
+    return files
+
+
+def is_saved(folder: Path) -> bool:
+    """Say whether the library `datasets` has saved a data set, or several splits of one, into this folder."""
+    return all((folder / name).is_file() for name in _SAVED) or (folder / "dataset_dict.json").is_file()
+
+
+def _datasets(name: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{name}: pip install 'kvqjax[eval]' to read data sets of the library `datasets`") from error
+    return datasets
+
+
+def _split(found: Any, name: str, split: str | None) -> Any:
+    """Choose one of the splits of a data set. Nothing is guessed: figures of the training split are other figures."""
+    if not hasattr(found, "keys"):
+        if split is not None:
+            raise UserError(f"{name}: has no splits; leave out split={split!r} (--split)")
+        return found
+    known = ", ".join(found)
+    if split is None and len(found) > 1:
+        raise UserError(f"{name}: has the splits {known}; choose with split=... (--split)")
+    if split is not None and split not in found:
+        raise UserError(f"{name}: has no split {split!r}; it has {known}")
+    return found[split or next(iter(found))]
+
+
+def saved_records(name: str, split: str | None, wanted: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
+    """Read a data set that `datasets` saved into the folder `name`, or that the hub has under `name`, which is
+    "owner/name" or "owner/name:config". Raises UserError."""
+    library, local = _datasets(name), Path(name).is_dir()
+    try:
+        if local:
+            found = library.load_from_disk(name)
+        else:
+            path, _, config = name.partition(":")
+            found = library.load_dataset(path, config or None, streaming=True)
+        found = _split(found, name, split)
+        names: Iterable[str] | None = getattr(found, "column_names", None)
+        if names is not None and hasattr(found, "select_columns"):
+            found = found.select_columns(wanted(list(names), name))
+        for number, row in enumerate(found, 1):
+            yield Record(row, f"{name}, record {number}")
+    except UserError:
+        raise
+    # The library raises its own, the hub client's, pyarrow's and the system's errors.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        if local:
+            raise UserError(f"{name}: the library `datasets` cannot read this folder: {reason}") from error
+        raise UserError(
+            f"{name}: no file or folder here, and the hub did not give it ({reason}); "
+            "download it where there is a network, and name the file or folder"
+        ) from error

@@ -1,0 +1,115 @@
+"""Token ids of whatever Python callers give: a text, texts, a path, data that was read, or ids."""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvqjax._errors import UserError
+from kvqjax.data.corpora import halves, is_name, read
+from kvqjax.data.documents import Data, described
+from kvqjax.model.loading import Model
+
+__all__ = ["TextLike", "check_ids", "data_or_ids", "document_ids", "encoded", "in_halves", "token_ids"]
+
+# A text or the name of data, a path, data that was read, texts, or ids: flat, in rows, or a list of such lists.
+TextLike = str | os.PathLike | Data | Sequence[Any] | Any
+_WANTED = "wanted a text, a list of texts, a path, data of kvqjax.data.read, or whole numbers that are token ids"
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__module__.partition('.')[0]} {type(value).__name__}".replace("builtins ", "")
+
+
+def _array(given: Any, name: str) -> np.ndarray:
+    """Ids as one array of any whole type. A list of lists of different lengths is joined."""
+    try:
+        if isinstance(given, Sequence) and given and all(isinstance(row, Sequence | np.ndarray) for row in given):
+            parts = [np.asarray(row) for row in given if len(row)]
+            if all(np.issubdtype(part.dtype, np.integer) and part.ndim == 1 for part in parts) and parts:
+                return np.concatenate(parts)
+        return np.asarray(given)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{name} is {_kind(given)} that is no array; {_WANTED}") from error
+
+
+def check_ids(model: Model, given: Any, name: str) -> Int[np.ndarray, " T"]:
+    """Token ids as one stream, rows one after the other. Raises UserError for what are none of this model's."""
+    if isinstance(given, Mapping):
+        hint = f"pass {name}['input_ids']" if "input_ids" in given else _WANTED
+        raise UserError(f"{name} is {_kind(given)}; {hint}")
+    ids = _array(given, name)
+    if ids.dtype.kind in "UOV" or ids.ndim == 0:
+        raise UserError(f"{name} is {_kind(given)}; {_WANTED}")
+    if ids.size == 0:
+        raise UserError(f"{name} is empty; {_WANTED}")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"{name} is of type {ids.dtype}; {_WANTED}")
+    if ids.ndim > 2:
+        raise UserError(f"{name} has shape {list(ids.shape)}; wanted token ids [T], or rows of them [N, T]")
+    if not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
+        raise UserError(f"{name} has a token id outside 0 .. {model.config.vocab_size - 1}")
+    return ids.reshape(-1).astype(np.int32)
+
+
+def data_or_ids(model: Model, given: TextLike, name: str = "texts") -> Data | Int[np.ndarray, " T"]:
+    """Tell what a caller gave.
+
+    Args:
+        model: whose vocabulary ids must fit, and whose chat template messages go through.
+        given: a text; a list of texts; the name of data, which is a path to what exists or a corpus such as
+            "wikitext2"; a path; data of `kvqjax.data.read`; or token ids, flat or in rows, as lists or as an array of
+            any library.
+        name: what messages call it.
+
+    Returns:
+        Documents, or the ids as one stream.
+
+    Raises:
+        UserError: for anything else, and for ids that are not the model's.
+    """
+    if isinstance(given, Data):
+        return given
+    if isinstance(given, os.PathLike):
+        return read(given, model=model)
+    if isinstance(given, str):
+        return read(given, model=model) if is_name(given) else described(name, [given])
+    if isinstance(given, bytes):
+        raise UserError(f"{name} is a bytes object; decode it first")
+    if isinstance(given, Sequence) and given and all(isinstance(part, str) for part in given):
+        return described(name, given)
+    return check_ids(model, given, name)
+
+
+def in_halves(found: Data | Int[np.ndarray, " T"]) -> list[TextLike]:
+    """Data in two halves, to learn from and to be scored: of the text, or of token ids."""
+    if isinstance(found, Data):
+        return [Data((half,), {}) for half in halves(found.text)]
+    return [*np.array_split(found, 2)]
+
+
+def encoded(model: Model, text: str) -> list[int]:
+    """Ids of a document, with the special tokens that the tokenizer adds. A begin token that a chat template has
+    written already is not added again."""
+    begin = getattr(model.tokenizer, "bos_token", None)
+    return model.encode(text, not (begin and text.startswith(begin)))
+
+
+def token_ids(model: Model, given: TextLike, name: str = "texts") -> Int[np.ndarray, " T"]:
+    """One stream of ids for evaluation: documents are joined by blank lines and encoded as one text. Arguments and
+    errors are those of `data_or_ids`."""
+    found = data_or_ids(model, given, name)
+    return np.asarray(encoded(model, found.text), np.int32) if isinstance(found, Data) else found
+
+
+def document_ids(model: Model, given: TextLike, most: int, name: str = "texts") -> Int[np.ndarray, " T"]:
+    """At most `most` ids for calibration: each document is encoded by itself, until there are enough. Arguments and
+    errors are those of `data_or_ids`."""
+    found = data_or_ids(model, given, name)
+    if not isinstance(found, Data):
+        return found[:most]
+    every = itertools.chain.from_iterable(encoded(model, text) for text in found.documents)
+    return np.fromiter(itertools.islice(every, most), np.int32)

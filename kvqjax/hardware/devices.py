@@ -1,0 +1,135 @@
+"""Chips by name: what a program gets of their memory, how fast they are, and the names that people give them."""
+
+import os
+import re
+from typing import NamedTuple
+
+from kvqjax._errors import UserError, suggest
+from kvqjax.parallel.mesh_size import MOST_DEVICES
+
+__all__ = ["DEVICES", "GIB", "GPU_SHARE", "Device", "Named", "find_device", "program_share"]
+
+GIB = 2**30
+GPU_SHARE = 0.75  # of a GPU's memory JAX takes so much, unless its environment variable says otherwise
+SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the newer name first
+
+
+class Device(NamedTuple):
+    """One chip. `memory`: GiB that programs can have in all, less than its data sheet says. `bandwidth` of that memory
+    in GB/s, and dense 16-bit matrix TFLOP/s, as the vendor states them. `torus`, where the chip can be compiled for
+    ahead of time: the compiler's name for it and the axes of its slices. `sold`: GB by which the chip is named and
+    sold. A tpu7x chip is two devices to JAX; these are the figures of one. A T4 has no bfloat16; its peak and its bytes
+    are those of float16."""
+
+    memory: float
+    bandwidth: int
+    tflops: int
+    torus: tuple[str, int] = ("", 0)
+    sold: int = 0
+
+
+# Memory of TPUs: what libtpu 0.0.52 names as available where it refuses a program that is compiled for the chip
+# ("exceeds available HBM (15.75G)"); for a v4, twice what it names for one of the chip's two cores. Memory of GPUs: the
+# total that a process sees, by nvidia-smi for T4, L4, A10G and H100 (15360, 23034, 23028 and 81559 MiB); for the others
+# by CUDA's cudaMemGetInfo, which is up to 0.6 GiB less, as PyTorch prints it in its messages ("total capacity of").
+# Drivers differ by a tenth or two of a GiB, and error correction takes a sixteenth of some cards.
+# Bandwidth and TFLOP/s of TPUs: Google's pages on their architecture (cloud.google.com/tpu/docs/v4 and its neighbours).
+# Of GPUs: NVIDIA's data sheets, without sparsity, of which they print the double; the A10G is AWS's A10, the B200 that
+# of HGX B200.
+DEVICES = {
+    "v4": Device(30.5, 1200, 275, ("v4", 3), 32),
+    "v5e": Device(15.75, 820, 197, ("v5e", 2), 16),
+    "v5p": Device(95.73, 2765, 459, ("v5p", 3), 95),
+    "v6e": Device(31.24, 1640, 918, ("v6e", 2), 32),
+    "tpu7x": Device(94.74, 3685, 1153, ("tpu7x", 3), 96),
+    "t4": Device(15.0, 320, 65, sold=16),
+    "l4": Device(22.5, 300, 121, sold=24),
+    "a10g": Device(22.5, 600, 70, sold=24),
+    "l40s": Device(44.5, 864, 362, sold=48),
+    "a100-40": Device(39.5, 1555, 312, sold=40),
+    "a100-80": Device(79.3, 2039, 312, sold=80),
+    "h100": Device(79.6, 3350, 989, sold=80),
+    "h200": Device(139.8, 4800, 989, sold=141),
+    "b200": Device(178.4, 8000, 2250, sold=180),
+    "rtx3090": Device(23.6, 936, 71, sold=24),
+    "rtx4090": Device(23.6, 1008, 165, sold=24),
+}
+
+# What else the chips are called, without separators: by clouds, drivers and JAX (`device_kind`).
+ALIASES = {
+    "v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "trillium": "v6e", "v7x": "tpu7x", "7x": "tpu7x",
+    "ironwood": "tpu7x", "v5": "v5p", "3090": "rtx3090", "4090": "rtx4090", "a100": "a100-40",
+}  # fmt: skip
+FILLERS = "nvidia|tesla|geforce|google|cloud|tpu|gpu|pcie|sxm|hbm|gb|accelerator|slice|podslice"
+CORES = ("v4", "v5p")  # the number in the name of their slices counts cores, of which a chip has two
+
+
+class Named(NamedTuple):
+    """A chip of `DEVICES` by its name there, how many devices of it were named, and what was taken for granted."""
+
+    name: str
+    count: int
+    note: str
+
+
+def _chip(words: list[str], sold: int | None) -> str | None:
+    """The name in `DEVICES` of a chip that is called by these words and sold with `sold` GB."""
+    short = "".join(words)
+    same = [name for name in DEVICES if short in (name.replace("-", ""), name.partition("-")[0])]
+    fitting = [name for name in same or filter(None, [ALIASES.get(short)]) if sold in (None, DEVICES[name].sold)]
+    return fitting[0] if fitting else None
+
+
+def _alone(text: str) -> Named | None:
+    """`find_device` without a multiplier; None where no chip is called so."""
+    words = [word for word in re.split(r"[\s_\-/,()]+", text) if not re.fullmatch(rf"(({FILLERS})\d?e?)?", word)]
+    gigabytes = [int(word.rstrip("gib")) for word in words if re.fullmatch(r"\d+gi?b?", word)]
+    words = [word for word in words if not re.fullmatch(r"\d+gi?b?", word)]
+    *rest, last = words or [""]
+    if name := _chip(words, gigabytes[0] if gigabytes else None):
+        guessed = name == "a100-40" and words == ["a100"] and not gigabytes
+        return Named(name, 1, "an A100 is taken for the one with 40 GB; the other is a100-80" if guessed else "")
+    if not rest or not last.isdigit():
+        return None
+    number, name = int(last), _chip(rest, None)
+    if name is None or not DEVICES[name].torus[0]:  # "h100-80": the number says gigabytes
+        name = _chip(rest, number)
+        return Named(name, 1, "") if name else None
+    count = number // 2 if name in CORES else number
+    note = f"{text} has {count} chips: the number in its name counts cores" if name in CORES else ""
+    return Named(name, count, note)
+
+
+def find_device(text: str) -> Named:
+    """A chip by the names that it has in clouds, drivers and shops, with a number of devices where one is said: "H100",
+    "NVIDIA A100-SXM4-80GB", "8xH100", "v5e-16", "v5litepod-8", "RTX 4090". Raises UserError with the nearest name."""
+    plain = text.strip().lower()
+    named = _alone(plain)
+    for pattern in (r"(?P<count>\d+)\s*[x*\u00d7]\s*(?P<name>.+)", r"(?P<name>.+?)\s*[x*:\u00d7]\s*(?P<count>\d+)"):
+        several = None if named else re.fullmatch(pattern, plain)
+        if several and (inner := _alone(several["name"])):
+            named = inner._replace(count=inner.count * int(several["count"]))
+    if named is None or not 1 <= named.count <= MOST_DEVICES:
+        hint = suggest(plain, [*DEVICES])
+        raise UserError(
+            f"device {text!r} is not known{hint}; v5e-16 and 8xh100 are several; memory=GIB plans for any other"
+        )
+    return named
+
+
+def program_share(name: str | None, fraction: float | int | None = None) -> float:
+    """The share of a device's memory that a JAX program gets: `fraction` where it is given, else on GPUs what the
+    environment says or JAX's own three quarters. The limits of TPUs in `DEVICES` are those of a program already."""
+    if fraction is not None:
+        if not 0 < fraction <= 1:
+            raise UserError(f"memory_fraction={fraction}; wanted more than 0 and at most 1")
+        return fraction
+    if name is None or DEVICES[name].torus[0]:
+        return 1.0
+    for variable in SHARE_VARIABLES:
+        if value := os.environ.get(variable, ""):
+            try:
+                return program_share(name, float(value))
+            except ValueError as error:
+                raise UserError(f"{variable}={value}; wanted a number of at most 1") from error
+    return GPU_SHARE

@@ -1,0 +1,397 @@
+"""Tokenizers: of a folder's tokenizer.json by the `tokenizers` library alone, of anything else by transformers.
+
+Importing transformers takes seconds, and PyTorch comes with it where it is installed. What it does with a
+tokenizer.json follows from a few fields; `_read` repeats it for the kinds that it knows, and the tests compare the two. Every other
+folder, and every method that `Tokenizer` lacks, goes to transformers.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvqjax._errors import UserError
+from kvqjax._files import open_text, read_object
+from kvqjax.model.chat_template import is_plain, render
+
+__all__ = ["TOKENIZER_FILES", "Tokenizer", "open_tokenizer"]
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Classes that transformers builds anew from the vocabulary, with the special tokens that they have by default.
+LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+# Models whose tokenizer.json transformers takes as it is, whatever class the folder names.
+AS_STORED = ("mistral", "mistral3", "ministral", "ministral3", "mixtral")
+PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class _Parts(NamedTuple):
+    """What `Tokenizer` is made of. named: special tokens by their names; template: the chat template, or None."""
+
+    backend: Any
+    named: dict[str, str]
+    template: str | None
+
+
+class _Unknown(Exception):
+    """A tokenizer that transformers reads in a way which is not repeated here."""
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise _Unknown
+
+
+def _text_of(token: Any) -> str | None:
+    """The text of a special token, which files give as a string or an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    _require(text is None or isinstance(text, str))
+    return text
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; an absent file is an empty one. Raises UserError."""
+    return read_object(path) if path.is_file() else {}
+
+
+def _class_of(settings: dict[str, Any], config: dict[str, Any], stored: dict[str, Any]) -> str:
+    """The class that transformers takes: PLAIN[0] where it uses tokenizer.json as it is."""
+    kind = config.get("model_type")
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    _require(isinstance(named, str) and isinstance(kind, str))
+    named = named.removesuffix("Fast")
+    bytes_level = any('"ByteLevel"' in json.dumps(stored.get(part)) for part in ("pre_tokenizer", "decoder"))
+    if kind in AS_STORED:
+        return PLAIN[0]
+    if kind == "qwen2":
+        return "Qwen2Tokenizer"
+    if named == "LlamaTokenizer" and bytes_level:
+        return PLAIN[0]
+    return PLAIN[0] if named in PLAIN else named
+
+
+def _without_defaults(part: Any) -> Any:
+    """A part of tokenizer.json without the fields that differ in their writing alone."""
+    if isinstance(part, dict):
+        ignored = ("trim_offsets", "add_prefix_space") if part.get("type") == "ByteLevel" else ()
+        return {key: _without_defaults(value) for key, value in part.items() if key not in ignored}
+    return [_without_defaults(item) for item in part] if isinstance(part, list) else part
+
+
+def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Say whether tokenizer.json holds what transformers builds for Qwen's tokenizers."""
+    split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
+    wanted = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
+    model = stored.get("model", {})
+    plain = not any(model.get(key) for key in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges"))
+    affixes = not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+    prefix = [part.get("add_prefix_space") for part in (stored.get("pre_tokenizer") or {}).get("pretokenizers", [])]
+    return (
+        model.get("type") == "BPE" and plain and affixes and not any(prefix)
+        and not settings.get("add_prefix_space")
+        and stored.get("normalizer") == {"type": "NFC"}
+        and _without_defaults(stored.get("pre_tokenizer")) == wanted
+        and (stored.get("decoder") or {}).get("type") == "ByteLevel"
+    )  # fmt: skip
+
+
+def _build_llama(backend: Any, stored: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Give a tokenizer of SentencePiece's kind the parts that transformers gives it in place of the stored ones."""
+    from tokenizers import decoders, pre_tokenizers
+
+    model = stored.get("model", {})
+    every_byte = all(f"<0x{byte:02X}>" in model.get("vocab", {}) for byte in range(256))
+    _require(model.get("type") == "BPE" and every_byte and bool(model.get("byte_fallback")))
+    _require(bool(model.get("fuse_unk")) and not model.get("dropout") and not model.get("ignore_merges"))
+    prefix = settings.get("add_prefix_space")
+    prefix = True if prefix is None else bool(prefix)
+    scheme = ("always" if settings.get("legacy") else "first") if prefix else "never"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
+
+
+def _named_tokens(folder: Path, settings: dict[str, Any], defaults: dict[str, str]) -> dict[str, str]:
+    """Special tokens by their names, as the files of a folder give them."""
+    given = {**defaults, **settings}
+    if "added_tokens_decoder" not in settings:
+        given |= _json(folder / "special_tokens_map.json")
+    names = [*NAMED, *(name for name in given if name.endswith("_token") and name not in NAMED)]
+    texts = {name: _text_of(given[name]) for name in names if isinstance(given.get(name), str | dict)}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _check_added(backend: Any, settings: dict[str, Any], named: dict[str, str]) -> None:
+    """Refuse tokens that transformers would add to those of tokenizer.json, or change."""
+    stored = backend.get_added_tokens_decoder()
+    special = {token.content for token in stored.values() if token.special}
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    _require(isinstance(extra, list))
+    _require({*named.values(), *map(_text_of, extra)} <= special)
+    for number, token in (settings.get("added_tokens_decoder") or {}).items():
+        same = stored.get(int(number))
+        _require(same is not None and isinstance(token, dict))
+        _require(all(getattr(same, field) == value for field, value in token.items() if field != "__type"))
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The chat template: of chat_template.jinja, else of tokenizer_config.json; of several the default one."""
+    _require(not (folder / "additional_chat_templates").exists())
+    _require(not list(folder.glob("chat_template_*.jinja")))
+    file = folder / "chat_template.jinja"
+    given = open_text(file) if file.is_file() else settings.get("chat_template")
+    if given is None:  # some exporters write the template as processors have it
+        given = _json(folder / "chat_template.json").get("chat_template")
+    if isinstance(given, list):
+        given = {item["name"]: item["template"] for item in given}.get("default")
+        _require(given is not None)
+    _require(given is None or isinstance(given, str))
+    return given
+
+
+def _read(folder: Path) -> _Parts:
+    """Read a folder's tokenizer. Raises _Unknown where transformers is needed, UserError for damaged files."""
+    from tokenizers import Tokenizer as Backend
+
+    file = folder / "tokenizer.json"
+    _require(file.is_file() and not (folder / "tekken.json").exists())
+    settings, config, stored = (_json(folder / name) for name in ("tokenizer_config.json", "config.json", file.name))
+    _require(not any(settings.get(key) for key in ("auto_map", "split_special_tokens", "fix_mistral_regex")))
+    kind = _class_of(settings, config, stored)
+    _require(kind in (PLAIN[0], "LlamaTokenizer", "Qwen2Tokenizer"))
+    cleaned = bool(settings.get("clean_up_tokenization_spaces"))  # transformers leaves BPE's text as it is
+    _require(stored.get("model", {}).get("type") == "BPE" or not cleaned)
+    _require(kind != "Qwen2Tokenizer" or _is_qwen(stored, settings))
+    try:
+        backend = Backend.from_str(open_text(file))  # the library's own reader refuses a byte-order mark
+    except Exception as error:  # the library raises Exception itself
+        raise UserError(f"{folder}: the tokenizer cannot be read: {error}") from error
+    if kind == "LlamaTokenizer":
+        _build_llama(backend, stored, settings)
+    backend.no_truncation()
+    backend.no_padding()
+    defaults = {"LlamaTokenizer": LLAMA, "Qwen2Tokenizer": QWEN}.get(kind, {})
+    padding = stored.get("padding")
+    named = _named_tokens(folder, settings, {"pad_token": padding["pad_token"], **defaults} if padding else defaults)
+    _check_added(backend, settings, named)
+    return _Parts(backend, named, _template(folder, settings))
+
+
+def _transformers(folder: str) -> Any:
+    """The tokenizer of transformers."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # of the system, of transformers, and of `tokenizers`, which raises Exception itself
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{folder}: the tokenizer cannot be read: {reason}") from error
+    tokenizer.model_max_length = 10**12  # whole texts are encoded here; the cache's capacity is what is checked
+    return tokenizer
+
+
+class _Encoded(dict):
+    """`input_ids` and `attention_mask`, by key or as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _numbers(ids: Any) -> Any:
+    """Token ids as an int or as lists, of what may be an array."""
+    if isinstance(ids, list | tuple):
+        return [int(number) if np.ndim(number) == 0 else _numbers(number) for number in ids]
+    return np.asarray(ids).tolist()
+
+
+class Tokenizer:
+    """A tokenizer with the calls of a Hugging Face tokenizer.
+
+    `tokenizer(text)["input_ids"]`, `encode`, `decode`, `batch_decode`, `apply_chat_template`, `chat_template`, the
+    special tokens (`eos_token`, `eos_token_id` and the like), `len` and `get_vocab` need the `tokenizers` library alone.
+    The first other attribute or option loads transformers' tokenizer of the same folder, which answers everything from
+    then on. So does an attribute that is set.
+    """
+
+    def __init__(self, folder: str, parts: _Parts):
+        vars(self).update(_folder=folder, _parts=parts, _other=None)
+
+    def _full(self) -> Any:
+        """Transformers' tokenizer of the folder, which answers from now on."""
+        if self._other is None:
+            vars(self)["_other"] = _transformers(self._folder)
+        return self._other
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_folder", "_parts", "_other"):
+            raise AttributeError(name)  # of an object that is being copied
+        if self._other is None:
+            stem = name.removesuffix("_id")
+            if stem in NAMED or stem in self._parts.named:
+                token = self._parts.named.get(stem)
+                return token if name == stem or token is None else self._parts.backend.token_to_id(token)
+        return getattr(self._full(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._full(), name, value)
+
+    def __len__(self) -> int:
+        return len(self._other) if self._other is not None else self._parts.backend.get_vocab_size()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({Path(self._folder).name}: {len(self)} tokens, {self.special_tokens_map})"
+
+    def __call__(self, text: Any, *more: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+        """Encode a text, or a list of texts.
+
+        Args:
+            text: a string or a list of strings.
+            more: further arguments, for transformers' tokenizer.
+            add_special_tokens: put the tokenizer's own tokens around the text, as models were trained.
+            options: further options, for transformers' tokenizer.
+
+        Returns:
+            `input_ids` and `attention_mask`, of each text for a list.
+        """
+        simple = isinstance(text, str) or (isinstance(text, list) and all(isinstance(one, str) for one in text))
+        if self._other is not None or more or options or not simple:
+            return self._full()(text, *more, add_special_tokens=add_special_tokens, **options)
+        if isinstance(text, list):
+            ids = [item.ids for item in self._parts.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
+            return _Encoded(input_ids=ids, attention_mask=[[1] * len(row) for row in ids])
+        ids = self._parts.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return _Encoded(input_ids=ids, attention_mask=[1] * len(ids))
+
+    def encode(self, text: Any, *more: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """Token ids of a text."""
+        if self._other is not None or more or options or not isinstance(text, str):
+            return self._full().encode(text, *more, add_special_tokens=add_special_tokens, **options)
+        return self(text, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """The text of token ids: an id, a list or an array of them; of a list of lists a list of texts."""
+        if self._other is not None or any(options.values()):
+            return self._full().decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+        ids = _numbers(token_ids)
+        if isinstance(ids, list) and ids and isinstance(ids[0], list):
+            return [self._parts.backend.decode(row, skip_special_tokens=skip_special_tokens) for row in ids]
+        ids = ids if isinstance(ids, list) else [ids]
+        return self._parts.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
+        """The texts of rows of token ids."""
+        return [self.decode(row, skip_special_tokens, **options) for row in sequences]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token with its id."""
+        return self._other.get_vocab() if self._other is not None else self._parts.backend.get_vocab()
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        """The object of the `tokenizers` library."""
+        return self._other.backend_tokenizer if self._other is not None else self._parts.backend
+
+    @property
+    def chat_template(self) -> Any:
+        """The folder's chat template, or None."""
+        return self._other.chat_template if self._other is not None else self._parts.template
+
+    @chat_template.setter
+    def chat_template(self, value: Any) -> None:
+        self._full().chat_template = value
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Special tokens by their names, such as eos_token."""
+        return self._other.special_tokens_map if self._other is not None else dict(self._parts.named)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Every special token."""
+        if self._other is not None:
+            return self._other.all_special_tokens
+        added = self._parts.backend.get_added_tokens_decoder().values()
+        return list(dict.fromkeys([*self._parts.named.values(), *(t.content for t in added if t.special)]))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of all special tokens."""
+        return [self.backend_tokenizer.token_to_id(token) for token in self.all_special_tokens]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Write a conversation as the model was trained to read it.
+
+        Args:
+            conversation: messages with a `role` and a `content`.
+            add_generation_prompt: end with what begins the assistant's answer.
+            tokenize: give token ids instead of the text.
+            return_dict: give the ids as `__call__` does, not as a list.
+            options: the template's own variables, such as enable_thinking. Those that have a meaning in transformers go
+                to its tokenizer.
+
+        Returns:
+            The text, or its token ids.
+
+        Raises:
+            UserError: for a conversation that the template refuses.
+        """
+        messages = conversation if isinstance(conversation, list) else None
+        simple = bool(messages) and all(type(message) is dict for message in messages or ())
+        simple = simple and is_plain(messages) and is_plain(options) and not FULL_OPTIONS & options.keys()
+        if self._other is not None or not simple or not isinstance(self.chat_template, str):
+            options |= {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
+            return self._full().apply_chat_template(conversation, return_dict=return_dict, **options)
+        variables = self.special_tokens_map | options | {"add_generation_prompt": add_generation_prompt}
+        text = render(self.chat_template, messages or [], **variables)
+        if not tokenize:
+            return text
+        encoded = self(text, add_special_tokens=False)
+        return encoded if return_dict else encoded["input_ids"]
+
+
+FULL_OPTIONS = frozenset({
+    "tools", "documents", "chat_template", "continue_final_message", "padding", "truncation", "max_length",
+    "return_tensors", "tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens",
+})  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8)
+def open_tokenizer(folder: str) -> Any:
+    """The tokenizer of a model's folder.
+
+    Returns:
+        A `Tokenizer`, or transformers' own where the folder needs it.
+
+    Raises:
+        UserError: for a folder without a tokenizer, or with a damaged one.
+    """
+    if not any((Path(folder) / name).exists() for name in TOKENIZER_FILES):
+        raise UserError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}) in this folder")
+    try:
+        return Tokenizer(folder, _read(Path(folder)))
+    except (_Unknown, OSError):
+        return _transformers(folder)

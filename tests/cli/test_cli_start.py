@@ -1,0 +1,171 @@
+"""How the command line starts: at once for `--help`, with the options of every command before or after its name."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from commands import run
+
+import kvqjax as kvq
+from kvqjax.cli import programs
+from kvqjax.cli.app import COMMANDS, command_of
+
+GENERATE = ("generate", "-m", "recall", "-p", "ab12,cd34,?cd", "-n", "2")
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return lambda *words: run(capsys, monkeypatch, *words)
+
+
+def fresh(script: str, *words: str, **environment: str) -> list[str]:
+    """The lines that a Python process of its own prints."""
+    variables = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables | environment)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+def test_help_needs_no_jax(words):
+    """JAX alone takes a second to import, and the library another."""
+    script = """if True:
+        import sys
+        from kvqjax.cli import main
+        try:
+            main()
+        except SystemExit as ended:
+            assert not ended.code
+        print([name for name in ("jax", "numpy", "transformers", "torch") if name in sys.modules])
+    """
+    assert fresh(script, *words)[-1] == "[]"
+
+
+def test_the_public_names_are_loaded_when_one_is_used():
+    script = """if True:
+        import sys, kvqjax as kvq
+        assert "jax" not in sys.modules and kvq.__version__ and "jax" not in sys.modules
+        assert kvq.UserError and "jax" in sys.modules
+        assert set(kvq.__all__) <= set(dir(kvq))
+        from kvqjax import *
+        assert generate is kvq.generate and not hasattr(kvq, "nothing")
+        assert kvq.cache.runs_of and kvq.step.forward.forward is kvq.forward
+        print("done")
+    """
+    assert fresh(script) == ["done"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_each_one_s_help_begins_with(name):
+    """The list is written out, so that it is shown without importing any command."""
+    target = command_of(name)
+    full = target.info.help if hasattr(target, "info") else inspect.getdoc(target)
+    words, said = (" ".join(text.split()).rstrip(".").lower() for text in (full, COMMANDS[name].about))
+    assert said.split()[0] in words.split()[0]
+    assert len(COMMANDS[name].about) < 80
+
+
+@pytest.mark.parametrize("words", [("plan",), ("eval", "ppl"), ("generate",)])
+def test_the_version_after_a_command(call, words):
+    assert call(*words, "--version") == (0, f"kvqjax {kvq.__version__}\n", "")
+
+
+@pytest.fixture
+def settings():
+    """JAX's settings are put back, and its cache is closed: it is opened once for each folder."""
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_compilation_cache_max_size",
+        "jax_persistent_cache_min_compile_time_secs",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    variables = {name.upper(): os.environ.get(name.upper()) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_folder_for_programs_before_or_after_the_command(call, tmp_path, place):
+    option = ("--compilation-cache", str(tmp_path))
+    words = (*option, *GENERATE) if place == "before" else (*GENERATE, *option)
+    code, _, err = call(*words)
+    assert code == 0, err
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    assert jax.config.jax_compilation_cache_max_size == -1
+
+
+@pytest.mark.usefixtures("settings")
+def test_no_programs_are_kept_on_request(call):
+    code, _, err = call(*GENERATE, "--no-compilation-cache")
+    assert code == 0, err
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_one_line(call, tmp_path):
+    tmp_path.chmod(0o500)
+    code, _, err = call(*GENERATE, "--compilation-cache", str(tmp_path / "programs"))
+    assert code == 0, err
+    assert err.count("cannot be written; compiled programs are not kept") == 1
+
+
+@pytest.mark.usefixtures("settings")
+def test_a_file_in_the_place_of_the_folder_is_one_line(call, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = call(*GENERATE, "--compilation-cache", str(tmp_path / "file" / "programs"))
+    assert code == 0, err
+    assert err.count("cannot be written; compiled programs are not kept") == 1
+
+
+def test_programs_are_kept_below_the_user_s_cache_folder(tmp_path):
+    """Bounded in size; a folder that the user has set for JAX stays, with the user's bound."""
+    script = """if True:
+        import sys
+        sys.argv = "kvqjax methods".split()
+        from kvqjax.cli import main
+        try:
+            main()
+        except SystemExit as ended:
+            assert not ended.code
+        import jax, json
+        names = ["dir", "max_size"]
+        print(json.dumps([getattr(jax.config, f"jax_compilation_cache_{name}") for name in names]))
+    """
+    folder, size = json.loads(fresh(script, XDG_CACHE_HOME=str(tmp_path))[-1])
+    assert Path(folder).parent == tmp_path / "kvqjax" / "programs"
+    assert size == programs.MOST_BYTES
+    given = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "given")}
+    assert json.loads(fresh(script, **given)[-1]) == [str(tmp_path / "given"), -1]
+    (tmp_path / "file").write_text("")
+    assert json.loads(fresh(script, XDG_CACHE_HOME=str(tmp_path / "file"))[-1]) == [None, -1]
+
+
+@pytest.mark.parametrize(
+    ("system", "variables", "wanted"),
+    [
+        ("linux", {}, "home/.cache"),
+        ("darwin", {}, "home/Library/Caches"),
+        ("win32", {"LOCALAPPDATA": "local"}, "local"),
+        ("darwin", {"XDG_CACHE_HOME": "/cache"}, "/cache"),
+    ],
+)
+def test_the_user_s_cache_folder_of_each_system(monkeypatch, system, variables, wanted):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Path, "home", lambda: Path("home"))
+    monkeypatch.setattr("kvqjax._folders.sys.platform", system)
+    assert programs.program_folder().parent == Path(wanted) / "kvqjax" / "programs"
