@@ -218,10 +218,21 @@ def compare(
     loaded = model if isinstance(model, Model) else load(model)
     name = Path(loaded.folder).name or "a model" if isinstance(model, Model) else str(model)
     methods = parse_all(cache)
-    places = {key: None if path is None else Path(path) for key, path in {"folder": folder, "store": store}.items()}
-    given = {"chunk": chunk, "window": window, "tokens": tokens, "batch": batch, "context": context}
-    given |= {"field": field, "split": split}
-    job = comparison(loaded, data, seed=seed, sequences=sequences, **places, **given)
+    job = comparison(
+        loaded,
+        data,
+        field=field,
+        split=split,
+        folder=None if folder is None else Path(folder),
+        seed=seed,
+        chunk=chunk,
+        window=window,
+        tokens=tokens,
+        batch=batch,
+        context=context,
+        sequences=sequences,
+        store=None if store is None else Path(store),
+    )
     rows, roles = [], {}
     for ready, method in job.ready(methods, [Path(path) for path in artifact], bar):
         rows.append(job.row(ready, method, kernels, bar(str(method))))

@@ -154,6 +154,7 @@ def _retrieval(figure, rows: Rows) -> None:
     panels = figure.subplots(-(-len(caches) // wide), wide, squeeze=False)
     for axes in panels.flat[len(caches) :]:
         axes.remove()
+    picture = None
     for place, (axes, group) in enumerate(zip(panels.flat, caches.values(), strict=False)):
         # Few samples make few spans: a short row is stretched over the same depths.
         spans = max(len(row["by_depth"]) for row in group)
