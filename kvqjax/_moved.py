@@ -53,8 +53,6 @@ MOVED = {
     "speculation": "generation.speculation",
     "beam": "generation.beam",
     "prompt_ids": "generation.prompt_ids",
-    "eval.corpora": "data.corpora",
-    "eval.sources": "data.sources",
     "chips": "hardware.chips",
     "planner": "hardware.planner",
     "aot": "hardware.aot",
