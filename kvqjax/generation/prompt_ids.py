@@ -45,6 +45,8 @@ def _chat_ids(model: Model, prompt) -> list[int]:
 
 
 def _prompt_ids(number: int, prompt) -> list[int]:
+    if isinstance(prompt, bytes | bytearray):  # whose bytes would be ids
+        raise UserError(f"prompt {number} is of type {type(prompt).__name__}; decode it first")
     try:
         return [operator.index(token) for token in prompt]
     except TypeError:
@@ -58,6 +60,9 @@ def encode_prompts(model: Model, prompts: Prompts, chat: bool = False) -> list[l
     vocabulary."""
     check_model(model)
     prompts = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(prompts, Mapping):  # its keys would be prompts
+        hint = "; pass prompts['input_ids']" if "input_ids" in prompts else ""
+        raise UserError(f"prompts are of type {type(prompts).__name__}; wanted a string or a list of prompts{hint}")
     if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
         raise UserError("no prompts; wanted a string, or a list of strings or of lists of token ids")
     encoded = []

@@ -197,6 +197,11 @@ def _transformers(folder: str) -> Any:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{folder}: the tokenizer cannot be read: {reason}") from error
     tokenizer.model_max_length = 10**12  # whole texts are encoded here; the cache's capacity is what is checked
+    alone, processor = Path(folder) / "chat_template.jinja", Path(folder) / "chat_template.json"
+    if isinstance(tokenizer.chat_template, str) and alone.is_file():
+        tokenizer.chat_template = open_text(alone)  # transformers would keep a byte-order mark in every prompt
+    elif tokenizer.chat_template is None and processor.is_file():
+        tokenizer.chat_template = read_object(processor).get("chat_template")
     return tokenizer
 
 

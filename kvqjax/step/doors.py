@@ -74,7 +74,9 @@ def _check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
     at least 1."""
     wanted = "[" + ", ".join(map(str, shape)) + "]"
     if not isinstance(value, jax.Array | np.ndarray):
-        raise UserError(f"{name} is {_named(value)}; wanted an array of integers {wanted}: {why}")
+        texts = isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(x, str) for x in value))
+        hint = "; model.encode(text) gives the ids of a text, and generate takes text" if texts else ""
+        raise UserError(f"{name} is {_named(value)}; wanted an array of integers {wanted}: {why}{hint}")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise UserError(f"{name} is of type {value.dtype}; wanted integers {wanted}")
     same = [got == size or (isinstance(size, str) and got >= 1) for got, size in zip(value.shape, shape, strict=False)]

@@ -153,7 +153,7 @@ def test_the_harness_has_the_tasks_of_the_page():
     from lm_eval.tasks import TaskManager
 
     page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
-    names = {*re.findall(r"--task (\w+)", page.split("## lm-evaluation-harness")[1]), "niah_single_1"}
+    names = {*re.findall(r"--tasks (\w+)", page.split("## lm-evaluation-harness")[1]), "niah_single_1"}
     names |= set(re.findall(r"longbench_[\w-]+", page)) - {"longbench_8"}
     known, names = set(TaskManager().all_tasks), names - {"NAME", "longbench_8"}
     assert len(names) > 15
