@@ -11,7 +11,8 @@ from kvqjax._errors import UserError
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.surgery import crop, evict, fork, gather, insert
+from kvqjax.cache.pieces import cut, join
+from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes
 from kvqjax.generation.beam import beam_search
 from kvqjax.generation.decoding import generate, stream
 from kvqjax.generation.speculation import speculate
@@ -72,6 +73,7 @@ __all__ = [
     "commvq",
     "compare",
     "crop",
+    "cut",
     "eval",
     "evict",
     "exact",
@@ -82,6 +84,7 @@ __all__ = [
     "higgs",
     "init_cache",
     "insert",
+    "join",
     "join_hosts",
     "kivi",
     "kivi_star",
@@ -97,6 +100,9 @@ __all__ = [
     "plan",
     "policy",
     "prefill",
+    "repeat",
+    "resize",
+    "row_axes",
     "save_cache",
     "shard",
     "speculate",
