@@ -20,7 +20,8 @@ from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.generation.beam import beam_search
-from kvqjax.generation.decoding import generate, stream
+from kvqjax.generation.decoding import Generated, generate, stream
+from kvqjax.generation.session import Session
 from kvqjax.generation.speculation import speculate
 from kvqjax.methods import (
     METHODS,
@@ -56,10 +57,12 @@ from kvqjax.step.prefill import prefill
 
 __all__ = [
     "METHODS",
+    "Generated",
     "KVShape",
     "Method",
     "Model",
     "Rope",
+    "Session",
     "UserError",
     "__version__",
     "append",

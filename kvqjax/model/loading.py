@@ -93,6 +93,11 @@ class Model(struct.PyTreeNode):
         return read_sampling(self.folder) if self.folder else {}
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer: `generate` on token ids goes without one."""
+        return bool(self.folder) and any((Path(self.folder) / name).exists() for name in _TOKENIZER_FILES)
+
+    @property
     def tokenizer(self):
         """The Hugging Face tokenizer of the model's folder, loaded at first use and kept outside the pytree."""
         if not self.folder:
