@@ -65,21 +65,12 @@ def _from_json(file: Path, line: str) -> str:
 
 
 def _print_stream(model: Model, prompts: list[str], method: Method, options: dict) -> None:
-    """Print the only row token by token. Held back is what a later token may change: U+FFFD, which stands for a
-    character not yet whole, and the beginning of a stop string."""
-    shown, last = "", Generated([""], [[]])
+    """Print the only row as its text is made."""
+    shown = 0
     for last in stream(model, prompts, method, stride=1, **options):
-        ready = last.text[0].rstrip("\ufffd")
-        ready = ready[: len(ready) - max((_overlap(ready, stop) for stop in options["stop"]), default=0)]
-        if ready.startswith(shown):
-            typer.echo(ready[len(shown) :], nl=False)
-            shown = ready
-    typer.echo(last.text[0][len(shown) :])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
-    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
+        typer.echo(last.text[0][shown:], nl=False)
+        shown = len(last.text[0])
+    typer.echo("")
 
 
 def _print_result(prompts: list[str], result: Generated, method: Method, as_json: bool) -> None:
