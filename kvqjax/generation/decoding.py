@@ -135,7 +135,7 @@ def _begun(
     add_special_tokens: bool | None,
     eos_ids: Sequence[int] | None,
     sampling: dict[str, float],
-    stop: Sequence[str],
+    stop: str | Sequence[str],
     max_new_tokens: int,
     stride: int,
     chunk: int | str | None,
@@ -179,7 +179,7 @@ def stream(
     kernels: str = "auto",
     chat: bool = False,
     add_special_tokens: bool | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
@@ -218,7 +218,7 @@ def generate(
     kernels: str = "auto",
     chat: bool = False,
     add_special_tokens: bool | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
@@ -245,7 +245,8 @@ def generate(
         chat: Put the prompts through the tokenizer's chat template.
         add_special_tokens: Whether strings get the tokens with which the tokenizer begins a text; None: those do that
             begin one, and not those that go on from a row of `cache`.
-        stop: Strings that end a row.
+        stop: Strings that end a row and are kept out of its text; the text of a special token may be one. The text is
+            what prompt and answer say together, without the prompt's part (kvqjax/generation/text.py).
         eos_ids: Tokens that end a row; default: the model's.
         seed: Of the draws.
         stride: Tokens between looks at the text.
