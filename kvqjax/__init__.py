@@ -18,7 +18,8 @@ from kvqjax._moved import install
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.surgery import crop, evict, fork, gather, insert
+from kvqjax.cache.pieces import cut, join
+from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes
 from kvqjax.generation.beam import beam_search
 from kvqjax.generation.decoding import Generated, generate, stream
 from kvqjax.generation.session import Session
@@ -75,6 +76,7 @@ __all__ = [
     "commit",
     "commvq",
     "crop",
+    "cut",
     "eval",
     "evict",
     "exact",
@@ -85,6 +87,7 @@ __all__ = [
     "higgs",
     "init_cache",
     "insert",
+    "join",
     "join_hosts",
     "kivi",
     "kivi_star",
@@ -99,6 +102,9 @@ __all__ = [
     "parse",
     "policy",
     "prefill",
+    "repeat",
+    "resize",
+    "row_axes",
     "save_cache",
     "shard",
     "speculate",
