@@ -14,7 +14,6 @@ if not (_here / "pallas_kernels").is_dir():
     __path__.append(str(_here.parent))
 
 from kvqjax._errors import UserError
-from kvqjax._moved import install
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
@@ -116,8 +115,6 @@ __all__ = [
     "xquant",
     "xquant_cl",
 ]
-
-install()
 
 
 def __getattr__(name: str):

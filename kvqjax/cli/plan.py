@@ -146,9 +146,9 @@ def plan(
 
     MODEL is a bundled or known name (llama-3.1-8b), a folder, or a config.json. Without --cache a few methods are
     compared. "tight" fits with less than a twentieth of the device to spare. Tokens a second are bounds: every byte
-    read once and every operation at the peak. So are seconds to the first token; chips of docs/prefill.md have an
-    estimate beside them. --compile sets the compiler's bytes beside the plan's: for TPUs it needs libtpu, for GPUs
-    JAX's CUDA plugin, and neither chip.
+    read once and every operation at the peak. So are seconds to the first token; chips whose programs were
+    compiled have an estimate beside them. --compile sets the compiler's bytes beside the plan's: for TPUs it needs
+    libtpu, for GPUs JAX's CUDA plugin, and neither chip.
     """
     if device is not None and device not in DEVICES:
         raise UserError(f"--device {device}; known: {', '.join(DEVICES)}")
