@@ -14,7 +14,8 @@ from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cache.pieces import cut, join
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes
 from kvqjax.generation.beam import beam_search
-from kvqjax.generation.decoding import generate, stream
+from kvqjax.generation.decoding import Generated, generate, stream
+from kvqjax.generation.session import Session
 from kvqjax.generation.speculation import speculate
 from kvqjax.methods import (
     METHODS,
@@ -56,10 +57,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
+    "Generated",
     "KVShape",
     "Method",
     "Model",
     "Rope",
+    "Session",
     "UserError",
     "__version__",
     "append",
