@@ -82,7 +82,8 @@ def generate(
     words: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]", help="text to continue")] = None,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="the same as an option; repeatable")] = [],  # noqa: B006
     file: Annotated[
-        list[Path], typer.Option("--file", "-f", help="a file whose text is one prompt; - is standard input; repeatable")
+        list[Path],
+        typer.Option("--file", "-f", help="a file whose text is one prompt; - is standard input; repeatable"),
     ] = [],  # noqa: B006
     prompts_file: Annotated[
         Path | None, typer.Option("--prompts", help="a file with a prompt a line; .jsonl: strings, prompt or messages")
