@@ -1,16 +1,18 @@
 """Choosing the next token from logits: greedy, temperature, top-k, top-p, min-p and repetition penalty, all inside
 jit."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._errors import UserError
 
-__all__ = ["Sampling", "make_sampling", "sample"]
+__all__ = ["Sampling", "drawn_from", "make_sampling", "penalised", "sample"]
 
 
 class Sampling(struct.PyTreeNode):
@@ -19,7 +21,7 @@ class Sampling(struct.PyTreeNode):
 
     temperature: Any  # float32 scalars, but for top_k: int32
     top_k: Any
-    top_p: Any
+    left_out: Any  # 1 - top_p: the share of probability that may be left out
     min_p: Any
     repetition_penalty: Any
     greedy: bool = struct.field(pytree_node=False)
@@ -30,49 +32,73 @@ def make_sampling(
     *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0
 ) -> Sampling:
     """Check and pack the parameters. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch each
-    off."""
+    off. The others apply as in transformers: the penalty, temperature, top-k, top-p and min-p, each to what the ones
+    before it left. Raises UserError for what is out of its range."""
     bounds = {
-        "temperature": (temperature, temperature >= 0, "0 or more"),
+        "temperature": (temperature, 0 <= temperature < math.inf, "0 or more, and finite"),
         "top_k": (top_k, top_k >= 0, "0 or more"),
         "top_p": (top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        "min_p": (min_p, 0 <= min_p < 1, "from 0 to below 1"),
-        "repetition_penalty": (repetition_penalty, repetition_penalty > 0, "above 0"),
+        "min_p": (min_p, 0 <= min_p <= 1, "from 0 to 1"),
+        "repetition_penalty": (repetition_penalty, 0 < repetition_penalty < math.inf, "above 0, and finite"),
     }
     for name, (value, fine, wanted) in bounds.items():
         if not fine:
             raise UserError(f"{name}={value}; it must be {wanted}")
+    # Numbers that float32 has no place for are as good as its least: zero would divide by zero.
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     return Sampling(
-        temperature=jnp.float32(temperature or 1.0),
-        top_k=jnp.int32(top_k),
-        top_p=jnp.float32(top_p),
+        temperature=jnp.float32(min(max(temperature, least), most) if temperature else 1.0),
+        top_k=jnp.int32(min(top_k, np.iinfo(np.int32).max)),
+        left_out=jnp.float32(1 - top_p),
         min_p=jnp.float32(min_p),
-        repetition_penalty=jnp.float32(repetition_penalty),
+        repetition_penalty=jnp.float32(min(max(repetition_penalty, least), most)),
         greedy=temperature == 0,
         penalise=repetition_penalty != 1,
     )
 
 
-def _keep(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Mask what top-k, top-p and min-p exclude, from one sort. The most likely token always stays."""
-    vocab = logits.shape[-1]
-    ordered = -jnp.sort(-logits, axis=-1)
-    probs = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs  # probability of everything more likely
-    rank = jnp.arange(vocab)[None]
-    limit = jnp.where(sampling.top_k > 0, sampling.top_k, vocab)
-    kept = (rank < limit) & (before < sampling.top_p) & (probs >= sampling.min_p * probs[:, :1])
-    threshold = jnp.where(kept, ordered, jnp.inf).min(-1, keepdims=True)
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
+def _kept(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]:
+    """Which tokens top-k, top-p and min-p leave, in this order and each of what the ones before it left: always the
+    likeliest ones, so that one sort is enough. `scores` are at most 0, which each row's likeliest token has.
+
+    Of equal scores top-k keeps all. Top-p keeps as few tokens as it needs, of equal ones those with higher ids: logits
+    in bfloat16 are equal often."""
+    vocab = scores.shape[-1]
+    ids = jnp.broadcast_to(jnp.arange(vocab)[None], scores.shape)
+    ascending, order = jax.lax.sort((scores, ids), num_keys=1)  # stable
+    limit = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab)
+    kept = ascending >= jax.lax.dynamic_slice_in_dim(ascending, vocab - limit, 1, axis=-1)
+    mass = jnp.where(kept, jnp.exp(ascending), 0)
+    unlikely = jnp.cumsum(mass, axis=-1) <= sampling.left_out * mass.sum(-1, keepdims=True)
+    kept = kept & ~(unlikely & (sampling.left_out > 0))
+    kept = kept & (jnp.exp(ascending) >= sampling.min_p)
+    # The least likely token that stays. The likeliest does so in any case.
+    place = jnp.where(kept.any(-1, keepdims=True), jnp.argmax(kept, axis=-1, keepdims=True), vocab - 1)
+    score, token = (jnp.take_along_axis(x, place, axis=-1) for x in (ascending, order))
+    return (scores > score) | ((scores == score) & (ids >= token))
+
+
+def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling) -> Float[Array, "B V"]:
+    """Logits with the repetition penalty: it divides positive ones of tokens already in the row, which `seen` marks,
+    and multiplies their negative ones (CTRL, arXiv 1909.05858, section 4.1)."""
+    if not sampling.penalise or seen is None:
+        return logits
+    penalty = sampling.repetition_penalty
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def drawn_from(logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling) -> Float[Array, "B V"]:
+    """Log weights of the tokens that may come next, with -inf for those that may not."""
+    logits = penalised(logits, seen, sampling)
+    # Less the greatest before the division: a tiny temperature would make infinities of several.
+    scores = (logits - logits.max(-1, keepdims=True)) / sampling.temperature
+    return jnp.where(_kept(scores, sampling), scores, -jnp.inf)
 
 
 def sample(
     key: Array, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling
 ) -> Int[Array, " B"]:
-    """One token per row. `seen` marks tokens already in the row; the penalty divides their positive logits and
-    multiplies their negative ones (CTRL, arXiv 1909.05858, section 4.1)."""
-    if sampling.penalise and seen is not None:
-        penalty = sampling.repetition_penalty
-        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    """One token per row; `seen` marks the tokens already in it."""
     if sampling.greedy:
-        return logits.argmax(-1).astype(jnp.int32)
-    return jax.random.categorical(key, _keep(logits / sampling.temperature, sampling)).astype(jnp.int32)
+        return penalised(logits, seen, sampling).argmax(-1).astype(jnp.int32)
+    return jax.random.categorical(key, drawn_from(logits, seen, sampling)).astype(jnp.int32)
