@@ -26,7 +26,9 @@ def _read_one(text: str) -> dict[str, Any]:
     for item in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = item.partition("=")
         if not equals:
-            raise UserError(f"{name}: {item!r} is not one option=value")
+            bits = re.fullmatch(r"(\d+)(?:-?bits?|b)?", item)
+            hint = f"; write {name}:bits={bits[1]}" if bits else f", such as {name}:window=64"
+            raise UserError(f"{name}: {item!r} is not one option=value{hint}")
         if key in tree:
             raise UserError(f"{name}: {key} stands twice")
         tree[key] = value

@@ -15,6 +15,7 @@ from kvqjax._options import check_names
 from kvqjax.methods.aqua_wiring import aqua
 from kvqjax.methods.commvq_wiring import commvq
 from kvqjax.methods.grammar import read_json, read_selector, read_text, write_selector
+from kvqjax.methods.habits import meant
 from kvqjax.methods.higgs_wiring import higgs
 from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
 from kvqjax.methods.kvquant_wiring import kvquant
@@ -74,7 +75,8 @@ def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Read the method's name and typed options at one level of a tree, without its layers."""
     name = tree.get("method", "")
     if name not in METHODS:
-        raise UserError(f"unknown method {str(name)!r}{suggest(str(name), METHODS)}")
+        hint = meant(str(name), METHODS)
+        raise UserError(f"unknown method {str(name)!r}{suggest(str(name), METHODS) if hint is None else f'; {hint}'}")
     parameters = inspect.signature(METHODS[name]).parameters
     options = {}
     for key, value in tree.items():

@@ -136,3 +136,58 @@ main()
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == "stopped"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "-p", "a", "--temp", "0.5"], "No such option: --temp; --temperature above 0 draws"),
+        (["generate", "-p", "a", "--n-predict", "5"], "--n-predict; write --max-new-tokens"),
+        (["generate", "-p", "a", "--max-tokens=5"], "--max-tokens; write --max-new-tokens"),
+        (["generate", "-p", "a", "--max_new_tokens", "5"], "--max_new_tokens; write --max-new-tokens"),
+        (["generate", "-p", "a", "--kv-cache-dtype", "fp8"], "--cache names the cache: --cache kivi:bits=4"),
+        (["generate", "-p", "a", "--load-in-4bit"], "--weights int8 or int4 quantises the weights"),
+        (["generate", "-p", "a", "--device", "cuda"], "JAX_PLATFORMS=cpu"),
+        (["generate", "-p", "a", "--temperture", "1"], "Possible options: --temperature"),
+        (["run", "a"], "No such command 'run'; write kvqjax generate"),
+        (["ppl"], "No such command 'ppl'; write kvqjax eval ppl"),
+        (["harness"], "No such command 'harness'; write kvqjax eval harness"),
+        (["Generate", "a"], "write kvqjax generate"),
+        (["Once upon a time, there"], "write kvqjax generate 'Once upon a time, there'"),
+        (["genrate"], "did you mean 'generate'?"),
+        (["eval", "perplexity"], "No such command 'perplexity'; write kvqjax eval ppl"),
+        (["plan", "exact"], "options begin with --"),
+        (["methods", "-c", "x"], "No such option: -c"),
+    ],
+)
+def test_what_users_of_other_programs_type_is_answered_with_what_helps(call, words, message):
+    code, out, err = call(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+
+
+def test_hints_name_options_and_commands_that_there_are():
+    from kvqjax.cli.habits import COMMANDS as HINTED
+    from kvqjax.cli.habits import OPTIONS
+
+    options = {name for command in COMMANDS.values() for name, _, _ in options_of(command)} | {"--version", "--help"}
+    named = {word.strip(".,:;") for hint in OPTIONS.values() for word in hint.split() if word.startswith("--")}
+    assert named <= options
+    assert not OPTIONS.keys() & options - {"--method", "--text", "--out"}
+    places = {hint.split()[1] for hint in HINTED.values() if not hint.split()[1].startswith("--")}
+    assert places <= {*PLACES, "chat"}
+
+
+def test_a_warning_is_printed_once(call, monkeypatch):
+    import warnings
+
+    def twice(*_, **__):
+        for number in range(2):
+            warnings.warn_explicit("the same   words", UserWarning, "file.py", number)
+
+    monkeypatch.setattr("kvqjax.cli.run.generate_text", twice)
+    monkeypatch.setattr("kvqjax.cli.run.speaks", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, _, err = call("generate", "-m", "recall", "-p", "ab12")
+    assert (code, err) == (0, "warning: the same words\n")

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.cli import programs
+from kvqjax.cli import devices, programs
 from kvqjax.cli.app import COMMANDS, command_of
 
 GENERATE = ("generate", "-m", "recall", "-p", "ab12,cd34,?cd", "-n", "2")
@@ -169,3 +170,31 @@ def test_the_user_s_cache_folder_of_each_system(monkeypatch, system, variables, 
     monkeypatch.setattr(Path, "home", lambda: Path("home"))
     monkeypatch.setattr("kvqjax._folders.sys.platform", system)
     assert programs.program_folder().parent == Path(wanted) / "kvqjax" / "programs"
+
+
+@pytest.mark.parametrize(
+    ("plugins", "library", "files", "given", "wanted"),
+    [
+        ([], True, {}, {}, "cpu"),
+        ([], False, {}, {}, None),
+        (["xla_cuda12"], False, {}, {}, "cpu"),
+        (["xla_cuda12"], True, {"dev/nvidiactl": ""}, {}, None),
+        ([], True, {"sys/bus/pci/devices/0000:00:04.0/vendor": "0x1ae0\n"}, {}, None),
+        ([], True, {"sys/bus/pci/devices/0000:00:04.0/vendor": "0x8086\n"}, {}, "cpu"),
+        (["other"], True, {}, {}, None),
+        ([], True, {}, {"JAX_PLATFORMS": "tpu"}, "tpu"),
+        ([], True, {}, {"TPU_LIBRARY_PATH": "/a/libtpu.so"}, None),
+    ],
+)
+def test_libraries_of_absent_devices_are_not_asked(monkeypatch, tmp_path, plugins, library, files, given, wanted):
+    """With libtpu on a machine without TPU, JAX writes five lines to stderr and waits for the network."""
+    names = [EntryPoint(name, "a", "jax_plugins") for name in plugins]
+    monkeypatch.setattr(devices, "entry_points", lambda group: names)
+    monkeypatch.setattr(devices, "find_spec", lambda name: object() if library else None)
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environment = dict(given)
+    devices.look_for_present_devices(environment, tmp_path)
+    assert environment.get("JAX_PLATFORMS") == wanted
