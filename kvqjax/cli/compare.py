@@ -37,9 +37,21 @@ def compare(
 
     Methods learn from the first half of the text. Of each window of the second half, the second half is scored: by then
     caches hold more than what stays exact. `kvq.compare` gives the same rows in Python."""
-    options = {"seed": seed, "chunk": chunk, "window": window, "tokens": tokens, "batch": batch, "context": context}
-    options |= {"field": field, "split": split, "folder": folder, "sequences": sequences, "store": store}
-    job = comparison(loaded, data, **options)
+    job = comparison(
+        loaded,
+        data,
+        field=field,
+        split=split,
+        folder=folder,
+        seed=seed,
+        chunk=chunk,
+        window=window,
+        tokens=tokens,
+        batch=batch,
+        context=context,
+        sequences=sequences,
+        store=store,
+    )
     evaluate = lambda model, method, bar, kernels: [job.row(model, method, kernels, bar(str(method)))]  # noqa: E731
     ready = lambda model, methods, folders, bar: job.ready(methods, folders, bar)  # noqa: E731
     return Job(context, evaluate, {"data": job.about}, job.scored, ready)

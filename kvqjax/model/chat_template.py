@@ -42,10 +42,7 @@ def _compiled(source: str) -> jinja2.Template:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": lambda format: datetime.now().strftime(format),
-    }
+    environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
     return environment.from_string(source)
 
 

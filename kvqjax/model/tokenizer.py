@@ -227,8 +227,8 @@ class Tokenizer:
 
     `tokenizer(text)["input_ids"]`, `encode`, `decode`, `batch_decode`, `apply_chat_template`, `chat_template`, the
     special tokens (`eos_token`, `eos_token_id` and the like), `len` and `get_vocab` need the `tokenizers` library
-    alone. The first other attribute or option loads transformers' tokenizer of the same folder, which answers everything from
-    then on. So does an attribute that is set.
+    alone. The first other attribute or option loads transformers' tokenizer of the same folder, which answers
+    everything from then on. So does an attribute that is set.
     """
 
     def __init__(self, folder: str, parts: _Parts):
