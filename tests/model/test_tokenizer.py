@@ -16,7 +16,8 @@ from kvqjax.model.loading import locate
 
 ROOT = Path(__file__).resolve().parents[1]
 STORY = "the old man and the sea were old and the man's house is at the sea 1234 don't won't Zürich 北京 🙂 naïve "
-TEXT = STORY * 20
+WORDS = STORY.split()
+TEXT = " ".join(WORDS * 20)
 TEXTS = [
     "",
     " ",
