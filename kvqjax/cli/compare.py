@@ -100,4 +100,4 @@ def compare(
         given = fixed | {"batch": batch, "context": context, "kernels": kernels}
         return [perplexity(model, ids, method, progress=bar(str(method)), **given)]
 
-    return Job(context, evaluate, {"data": about}, min(tokens or len(ids), len(ids)), ready)
+    return Job(context, evaluate, {"data": about}, min(tokens or len(ids), len(ids)), ready, length)

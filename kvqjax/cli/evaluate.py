@@ -71,7 +71,7 @@ def ppl(
                 yield perplexity(model, ids, method, mode=kind, chunk=size, kernels=kernels, progress=update, **fixed)
 
     read = min(tokens or len(ids), len(ids)) * len(mode) * max(1, len(chunk))
-    return Job(context, evaluate, about, read)
+    return Job(context, evaluate, about, read, length=length)
 
 
 @_command("recall")
@@ -99,7 +99,7 @@ def retrieval(
         given: dict[str, Any] = fixed | {"kernels": kernels}
         return [run(model, method, length=size, progress=bar(f"{method} {size}"), **given) for size in length]
 
-    return Job(max(length), evaluate, {"data": about}, sum(length) * samples)
+    return Job(max(length), evaluate, {"data": about}, sum(length) * samples, length=max(length))
 
 
 @_command("demo")
@@ -124,7 +124,7 @@ def drift(
     def evaluate(model, method, bar, kernels):
         return [run(model, ids, method, kernels=kernels, progress=bar(str(method)), **fixed)]
 
-    return Job(window, evaluate, about, min(tokens, len(ids)))
+    return Job(window, evaluate, about, min(tokens, len(ids)), length=window)
 
 
 @_command("demo")
@@ -160,4 +160,4 @@ def harness(
         update(1.0)
         return [row | sizes for row in rows]
 
-    return Job(length, evaluate, {"data": {"name": "lm-evaluation-harness"}, "tasks": task}, 0)
+    return Job(length, evaluate, {"data": {"name": "lm-evaluation-harness"}, "tasks": task}, 0, length=length)

@@ -48,13 +48,14 @@ class Job(NamedTuple):
     """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar,
     kernels)` gives the cache's rows and passes about `tokens` tokens through it (0: not known), `about` is added to the
     report's stamp, and `ready(model, methods, artifacts, bar)` pairs every method with a model that holds its
-    constants."""
+    constants. `length` is the longest text that passes through, in tokens."""
 
     capacity: int
     evaluate: Callable[[Model, Method, Bar, str], Iterable[dict[str, Any]]]
     about: dict[str, Any]
     tokens: int
     ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _given
+    length: int = 0
 
 
 def _options(
@@ -93,6 +94,14 @@ def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Metho
     return f"{what}: {tokens} tokens each; {at_least(len(methods) * alone)}"
 
 
+def _beyond(loaded: Model, length: int) -> str:
+    """What is to be said of texts that are longer than those that the model was trained for."""
+    most = loaded.config.trained_length
+    if most is None or length <= most:
+        return ""
+    return f"texts of {length} tokens go beyond the {most} that this model was trained for"
+
+
 def _evaluate(
     name: str,
     prepare,
@@ -118,15 +127,19 @@ def _evaluate(
         methods, rows, roles = methods_of(cache), [], {}
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
         job = prepare(loaded, seed, **own)
+        beyond = _beyond(loaded, job.length)
         with progress_bar() as bar:
             pairs = job.ready(loaded, methods, artifact, bar)
             for ready, method in pairs:
                 require_room(ready, method, 1, job.capacity)
             announce(_plan(name, model, job.tokens, loaded, methods))
+            if beyond:
+                announce(beyond)
             for ready, method in pairs:
                 rows += job.evaluate(ready, method, bar, kernels)
                 roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
         about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
+        about |= {"beyond_trained": beyond} if beyond else {}
         show(rows, as_json, f"{name}, {model}", about)
         if file is not None:
             _write(file, {"about": about, "rows": rows})

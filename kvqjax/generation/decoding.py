@@ -12,7 +12,7 @@ from kvqjax._options import named_options
 from kvqjax.cache.reach import reach_for
 from kvqjax.generation.loop import STRIDE, Progress, decode_steps, fetched, require_finite, shared, start
 from kvqjax.generation.prompt_chunks import AUTO
-from kvqjax.generation.prompt_ids import Prompts, encode_prompts, end_ids
+from kvqjax.generation.prompt_ids import Prompts, encode_prompts, end_ids, require_trained
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike
@@ -55,6 +55,7 @@ def stream(
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
+    beyond_trained: bool = False,
     progress: Progress | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -70,6 +71,7 @@ def stream(
     if chunk != AUTO:
         check_counts(chunk=chunk)
     ids = encode_prompts(model, prompts, chat)
+    require_trained(model, ids, max_new_tokens, beyond_trained)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     parameters = shared(model, make_sampling(**options, repetition_penalty=repetition_penalty))
     eos = shared(model, end_ids(model, eos_ids))
@@ -110,6 +112,7 @@ def generate(
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
+    beyond_trained: bool = False,
     progress: Progress | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -125,8 +128,9 @@ def generate(
     and answer say together, without the prompt's part (kvqjax/generation/text.py). chunk=None prefills exactly, as the
     papers do; chunk=N feeds the prompt through the cache N tokens at a time, chunk="auto" as many as suit the chip and
     its memory. progress: told after each chunk which part of the prompt is done. kernels: as in `init_cache`. stride:
-    tokens between looks at the text. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1
-    switch each off. A checkpoint's own sampling is used on request only:
-    `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not fit,
-    and for options that do not exist."""
+    tokens between looks at the text. beyond_trained: let prompt and new tokens be more than the model was trained for,
+    which is refused otherwise; a greater capacity alone is not. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 switch each off; each applies to what the ones before it left, as in transformers. A
+    checkpoint's own sampling is used on request only: `generate(model, prompts, **model.sampling_defaults())`. Raises
+    UserError for prompts that are empty, too long or do not fit, and for options that do not exist."""
     return collections.deque(stream(**locals()), maxlen=1)[0]  # before any other local: the arguments and no more
