@@ -171,7 +171,7 @@ class CacheLM(TemplateLM):
         texts: dict[int, str] = {}
         for key, members in groups.items():
             options, until, new = _generation(json.loads(key))
-            options |= {"kernels": self.kernels}
+            options |= {"kernels": self.kernels, "beyond_trained": True}  # up to max_length, which was asked for
             room = self.max_length - new
             if room < 1:
                 raise UserError(f"{new} new tokens leave no room for a prompt within {self.max_length}")

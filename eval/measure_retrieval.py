@@ -116,7 +116,7 @@ def retrieval(
         goals = answers[start : start + batch]
         most = max(len(goal) for goal in goals)
         options = {"max_new_tokens": most, "capacity": capacity, "chunk": chunk, "kernels": kernels}
-        made = generate(model, part, method, eos_ids=(), **options).tokens
+        made = generate(model, part, method, eos_ids=(), beyond_trained=True, **options).tokens
         right += [tokens[: len(goal)] == goal for tokens, goal in zip(made, goals, strict=True)]
         progress(min(1.0, (start + batch) / samples))
     return {

@@ -54,4 +54,4 @@ def compare(
     )
     evaluate = lambda model, method, bar, kernels: [job.row(model, method, kernels, bar(str(method)))]  # noqa: E731
     ready = lambda model, methods, folders, bar: job.ready(methods, folders, bar)  # noqa: E731
-    return Job(context, evaluate, {"data": job.about}, job.scored, ready)
+    return Job(context, evaluate, {"data": job.about}, job.scored, ready, length=job.window)

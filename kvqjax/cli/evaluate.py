@@ -81,7 +81,7 @@ def ppl(
                 yield perplexity(model, ids, method, mode=kind, chunk=size, kernels=kernels, progress=update, **fixed)
 
     read = min(tokens or len(ids), len(ids)) * len(mode) * max(1, len(chunk))
-    return Job(context, evaluate, about, read)
+    return Job(context, evaluate, about, read, length=length)
 
 
 @_command("recall")
@@ -113,7 +113,7 @@ def retrieval(
         given: dict[str, Any] = fixed | {"kernels": kernels}
         return [run(model, method, length=size, progress=bar(f"{method} {size}"), **given) for size in length]
 
-    return Job(max(length), evaluate, {"data": about}, sum(length) * samples)
+    return Job(max(length), evaluate, {"data": about}, sum(length) * samples, length=max(length))
 
 
 @_command("demo")
@@ -140,7 +140,7 @@ def drift(
     def evaluate(model, method, bar, kernels):
         return [run(model, ids, method, kernels=kernels, progress=bar(str(method)), **fixed)]
 
-    return Job(window, evaluate, about, min(tokens, len(ids)))
+    return Job(window, evaluate, about, min(tokens, len(ids)), length=window)
 
 
 def _rows_at_once(text: str) -> int:
@@ -223,4 +223,4 @@ def harness(
 
     about = {"data": {"name": "lm-evaluation-harness"}, "tasks": tasks, "limit": limit, "samples": options["samples"]}
     about = {name: value for name, value in about.items() if value is not None}
-    return Job(length, evaluate, about, 0, warn=lambda rows: cut_warning(rows, length))
+    return Job(length, evaluate, about, 0, warn=lambda rows: cut_warning(rows, length), length=length)

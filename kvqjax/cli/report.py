@@ -48,7 +48,8 @@ class Job(NamedTuple):
     """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar,
     kernels)` gives the cache's rows and passes about `tokens` tokens through it (0: not known), `about` is added to the
     report's stamp, `ready(model, methods, artifacts, bar)` pairs every method with a model that holds its constants,
-    and `warn(rows)` is what the report says before anything else ("": nothing)."""
+    and `warn(rows)` is what the report says before anything else ("": nothing). `length` is the longest text that
+    passes through, in tokens."""
 
     capacity: int
     evaluate: Callable[[Model, Method, Bar, str], Iterable[dict[str, Any]]]
@@ -56,6 +57,7 @@ class Job(NamedTuple):
     tokens: int
     ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _given
     warn: Callable[[list[dict[str, Any]]], str] = lambda rows: ""
+    length: int = 0
 
 
 def _options(
@@ -94,6 +96,14 @@ def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Metho
     return f"{what}: {tokens} tokens each; {at_least(len(methods) * alone)}"
 
 
+def _beyond(loaded: Model, length: int) -> str:
+    """What is to be said of texts that are longer than those that the model was trained for."""
+    most = loaded.config.trained_length
+    if most is None or length <= most:
+        return ""
+    return f"texts of {length} tokens go beyond the {most} that this model was trained for"
+
+
 def _evaluate(
     name: str,
     prepare,
@@ -119,15 +129,19 @@ def _evaluate(
         methods, rows, roles = methods_of(cache), [], {}
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
         job = prepare(loaded, seed, **own)
+        beyond = _beyond(loaded, job.length)
         with progress_bar() as bar:
             pairs = job.ready(loaded, methods, artifact, bar)
             for ready, method in pairs:
                 require_room(ready, method, 1, job.capacity)
             announce(_plan(name, model, job.tokens, loaded, methods))
+            if beyond:
+                announce(beyond)
             for ready, method in pairs:
                 rows += job.evaluate(ready, method, bar, kernels)
                 roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
         about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
+        about |= {"beyond_trained": beyond} if beyond else {}
         if warning := job.warn(rows):
             about = {"warning": warning} | about
             typer.echo(f"warning: {warning}", err=as_json)  # standard output of --json is JSON alone

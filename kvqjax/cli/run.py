@@ -63,6 +63,17 @@ def _print_result(prompts: list[Any], result: Generated, method: Method, as_json
         typer.echo(text if chat else given + text)
 
 
+def _end_ids(model: Model, given: list[str]) -> list[int] | None:
+    """The tokens that --end names, by id or by text; None: the model's own."""
+    ids = []
+    for text in given:
+        number = [int(text)] if text.isdecimal() else model.encode(text, add_special_tokens=False)
+        if len(number) != 1:
+            raise UserError(f"--end {text!r} is {len(number)} tokens; wanted one, by its id or text; --stop takes text")
+        ids += number
+    return ids or None
+
+
 def _announce_long(model: Model, prompts: list[Any], chat: bool) -> None:
     """Say how long prompts take at least, where that may be seconds."""
     counts = [len(ids) for ids in encode_prompts(model, prompts, chat)]
@@ -113,6 +124,12 @@ def generate(
     ] = 1.0,
     seed: Seed = 0,
     stop: Annotated[list[str], typer.Option(help="end at this text; repeatable")] = [],  # noqa: B006
+    end: Annotated[
+        list[str], typer.Option(help="end at this token, an id or its text, not at the model's own; repeatable")
+    ] = [],  # noqa: B006
+    beyond_trained: Annotated[
+        bool, typer.Option("--beyond-trained", help="let texts become longer than the model was trained for")
+    ] = False,
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
     kernels: Kernels = "auto",
@@ -152,7 +169,8 @@ def generate(
     loaded = calibrated(found, [method], artifact)[0][0]
     options: dict[str, Any] = draw | {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": AUTO if in_chunks else chunk, "seed": seed,
-        "stop": tuple(stop), "chat": chat, "kernels": kernels, "progress": reporter("prompt") if speaks() else None,
+        "stop": tuple(stop), "eos_ids": _end_ids(loaded, end), "beyond_trained": beyond_trained, "chat": chat,
+        "kernels": kernels, "progress": reporter("prompt") if speaks() else None,
     }  # fmt: skip
     require_room(loaded, method, len(prompts), capacity or max_new_tokens)
     _announce_long(loaded, prompts, chat)

@@ -15,7 +15,15 @@ from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.surgery import gather
 from kvqjax.generation.loop import require_finite
-from kvqjax.generation.prompt_ids import Prompts, bucket, capacity_for, encode_prompts, end_ids, padded
+from kvqjax.generation.prompt_ids import (
+    Prompts,
+    bucket,
+    capacity_for,
+    encode_prompts,
+    end_ids,
+    padded,
+    require_trained,
+)
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_counts
@@ -137,14 +145,18 @@ def beam_search(
     length_penalty: float = 1.0,
     eos_ids: Sequence[int] | None = None,
     kernels: str = "auto",
+    beyond_trained: bool = False,
 ) -> Beams:
     """The `beams` best continuations of each prompt (a string or a list of ids) through a cache of `method`.
 
     Length rule: a hypothesis of n tokens, its end token among them, scores (sum of log probabilities) /
     n**length_penalty; 0 compares sums, 1 means per token. A beam that reaches max_new_tokens without an end token
-    competes as it is. Raises UserError for empty prompts and for more beams than the vocabulary has tokens."""
+    competes as it is. `beyond_trained` as in `generate`. Raises UserError for empty prompts and those that are too
+    long, and for more beams than the vocabulary has tokens."""
     check_counts(beams=beams, max_new_tokens=max_new_tokens)
     ids = encode_prompts(model, prompts)
+    require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
+    eos = jnp.asarray(end_ids(model, eos_ids))
     if beams > model.config.vocab_size:
         raise UserError(f"beams={beams}; the vocabulary has {model.config.vocab_size} tokens")
     counts = np.asarray([len(p) for p in ids], np.int32)
@@ -152,7 +164,6 @@ def beam_search(
     capacity = capacity_for(model, ids, max_new_tokens, None)
     cache = init_cache(model, method, len(ids), capacity, kernels=kernels)
     logits, cache = _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
-    eos = jnp.asarray(end_ids(model, eos_ids))
     penalty = jnp.float32(length_penalty)
     state = _begin(cache, logits, eos, penalty, beams=beams, new=bucket(max_new_tokens))
     state = _search(model, state, eos, penalty, jnp.int32(max_new_tokens))

@@ -14,7 +14,14 @@ from kvqjax.cache.surgery import fork
 from kvqjax.generation.driver import Generation, Piece, Settings
 from kvqjax.generation.loop import STRIDE, Progress, fetched, require_finite
 from kvqjax.generation.prompt_chunks import AUTO
-from kvqjax.generation.prompt_ids import Prompts, capacity_for, encode_prompts, end_ids, padded_rows
+from kvqjax.generation.prompt_ids import (
+    Prompts,
+    capacity_for,
+    encode_prompts,
+    end_ids,
+    padded_rows,
+    require_trained,
+)
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.generation.text import stop_strings
 from kvqjax.methods import MethodLike, parse
@@ -139,6 +146,7 @@ def _begun(
     max_new_tokens: int,
     stride: int,
     chunk: int | str | None,
+    beyond_trained: bool,
     seed: int,
     progress: Progress | None,
 ) -> Generation:
@@ -152,6 +160,9 @@ def _begun(
         _check_continues(model, cache, method, capacity, kernels, chat)
         held = fetched(cache.lengths)[0]
     ids = encode_prompts(model, prompts, chat, held=() if held is None else held, add_special_tokens=add_special_tokens)
+    before = [0] * len(ids) if held is None else held.tolist()
+    lengths = [count + len(prompt) for count, prompt in zip(before, ids, strict=False)]
+    require_trained(model, lengths, max_new_tokens, beyond_trained)
     end, draw, stop = end_ids(model, eos_ids), make_sampling(**sampling), stop_strings(stop)
     if stop and not model.has_tokenizer:
         raise UserError("stop strings need a tokenizer, and this model has none")
@@ -183,6 +194,7 @@ def stream(
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
+    beyond_trained: bool = False,
     progress: Progress | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -201,6 +213,7 @@ def stream(
     return Stream(_begun(
         model, prompts, method, cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, kernels=kernels,
         chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed, stride=stride,
+        beyond_trained=beyond_trained,
         progress=progress, sampling=sampling | {"repetition_penalty": repetition_penalty},
     ))  # fmt: skip
 
@@ -222,6 +235,7 @@ def generate(
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
+    beyond_trained: bool = False,
     progress: Progress | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -251,15 +265,18 @@ def generate(
         seed: Of the draws.
         stride: Tokens between looks at the text.
         progress: Told after each chunk which part of the prompt is done.
-        temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own
-            sampling is used on request only: `generate(model, prompts, **model.sampling_defaults())`.
+        beyond_trained: Let prompt and new tokens be more than the model was trained for, which is refused otherwise. A
+            greater capacity alone is not.
+        temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off; each applies to
+            what the ones before it left, as in transformers. A checkpoint's own sampling is used on request only: `generate(model, prompts, **model.sampling_defaults())`.
 
     Raises:
-        UserError: Prompts that are empty or do not fit, options that do not exist or exclude each other."""
+        UserError: Prompts that are empty, too long or do not fit, options that do not exist or exclude each other."""
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     made = _begun(
         model, prompts, method, cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, kernels=kernels,
         chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed, stride=stride,
+        beyond_trained=beyond_trained,
         progress=progress, sampling=sampling | {"repetition_penalty": repetition_penalty},
     )  # fmt: skip
     while made.advance() is not None:

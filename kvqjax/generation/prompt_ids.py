@@ -23,6 +23,7 @@ __all__ = [
     "end_ids",
     "padded",
     "padded_rows",
+    "require_trained",
 ]
 
 LEAST_NEW = 128  # new tokens; fewer get the same capacity, which is a multiple of 256 and so often is no larger
@@ -68,9 +69,29 @@ def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T
     return out
 
 
-def end_ids(model: Model, given: Sequence[int] | None) -> Int[np.ndarray, " N"]:
-    """Choose the tokens that end a row: the given ones, by default the model's."""
-    return np.asarray(model.config.eos_ids if given is None else tuple(given), np.int32).reshape(-1)
+def end_ids(model: Model, given: Any) -> Int[np.ndarray, " N"]:
+    """Choose the tokens that end a row: the given ones, by default the model's. Raises UserError for what is no id of
+    the model: no row would ever end by it."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable | None):
+        raise UserError(f"eos_ids={given!r}; wanted a list of token ids")
+    size = model.config.vocab_size
+    given = None if given is None else tuple(given)
+    for token in given or ():
+        fine = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        if not fine or not 0 <= token < size:
+            raise UserError(f"{token!r} is no token id of this model, so that no text can end with it: 0 .. {size - 1}")
+    return np.asarray(model.config.eos_ids if given is None else given, np.int32).reshape(-1)
+
+
+def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_trained: bool) -> None:
+    """Raise UserError where texts of these lengths and `new` more tokens go beyond what the model was trained for,
+    unless that is asked for: its text falls apart there, and nothing else would say so."""
+    longest, most = max(lengths), model.config.trained_length
+    if most is not None and longest + new > most and not beyond_trained:
+        raise UserError(
+            f"a prompt of {longest} tokens and {new} new ones go beyond the {most} that this model was trained for; "
+            "beyond_trained=True (--beyond-trained) allows it"
+        )
 
 
 def chat_text(model: Model, messages: Sequence[Mapping[str, Any]]) -> str:

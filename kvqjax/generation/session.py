@@ -18,7 +18,7 @@ from kvqjax.cache.artifacts import read_description, write_folder
 from kvqjax.cache.surgery import crop, fork
 from kvqjax.generation.driver import Generation, Settings
 from kvqjax.generation.loop import fetched, shared
-from kvqjax.generation.prompt_ids import chat_text, check_vocabulary, continued_ids, end_ids
+from kvqjax.generation.prompt_ids import chat_text, check_vocabulary, continued_ids, end_ids, require_trained
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.generation.text import Detokenizer, stop_strings
 from kvqjax.methods import MethodLike, parse, spelled_out
@@ -91,6 +91,7 @@ class Session:
         kernels: str = "auto",
         stop: str | Sequence[str] = (),
         eos_ids: Sequence[int] | None = None,
+        beyond_trained: bool = False,
         seed: int = 0,
         stride: int = 1,
         temperature: float = 0.0,
@@ -125,7 +126,7 @@ class Session:
         self._options: dict[str, Any] = {
             "capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels,
             "stop": stop_strings(stop), "eos_ids": None if eos_ids is None else list(eos_ids), "seed": seed,
-            "stride": stride,
+            "stride": stride, "beyond_trained": beyond_trained,
         } | sampling  # fmt: skip
         self._settings = Settings(
             max_new_tokens,
@@ -187,6 +188,7 @@ class Session:
             wanted = f"a conversation of {len(ids)} tokens and {new} new ones"
             raise UserError(f"{wanted} do not fit this session's capacity of {capacity}")
         check_length(self.model.config, need)
+        require_trained(self.model, [len(ids)], new, self._options["beyond_trained"])
         return Answer(self, history, parts, ids, new)
 
     def fork(self) -> "Session":

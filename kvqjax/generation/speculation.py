@@ -19,7 +19,15 @@ from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.generation.loop import require_finite
-from kvqjax.generation.prompt_ids import Prompts, bucket, capacity_for, encode_prompts, end_ids, padded
+from kvqjax.generation.prompt_ids import (
+    Prompts,
+    bucket,
+    capacity_for,
+    encode_prompts,
+    end_ids,
+    padded,
+    require_trained,
+)
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_counts
@@ -166,15 +174,20 @@ def speculate(
     drafter_method: MethodLike = "exact",
     eos_ids: Sequence[int] | None = None,
     kernels: str = "auto",
+    beyond_trained: bool = False,
 ) -> Speculated:
     """Continue prompts (strings or lists of ids) greedily, `draft` tokens drafted per call of the model: by looking
     up the row's last `ngram` tokens in what it holds, or by a second model of the same vocabulary with a cache of its
     own.
 
     Lengths are data and capacities are rounded up, so that prompts of other lengths compile nothing new within a
-    bucket. Raises UserError for prompts that are empty, or a drafter of another vocabulary."""
+    bucket. `beyond_trained` as in `generate`, of the model alone: a drafter beyond what it was trained for is refused
+    nothing, since it changes no token. Raises UserError for prompts that are empty or too long, or a drafter of another
+    vocabulary."""
     check_counts(draft=draft, ngram=ngram, max_new_tokens=max_new_tokens)
     ids = encode_prompts(model, prompts)
+    require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
+    eos = jnp.asarray(end_ids(model, eos_ids))
     if drafter is not None and drafter.config.vocab_size != model.config.vocab_size:
         got, wanted = drafter.config.vocab_size, model.config.vocab_size
         raise UserError(f"the drafter has a vocabulary of {got} tokens, the model of {wanted}")
@@ -187,7 +200,6 @@ def speculate(
     if drafter is not None:
         own = "off" if kernels == "off" else "auto"  # what is forced is forced on the model's cache
         small = _begin(drafter, drafter_method, known[:, :width], counts, capacity, own)[1]
-    eos = jnp.asarray(end_ids(model, eos_ids))
     state = _first(_state(cache, small, known, counts, max_new_tokens), logits, eos)
     state = _rounds(model, drafter, state, eos, draft=draft, ngram=ngram)
     require_finite(state.cache)

@@ -2,6 +2,7 @@
 only by fields."""
 
 import dataclasses
+import math
 from typing import Any
 
 __all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RopeConfig"]
@@ -47,6 +48,15 @@ class RopeConfig:
         longer = length > self.original_max_position
         least = length if self.kind == "dynamic" else self.original_max_position + 1
         return dataclasses.replace(self, length=least if longer else 0)
+
+
+def _reach(rope: RopeConfig | None, stated: int) -> int:
+    """How far a rope was stretched, in tokens; `stated` is the model's own length."""
+    if rope is None or rope.kind not in ("linear", "yarn", "dynamic"):
+        return stated
+    if rope.kind == "dynamic":
+        return rope.limit or stated
+    return int((rope.original_max_position or stated) * rope.factor)
 
 
 def _alike(values):
@@ -190,6 +200,19 @@ class ModelConfig(KVShape):
     architecture: str = "LlamaForCausalLM"
     split: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of the longest text that the model was trained for; None: any.
+
+        A sliding window in every layer leaves no distance that training did not have, unless queries grow with their
+        position. The length that a config states is that before scaling for the kinds linear and dynamic, and for yarn
+        in some configs, in others the one after it: the longer one counts."""
+        windows = [window or math.inf for window in self.windows]
+        if max(windows) <= self.max_position and not self.query_growth:
+            return None
+        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,)
+        return max(self.max_position, *(_reach(rope, self.max_position) for rope in ropes))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

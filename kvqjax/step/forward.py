@@ -123,7 +123,11 @@ def forward(
     reach: Reach | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
     """Compute logits of T new tokens, and the cache that holds them: `attend`, then `commit`. Pure; works inside and
-    outside jit. `reach` as in `attend`."""
+    outside jit. `reach` as in `attend`.
+
+    Positions beyond those that the model was trained for (`model.config.trained_length`) are computed like any others,
+    without a word: how many tokens a row holds is known inside jit alone. Logits mean less and less there. `generate`
+    and its like refuse such texts unless told otherwise."""
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     out = ("logits" if last else "chunk", "cache")

@@ -43,7 +43,8 @@ def init_cache(
     kernels: str | Kernels = "auto",
     sharding: Rules | None = None,
 ) -> Cache:
-    """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape.
+    """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape. The
+    capacity may be greater than what the model was trained for: room is not text.
 
     `dtype` is that of keys and values as they come ("bf16", "f16", "f32"); by default the model's compute dtype, for a
     shape that of `load`. `layers="scan"` stores layers that cache alike as one stack, "unroll" each by itself (see

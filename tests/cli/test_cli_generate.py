@@ -3,6 +3,8 @@
 import pytest
 from commands import run
 
+import kvqjax as kvq
+
 
 @pytest.fixture
 def call(capsys, monkeypatch):
@@ -16,3 +18,31 @@ def test_text_is_printed_token_by_token(call, monkeypatch):
     assert code == 0, err
     assert len([part for part in parts if part]) >= 24  # this model's tokens are characters
     assert len(parts[0]) == 1
+
+
+def test_end_tokens_by_id_and_by_text(call):
+    words = ("generate", "-m", "recall", "-p", "ab12,cd34,?cd", "-n", "24", "--json")
+    code, out, _ = call(*words)
+    row = json.loads(out)[0]
+    text = row["text"]
+    assert (code, len(text)) == (0, row["tokens"])  # this model's tokens are characters
+    token = str(kvq.load("recall").encode(text[3], add_special_tokens=False)[0])
+    for end in (
+        (["--end", text[3]], ["--end", "</s>", "--end", token]) if not text[3].isdecimal() else [["--end", token]]
+    ):
+        assert json.loads(call(*words, *end)[1])[0]["text"] == text[: text.index(text[3])]
+    assert json.loads(call(*words, "--stop", text[2:5])[1])[0]["text"] == text[: text.index(text[2:5])]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--end", "ab"], "--end 'ab' is 2 tokens; wanted one"),
+        (["--end", "64"], "64 is no token id of this model"),
+        (["-n", "2048"], "go beyond the 2048 that this model was trained for"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(call, words, said):
+    code, out, err = call("generate", "-m", "recall", "-p", "ab12", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err

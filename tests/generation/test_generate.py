@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from greedy import reference
 from tiny import tiny
@@ -83,24 +82,29 @@ def test_bad_input_is_named():
         kvq.generate(tiny(), [[50]])
 
 
+CALLS = {
+    "generate": kvq.generate,
+    "stream": lambda *given, **options: list(kvq.stream(*given, **options)),
+    "speculate": kvq.speculate,
+    "beam_search": kvq.beam_search,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_texts_beyond_what_the_model_was_trained_for_are_asked_for(name):
+    model, prompts = tiny(max_position=24), [[1, 2, 3], list(range(20))]
+    with pytest.raises(kvq.UserError, match=r"20 tokens and 5 new ones go beyond the 24 .* beyond_trained=True"):
+        CALLS[name](model, prompts, max_new_tokens=5)
+    # Up to its last position nothing is to be asked, and a greater capacity is room, not text.
+    CALLS[name](model, prompts, max_new_tokens=4)
+    CALLS[name](model, prompts, max_new_tokens=5, beyond_trained=True)
+    with pytest.raises(kvq.UserError, match="64 new ones go beyond"):
+        CALLS[name](model, [[1]])
+    with pytest.raises(kvq.UserError, match="50 is no token id of this model"):
+        CALLS[name](model, prompts, max_new_tokens=4, eos_ids=[1, 50])
+
+
 LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
-
-
-@pytest.mark.parametrize(
-    ("options", "allowed"),
-    [
-        ({"top_k": 2}, {0, 1}),
-        ({"top_p": 0.7}, {0, 1}),
-        ({"top_p": 0.71}, {0, 1, 2}),
-        ({"min_p": 0.4}, {0, 1, 2}),
-        ({"temperature": 0.0}, {0}),
-        ({}, {0, 1, 2, 3, 4}),
-    ],
-)
-def test_sampling_draws_only_and_all_of_what_is_allowed(options, allowed):
-    sampling = make_sampling(**({"temperature": 1.0} | options))
-    draw = jax.jit(jax.vmap(lambda key: sample(key, LOGITS, None, sampling)[0]))
-    assert set(np.asarray(draw(jax.random.split(jax.random.key(0), 400))).tolist()) == allowed
 
 
 def test_repetition_penalty_lowers_seen_tokens_only():

@@ -1,5 +1,6 @@
 """config.json of published models is read to the right ModelConfig; what is not computed is refused by name."""
 
+import dataclasses
 import json
 import math
 
@@ -265,3 +266,31 @@ def test_unreadable_folders(prepare, text, tmp_path):
     with pytest.raises(UserError, match=text) as caught:
         read_config(prepare(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+REACHES = [
+    ({}, 2048),
+    ({"max_position_embeddings": 512}, 512),
+    # The stated length is that before scaling in some configs and the one after it in others.
+    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}, 8192),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048),
+    ({"rope_scaling": LLAMA3, "max_position_embeddings": 131072}, 131072),
+    ({"rope_scaling": LONGROPE, "max_position_embeddings": 131072}, 131072),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 2048),
+]
+
+
+@pytest.mark.parametrize(("change", "length"), REACHES)
+def test_the_length_that_a_model_was_trained_for(change, length):
+    assert parse_config({**LLAMA, "max_position_embeddings": 2048, **change}).trained_length == length
+
+
+def test_a_length_that_was_said_counts_and_a_window_in_every_layer_has_none():
+    raw = {**LLAMA, "max_position_embeddings": 2048, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    assert parse_config(raw, rope_length=5000).trained_length == 5000
+    config = parse_config(MISTRAL)
+    every, some = (dataclasses.replace(config, sliding_window=w) for w in (64, (64, *[None] * (config.num_layers - 1))))
+    assert every.trained_length is None
+    assert some.trained_length == config.max_position
+    assert dataclasses.replace(every, query_growth=0.1).trained_length == config.max_position
