@@ -76,7 +76,7 @@ class Comparison:
     `about` describes the text. The other fields are as for `compare`."""
 
     model: Model
-    learnt: TextLike
+    learnt: Data | np.ndarray
     ids: np.ndarray
     about: dict[str, Any]
     chunk: int
@@ -219,9 +219,16 @@ def compare(
     name = Path(loaded.folder).name or "a model" if isinstance(model, Model) else str(model)
     methods = parse_all(cache)
     places = {key: None if path is None else Path(path) for key, path in {"folder": folder, "store": store}.items()}
-    given = {"chunk": chunk, "window": window, "tokens": tokens, "batch": batch, "context": context}
-    given |= {"field": field, "split": split}
-    job = comparison(loaded, data, seed=seed, sequences=sequences, **places, **given)
+    given: dict[str, Any] = {
+        **places,
+        "chunk": chunk,
+        "window": window,
+        "tokens": tokens,
+        "batch": batch,
+        "context": context,
+    }
+    given |= {"field": field, "split": split, "seed": seed, "sequences": sequences}
+    job = comparison(loaded, data, **given)
     rows, roles = [], {}
     for ready, method in job.ready(methods, [Path(path) for path in artifact], bar):
         rows.append(job.row(ready, method, kernels, bar(str(method))))

@@ -1,7 +1,7 @@
 """`kvqjax eval compare`: several methods in one table and one picture, calibrated where they need it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,7 +37,14 @@ def compare(
 
     Methods learn from the first half of the text. Of each window of the second half, the second half is scored: by then
     caches hold more than what stays exact. `kvq.compare` gives the same rows in Python."""
-    options = {"seed": seed, "chunk": chunk, "window": window, "tokens": tokens, "batch": batch, "context": context}
+    options: dict[str, Any] = {
+        "seed": seed,
+        "chunk": chunk,
+        "window": window,
+        "tokens": tokens,
+        "batch": batch,
+        "context": context,
+    }
     options |= {"field": field, "split": split, "folder": folder, "sequences": sequences, "store": store}
     job = comparison(loaded, data, **options)
     evaluate = lambda model, method, bar, kernels: [job.row(model, method, kernels, bar(str(method)))]  # noqa: E731
