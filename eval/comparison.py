@@ -76,7 +76,7 @@ class Comparison:
     `about` describes the text. The other fields are as for `compare`."""
 
     model: Model
-    learnt: TextLike
+    learnt: Data | np.ndarray
     ids: np.ndarray
     about: dict[str, Any]
     chunk: int

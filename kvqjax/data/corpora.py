@@ -131,7 +131,8 @@ def read(
             raise UserError(f"{source}: no such file or folder; did you mean {near!r}?")
         if _looks_like_path(source) or not _HUB.fullmatch(source):
             hint = suggest(source, NAMES) if "/" not in source and "." not in source else ""
-            raise UserError(f"{source}: No such file or directory{hint}")
+            shown = source if len(source) < 200 else f"{source[:60]}... ({len(source)} characters)"
+            raise UserError(f"{shown}: No such file or directory{hint}")
     return read_documents(source, field=field, split=split, model=model, whole=not tokens)
 
 

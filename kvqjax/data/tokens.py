@@ -84,7 +84,7 @@ def data_or_ids(model: Model, given: TextLike, name: str = "texts") -> Data | In
     return check_ids(model, given, name)
 
 
-def in_halves(found: Data | Int[np.ndarray, " T"]) -> list[TextLike]:
+def in_halves(found: Data | Int[np.ndarray, " T"]) -> list[Data | np.ndarray]:
     """Data in two halves, to learn from and to be scored: of the text, or of token ids."""
     if isinstance(found, Data):
         return [Data((half,), {}) for half in halves(found.text)]

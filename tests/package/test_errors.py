@@ -19,7 +19,7 @@ from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate import resume, sequences
 from kvqjax.cli.common import require_room
-from kvqjax.data.corpora import read_text
+from kvqjax.data.corpora import read, read_text
 from kvqjax.eval.plots import check_picture
 from kvqjax.eval.tune import Settings
 from kvqjax.eval.windows import windows
@@ -330,6 +330,13 @@ CASES = {
     "keys and values that are not finite": lambda *_: kvq.generate(spoiling(), [[1, 2]], max_new_tokens=4),
     "no such file": text_file("absent.txt", None),
     "text that is not UTF-8": text_file("latin.txt", "caf\xe9".encode("latin-1")),
+    "UTF-16 without a mark, or no text": text_file("holes.txt", b"abc\0\0"),
+    "data without text in them": text_file("data.jsonl", b'{"body": "text"}'),
+    "data that are no JSON": text_file("half.jsonl", b'{"text": "a"}\n{"text": '),
+    "folder without data": lambda tmp_path, _, __: read((tmp_path / "empty").mkdir() or tmp_path / "empty"),
+    "data set by nearly its name": lambda *_: read("wikitext"),
+    "neither text nor tokens": lambda _, __, recall: kvq.eval.perplexity(recall, [0.5, 1.0], "exact"),
+    "text that is none": lambda _, __, recall: recall.encode("\udce9t\udce9"),
     "empty text": text_file("empty.txt", b" \n"),
     "text too short to evaluate": lambda *_: windows(np.arange(10), 512, 8192),
     "text too short to calibrate": lambda _, __, recall: sequences(recall, ["ab12ab12ab"], 1, 64),
