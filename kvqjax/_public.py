@@ -5,7 +5,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 from kvqjax._errors import UserError
-from kvqjax._moved import complete
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
@@ -105,8 +104,6 @@ __all__ = [
     "xquant",
     "xquant_cl",
 ]
-
-complete()
 
 # Public names that are loaded when first used -> their module.
 _LAZY = {"compare": "kvqjax.eval.comparison", "plan": "kvqjax.hardware.plan", "tune": "kvqjax.eval.tune"}
