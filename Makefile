@@ -5,7 +5,6 @@
 # make results  the pages of figures: what is missing of their records is measured first (DATA=text.txt for the demo
 #             model, CALIBRATION=other.txt for its ablations)
 # make gate   measure a sample of the gate's recorded rows again and judge its bounds (ROWS=6)
-# make speed  docs/speed.md: what is missing of its records is compiled first, for GPUs and TPUs that are not here (hours)
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
 # make notebooks  set up .venv with Jupyter's kernel and run the notebooks in examples/
 # make colab  write the repository's address (REPOSITORY, or the git remote origin) into the notebooks and their badges
@@ -31,7 +30,7 @@ FOLDERS := kvqjax pallas_kernels calibrate eval
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test docs notebooks colab aot results gate speed clean
+.PHONY: demo test docs notebooks colab aot results gate clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -74,11 +73,6 @@ results: $(VENV)/.package $(VENV)/.with-plots
 
 gate: $(VENV)/.package
 	$(BENCHMARK) benchmarks.gate --check $(ROWS)
-
-SPEED := import sys, runpy; sys.path.append('.'); runpy.run_module('benchmarks.step_cost.page', run_name='__main__')
-speed: $(VENV)/.package $(VENV)/.libtpu $(VENV)-gpu/.plugin
-	PYTHONSAFEPATH=1 $(VENV)-gpu/bin/python -c "$(SPEED)" --chip h100 --chip a100-80
-	PYTHONSAFEPATH=1 $(BIN)/python -c "$(SPEED)" --chip v6e --chip v5e --chip v7x
 
 $(VENV)/.base:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv and ensurepip found (Debian: apt install python3-venv)"; exit 1; }

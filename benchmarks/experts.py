@@ -82,7 +82,7 @@ def counted(chip: str, rows: int, form: str) -> dict:
         model.write_text(json.dumps(config_to_hf(dataclasses.replace(config_of(MODEL), num_layers=LAYERS))))
         try:
             if rows < MANY:
-                found = measure(Row(chip, str(model), "exact", CONTEXT, rows), folder)[chip]["full"]
+                found = measure(Row(chip, str(model), "exact", CONTEXT, rows), folder)["full"]
                 moved, spent = found["bytes"]["weights"], found["estimated_ms"]
                 return {"gigabytes": (moved["read"] + moved["written"]) / 1e9, "estimated_ms": spent}
             found = measure_chunk(Chunk(chip, str(model), "exact", CONTEXT, rows), folder)

@@ -179,8 +179,9 @@ class CacheLM(TemplateLM):
             for start in range(0, len(order), self.batch):
                 part = order[start : start + self.batch]
                 prompts = [ids[number] for number in part]
-                made = generate(self.model, prompts, self.method, chunk=self.chunk, stop=until, **options)
-                texts |= dict(zip(part, made.text, strict=True))
+                # Only the text is kept: a result holds its cache.
+                made = generate(self.model, prompts, self.method, chunk=self.chunk, stop=until, **options).text
+                texts |= dict(zip(part, made, strict=True))
         return [texts[number] for number in range(len(requests))]
 
 

@@ -38,7 +38,7 @@ HABITS = {
     "stopping_criteria": "write stop=[...], or leave the loop over stream",
     "streamer": "loop over stream(model, prompts)",
     "cache_implementation": "write method='kivi:bits=2' or another policy",
-    "past_key_values": "write prefill and forward with a cache of init_cache",
+    "past_key_values": "write generate(model, more, cache=out.cache), or forward with a cache of init_cache",
     "use_cache": "leave it out: there is always a cache; method names it",
     "assistant_model": "write speculate(model, prompts, drafter=...)",
     "prompt_lookup_num_tokens": "write speculate(model, prompts, draft=N)",
@@ -63,10 +63,11 @@ def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> No
 def named_options(function: Callable[P, R]) -> Callable[P, R]:
     """`function` with a UserError for options it has not. Signature and help stay its own."""
     known = tuple(inspect.signature(function).parameters)
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]  # that of the class, of its __init__
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:
-        check_names(function.__name__, options, known)
+        check_names(name, options, known)
         return function(*arguments, **options)
 
     return call

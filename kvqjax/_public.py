@@ -8,9 +8,11 @@ from kvqjax._errors import UserError
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.surgery import crop, evict, fork, gather, insert
+from kvqjax.cache.pieces import cut, join
+from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes
 from kvqjax.generation.beam import beam_search
-from kvqjax.generation.decoding import generate, stream
+from kvqjax.generation.decoding import Generated, generate, stream
+from kvqjax.generation.session import Session
 from kvqjax.generation.speculation import speculate
 from kvqjax.methods import (
     METHODS,
@@ -51,10 +53,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
+    "Generated",
     "KVShape",
     "Method",
     "Model",
     "Rope",
+    "Session",
     "UserError",
     "__version__",
     "append",
@@ -68,6 +72,7 @@ __all__ = [
     "commvq",
     "compare",
     "crop",
+    "cut",
     "eval",
     "evict",
     "exact",
@@ -78,6 +83,7 @@ __all__ = [
     "higgs",
     "init_cache",
     "insert",
+    "join",
     "join_hosts",
     "kivi",
     "kivi_star",
@@ -93,6 +99,9 @@ __all__ = [
     "plan",
     "policy",
     "prefill",
+    "repeat",
+    "resize",
+    "row_axes",
     "save_cache",
     "shard",
     "speculate",

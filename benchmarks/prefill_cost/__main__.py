@@ -3,7 +3,7 @@
     python -m benchmarks.prefill_cost --chip h100 --context 32768                            a whole prompt, exactly
     python -m benchmarks.prefill_cost --chip v6e --cache kivi:bits=2 --context 32768 --chunk 2048       a chunk after it
 
-Chips and compilers are those of benchmarks.step_cost. `python -m benchmarks.prefill_cost.page` writes docs/prefill.md.
+Chips and compilers are those of benchmarks.step_cost.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One row of the page: a chip, a cache, a context, and a whole prompt or a chunk, compiled and counted."""
+"""One case: a chip, a cache, a context, and a whole prompt or a chunk, compiled and counted."""
 
 import dataclasses
 import time

@@ -2,10 +2,10 @@
 
     python -m benchmarks.step_cost --chip h100 --model llama-3.1-8b --cache kivi:bits=2,group=128 --context 131072
 
-GPUs (h100, h200, a100-80, and l4 and t4, which the page leaves out) need JAX's CUDA plugin, TPUs (v5e, v6e, v7x)
+GPUs (h100, h200, a100-80, l4 and t4) need JAX's CUDA plugin, TPUs (v5e, v6e, v7x)
 libtpu; `make aot` makes environments with both.
 `--held 8192` counts rows that hold fewer tokens than fit, through the static length that `generate` would choose then.
-`python -m benchmarks.step_cost.page` computes the missing rows of docs/speed.md and writes it.
+benchmarks/records/compiled_costs.csv has what one day's programs cost, as history; no command reads it.
 """
 
 import json
@@ -22,11 +22,11 @@ from benchmarks.step_cost.listings import listings
 from benchmarks.step_cost.row import CHIPS, Row, measure
 
 app = typer.Typer(add_completion=False)
-SMALL = ("l4", "t4")  # chips whose memory is too small for most rows of the page
+SMALL = ("l4", "t4")  # chips whose memory is too small for most cases
 
 
 def report(row: Row, found: dict) -> str:
-    """A row's account as lines of text."""
+    """A case's account as lines of text."""
     full, lines = found["full"], [f"{row.chip} {row.model} {row.cache} {row.context} tokens x {row.batch}"]
     named = f"launches, {full['syncs']} host synchronisations" if found["kind"] == "gpu" else "operations"
     lines.append(f"{full['launches']} {named} a step")
@@ -62,7 +62,7 @@ def main(
     dump: Annotated[Path | None, typer.Option(help="write the compiled program here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON")] = False,
 ) -> None:
-    """Compile one row and print its account."""
+    """Compile one case and print its account."""
     if chip not in (*CHIPS, *SMALL):
         raise typer.BadParameter(f"{chip}; known: {', '.join((*CHIPS, *SMALL))}", param_hint="--chip")
     if held is not None and held > context:
@@ -70,7 +70,7 @@ def main(
     row = Row(chip, model, cache, context, batch)
     depths = tuple(int(n) for n in layers.split(",") if n)
     with listings(row.is_tpu) as folder:
-        found = measure(row, folder, depths, dump, held)[chip]
+        found = measure(row, folder, depths, dump, held)
     typer.echo(json.dumps(row._asdict() | found["full"] | found) if as_json else report(row, found))
 
 

@@ -1,4 +1,4 @@
-"""One row of the page: a chip, a model, a cache, a context and a batch, compiled and counted."""
+"""One case: a chip, a model, a cache, a context and a batch, compiled and counted."""
 
 import dataclasses
 import time
@@ -21,9 +21,6 @@ from kvqjax.model.config import ModelConfig
 
 CHIPS = ("h100", "h200", "a100-80", "v6e", "v5e", "v7x")
 SAME = {"h200": "h100"}  # chips whose programs are compiled as another's
-# An A100's programs have an H100's launches within an eighth and its bytes within a twentieth
-# (tests/aot/test_step_cost.py): pages take its rows from those. The command for one row compiles its own.
-ALIKE = {"a100-80": "h100"}
 
 
 class Row(NamedTuple):
@@ -101,24 +98,21 @@ def accounts(row: Row, made: list[Compiled], folder: Path, held: int | None = No
 
 def measure(
     row: Row, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None, held: int | None = None
-) -> dict[str, dict]:
-    """Compile one row; its account for the chip and for those that share the program. `folder` is where `tpu.prepare`
-    has libtpu put its listings. With two `depths`, models of so many layers are compiled and numbers extrapolated. The
-    longest row holds `held` tokens, if not the context."""
-    config = config_of(row.model)
-    few = [dataclasses.replace(config, num_layers=n, sliding_window=config.windows[:n]) for n in depths] or [config]
-    rows = [row] + [row._replace(chip=chip) for chip, other in (SAME | ALIKE).items() if other == row.chip]
-    found = []
-    for one in few:
+) -> dict:
+    """Compile one case and give its account. `folder` is where `tpu.prepare` has libtpu put its listings. With two
+    `depths`, models of so many layers are compiled and numbers extrapolated. The longest row holds `held` tokens, if
+    not the context."""
+    config, found = config_of(row.model), []
+    for depth in depths or (config.num_layers,):
         for old in folder.iterdir():
             old.unlink()
-        made = [compile_row(row, one, lengths, dump) for lengths in programs(row, layout_of(row, one), held)]
-        found.append({each.chip: accounts(each, made, folder, held) for each in rows})
-    result = found[0]
-    if depths:
-        share = (config.num_layers - depths[0]) / (depths[1] - depths[0])
-        result = _line(*found, share)
-    return {chip: one | about(row) | ({"layers": list(depths)} if depths else {}) for chip, one in result.items()}
+        part = dataclasses.replace(config, num_layers=depth, sliding_window=config.windows[:depth])
+        made = [compile_row(row, part, lengths, dump) for lengths in programs(row, layout_of(row, part), held)]
+        found.append(accounts(row, made, folder, held))
+    if not depths:
+        return found[0] | about(row)
+    share = (config.num_layers - depths[0]) / (depths[1] - depths[0])
+    return _line(*found, share) | about(row) | {"layers": list(depths)}
 
 
 def about(row: Row) -> dict:

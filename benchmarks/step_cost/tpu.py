@@ -19,18 +19,11 @@ class Reading(NamedTuple):
     token_bytes: float
 
 
-def prepare(folder: str, kernel: str = "") -> None:
-    """Have libtpu write its last schedules into a folder, that of `kernel` alone if it is named: must be called before
-    it is loaded."""
+def prepare(folder: str) -> None:
+    """Have libtpu write its last schedules into a folder: must be called before it is loaded."""
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
-        + (f" --xla_jf_dump_only_matching_hlo={kernel}" if kernel else "")
     )
-
-
-def others(folder: Path) -> Path:
-    """Where other processes have kernels listed, each in a folder of its own."""
-    return folder.with_suffix(".others")
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -38,9 +31,9 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def listings(folder: Path) -> dict[str, int]:
-    """Kernel -> bundles of one grid step, from a folder of schedules and its `others`."""
+    """Kernel -> bundles of one grid step, from a folder of schedules."""
     found = {}
-    for file in (*others(folder).glob("*/*-final_bundles.txt"), *folder.glob("*-final_bundles.txt")):
+    for file in folder.glob("*-final_bundles.txt"):
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", file.name)
         if name and not name[1].endswith("schedule-analysis"):
             found[name[1]] = file

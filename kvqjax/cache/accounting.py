@@ -13,6 +13,7 @@ import numpy as np
 from kvqjax._tables import Section, Table, size
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
+from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
@@ -167,6 +168,7 @@ def _carry_bytes(runs: tuple[RunLayout, ...], batch: int, dtype: str) -> int:
 
 def ledger(cache: Cache) -> Ledger:
     """Account for every array of a cache (live or abstract)."""
+    check_cache(cache)
     layout, runs = cache.layout, runs_of(cache.layout)
     entries = [
         entry

@@ -42,6 +42,7 @@ FIRST_DEFAULTS = {name: {"centre": "none"} for name in ("aqua", "commvq", "higgs
 KINDS: dict[str, dict[str, type]] = {
     "artifact": {"method": str, "fingerprint": str, "about": dict, "runs": int},
     "cache": {"method": str, "capacity": int, "dtype": str, "batch": int},
+    "session": {"method": str, "history": list, "options": dict, "parts": list, "ids": list, "answers": int},
 }
 
 

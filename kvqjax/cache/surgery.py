@@ -1,6 +1,8 @@
-"""Operations on whole rows of packed caches: crop, fork, gather, insert, evict. Pure, jit-compatible, for every method.
+"""Operations on whole rows of packed caches: crop, fork, gather, repeat, insert, evict, resize. Pure, jit-compatible,
+for every method.
 
 None of them decodes or encodes anything: they move arrays and change counts, and know nothing of what a field means.
+Rows are an axis of every array, but not the same one: `row_axes` says which, for tree code of your own.
 What `crop` and `evict` return shares its arrays with the cache they were given, so donating one of the two ends the
 other: `fork` first where both must live on.
 Contract: what lies below a row's `lengths` equals a fresh encode of the same tokens with as many groups encoded; what
@@ -8,80 +10,147 @@ lies beyond is undefined and never read, because words are cleared before they a
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import crop_kept, forget
+from kvqjax.cache.resizing import check_means, excess, with_layout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import Cache, Run, check_alive
+from kvqjax.cache.shapes import check_cache, is_known, row_axes
+from kvqjax.cache.state import Cache
+from kvqjax.model.rope import check_length
 
-__all__ = ["crop", "evict", "fork", "gather", "insert"]
+__all__ = ["crop", "evict", "fork", "gather", "insert", "repeat", "resize", "row_axes"]
 
 
 def fork(cache: Cache) -> Cache:
     """Copy a cache so that no buffer is shared: either may be donated and the other lives on."""
-    check_alive(cache)
+    check_cache(cache)
     return jax.tree.map(jnp.copy, cache)
-
-
-def _by_rows(function: Callable, cache: Cache, *others: Cache) -> Cache:
-    """Apply `function(axis, array, *arrays)` to every array, `axis` being its row axis: 1 behind the layers, else 0."""
-    check_alive(cache, *others)
-
-    def stacked(*arrays):
-        return function(1, *arrays)
-
-    def flat(*arrays):
-        return function(0, *arrays)
-
-    def one(state: Run, *more: Run) -> Run:
-        parts = {
-            name: jax.tree.map(stacked, getattr(state, name), *(getattr(s, name) for s in more))
-            for name in ("body", "sinks", "window")
-        }
-        return Run(flushed=jax.tree.map(flat, state.flushed, *(s.flushed for s in more)), **parts)
-
-    runs = tuple(one(*states) for states in zip(cache.runs, *(other.runs for other in others), strict=True))
-    lengths = flat(cache.lengths, *(other.lengths for other in others))
-    overflow = flat(cache.overflow, *(other.overflow for other in others))
-    finite = flat(cache.finite, *(other.finite for other in others))
-    kept = jax.tree.map(flat, cache.kept, *(other.kept for other in others))
-    return cache.replace(runs=runs, lengths=lengths, overflow=overflow, finite=finite, kept=kept)
 
 
 def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     """Make a cache whose row i is row `rows[i]` of `cache`. Rows may repeat or be left out (beams); N may differ from
     B."""
-    return _by_rows(lambda axis, array: jnp.take(array, rows, axis=axis, mode="clip"), cache)
+    check_cache(cache)
+    return jax.tree.map(lambda axis, x: jnp.take(x, rows, axis=axis, mode="clip"), row_axes(cache), cache)
+
+
+def repeat(cache: Cache, n: int) -> Cache:
+    """Repeat every row `n` times, in the order of `jnp.repeat`: rows 0, 1 become 0, 0, 1, 1.
+
+    A prompt that many requests begin with is prefilled once, as one row, and repeated for all of them.
+
+    Args:
+        cache: A cache of B rows.
+        n: How often each row stands in the result, at least 1. Static.
+
+    Returns:
+        A cache of B * n rows.
+
+    Raises:
+        UserError: `n` is no whole number of at least 1.
+    """
+    check_cache(cache)
+    n = _whole("n", n)
+    return jax.tree.map(lambda axis, x: jnp.repeat(x, n, axis=axis), row_axes(cache), cache)
+
+
+def _whole(name: str, number: Any) -> int:
+    """Give a static count as an int."""
+    try:
+        fine = not isinstance(number, bool) and operator.index(number) >= 1
+    except TypeError:
+        fine = False
+    if not fine:
+        given = repr(number) if isinstance(number, int | float | str) else f"a {type(number).__name__}"
+        raise UserError(f"{name}={given}; it must be a whole number of at least 1, known before tracing")
+    return operator.index(number)
 
 
 def _check_same(cache: Cache, other: Cache) -> None:
     for field in dataclasses.fields(cache.layout):
         wanted, got = getattr(cache.layout, field.name), getattr(other.layout, field.name)
-        if wanted != got:
+        if field.name == "capacity":
+            if got > wanted:
+                raise UserError(
+                    f"the other cache has a larger capacity, {got}; its rows fit a cache of {wanted} tokens a row "
+                    f"after kvqjax.resize(other, {wanted})"
+                )
+        elif wanted != got:
             raise UserError(f"the other cache has another {field.name}: {got}, wanted {wanted}")
 
 
-def insert(cache: Cache, row: Int[Array, ""] | int, other: Cache, other_row: Int[Array, ""] | int) -> Cache:
-    """Replace row `row` of a cache by row `other_row` of a cache of equal layout: a request that was prefilled apart
-    joins a running batch. Raises UserError when the layouts differ, naming the field."""
+def _numbers(name: str, rows: Any) -> Int[Array, " N"]:
+    """Give one row number or several as an array."""
+    rows = jnp.asarray(rows)
+    if rows.ndim > 1 or not jnp.issubdtype(rows.dtype, jnp.integer) or not rows.size:
+        kind = f"{rows.dtype}{list(rows.shape)}"
+        raise UserError(f"{name} is of {kind}; wanted a row number, or an array of row numbers [N]")
+    return rows.reshape(-1).astype(jnp.int32)
+
+
+def insert(
+    cache: Cache,
+    rows: Int[Array, " N"] | Int[Array, ""] | Sequence[int] | int,
+    other: Cache,
+    other_rows: Int[Array, " N"] | Int[Array, ""] | Sequence[int] | int | None = None,
+) -> Cache:
+    """Replace rows of a cache by rows of another: requests that were prefilled apart join a running batch.
+
+    Args:
+        cache: The running batch.
+        rows: Which rows are replaced: one number, or N of them. Where one is named twice, the last one counts.
+        other: A cache of equal layout, but for the capacity: it may have less.
+        other_rows: Which rows of `other` come there: as many as `rows`, or one for all of them. None: all of its rows
+            in their order.
+
+    Returns:
+        The cache with row `rows[i]` replaced by row `other_rows[i]` of `other`.
+
+    Raises:
+        UserError: The layouts differ, naming the field; `other` has a larger capacity; the numbers of rows differ.
+    """
+    check_cache(cache, other)
     _check_same(cache, other)
+    into = _numbers("rows", rows)
+    source = jnp.arange(other.batch) if other_rows is None else _numbers("other_rows", other_rows)
+    if source.size not in ((into.size,) if other_rows is None else (1, into.size)):
+        raise UserError(f"{into.size} rows are to be replaced by {source.size} rows of the other cache")
+    if other.layout != cache.layout:
+        check_means(other.layout, cache.layout)
+        other, source = gather(other, source), jnp.arange(source.size)
+        other = with_layout(other, cache.layout)
+    return _inserted(cache, into, other, jnp.broadcast_to(source, into.shape).astype(jnp.int32))
 
-    def put(axis, array, source):
-        line = jax.lax.dynamic_slice_in_dim(source, other_row, 1, axis)
-        return jax.lax.dynamic_update_slice_in_dim(array, line, row, axis)
 
-    return _by_rows(put, cache, other)
+@jax.jit
+def _inserted(cache: Cache, rows: Int[Array, " N"], other: Cache, other_rows: Int[Array, " N"]) -> Cache:
+    """Do `insert` between caches of one layout, row by row: slices are written in place where the cache is donated."""
+    axes = row_axes(cache)
+
+    def put(number, cache):
+        def one(axis, array, source):
+            line = jax.lax.dynamic_slice_in_dim(source, other_rows[number], 1, axis)
+            return jax.lax.dynamic_update_slice_in_dim(array, line, rows[number], axis)
+
+        return jax.tree.map(one, axes, cache, other)
+
+    return put(0, cache) if rows.size == 1 else jax.lax.fori_loop(0, rows.size, put, cache)
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     """Empty the marked rows: length 0, nothing encoded; overflow and what was not finite are forgotten. Their old words
     stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on."""
-    check_alive(cache)
+    check_cache(cache)
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
     kept = forget(cache.kept, rows)
@@ -126,7 +195,7 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     The result shares its arrays with `cache`: `fork` first where both must live on.
     """
     sinks, runs = cache.layout.method.sinks, runs_of(cache.layout)
-    check_alive(cache)
+    check_cache(cache)
     clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.storage.clocks)
     counts = [count for state in cache.runs for count in state.flushed]
     encoded = tuple(count * unit for count, (unit, _) in zip(counts, clocks, strict=True))
@@ -145,3 +214,55 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     lengths = left + sinks
     finite = jnp.minimum(cache.finite, lengths)
     return cache.replace(runs=states, lengths=lengths, finite=finite, kept=crop_kept(cache.kept, lengths))
+
+
+def resize(cache: Cache, capacity: int) -> Cache:
+    """Make the same cache with room for `capacity` tokens a row: more to go on, or fewer to put it away.
+
+    What rows hold keeps its words, counts and window. Runs inside and outside jit, where `capacity` is static; every
+    other capacity is another shape and so another program.
+
+    Args:
+        cache: Any cache. A body that is dealt over the devices of a mesh can be resized where its blocks stay as long
+            as they are.
+        capacity: Tokens a row, at least 1.
+
+    Returns:
+        The cache with `layout.capacity == capacity`; `cache` itself where it has that capacity already.
+
+    Raises:
+        UserError: `capacity` is no whole number of at least 1, or more than the model's positions allow; a row holds
+            more (inside jit, and on rows of other hosts, it is cropped and its overflow flag is raised); a body on a
+            mesh would be dealt otherwise.
+    """
+    check_cache(cache)
+    capacity, old = _whole("capacity", capacity), cache.layout
+    if capacity == old.capacity:
+        return cache
+    check_length(old.shape, capacity)
+    layout = dataclasses.replace(old, capacity=capacity)
+    check_means(old, layout)
+    if capacity < old.capacity:
+        cache = _fitting(cache, layout)
+    return with_layout(cache, layout)
+
+
+def _fitting(cache: Cache, layout: CacheLayout) -> Cache:
+    """Give rows that fit a smaller layout: refuse others where numbers are known, else crop them and raise their
+    flags."""
+    if not is_known(*jax.tree.leaves((cache.lengths, cache.kept, [state.flushed for state in cache.runs]))):
+        most, over = excess(cache, layout)
+        return crop(cache, jnp.minimum(cache.lengths, most)).replace(overflow=cache.overflow | over)
+    over = np.asarray(excess(cache, layout)[1])
+    if over.any():
+        row = int(over.argmax())
+        held = int(np.asarray(cache.lengths)[row])
+        if held > layout.capacity:
+            raise UserError(
+                f"row {row} holds {held} tokens; a capacity of {layout.capacity} is too small: crop it first"
+            )
+        raise UserError(
+            f"row {row} has more tokens encoded than a cache of capacity {layout.capacity} ever encodes; "
+            "resize to a larger capacity"
+        )
+    return cache

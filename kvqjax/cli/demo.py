@@ -48,7 +48,8 @@ def demo(
     announce(f"{max_new_tokens} new tokens with {', then '.join(DEMO_CACHES)}; each twice, for its speed")
     for method in methods_of(DEMO_CACHES):
         require_room(loaded, method, 1, capacity)
-        (text, tokens), speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
+        made, speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
+        text, tokens = made.text, made.tokens
         book = ledger(jax.eval_shape(lambda method=method: init_cache(loaded, method, 1, capacity)))
         first = first or tokens[0]
         same = next((i for i, (a, b) in enumerate(zip(first, tokens[0], strict=False)) if a != b), len(tokens[0]))

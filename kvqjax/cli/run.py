@@ -47,26 +47,16 @@ New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at m
 
 
 def _print_stream(model: Model, prompts: list[Any], method: Method, options: dict) -> None:
-    """Print the only row token by token. Held back is what a later token may change: U+FFFD, which stands for a
-    character not yet whole, and the beginning of a stop string."""
-    shown, last = "", Generated([""], [[]])
-    for last in stream(model, prompts, method, stride=1, **options):
-        ready = last.text[0].rstrip("\ufffd")
-        ready = ready[: len(ready) - max((_overlap(ready, stop) for stop in options["stop"]), default=0)]
-        if ready.startswith(shown):
-            typer.echo(ready[len(shown) :], nl=False)
-            shown = ready
-    typer.echo(last.text[0][len(shown) :])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
-    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
+    """Print the only row token by token. What a later token may still change comes with a later piece."""
+    for piece in stream(model, prompts, method, stride=1, **options):
+        typer.echo(piece.text[0], nl=False)
+    typer.echo("")
 
 
 def _print_result(prompts: list[Any], result: Generated, method: Method, as_json: bool, chat: bool) -> None:
     if as_json:
-        rows = [{"prompt": p, "text": t, "tokens": len(k)} for p, t, k in zip(prompts, *result, strict=True)]
+        made = zip(prompts, result.text, result.tokens, result.finish_reasons, strict=True)
+        rows = [{"prompt": p, "text": t, "tokens": len(k), "finish_reason": r} for p, t, k, r in made]
         typer.echo(json.dumps([row | {"cache": str(method)} for row in rows], indent=1))
         return
     for text, given in zip(result.text, prompts, strict=True):

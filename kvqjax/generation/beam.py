@@ -15,7 +15,7 @@ from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.surgery import gather
 from kvqjax.generation.loop import require_finite
-from kvqjax.generation.prompt_ids import Prompts, bucket, encode_prompts, end_ids, padded
+from kvqjax.generation.prompt_ids import Prompts, bucket, capacity_for, encode_prompts, end_ids, padded
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_counts
@@ -41,7 +41,7 @@ class _State(struct.PyTreeNode):
     The last token of each growing beam is not in the cache yet."""
 
     cache: Leaf  # Cache of B * N rows, or None where only the rest is carried
-    tokens: Leaf  # Int[B, N, M]
+    tokens: Leaf  # Int[B, N, M], M the bucket of how many are wanted
     total: Leaf  # Float[B, N], sums of log probabilities
     ended: Leaf  # Int[B, N, M]
     ended_length: Leaf  # Int[B, N]
@@ -86,13 +86,15 @@ def _extend(state: _State, log_probs: Float[Array, "B N V"], eos: Int[Array, " K
 
 @functools.partial(jax.jit, donate_argnames="state")
 @jax.enable_x64(False)
-def _search(model: Model, state: _State, eos: Int[Array, " K"], penalty: Float[Array, ""]) -> _State:
-    """Grow all beams until they are full, or until no growing beam can still beat the finished ones."""
-    batch, beams, most = state.tokens.shape
+def _search(
+    model: Model, state: _State, eos: Int[Array, " K"], penalty: Float[Array, ""], most: Int[Array, ""]
+) -> _State:
+    """Grow all beams to `most` tokens, or until no growing beam can still beat the finished ones."""
+    batch, beams, _ = state.tokens.shape
 
     def promising(state):
         # Log probabilities only fall, so a beam's best final score is today's sum at the kindest length.
-        length = jnp.where(penalty > 0, jnp.float32(most), state.made.astype(jnp.float32))
+        length = jnp.where(penalty > 0, most.astype(jnp.float32), state.made.astype(jnp.float32))
         return (_score(state.total.max(1), length, penalty) > state.ended_score.min(1)).any()
 
     def step(state):
@@ -147,13 +149,13 @@ def beam_search(
         raise UserError(f"beams={beams}; the vocabulary has {model.config.vocab_size} tokens")
     counts = np.asarray([len(p) for p in ids], np.int32)
     tokens = padded(ids, bucket(int(counts.max())))
-    capacity = -(-(tokens.shape[1] + max_new_tokens) // 256) * 256
+    capacity = capacity_for(model, ids, max_new_tokens, None)
     cache = init_cache(model, method, len(ids), capacity, kernels=kernels)
     logits, cache = _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
     eos = jnp.asarray(end_ids(model, eos_ids))
     penalty = jnp.float32(length_penalty)
-    state = _begin(cache, logits, eos, penalty, beams=beams, new=max_new_tokens)
-    state = _search(model, state, eos, penalty)
+    state = _begin(cache, logits, eos, penalty, beams=beams, new=bucket(max_new_tokens))
+    state = _search(model, state, eos, penalty, jnp.int32(max_new_tokens))
     require_finite(state.cache)
     return _best(state, length_penalty)
 

@@ -1,63 +1,185 @@
-"""Generating text: prefill and decode loop (kvqjax/generation/loop.py) with stop strings and streaming, by calls of a
-few steps each."""
+"""Generating text: `generate` gives everything at once, `stream` piece by piece. Both continue new prompts or a cache
+(the work is done in kvqjax/generation/driver.py)."""
 
-import collections
-import functools
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
-from kvqjax.cache.reach import reach_for
-from kvqjax.generation.loop import STRIDE, Progress, decode_steps, fetched, require_finite, shared, start
+from kvqjax.cache import Cache
+from kvqjax.cache.accounting import ledger
+from kvqjax.cache.surgery import fork
+from kvqjax.generation.driver import Generation, Piece, Settings
+from kvqjax.generation.loop import STRIDE, Progress, fetched, require_finite
 from kvqjax.generation.prompt_chunks import AUTO
-from kvqjax.generation.prompt_ids import Prompts, encode_prompts, end_ids
+from kvqjax.generation.prompt_ids import Prompts, capacity_for, encode_prompts, end_ids, padded_rows
 from kvqjax.generation.sampling import make_sampling
-from kvqjax.methods import MethodLike
+from kvqjax.generation.text import stop_strings
+from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_counts
+from kvqjax.step.doors import check_counts, check_new_tokens
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["Generated", "generate", "stream"]
+__all__ = ["Generated", "Piece", "Stream", "generate", "stream"]
 
 
-class Generated(NamedTuple):
-    """`text[b]` and `tokens[b]` (a list of ids, without the end token) of every prompt."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Generated:
+    """What a generation made.
+
+    - `text[b]` and `tokens[b]` of every prompt: new text, and its token ids without the end token. Text is empty where
+      the model has no tokenizer. A stop string is not in the text; its tokens are in `tokens`.
+    - `finish_reasons[b]`: "eos" (an end token), "stop" (a stop string), "length" (`max_new_tokens`), or "closed" (the
+      stream was closed before).
+    - `cache` holds every prompt and all of `tokens`: `generate(model, more, cache=out.cache)` goes on from there.
+    - `prompt_tokens[b]` counts the tokens of every prompt. `seconds_to_first_token` includes the prompts and whatever
+      was compiled. `tokens_per_second` counts the tokens of all rows after their first ones; 0 where there are none.
+    - `cache_bytes` are those of `cache`, and `bits` what it spends on a number of a key or value, with all it keeps
+      beside the codes (`kvqjax.ledger(cache).bits_stored`)."""
 
     text: list[str]
     tokens: list[list[int]]
+    finish_reasons: list[str]
+    cache: Cache = dataclasses.field(repr=False)
+    prompt_tokens: list[int]
+    seconds_to_first_token: float
+    tokens_per_second: float
+    cache_bytes: int
+    bits: float
 
 
-def _cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """Text up to the first stop string, and whether there was one."""
-    places = [place for place in (text.find(s) for s in stop) if place >= 0]
-    return (text[: min(places)], True) if places else (text, False)
+class Stream(Iterator[Piece]):
+    """Pieces of a generation under way; what `stream` returns. Nothing is computed before the first one is asked for.
+
+    `close()` ends it early, and what was made by then is the result."""
+
+    def __init__(self, generation: Generation):
+        self._generation, self._result = generation, None
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Piece:
+        piece = self._generation.advance()
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    def close(self) -> None:
+        """End the generation here; rows that still went on have the finish reason "closed"."""
+        self._generation.close()
+
+    @property
+    def result(self) -> Generated:
+        """Everything that was made. Raises UserError before the last piece was taken, unless the stream was closed."""
+        if not self._generation.ended:
+            raise UserError("this stream has no result yet; take all of its pieces, or close() it")
+        if self._result is None:
+            self._result = _generated(self._generation)
+        return self._result
 
 
-def _capacity(prompts, new: int, capacity: int | None) -> int:
-    need = max(len(p) for p in prompts) + new
-    if capacity is None:
-        return -(-need // 256) * 256
-    if need > capacity:
-        longest = max(len(p) for p in prompts)
-        raise UserError(f"a prompt of {longest} tokens and {new} new ones do not fit a capacity of {capacity}")
-    return capacity
+def _generated(made: Generation) -> Generated:
+    cache = made.cache()
+    book = ledger(cache)
+    return Generated(
+        text=made.texts,
+        tokens=made.tokens,
+        finish_reasons=[reason or "" for reason in made.reasons],
+        cache=cache,
+        prompt_tokens=[len(prompt) for prompt in made.prompts],
+        seconds_to_first_token=made.seconds_to_first_token,
+        tokens_per_second=made.tokens_per_second,
+        cache_bytes=book.bytes,
+        bits=book.bits_stored,
+    )
+
+
+def _check_continues(model: Model, cache: Cache, method: MethodLike | None, capacity, kernels: str, chat: bool) -> None:
+    """Raise UserError unless `cache` can be continued, and where an option says something else than it is."""
+    rows = np.zeros((getattr(cache, "batch", 1),), np.int32)
+    check_new_tokens(model, rows[:, None], rows, cache)
+    layout = cache.layout
+    if method is not None and parse(method) != layout.method:
+        raise UserError(f"cache= is one of {layout.method}, not of {parse(method)}; leave method out")
+    if capacity is not None and capacity != layout.capacity:
+        raise UserError(f"cache= has a capacity of {layout.capacity} tokens a row, not {capacity}; leave capacity out")
+    if kernels != "auto":
+        raise UserError(f"kernels={kernels!r} is said where a cache is made; leave it out beside cache=")
+    if chat:
+        raise UserError("chat=True begins a conversation; kvqjax.Session goes on with one")
+    if (full := fetched(cache.overflow)[0].nonzero()[0]).size:
+        raise UserError(f"row {full[0]} of cache= was given more tokens than fit, and lacks what did not")
+    require_finite(cache)
+
+
+def _check_room(cache: Cache, held: np.ndarray, prompts: Sequence[Sequence[int]], new: int) -> None:
+    capacity = cache.layout.capacity
+    for row, (count, prompt) in enumerate(zip(held.tolist(), prompts, strict=True)):
+        if count + len(prompt) + new > capacity:
+            wanted = f"row {row} holds {count} tokens; {len(prompt)} more and {new} new ones"
+            raise UserError(f"{wanted} do not fit the cache's capacity of {capacity}")
+
+
+def _begun(
+    model: Model,
+    prompts: Prompts,
+    method: MethodLike | None,
+    cache: Cache | None,
+    *,
+    capacity: int | None,
+    kernels: str,
+    chat: bool,
+    add_special_tokens: bool | None,
+    eos_ids: Sequence[int] | None,
+    sampling: dict[str, float],
+    stop: str | Sequence[str],
+    max_new_tokens: int,
+    stride: int,
+    chunk: int | str | None,
+    seed: int,
+    progress: Progress | None,
+) -> Generation:
+    """Check what `generate` and `stream` were given, and make or copy the cache. Nothing is compiled before all of it
+    is fine."""
+    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
+    if chunk != AUTO:
+        check_counts(chunk=chunk)
+    held = None
+    if cache is not None:
+        _check_continues(model, cache, method, capacity, kernels, chat)
+        held = fetched(cache.lengths)[0]
+    ids = encode_prompts(model, prompts, chat, held=() if held is None else held, add_special_tokens=add_special_tokens)
+    end, draw, stop = end_ids(model, eos_ids), make_sampling(**sampling), stop_strings(stop)
+    if stop and not model.has_tokenizer:
+        raise UserError("stop strings need a tokenizer, and this model has none")
+    settings = Settings(max_new_tokens, draw, end, stop, seed, stride, chunk, progress)
+    if cache is None:
+        method, capacity = "exact" if method is None else method, capacity_for(model, ids, max_new_tokens, capacity)
+        cache = init_cache(model, method, padded_rows(model, ids, capacity), capacity, kernels=kernels)
+        return Generation(model, ids, cache, settings)
+    if len(ids) != cache.batch:
+        raise UserError(f"{len(ids)} prompts for the {cache.batch} rows of cache=; wanted one for each")
+    _check_room(cache, held, ids, max_new_tokens)
+    return Generation(model, ids, fork(cache), settings, held=held if held.any() else None)
 
 
 @named_options
 def stream(
     model: Model,
     prompts: Prompts,
-    method: MethodLike = "exact",
+    method: MethodLike | None = None,
     *,
+    cache: Cache | None = None,
     max_new_tokens: int = 64,
     capacity: int | None = None,
     chunk: int | str | None = None,
     kernels: str = "auto",
     chat: bool = False,
-    stop: Sequence[str] = (),
+    add_special_tokens: bool | None = None,
+    stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
@@ -67,62 +189,36 @@ def stream(
     top_p: float = 1.0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
-) -> Iterator[Generated]:
-    """Generate, yielding everything made so far after every `stride` tokens. Arguments as `generate`."""
-    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
-    if chunk != AUTO:
-        check_counts(chunk=chunk)
-    ids = encode_prompts(model, prompts, chat)
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    parameters = shared(model, make_sampling(**options, repetition_penalty=repetition_penalty))
-    eos = shared(model, end_ids(model, eos_ids))
-    cache = init_cache(model, method, len(ids), _capacity(ids, max_new_tokens, capacity), kernels=kernels)
-    state = start(model, ids, cache, chunk, max_new_tokens, parameters, seed, eos, progress)
-    while True:
-        require_finite(state.cache)
-        made, tokens, done = fetched(state.made, state.tokens, state.done)
-        rows = [row[:count].tolist() for row, count in zip(tokens, made, strict=True)]
-        result, stopped = _texts(model, rows, stop)
-        yield result
-        done = done | np.asarray(stopped)
-        if done.all():
-            return
-        held = [len(prompt) + int(count) + stride for prompt, count in zip(ids, made, strict=True)]
-        done, limit = shared(model, (done, np.int32(stride)))
-        reach = reach_for(cache.layout, held)
-        state = decode_steps(model, state.replace(done=done), parameters, eos, limit, reach)
+) -> Stream:
+    """Generate piece by piece: an iterator over what is new after every `stride` tokens, whose `result` is what
+    `generate` returns. Arguments as `generate`; what is wrong with them is said at once.
 
-
-def _texts(model: Model, rows: list[list[int]], stop: Sequence[str]) -> tuple[Generated, list[bool]]:
-    """Decode rows, cut at stop strings; tokens past the one that completes a stop string are cropped."""
-    if not model.folder:
-        if stop:
-            raise UserError("stop strings need a tokenizer, and this model has no folder")
-        return Generated(["" for _ in rows], rows), [False] * len(rows)
-    decode = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
-    texts, stopped, kept = [], [], []
-    for row in rows:
-        text, hit = _cut(decode(row), stop)
-        if hit:  # the shortest prefix whose text holds a stop string
-            row = row[: next(n for n in range(1, len(row) + 1) if _cut(decode(row[:n]), stop)[1])]
-        texts.append(text)
-        stopped.append(hit)
-        kept.append(row)
-    return Generated(texts, kept), stopped
+        parts = stream(model, "The old house", "kivi:bits=2")
+        for piece in parts:
+            print(piece.text[0], end="")
+        print(parts.result.finish_reasons)"""
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return Stream(_begun(
+        model, prompts, method, cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, kernels=kernels,
+        chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed, stride=stride,
+        progress=progress, sampling=sampling | {"repetition_penalty": repetition_penalty},
+    ))  # fmt: skip
 
 
 @named_options
 def generate(
     model: Model,
     prompts: Prompts,
-    method: MethodLike = "exact",
+    method: MethodLike | None = None,
     *,
+    cache: Cache | None = None,
     max_new_tokens: int = 64,
     capacity: int | None = None,
     chunk: int | str | None = None,
     kernels: str = "auto",
     chat: bool = False,
-    stop: Sequence[str] = (),
+    add_special_tokens: bool | None = None,
+    stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
     seed: int = 0,
     stride: int = STRIDE,
@@ -133,14 +229,39 @@ def generate(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
 ) -> Generated:
-    """Continue each prompt through a cache of `method`: a method, or a policy such as "kivi:bits=2".
+    """Continue each prompt through a cache of `method`: a method, or a policy such as "kivi:bits=2" (None: exact).
 
-    prompts: a string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
-    capacity: tokens per row; default: what is needed. stop: strings that end a row; eos_ids: tokens that do (default:
-    the model's). chunk=None prefills exactly, as the papers do; chunk=N feeds the prompt through the cache N tokens at
-    a time, chunk="auto" as many as suit the chip and its memory. progress: told after each chunk which part of the
-    prompt is done. kernels: as in `init_cache`. stride: tokens between looks at the text. temperature 0 is greedy;
-    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own sampling is used on request
-    only: `generate(model, prompts, **model.sampling_defaults())`. Raises UserError for prompts that are empty or do not
-    fit, and for options that do not exist."""
-    return collections.deque(stream(**locals()), maxlen=1)[0]  # before any other local: the arguments and no more
+    Args:
+        prompts: A string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
+            Token ids need no tokenizer.
+        cache: Go on from this cache instead of making one: row b of it is followed by prompt b. It is copied, so it
+            stays as it is. Its method, capacity and kernels are given by it. A prompt enters it `chunk` tokens at a
+            time (None: as many as suit the chip), and the repetition penalty counts the tokens of this call alone.
+        max_new_tokens: Of every row.
+        capacity: Tokens per row. By default what is needed, rounded up so that few programs are compiled.
+        chunk: None prefills exactly, as the papers do; N feeds the prompt through the cache N tokens at a time, "auto"
+            as many as suit the chip and its memory.
+        kernels: As in `init_cache`.
+        chat: Put the prompts through the tokenizer's chat template.
+        add_special_tokens: Whether strings get the tokens with which the tokenizer begins a text; None: those do that
+            begin one, and not those that go on from a row of `cache`.
+        stop: Strings that end a row and are kept out of its text; the text of a special token may be one. The text is
+            what prompt and answer say together, without the prompt's part (kvqjax/generation/text.py).
+        eos_ids: Tokens that end a row; default: the model's.
+        seed: Of the draws.
+        stride: Tokens between looks at the text.
+        progress: Told after each chunk which part of the prompt is done.
+        temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off. A checkpoint's own
+            sampling is used on request only: `generate(model, prompts, **model.sampling_defaults())`.
+
+    Raises:
+        UserError: Prompts that are empty or do not fit, options that do not exist or exclude each other."""
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    made = _begun(
+        model, prompts, method, cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, kernels=kernels,
+        chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed, stride=stride,
+        progress=progress, sampling=sampling | {"repetition_penalty": repetition_penalty},
+    )  # fmt: skip
+    while made.advance() is not None:
+        pass
+    return _generated(made)

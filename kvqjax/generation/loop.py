@@ -1,7 +1,7 @@
 """The state of a generation under way: a prefilled cache, then decode steps inside one jit."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,22 @@ from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.prefill import prefill
 
-__all__ = ["decode_steps", "fetched", "prefill_chunks", "require_finite", "shared", "start"]
+__all__ = ["decode_steps", "fetched", "prefill_chunks", "require_finite", "shared", "start", "unbegun"]
 
 Progress = Callable[[float], None]
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
 
 class LoopState(struct.PyTreeNode):
-    """One generation under way. `tokens[b, :made[b]]` are the new tokens of row b; its last one is not in the cache
-    yet."""
+    """One generation under way. No array's shape follows how many tokens are wanted: `tokens[b, :made[b]]` are the
+    tokens that the latest call gave row b, and the caller collects them."""
 
     cache: Cache
-    tokens: Leaf  # Int[B, N]
+    tokens: Leaf  # Int[B, S]
     made: Leaf  # Int[B]
+    newest: Leaf  # Int[B], the latest token of every row
+    owed: Leaf  # Bool[B], whether the cache still lacks it
+    left: Leaf  # Int[B], how many tokens the row may still get
     done: Leaf  # Bool[B]
     seen: Leaf  # Bool[B, V], or None without a repetition penalty
     key: Leaf
@@ -58,17 +61,24 @@ def fetched(*arrays) -> list[np.ndarray]:
 
 
 def prefill_chunks(
-    model: Model, tokens: np.ndarray, counts: np.ndarray, cache: Cache, chunk: int, progress: Progress | None = None
+    model: Model,
+    tokens: np.ndarray,
+    counts: np.ndarray,
+    cache: Cache,
+    chunk: int,
+    progress: Progress | None = None,
+    held: np.ndarray | None = None,
 ):
     """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill: later chunks see
-    earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated.
-    `progress(fraction)` is told after each chunk, once it is done."""
+    earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated; `held` says
+    how many tokens its rows hold (None: none). `progress(fraction)` is told after each chunk, once it is done."""
     last, longest = None, int(counts.max())
+    held = np.zeros_like(counts) if held is None else held
     for start in range(0, longest, chunk):
         here = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
-        reach = reach_for(cache.layout, [start])
+        reach = reach_for(cache.layout, (held + np.minimum(counts, start)).tolist())
         logits, cache = _forward(model, *shared(model, (piece, here)), cache, last=True, reach=reach)
         last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
         if progress is not None:
@@ -77,19 +87,32 @@ def prefill_chunks(
     return last, cache
 
 
+def unbegun(cache: Cache, room: int = STRIDE, place: Callable = jnp.asarray) -> LoopState:
+    """The state before the first token of any row, its small arrays put in their `place`; `room` is how many tokens of
+    a row a call may make. Of an abstract cache, `jax.eval_shape(unbegun, cache)`."""
+    numbers = [place(np.zeros((cache.batch,), np.int32)) for _ in range(3)]  # no two may share a buffer
+    flags = [place(np.zeros((cache.batch,), bool)) for _ in range(2)]
+    made, newest, left = numbers
+    owed, done = flags
+    tokens = place(np.zeros((cache.batch, room), np.int32))
+    return LoopState(cache, tokens, made, newest, owed, left, done, seen=None, key=jax.random.key(0))
+
+
 def _record(state: LoopState, tokens, eos) -> LoopState:
     """Append one token to every row that is not done; a row that drew an end token is done and does not keep it."""
     ended = (tokens[:, None] == eos[None]).any(-1)
     alive = ~state.done & ~ended
     rows = jnp.arange(len(tokens))
-    made = state.made + alive.astype(jnp.int32)
     place = jnp.where(alive, state.made, state.tokens.shape[1])
-    seen = None if state.seen is None else state.seen.at[rows, tokens].max(alive)
+    left = state.left - alive.astype(jnp.int32)
     return state.replace(
         tokens=state.tokens.at[rows, place].set(tokens, mode="drop"),
-        made=made,
-        done=state.done | ended | (made >= state.tokens.shape[1]),
-        seen=seen,
+        made=state.made + alive.astype(jnp.int32),
+        newest=jnp.where(alive, tokens, state.newest),
+        owed=alive,
+        left=left,
+        done=state.done | ended | (left <= 0),
+        seen=None if state.seen is None else state.seen.at[rows, tokens].max(alive),
     )
 
 
@@ -110,23 +133,26 @@ def decode_steps(
     limit: Int[Array, ""],
     reach: Reach | None = None,
 ) -> LoopState:
-    """Up to `limit` decode steps in one while_loop; ends early when every row is done. `state` is donated. Rows may
-    not come to hold more than `reach` promises (kvqjax/cache/reach.py)."""
+    """Up to `limit` decode steps in one while_loop, at most as many as `state.tokens` has room for. A row takes part as
+    long as the cache lacks its newest token: once it is done its last token still enters the cache. `state` is donated.
+    Rows may not come to hold more than `reach` promises (kvqjax/cache/reach.py)."""
 
     def step(loop):
         count, state = loop
-        newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.made - 1, 0)[:, None], axis=1)
-        logits, cache = forward(model, newest, (~state.done).astype(jnp.int32), state.cache, last=True, reach=reach)
+        counts = state.owed.astype(jnp.int32)
+        logits, cache = forward(model, state.newest[:, None], counts, state.cache, last=True, reach=reach)
         key, draw = jax.random.split(state.key)
         state = state.replace(cache=cache, key=key)
         return count + 1, _record(state, sample(draw, logits, state.seen, sampling), eos)
 
-    start = (jnp.int32(0), state)
-    return jax.lax.while_loop(lambda loop: (loop[0] < limit) & ~loop[1].done.all(), step, start)[1]
+    most = jnp.minimum(limit, state.tokens.shape[1])
+    start = (jnp.int32(0), state.replace(made=jnp.zeros_like(state.made)))
+    return jax.lax.while_loop(lambda loop: (loop[0] < most) & loop[1].owed.any(), step, start)[1]
 
 
-def _require_finite(logits) -> None:
-    if not fetched(jnp.isfinite(logits).all())[0]:
+def _require_finite(logits, counts) -> None:
+    """Raise UserError where the logits of a row that has a prompt are not finite."""
+    if not fetched((jnp.isfinite(logits).all(-1) | (counts == 0)).all())[0]:
         raise UserError("the model's logits are NaN or infinite; check its weights, or try dtype='f32'")
 
 
@@ -141,38 +167,47 @@ def require_finite(cache: Cache) -> None:
 
 def start(
     model: Model,
-    prompts,
+    prompts: Sequence[Sequence[int]],
     cache: Cache,
     chunk: int | str | None,
     new: int,
     sampling: Sampling,
     seed: int,
     eos,
-    progress: Progress | None,
+    progress: Progress | None = None,
+    *,
+    room: int = STRIDE,
+    held: np.ndarray | None = None,
+    before: Sequence[Sequence[int]] = (),
 ) -> LoopState:
-    """Prefill the prompts and draw the first token of each."""
+    """Feed the prompts and draw the first token of each. The cache is donated.
+
+    Rows of the cache without a prompt are done from the start. `held` says how many tokens each row of the cache holds
+    (None: none; only then `chunk=None` is an exact prefill), and `before` which, for the repetition penalty. `room` is
+    how many tokens of a row one call of `decode_steps` may make."""
+    prompts = [*prompts, *([] for _ in range(cache.batch - len(prompts)))]
     counts = np.asarray([len(p) for p in prompts], np.int32)
     tokens = padded(prompts, bucket(int(counts.max())))
-    if chunk is None:
+    if chunk is None and held is None:
         logits, cache = _prefill(model, *shared(model, (tokens, counts)), cache)
     else:
-        if isinstance(chunk, str):  # "auto"
+        if not isinstance(chunk, int):  # "auto"
             chunk = chunk_for(model.config, cache.layout.target, len(prompts), free_memory())
-        logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress)
-    _require_finite(logits)
+            chunk = chunk if held is None else min(chunk, tokens.shape[1])
+        logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress, held)
+    _require_finite(logits, shared(model, counts))
     seen = None
     if sampling.penalise:
         marks = np.zeros((len(prompts), model.config.vocab_size), bool)
-        for row, prompt in zip(marks, prompts, strict=True):
-            row[list(prompt)] = True
+        for ids in (prompts, before):
+            for row, prompt in zip(marks, ids, strict=False):
+                row[list(prompt)] = True
         seen = shared(model, marks)
-    rows = len(prompts)
-    empty = LoopState(
-        cache=cache,
-        tokens=shared(model, np.zeros((rows, new), np.int32)),
-        made=shared(model, np.zeros((rows,), np.int32)),
-        done=shared(model, np.zeros((rows,), bool)),
+    state = unbegun(cache, room, functools.partial(shared, model))
+    state = state.replace(
+        left=shared(model, np.full((len(prompts),), new, np.int32)),
+        done=shared(model, counts == 0),
         seen=seen,
         key=jax.random.wrap_key_data(shared(model, jax.random.key_data(jax.random.key(seed)))),
     )
-    return _first(empty, logits, sampling, eos)
+    return _first(state, logits, sampling, eos)

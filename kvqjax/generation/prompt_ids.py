@@ -9,9 +9,24 @@ from jaxtyping import Int
 
 from kvqjax._errors import UserError
 from kvqjax.model.loading import Model
+from kvqjax.model.rope import check_length, longest_text
 from kvqjax.step.doors import check_model
 
-__all__ = ["Prompts", "bucket", "encode_prompts", "end_ids", "padded"]
+__all__ = [
+    "Prompts",
+    "bucket",
+    "capacity_for",
+    "chat_text",
+    "check_vocabulary",
+    "continued_ids",
+    "encode_prompts",
+    "end_ids",
+    "padded",
+    "padded_rows",
+]
+
+LEAST_NEW = 128  # new tokens; fewer get the same capacity, which is a multiple of 256 and so often is no larger
+SHORT = 512  # tokens of a prompt; a longer one that nobody asked for costs more than another program may save
 
 Prompts = str | Iterable[Any]  # strings, lists of token ids, or lists of messages
 
@@ -19,6 +34,30 @@ Prompts = str | Iterable[Any]  # strings, lists of token ids, or lists of messag
 def bucket(length: int) -> int:
     """Prompt lengths are padded to a power of two from 16 to 512, then to multiples of 512: few programs."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
+
+
+def capacity_for(model: Model, prompts: Sequence[Sequence[int]], new: int, capacity: int | None) -> int:
+    """Choose the tokens of a row for these prompts and `new` tokens after them, where none are given: what is needed,
+    rounded up as a function of the buckets of both, so that what shares a bucket shares its programs. Raises UserError
+    where a given capacity is too small, and where RoPE has no frequencies for as many tokens."""
+    longest = max(len(prompt) for prompt in prompts)
+    if capacity is not None:
+        if longest + new > capacity:
+            raise UserError(f"a prompt of {longest} tokens and {new} new ones do not fit a capacity of {capacity}")
+        return capacity
+    check_length(model.config, longest + new)
+    limit = longest_text(model.config)
+    rounded = -(-(bucket(longest) + bucket(max(new, LEAST_NEW))) // 256) * 256
+    return rounded if limit is None else min(rounded, limit)
+
+
+def padded_rows(model: Model, prompts: Sequence[Sequence[int]], capacity: int) -> int:
+    """Choose how many rows a new cache for these prompts has. Up to 8 short prompts share the programs of the next
+    power of two: a row without a prompt is done from the start. It costs what its share of the cache and of the
+    prompts' computation does, so that long prompts, large caches and meshes get no such rows."""
+    rows = len(prompts)
+    short = max(len(prompt) for prompt in prompts) <= SHORT and capacity <= 8 * SHORT
+    return 1 << (rows - 1).bit_length() if rows < 8 and short and model.rules is None else rows
 
 
 def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T"]:
@@ -34,14 +73,24 @@ def end_ids(model: Model, given: Sequence[int] | None) -> Int[np.ndarray, " N"]:
     return np.asarray(model.config.eos_ids if given is None else tuple(given), np.int32).reshape(-1)
 
 
+def chat_text(model: Model, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Put a conversation through the tokenizer's chat template, up to where the answer begins. Raises UserError where
+    there is no template, and where it refuses these messages."""
+    from jinja2 import TemplateError
+
+    if getattr(model.tokenizer, "chat_template", None) is None:
+        raise UserError("this model's tokenizer has no chat template; leave chat off")
+    try:
+        return model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise UserError(f"the chat template refuses these messages: {' '.join(str(error).split())[:200]}") from error
+
+
 def _chat_ids(model: Model, prompt) -> list[int]:
     if isinstance(prompt, Mapping):
         raise UserError("messages of one conversation are one prompt; wanted a list of such lists: [messages]")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if getattr(model.tokenizer, "chat_template", None) is None:
-        raise UserError("this model's tokenizer has no chat template; leave chat off")
-    text = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return model.encode(chat_text(model, messages), add_special_tokens=False)
 
 
 def _prompt_ids(number: int, prompt) -> list[int]:
@@ -52,10 +101,41 @@ def _prompt_ids(number: int, prompt) -> list[int]:
         raise UserError(f"prompt {number} is of type {type(prompt).__name__}; wanted {wanted}") from None
 
 
-def encode_prompts(model: Model, prompts: Prompts, chat: bool = False) -> list[list[int]]:
+def continued_ids(model: Model, text: str) -> list[int]:
+    """Token ids of a text that goes on from another one: without the tokens that begin a text, and without the space
+    that tokenizers of the SentencePiece kind put before a text's first word."""
+    anchor = "\n"
+    before = model.encode(anchor, add_special_tokens=False)
+    both = model.encode(anchor + text, add_special_tokens=False)
+    # Where the anchor and the text's beginning became one token, the tokenizer is of another kind, which adds no space.
+    return both[len(before) :] if both[: len(before)] == before else model.encode(text, add_special_tokens=False)
+
+
+def _text_ids(model: Model, text: str, held: int, special: bool | None) -> list[int]:
+    special = not held if special is None else special
+    return model.encode(text) if special else continued_ids(model, text) if held else model.encode(text, False)
+
+
+def check_vocabulary(model: Model, number: int, tokens: Sequence[int]) -> None:
+    """Raise UserError for a prompt without tokens, or with an id that the model has not."""
+    if not tokens:
+        raise UserError(f"prompt {number} is empty")
+    if not 0 <= min(tokens) <= max(tokens) < model.config.vocab_size:
+        raise UserError(f"prompt {number} has a token id outside 0 .. {model.config.vocab_size - 1}")
+
+
+def encode_prompts(
+    model: Model,
+    prompts: Prompts,
+    chat: bool = False,
+    *,
+    held: Sequence[int] | Int[np.ndarray, " B"] = (),
+    add_special_tokens: bool | None = None,
+) -> list[list[int]]:
     """Token ids of each prompt: a string, a list of ids, or (with `chat`) a string or list of messages put through the
-    tokenizer's chat template; a string alone is one prompt. Raises UserError on an empty prompt or an id outside the
-    vocabulary."""
+    tokenizer's chat template; a string alone is one prompt. `held[b]` tokens come before prompt b (none by default):
+    a string then goes on from them. `add_special_tokens` says whether strings get the tokens that begin a text; None:
+    those do that begin one. Raises UserError on an empty prompt or an id outside the vocabulary."""
     check_model(model)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
@@ -66,11 +146,10 @@ def encode_prompts(model: Model, prompts: Prompts, chat: bool = False) -> list[l
             raise UserError(f"prompt {number} is empty")
         if chat:
             tokens = _chat_ids(model, prompt)
+        elif isinstance(prompt, str):
+            tokens = _text_ids(model, prompt, int(held[number]) if number < len(held) else 0, add_special_tokens)
         else:
-            tokens = model.encode(prompt) if isinstance(prompt, str) else _prompt_ids(number, prompt)
-        if not tokens:
-            raise UserError(f"prompt {number} is empty")
-        if not 0 <= min(tokens) <= max(tokens) < model.config.vocab_size:
-            raise UserError(f"prompt {number} has a token id outside 0 .. {model.config.vocab_size - 1}")
+            tokens = _prompt_ids(number, prompt)
+        check_vocabulary(model, number, tokens)
         encoded.append(tokens)
     return encoded

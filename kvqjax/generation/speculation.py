@@ -19,7 +19,7 @@ from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.generation.loop import require_finite
-from kvqjax.generation.prompt_ids import Prompts, bucket, encode_prompts, end_ids, padded
+from kvqjax.generation.prompt_ids import Prompts, bucket, capacity_for, encode_prompts, end_ids, padded
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_counts
@@ -180,7 +180,7 @@ def speculate(
         raise UserError(f"the drafter has a vocabulary of {got} tokens, the model of {wanted}")
     counts = np.asarray([len(p) for p in ids], np.int32)
     width = bucket(int(counts.max()))
-    capacity = -(-(width + max_new_tokens) // 256) * 256
+    capacity = capacity_for(model, ids, max_new_tokens, None)
     known = padded(ids, capacity)
     logits, cache = _begin(model, method, known[:, :width], counts, capacity, kernels)
     small = None

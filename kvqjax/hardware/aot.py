@@ -18,7 +18,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout, allocate_cache, runs_of
 from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.reach import reach_for
-from kvqjax.generation.loop import LoopState, decode_steps
+from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.hardware.chips import chip_devices, target_name
 from kvqjax.hardware.planner import ALONE, parameter_shapes
@@ -44,8 +44,6 @@ __all__ = [
     "lower_decode",
     "lower_prompt",
 ]
-
-NEW_TOKENS = 64
 
 
 class Compiled(NamedTuple):
@@ -117,9 +115,7 @@ def decode_arguments(
     model, cache = _model_and_cache(config, method, context, batch, rules, chip, weights)
 
     def rest(cache):
-        tokens, made = jnp.zeros((batch, NEW_TOKENS), jnp.int32), jnp.zeros((batch,), jnp.int32)
-        loop = LoopState(cache=cache, tokens=tokens, made=made, done=made > 0, seen=None, key=jax.random.key(0))
-        return loop, make_sampling(), jnp.zeros((1,), jnp.int32), jnp.int32(0)
+        return unbegun(cache), make_sampling(), jnp.zeros((1,), jnp.int32), jnp.int32(0)
 
     state, *more = _placed(jax.eval_shape(rest, cache), rules.mesh, PartitionSpec())
     return model, state.replace(cache=cache), *more

@@ -78,6 +78,11 @@ class Model(struct.PyTreeNode):
         return read_sampling(self.folder) if self.folder else {}
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer: `generate` on token ids goes without one."""
+        return bool(self.folder) and any((Path(self.folder) / name).exists() for name in _TOKENIZER_FILES)
+
+    @property
     def tokenizer(self):
         """The tokenizer of the model's folder, with the calls of a Hugging Face tokenizer (kvqjax/model/tokenizer.py).
         It is loaded at first use and kept outside the pytree."""

@@ -61,11 +61,21 @@ def _plain(theta: float, head_dim: int) -> np.ndarray:
     return 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
+def _limited(config: KVShape) -> list[RopeConfig]:
+    """The ropes of a shape whose frequencies are for texts of a certain length."""
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
+    return [rope for rope in ropes if rope is not None and rope.limit is not None]
+
+
+def longest_text(config: KVShape) -> int | None:
+    """The most tokens that a shape's frequencies are for; None: any number."""
+    return min((rope.limit for rope in _limited(config)), default=None)
+
+
 def check_length(config: KVShape, length: int):
     """Refuse texts of more tokens than a shape's frequencies are for. Raises UserError."""
-    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
-    for rope in ropes:
-        if rope is not None and rope.limit is not None and length > rope.limit:
+    for rope in _limited(config):
+        if length > rope.limit:
             raise UserError(
                 f"{length} tokens are more than the {rope.limit} that the frequencies of this model's {rope.kind} RoPE "
                 f"are for; load it with rope_length={length} (--rope-length {length})"

@@ -18,7 +18,8 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import Cache, check_alive
+from kvqjax.cache.shapes import check_cache
+from kvqjax.cache.state import Cache
 from kvqjax.methods import Method
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.loading import Model
@@ -64,7 +65,7 @@ def _check_cache(model: Any, cache: Any) -> None:
     if not isinstance(cache, Cache):
         hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
         raise UserError(f"cache is {_named(cache)}; wanted a Cache, such as init_cache gives{hint}")
-    check_alive(cache)
+    check_cache(cache)
     if cache.layout.shape != model.config.kv_shape:
         raise UserError("the cache was made for a model of another config")
     if cache.layout.dtype != str(model.params["embed"].dtype):

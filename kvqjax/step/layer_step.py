@@ -19,6 +19,7 @@ from kvqjax.cache.recoding import recoded_units
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.segments import attend_parts, weigh
+from kvqjax.cache.shapes import is_known
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.model.decoder import Projected
@@ -58,11 +59,6 @@ def _beyond(lengths: Int[Array, " B"], reach: Reach) -> Bool[Array, " B"]:
     """Mark rows that break a promise: one that holds too much, and all if they do together."""
     together = False if reach.total is None else lengths.sum() > reach.total
     return (lengths > reach.row) | together
-
-
-def is_known(*arrays) -> bool:
-    """Say whether every array has numbers that this process can read: no tracer, no part on another host."""
-    return all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in arrays)
 
 
 def check_capacity(cache: Cache, counts) -> None:

@@ -19,6 +19,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
+from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache, Leaf
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected
@@ -44,6 +45,7 @@ class New(struct.PyTreeNode):
 def below_first(cache: Cache, counts: Int[Array, " B"], length: int, within: str = "chunk") -> Flow:
     """Make the `below` of the first layer, for `counts[b]` of `length` new tokens: what a scan over layers starts with
     where layers depend on each other (keep=h2o). On a mesh it lies as the cache does."""
+    check_cache(cache)
     return _below_first(cache, counts, length=length, within=within)
 
 
@@ -81,6 +83,7 @@ def attend_layer(
     `layer` may be traced where all layers are stored as one stack. `within="chunk"`: new tokens attend to each other
     exactly; "step": each sees what decoding one token at a time would have shown it. Pure; works inside and outside
     jit. Raises UserError for shapes that do not fit, missing constants, and a missing `below`."""
+    check_cache(cache)
     check_capacity(cache, counts)
     _check_heads(cache, q, k, v)
     layer = layer if isinstance(layer, jax.core.Tracer) else int(layer)
@@ -175,6 +178,7 @@ def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B
     if not isinstance(cache, Cache):
         kind = type(cache).__name__
         raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")
+    check_cache(cache)
     check_capacity(cache, counts)
     return _append(cache, new, counts, constants)
 

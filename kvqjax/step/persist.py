@@ -25,7 +25,7 @@ from kvqjax.cache.artifacts import (
 from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.cache.redeal import dealt_anew
-from kvqjax.cache.state import check_alive
+from kvqjax.cache.shapes import check_cache
 from kvqjax.methods import Method, spelled_out
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
@@ -103,7 +103,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
     and constants filled it. On disk there is one form, whatever the chip. `constants` are an artifact's, by default
     those of the model; a KVShape has none. Raises UserError when `path` exists or cannot be written, for a cache of
     another KVShape, and for one that was donated or lies on several hosts."""
-    check_alive(cache)
+    check_cache(cache)
     layout = cache.layout
     if isinstance(model, KVShape) and layout.shape != model.alone:
         raise UserError(f"{path}: this is a cache of another shape: {layout.shape}")

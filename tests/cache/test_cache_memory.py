@@ -10,7 +10,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
-from kvqjax.generation.loop import LoopState, decode_steps
+from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 
 
@@ -64,10 +64,7 @@ def test_no_second_cache_in_forward(name):
 @pytest.mark.parametrize("name", ["kivi2", "mixed"])
 def test_no_second_cache_in_a_decode_loop(name):
     model, cache = abstract(name, 2, 65536)
-    numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    tokens, done = jax.ShapeDtypeStruct((2, 8), jnp.int32), jax.ShapeDtypeStruct((2,), bool)
-    state = LoopState(cache=cache, tokens=tokens, made=numbers, done=done, seen=None, key=key)
+    state = jax.eval_shape(unbegun, cache)
     eos, limit = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     compiled = decode_steps.lower(model, state, make_sampling(), eos, limit).compile(AS_USERS_DO)
     check(compiled, cache, 2 * 1024 * 16 * tiny().config.kv_width * 4)

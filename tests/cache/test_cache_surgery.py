@@ -68,8 +68,8 @@ def test_insert_refuses_another_layout():
     cache = empty("kivi2", 2)
     with pytest.raises(kvq.UserError, match="another method: exact, wanted kivi"):
         kvq.insert(cache, 0, empty("exact", 1), 0)
-    with pytest.raises(kvq.UserError, match="another capacity: 256, wanted 512"):
-        kvq.insert(cache, 0, kvq.init_cache(model, cache.layout.method, 1, 256), 0)
+    with pytest.raises(kvq.UserError, match="a larger capacity, 1024; its rows fit a cache of 512 tokens a row after"):
+        kvq.insert(cache, 0, kvq.init_cache(model, cache.layout.method, 1, 1024), 0)
 
 
 OPERATION = st.one_of(

@@ -1,10 +1,12 @@
-"""How many programs a generation compiles does not grow with its length."""
+"""How many programs a generation compiles does not grow with its length, nor follow how many tokens are wanted."""
 
 import numpy as np
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.generation import beam, speculation
 from kvqjax.generation import loop as generation
+from kvqjax.generation.prompt_ids import padded_rows
 
 
 def test_a_long_ragged_generation_compiles_a_fixed_number_of_programs():
@@ -25,3 +27,55 @@ def test_prompts_of_one_bucket_share_a_program():
         kvq.generate(model, [[1] * length], method, max_new_tokens=2, capacity=256)
         sizes.append(generation._prefill._cache_size())
     assert sizes[0] == sizes[1] == sizes[2] == sizes[3] - 1 == sizes[4] - 1
+
+
+METHOD = "kivi:bits=2,window=32"
+
+
+def programs(*functions):
+    """How many programs these have been compiled to so far."""
+    return [function._cache_size() for function in functions]
+
+
+def test_how_many_tokens_are_wanted_is_data():
+    """The same prompt and, of its bucket, another; the capacity is chosen by buckets too."""
+    model, functions = tiny(), (generation._prefill, generation._first, generation.decode_steps)
+    kvq.generate(model, [[1] * 180], METHOD, max_new_tokens=65, eos_ids=())
+    before = programs(*functions)
+    for length, new in ((180, 66), (180, 80), (180, 100), (180, 128), (130, 20), (250, 1)):
+        made = kvq.generate(model, [[1] * length], METHOD, max_new_tokens=new, eos_ids=())
+        assert [len(row) for row in made.tokens] == [new]
+    assert programs(*functions) == before
+
+
+def test_beams_and_drafts_share_their_programs_too():
+    model, functions = tiny(), (speculation._prefill, speculation._first, speculation._rounds)
+    kvq.speculate(model, [[1] * 20], METHOD, max_new_tokens=65, eos_ids=())
+    before = programs(*functions)
+    for new in (66, 80, 100):
+        made = kvq.speculate(model, [[1] * 20], METHOD, max_new_tokens=new, eos_ids=())
+        assert [len(row) for row in made.tokens] == [new]
+    assert programs(*functions) == before
+    functions = beam._prefill, beam._begin, beam._search
+    kvq.beam_search(model, [[1] * 20], METHOD, beams=2, max_new_tokens=33, eos_ids=())
+    before = programs(*functions)
+    for new in (34, 50, 64):
+        made = kvq.beam_search(model, [[1] * 20], METHOD, beams=2, max_new_tokens=new, eos_ids=())
+        assert [len(row) for row in made.tokens[0]] == [new, new]
+    assert programs(*functions) == before
+
+
+def test_a_few_short_prompts_share_a_batch():
+    """Rows without a prompt raise no flag, and the cache that comes back has none of them."""
+    model, functions = tiny(), (generation._prefill, generation._first, generation.decode_steps)
+    prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
+    whole = kvq.generate(model, prompts, METHOD, max_new_tokens=40, eos_ids=())
+    before = programs(*functions)
+    made = kvq.generate(model, prompts[:3], METHOD, max_new_tokens=40, eos_ids=())
+    assert programs(*functions) == before
+    assert made.tokens == whole.tokens[:3]
+    assert (made.cache.batch, made.cache.lengths.tolist()) == (3, whole.cache.lengths.tolist()[:3])
+    assert not made.cache.overflow.any()
+    rows = lambda count, length, capacity: padded_rows(model, [[1] * length] * count, capacity)  # noqa: E731
+    assert [rows(n, 512, 4096) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 9]
+    assert (rows(3, 513, 4096), rows(3, 512, 4097)) == (3, 3)

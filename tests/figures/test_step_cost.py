@@ -1,10 +1,8 @@
-"""Counting compiled programs (benchmarks/step_cost): hand-written HLO, small programs compiled for CPUs, the bound, and
-the page."""
+"""Counting compiled programs (benchmarks/step_cost): hand-written HLO, small programs compiled for CPUs, and the
+bound."""
 
 import importlib
-import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from kvqjax.pallas_kernels.reference import at_once
 from kvqjax.parallel.sharding import rules_for
 
 ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared" / "tools" / "hlo_cost.py"
 
 # One step reads a slice of the weights, puts a row into the cache in place, loops over as many blocks of codes as
 # argument "length" has of 64 tokens, copies the cache if these are more than two, and starts a kernel that runs beside.
@@ -78,25 +75,6 @@ def test_what_cannot_be_known_is_named(counter):
     assert "copied" in found
     assert [reason.split(":")[0] for reason in walked.unsure] == ["blocks", "chosen.4"]
     assert all(reason.endswith("length") for reason in walked.unsure)
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not there")
-def test_agrees_with_another_counter(counter):
-    """Without what it counts otherwise: kernels that are started in the background, a product's workspace."""
-    spec = importlib.util.spec_from_file_location("hlo_cost", SHARED)
-    other = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(other)
-    text = PROGRAM.replace("async-start(%chosen.4), calls=%in_the_background", "tuple(%chosen.4)").replace(
-        "__cublas$gemm", "product"
-    )
-    out = other.analyse(text, lambda path, body, insts: 3 if path else 1)
-    rows = [row[3:] for row in out["rows"] if row[1] != "less.3"]  # it asks once more, for the step after this one
-    _, walked, kernels = counted(counter, text, length=200)
-    ours = [(k.visit.times, *k.bytes) for k in kernels if k.visit.instruction.name != "less.3"]
-    assert walked.syncs == out["syncs"] - 1
-    assert sum(times for times, *_ in ours) == sum(times for times, *_ in rows)
-    assert sum(times * read for times, read, _ in ours) == sum(times * read for times, read, _ in rows)
-    assert sum(times * written for times, _, written in ours) == sum(times * written for times, _, written in rows)
 
 
 @pytest.fixture(scope="module")
@@ -253,18 +231,12 @@ def test_tpu_step_adds_estimates_and_kernels(counter):
 
 
 def test_listings_of_schedules(counter, tmp_path):
-    """Bundles by the whole name; of the two listings of a kernel, the schedule itself; of a kernel that another
-    process has listed, that one's."""
+    """Bundles by the whole name; of the two listings of a kernel, the schedule itself."""
     bundle = "  0x1   :  > { %x }\n"
-    folder = tmp_path / "own"
-    other = counter("tpu").others(folder) / "packed_attention_k4v4_1024.9"
-    for made in (folder, other):
-        made.mkdir(parents=True)
-    (folder / "179-packed_attention_k2v2_2048.7-01-final_bundles.txt").write_text(3 * bundle)
-    (folder / "179-packed_attention_k2v2_2048.7-00-schedule-analysis_final_bundles.txt").write_text(9 * bundle)
-    (folder / "180-fusion.3-01-final_bundles.txt").write_text(5 * bundle)
-    (other / "12-packed_attention_k4v4_1024.9-01-final_bundles.txt").write_text(4 * bundle)
-    assert counter("tpu").listings(folder) == {"packed_attention_k2v2_2048.7": 3, other.name: 4}
+    (tmp_path / "179-packed_attention_k2v2_2048.7-01-final_bundles.txt").write_text(3 * bundle)
+    (tmp_path / "179-packed_attention_k2v2_2048.7-00-schedule-analysis_final_bundles.txt").write_text(9 * bundle)
+    (tmp_path / "180-fusion.3-01-final_bundles.txt").write_text(5 * bundle)
+    assert counter("tpu").listings(tmp_path) == {"packed_attention_k2v2_2048.7": 3}
 
 
 def test_shares_of_a_schedules_slots(counter):
@@ -315,34 +287,6 @@ def test_bad_options_are_named(counter, options, message):
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
-
-
-def test_one_kernel_is_listed_alone(counter, monkeypatch, tmp_path):
-    page = counter("page")
-    row = page.Row("v7x", page.MODEL, "kivi:bits=2,group=128", 8192, 32)
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
-    monkeypatch.setattr(page, "stamp", lambda row: "known")
-    monkeypatch.setattr(page, "read", lambda row: {"stamp": "known"})
-    assert not page.renew(row, (), tmp_path, [])
-    everything = os.environ["LIBTPU_INIT_ARGS"]
-    assert not page.renew(row, (), tmp_path, ["packed_attention_k2v2_2048.7", "another.1"])
-    alone = everything + " --xla_jf_dump_only_matching_hlo=packed_attention_k2v2_2048.7"
-    assert os.environ["LIBTPU_INIT_ARGS"] == alone
-
-
-def test_page_is_that_of_the_records(counter):
-    page = counter("page")
-    found = {row: page.read(row) for chip in page.CHIPS for row in page.rows_of(chip)}
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert counter("tables").page_text(found) == text
-    for row, record in found.items():
-        if record is not None and "refused" not in record:
-            assert row._asdict().items() <= record.items()
-            one = record.get("ragged", record["full"])
-            line = counter("tables")._line(row, record, ())
-            assert ("memory only" in line) == (one["time_over_bound"] > 1 and row.cache != "exact")
-    stray = {path.name for path in page.RECORDS.glob("*.json")} - {page.path_of(row).name for row in found}
-    assert not stray
 
 
 def test_account_has_the_promised_keys(counter, compiled):

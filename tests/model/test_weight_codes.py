@@ -12,7 +12,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.calibrate.xquant import prepared
-from kvqjax.generation.loop import LoopState, decode_steps
+from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.model import decoder
 from kvqjax.model.weight_codes import code_weight, pack_nibbles, unpack_nibbles
@@ -110,12 +110,10 @@ def test_one_layer_at_a_time_is_decoded(bits):
     layer = sum(plain.params["layers"][name][0].nbytes for name in MATRICES)
     model = jax.eval_shape(lambda: coded(plain, bits)[0])
     cache = jax.eval_shape(lambda: kvq.init_cache(model, kvq.exact(), 1, 32))
-    numbers = jax.ShapeDtypeStruct((1,), jnp.int32)
-    key, done = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((1,), bool)
-    text = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    state = LoopState(cache=cache, tokens=text, made=numbers, done=done, seen=None, key=key)
+    state = jax.eval_shape(unbegun, cache)
     eos, limit = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     memory = decode_steps.lower(model, state, make_sampling(), eos, limit).compile().memory_analysis()
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((model, state)) if leaf.dtype != key.dtype)
+    leaves = jax.tree.leaves((model, state.replace(key=None)))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     assert memory.argument_size_in_bytes < 1.02 * held
     assert memory.temp_size_in_bytes < 2 * layer, (memory.temp_size_in_bytes, layer)

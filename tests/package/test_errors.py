@@ -223,6 +223,16 @@ def step(model, cache):
     return kvq.forward(model, jnp.zeros((1, 2), jnp.int32), jnp.asarray([2], jnp.int32), cache)
 
 
+def repeated_layers(*_):
+    cache = kvq.init_cache(tiny(), "exact", 2, 256)
+    kvq.fork(jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), cache))
+
+
+def less_room(*_):
+    empty = kvq.init_cache(tiny(), "exact", 1, 256)
+    kvq.resize(kvq.forward(tiny(), jnp.ones((1, 3), int), jnp.asarray([3]), empty)[1], 2)
+
+
 def donated(tmp_path, monkeypatch, recall):
     cache = kvq.init_cache(recall, kvq.exact(), 1, 64)
     jax.jit(step, donate_argnums=1)(recall, cache)
@@ -307,6 +317,11 @@ CASES = {
     "cache of another model": forwarding(jnp.ones((2, 3), int), jnp.asarray([3, 0]), num_layers=1),
     "tokens beyond the capacity": beyond_capacity,
     "empty batch": generating([]),
+    "cache changed by tree code along axis 0": repeated_layers,
+    "less room than a row needs": less_room,
+    "cut through a sliding window's ring": lambda *_: kvq.cut(
+        kvq.init_cache(tiny(sliding_window=96), "kivi:bits=2,window=32", 1, 2048), 64
+    ),
     "donated cache": donated,
     "gradient through a cache": gradient,
     "keys and values that are not finite": lambda *_: kvq.generate(spoiling(), [[1, 2]], max_new_tokens=4),

@@ -90,13 +90,17 @@ def test_generate_and_stream_take_the_same():
     assert {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed"} <= set(one)
 
 
-def test_generate_hands_every_option_on(monkeypatch):
+@pytest.mark.parametrize("function", [kvq.generate, kvq.stream])
+def test_every_option_is_handed_on(function, monkeypatch):
     from kvqjax.generation import decoding as generation
 
+    def begun(model, prompts, method, cache, *, sampling, **options):
+        seen.update(options | sampling, model=model, prompts=prompts, method=method, cache=cache)
+        raise kvq.UserError("begun")
+
     seen = {}
-    monkeypatch.setattr(generation, "stream", lambda **options: seen.update(options) or iter(["made"]))
-    parameters = inspect.signature(kvq.generate).parameters
-    given = {name: object() for name in list(parameters)[3:]}
-    generate = inspect.unwrap(kvq.generate)  # below the check of types
-    assert generate("model", "prompts", "method", **given) == "made"
-    assert seen == given | {"model": "model", "prompts": "prompts", "method": "method"}
+    monkeypatch.setattr(generation, "_begun", begun)
+    given = {name: object() for name in inspect.signature(function).parameters}
+    with pytest.raises(kvq.UserError, match="begun"):
+        inspect.unwrap(function)(**given)  # below the check of types
+    assert seen == given

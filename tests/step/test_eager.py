@@ -69,12 +69,18 @@ def on_one_device(tmp_path: Path) -> dict:
     layers = kvq.init_cache(shape, "kivi:bits=2,window=32", ROWS, 512)
     q, k, v = (jnp.ones((ROWS, LENGTH, heads, 16)) for heads in (4, 2, 2))
     new = [kvq.attend_layer(layers, layer, q, k, v, counts(0))[1] for layer in range(2)]
+    halves = kvq.cut(cache, 2)
     return {
         "attend_layer": lambda n: kvq.attend_layer(layers, n % 2, q, k, v, counts(n)),
         "append": lambda n: kvq.append(layers, new, counts(n)),
         "below_first": lambda n: kvq.below_first(layers, counts(n), LENGTH),
         "gather": lambda n: kvq.gather(cache, jnp.asarray([n % 2, 0, 1])),
         "insert": lambda n: kvq.insert(cache, n % 2, cache, 1),
+        "repeat": lambda n: kvq.repeat(cache, 2),
+        "resize": lambda n: kvq.resize(cache, 600),
+        "row_axes": lambda n: kvq.row_axes(cache),
+        "cut": lambda n: kvq.cut(cache, 2 + n % 2),
+        "join": lambda n: kvq.join(*halves),
         "speculate": lambda n: kvq.speculate(model, [[1, n], [n]], METHOD, max_new_tokens=9).tokens,
         "beam_search": lambda n: kvq.beam_search(model, [[1, n], [n]], METHOD, max_new_tokens=9).tokens,
         "save_cache": lambda n: kvq.save_cache(tmp_path / str(next(number)), cache, model),

@@ -1,0 +1,264 @@
+"""Caches cut in two along their tokens and joined again: a prefix is stored once, and what follows it by itself.
+
+    head, tail = kvq.cut(cache, 1000)      the first tokens, up to 1000 of them, and the others
+    kvq.join(head, tail)                   holds what `cache` holds, to the bit
+
+Tokens keep their positions: keys after RoPE carry them, and every later layer's keys and values were made from all
+tokens before. So a tail belongs behind the very tokens that it was computed after, at the same place, and nowhere else;
+this is what a tree of shared prefixes needs. Another order of texts needs another forward pass."""
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.moving import moved_body, moved_window, stored_tile
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
+from kvqjax.cache.shapes import check_cache, is_known
+from kvqjax.cache.state import Cache, Run
+from kvqjax.cache.surgery import crop, evict
+
+__all__ = ["Piece", "cut", "join"]
+
+
+class Piece(struct.PyTreeNode):
+    """The tokens of a cache's rows from token `start` on.
+
+    `cache` holds them as an ordinary cache holds its first tokens, behind sinks that are blank, so that `gather`,
+    `repeat`, `resize` and `save_cache` take it. It is not to be attended to: its tokens would stand at other positions.
+    `capacity` is that of the cache which it was cut from. `start` and `capacity` are static."""
+
+    cache: Cache
+    start: int = struct.field(pytree_node=False)
+    capacity: int = struct.field(pytree_node=False)
+
+    @property
+    def lengths(self) -> Int[Array, " B"]:
+        """Count the tokens of each row of the piece: those from `start` on."""
+        return jnp.maximum(self.cache.lengths - self.cache.layout.method.sinks, 0)
+
+
+def _grain(layout: CacheLayout) -> int:
+    """Count the tokens after which units of all sources of all layers end together."""
+    return math.lcm(*(clock.unit for run in runs_of(layout) for clock in run.wiring.storage.clocks))
+
+
+def _check_means(layout: CacheLayout, what: str) -> None:
+    """Raise UserError for caches whose tokens have no fixed place."""
+    if layout.method.keep is not None:
+        raise UserError(f"{what}: {layout.method} evicts tokens, so that its bodies cannot be cut along tokens")
+    if any(run.wraps for run in runs_of(layout)):
+        raise UserError(
+            f"{what}: layers with a sliding window overwrite old tokens, so that there is no prefix to share"
+        )
+    if layout.dealt > 1:
+        raise UserError(f"{what}: a body that is dealt over {layout.dealt} devices cannot be cut; one device's can")
+
+
+def _place(layout: CacheLayout, tokens: Any) -> int:
+    """Find the last place, at `tokens` or before it, where units of all sources of all layers end: in body tokens."""
+    try:
+        number = operator.index(tokens)
+    except TypeError:
+        raise UserError(f"tokens is a {type(tokens).__name__}; wanted a whole number, known before tracing") from None
+    if number < layout.method.sinks:
+        raise UserError(f"tokens={number}; the {layout.method.sinks} sinks cannot be cut apart")
+    return (number - layout.method.sinks) // _grain(layout) * _grain(layout)
+
+
+def _encoded(cache: Cache) -> list[tuple[RunLayout, Int[Array, " B"]]]:
+    """List how many body tokens each clock of each run has encoded in every row."""
+    return [
+        (run, count * clock.unit)
+        for run, state in zip(runs_of(cache.layout), cache.runs, strict=True)
+        for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True)
+    ]
+
+
+def _least_encoded(cache: Cache) -> Int[Array, " B"]:
+    return functools.reduce(jnp.minimum, [tokens for _, tokens in _encoded(cache)])
+
+
+def _are_known(*caches: Cache) -> bool:
+    """Say whether what rows hold and have encoded can be read."""
+    return is_known(*jax.tree.leaves([(cache.lengths, [state.flushed for state in cache.runs]) for cache in caches]))
+
+
+def _refuse(bad: Bool[Array, " B"], *caches: Cache) -> int | None:
+    """Give the number of the first bad row, where numbers are known and there is one."""
+    if not _are_known(*caches) or not np.asarray(bad).any():
+        return None
+    return int(np.asarray(bad).argmax())
+
+
+def _emptied(cache: Cache, bad: Bool[Array, " B"]) -> Cache:
+    """Empty rows that could not be had, and raise their overflow flags."""
+    return evict(cache, bad).replace(overflow=cache.overflow | bad)
+
+
+def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
+    """Cut every row in two: its first tokens, as a cache, and the others, as a piece to put behind them.
+
+    Args:
+        cache: Rows that begin alike, or one row. It stays as it is.
+        tokens: Where to cut, the same in all rows, at least the number of sinks. Static. The cut is made there or a
+            little before, where units of all sources of all layers end (every 1 to 128 tokens after the sinks). Outside
+            jit it comes no later than the first token that is not encoded yet in some row: newest tokens stay exact,
+            and are the piece's.
+
+    Returns:
+        The first `piece.start` tokens, all encoded, in a cache that shares its arrays with `cache`, and the piece:
+        codes where they were codes, and exact tokens where they were exact, in arrays that are shorter by what is left
+        out. The piece of the tokens between two places is cut from the head of the later one.
+
+    Raises:
+        UserError: A row holds fewer tokens than there are sinks; `tokens` is less; the method evicts tokens, a layer's
+            body is a ring (sliding windows), or it is dealt over devices. Inside jit, a row that has not encoded
+            everything before the place is emptied, and its overflow flag raised.
+    """
+    check_cache(cache)
+    _check_means(cache.layout, "cut")
+    sinks, grain, shift = cache.layout.method.sinks, _grain(cache.layout), _place(cache.layout, tokens)
+    encoded = _least_encoded(cache)
+    if _are_known(cache):
+        shift = min(shift, int(np.asarray(encoded).min()) // grain * grain)
+    bad = (encoded < shift) | (cache.lengths < sinks)
+    if (row := _refuse(bad, cache)) is not None:
+        held = int(np.asarray(cache.lengths)[row])
+        raise UserError(f"row {row} holds {held} tokens, fewer than the {sinks} sinks, which cannot be cut apart")
+    start = shift + sinks
+    head = crop(cache, jnp.full_like(cache.lengths, start))
+    return _emptied(head, bad), Piece(_emptied(_cut(cache, start), bad), start, cache.layout.capacity)
+
+
+@functools.partial(jax.jit, static_argnames="start")
+@jax.enable_x64(False)
+def _cut(cache: Cache, start: int) -> Cache:
+    """Shift every row down by the body tokens before `start`."""
+    layout, shift = cache.layout, start - cache.layout.method.sinks
+    windows = max(clock.window for run in runs_of(layout) for clock in run.wiring.storage.clocks)
+    # With so much room more, as much can be encoded as a row may have encoded: a crop leaves no exact tokens.
+    small = dataclasses.replace(layout, capacity=layout.capacity - shift + windows)
+    lengths = cache.lengths - shift
+    held = lengths - layout.method.sinks
+
+    def one(old: RunLayout, new: RunLayout, state: Run) -> Run:
+        clocks = old.wiring.storage.clocks
+        flushed = tuple(count - shift // clock.unit for count, clock in zip(state.flushed, clocks, strict=True))
+        tile = lambda source, name, _, layer, row, token, size: stored_tile(  # noqa: E731
+            old, state, source, name, layer, row, token + shift, size
+        )
+        encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
+        window = {name: moved_window(old.ring, new.ring, held, shift, x) for name, x in state.window.items()}
+        body = moved_body(new, encoded, tile) if old.slots else {}
+        return Run(body=body, sinks=jax.tree.map(jnp.zeros_like, state.sinks), window=window, flushed=flushed)
+
+    states = zip(runs_of(layout), runs_of(small), cache.runs, strict=True)
+    # A token before the piece that is not finite leaves nothing of the row that means anything.
+    finite = jnp.maximum(cache.finite - shift, layout.method.sinks)
+    runs = tuple(one(old, new, state) for old, new, state in states)
+    return cache.replace(runs=runs, lengths=lengths, finite=jnp.minimum(finite, lengths), layout=small)
+
+
+def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
+    """Put a piece behind the first `tail.start` tokens of every row of a cache.
+
+    Row i of `head` and of `tail` belong together; `repeat` or `gather` makes as many of one as of the other. `head`
+    must hold the tokens that the piece was computed after: nothing can check that. Then the result holds what a cache
+    holds that was filled with all of these tokens: the same words, counts and window, to the bit.
+
+    Args:
+        head: A cache that has encoded the tokens before `tail.start`, such as `cut` gives; later ones are left out.
+        tail: What `cut` gave, of a cache of the same layout but for the capacity.
+        capacity: Tokens a row of the result; by default those of the cache that `tail` was cut from. Static.
+
+    Returns:
+        The cache of all these tokens, to go on with.
+
+    Raises:
+        UserError: The layouts or the numbers of rows differ; a row of `head` has not encoded everything before the
+            piece, or a row does not fit the capacity (inside jit it is empty then, and its overflow flag raised); or
+            as `cut`.
+    """
+    if not isinstance(tail, Piece):
+        raise UserError(f"tail is a {type(tail).__name__}; wanted a Piece, which kvqjax.cut gives")
+    check_cache(head, tail.cache)
+    capacity = tail.capacity if capacity is None else operator.index(capacity)
+    layout = dataclasses.replace(head.layout, capacity=capacity)
+    for field in dataclasses.fields(layout):
+        wanted, got = getattr(head.layout, field.name), getattr(tail.cache.layout, field.name)
+        if field.name != "capacity" and wanted != got:
+            raise UserError(f"the piece has another {field.name}: {got}, wanted {wanted}")
+    _check_means(head.layout, "join")
+    if head.batch != tail.cache.batch:
+        raise UserError(
+            f"{head.batch} rows cannot be joined with {tail.cache.batch}; kvqjax.repeat or gather makes more"
+        )
+    shift = tail.start - layout.method.sinks
+    lengths = tail.cache.lengths + shift
+    unready = (_least_encoded(head) < shift) | (head.lengths < tail.start)
+    crowded = lengths > capacity
+    for (_, tokens), (run, _) in zip(_encoded(tail.cache), _encoded_in(layout), strict=True):
+        crowded = crowded | (tokens + shift > run.slots if not run.wraps else False)
+    if (row := _refuse(unready, head, tail.cache)) is not None:
+        raise UserError(
+            f"row {row} of the head has not encoded the {tail.start} tokens before the piece; it must be filled "
+            "further, or be what kvqjax.cut gives"
+        )
+    if (row := _refuse(crowded, head, tail.cache)) is not None:
+        raise UserError(
+            f"row {row} would hold {int(np.asarray(lengths)[row])} tokens, which do not fit a capacity of {capacity}"
+        )
+    return _emptied(_join(head, tail, layout), unready | crowded)
+
+
+def _encoded_in(layout: CacheLayout) -> list[tuple[RunLayout, Any]]:
+    """List the run of every clock of a layout."""
+    return [(run, clock) for run in runs_of(layout) for clock in run.wiring.storage.clocks]
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+@jax.enable_x64(False)
+def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
+    """Shift the piece up to its place behind the head."""
+    part, shift = tail.cache, tail.start - layout.method.sinks
+    held = part.lengths + shift - layout.method.sinks
+
+    def one(first: RunLayout, second: RunLayout, new: RunLayout, before: Run, after: Run) -> Run:
+        clocks = new.wiring.storage.clocks
+
+        def tile(source, name, field, layer, row, token, size):
+            """Take tokens before the piece from the head, others from the piece."""
+            behind = stored_tile(second, after, source, name, layer, row, token - shift, size)
+            if not shift:
+                return behind
+            ahead = stored_tile(first, before, source, name, layer, row, token, size)
+            if field.kind == "token":
+                return jnp.where((token + jnp.arange(size) < shift)[None], ahead, behind)
+            tokens = token + jnp.arange(0, size, field.group)
+            return jnp.where((tokens < shift)[:, None], ahead, behind)
+
+        flushed = tuple(count + shift // clock.unit for count, clock in zip(after.flushed, clocks, strict=True))
+        encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
+        window = {name: moved_window(second.ring, new.ring, held, -shift, x) for name, x in after.window.items()}
+        body = moved_body(new, encoded, tile) if new.slots and second.slots else {}
+        return Run(body=body, sinks=before.sinks, window=window, flushed=flushed)
+
+    plans = runs_of(head.layout), runs_of(part.layout), runs_of(layout)
+    runs = tuple(one(*each) for each in zip(*plans, head.runs, part.runs, strict=True))
+    lengths = part.lengths + shift
+    finite = jnp.where(head.finite < jnp.minimum(head.lengths, tail.start), head.finite, part.finite + shift)
+    overflow = head.overflow | part.overflow
+    return head.replace(
+        runs=runs, lengths=lengths, overflow=overflow, finite=jnp.minimum(finite, lengths), layout=layout
+    )

@@ -1,0 +1,136 @@
+"""The shapes that a cache's arrays have: which axis counts rows, and the check at every door that takes a cache.
+
+Only shapes and dtypes are looked at, which are static: the check costs no device time and works for tracers and
+abstract arrays too."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.state import Cache, Run, allocate_cache, check_alive
+
+__all__ = ["check_cache", "is_known", "row_axes"]
+
+
+class _Promise(NamedTuple):
+    """What a layout and a number of rows promise of one array."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    row_axis: int
+
+
+def row_axes(cache: Cache) -> Cache:
+    """Give the row axis of every array of a cache.
+
+    Args:
+        cache: Any cache, also a traced or an abstract one. Only its structure is read.
+
+    Returns:
+        A pytree of the same structure with an int in place of every array: 1 for arrays [layers, rows, ...], 0 for
+        arrays [rows, ...]. It is what `jax.vmap` takes as `in_axes`, and what generic tree code must map along:
+        `jax.tree.map(lambda x, axis: jnp.flip(x, axis), cache, kvqjax.row_axes(cache))`.
+    """
+
+    def same(tree, axis: int):
+        return jax.tree.map(lambda _: axis, tree)
+
+    def run(state: Run) -> Run:
+        stacked = {part: same(getattr(state, part), 1) for part in ("body", "sinks", "window")}
+        return Run(flushed=same(state.flushed, 0), **stacked)
+
+    runs = tuple(run(state) for state in cache.runs)
+    return cache.replace(runs=runs, lengths=0, overflow=0, finite=0, kept=same(cache.kept, 0))
+
+
+@functools.lru_cache(maxsize=256)
+def _promised(layout: CacheLayout, batch: int) -> tuple[_Promise, ...]:
+    """List what the arrays of a cache of this layout look like, in the order of its leaves."""
+    cache = jax.eval_shape(functools.partial(allocate_cache, layout, batch))
+    named, axes = jax.tree_util.tree_flatten_with_path(cache)[0], jax.tree.leaves(row_axes(cache))
+    return tuple(
+        _Promise(jax.tree_util.keystr(path)[1:], leaf.shape, leaf.dtype, axis)
+        for (path, leaf), axis in zip(named, axes, strict=True)
+    )
+
+
+def is_known(*arrays: Any) -> bool:
+    """Say whether every array has numbers that this process can read: no tracer, nothing abstract, no part on another
+    host."""
+    none = jax.core.Tracer | jax.ShapeDtypeStruct
+    return all(not isinstance(x, none) and getattr(x, "is_fully_addressable", True) for x in arrays)
+
+
+def check_cache(*caches: Any) -> None:
+    """Check values that should be caches.
+
+    Inside a `shard_map` of the caller's own, arrays are parts of what the layout describes: there only their layers and
+    rows are compared.
+
+    Raises:
+        UserError: A value is no cache, its arrays were donated, or they do not have the shapes and dtypes that its
+            layout and its number of rows promise. The line says what probably happened, and what to call instead.
+    """
+    for cache in caches:
+        if not isinstance(cache, Cache):
+            hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
+            kind = type(cache).__name__
+            raise UserError(f"cache is a {kind}; wanted a Cache, such as init_cache gives{hint}")
+        check_alive(cache)
+        _check_arrays(cache)
+
+
+def _check_arrays(cache: Cache) -> None:
+    lengths = getattr(cache.lengths, "shape", None)
+    if lengths is None:
+        raise UserError(f"the cache's lengths are a {type(cache.lengths).__name__}, not an array of its rows' lengths")
+    if len(lengths) != 1 or not lengths[0]:
+        raise UserError(
+            f"the cache's lengths have shape {list(lengths)}, wanted [rows]: every array needs its row axis, "
+            "which kvqjax.row_axes(cache) names"
+        )
+    leaves, promises = jax.tree.leaves(cache), _promised(cache.layout, lengths[0])
+    if len(leaves) != len(promises):
+        raise UserError(f"the cache has {len(leaves)} arrays, its layout promises {len(promises)}")
+    parts = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    for leaf, promise in zip(leaves, promises, strict=True):
+        if not _is_kept(leaf, promise, parts):
+            raise UserError(_broken(leaf, promise, cache.layout.capacity))
+
+
+def _is_kept(leaf: Any, promise: _Promise, parts: bool) -> bool:
+    shape = getattr(leaf, "shape", None)
+    if shape is None or leaf.dtype != promise.dtype:
+        return False
+    if parts:
+        rows = promise.row_axis + 1
+        return len(shape) == len(promise.shape) and shape[:rows] == promise.shape[:rows]
+    return shape == promise.shape
+
+
+def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
+    """Say in one line what is wrong with an array and what to call instead."""
+    name, wanted, axis = promise.name, promise.shape, promise.row_axis
+    got = getattr(leaf, "shape", None)
+    if got is None:
+        return f"{name} of the cache is a {type(leaf).__name__}, not an array"
+    head = f"{name} of the cache has shape {list(got)}, wanted {list(wanted)}: "
+    if len(got) != len(wanted):
+        return f"{head}an axis was added or removed; kvqjax.row_axes(cache) gives the row axis of every array"
+    if axis and got[0] != wanted[0]:
+        return (
+            f"{head}its axis 0 counts layers, and tree code along axis 0 changed them; for rows use kvqjax.repeat, "
+            "gather or insert, or the axes that kvqjax.row_axes(cache) gives"
+        )
+    if got[axis] != wanted[axis]:
+        return (
+            f"{head}its rows are not the {wanted[axis]} of cache.lengths; for rows use kvqjax.repeat, gather or insert"
+        )
+    if got != wanted:
+        return f"{head}the layout of a capacity of {capacity} promises that; kvqjax.resize makes another capacity"
+    return f"{name} of the cache is of type {leaf.dtype}, wanted {jnp.dtype(promise.dtype)}: its bits have that meaning"

@@ -1,0 +1,215 @@
+"""One generation as the host sees it: calls of a few decode steps each, looks at the text between them, and a cache
+that in the end holds exactly the prompts and the tokens that were given out."""
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvqjax.cache import Cache, CacheLayout, runs_of
+from kvqjax.cache.reach import reach_for
+from kvqjax.cache.surgery import crop, gather
+from kvqjax.generation.loop import STRIDE, LoopState, Progress, decode_steps, fetched, require_finite, shared, start
+from kvqjax.generation.sampling import Sampling
+from kvqjax.generation.text import Detokenizer
+from kvqjax.model.loading import Model
+
+__all__ = ["Generation", "Piece", "Settings", "steps_until_encoded"]
+
+
+class Piece(NamedTuple):
+    """What a generation made since its last piece: new text and new token ids of every row. Text that a later token may
+    still change, or with which a stop string may begin, comes with a later piece."""
+
+    text: list[str]
+    tokens: list[list[int]]
+
+
+class Settings(NamedTuple):
+    """What is asked of a generation, checked: `eos` are the tokens that end a row, `stride` the most tokens between two
+    looks at the text, `chunk` how prompts enter the cache (None: by an exact prefill where the cache is empty)."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    eos: Any  # Int[N]
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    stride: int = STRIDE
+    chunk: int | str | None = None
+    progress: Progress | None = None
+
+
+def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | None:
+    """Count the decode steps of rows that hold `lengths` tokens after which `crop` can still take back exactly all but
+    the first step's token; None: any number.
+
+    A crop is exact where nothing was encoded in the meantime. The first step's token is known to stay, so it may make a
+    unit due; the steps end before any row's next unit is."""
+    keep = layout.method.keep
+    if keep is not None and keep.rule == "h2o":
+        return 1  # every query leaves its attention mass
+    least = math.inf
+    for run in runs_of(layout):
+        for clock in run.wiring.storage.clocks if run.slots else ():
+            if (clock.window, clock.unit) == (0, 1) and not run.wraps and not run.budget:
+                continue  # what is encoded token by token as it comes can be cut token by token
+            beside = layout.method.sinks + clock.window
+            for length in lengths:
+                units = max(0, length + 1 - beside) // clock.unit
+                least = min(least, beside + (units + 1) * clock.unit - 1 - length)
+    return None if least == math.inf else int(least)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def _first_rows(cache: Cache, rows: int) -> Cache:
+    return gather(cache, jnp.arange(rows))
+
+
+class Generation:
+    """Prompts (token ids) continued through a cache, which is donated; `cache()` is what becomes of it.
+
+    A cache that is not empty has `held` tokens in each row, `before` where their ids are known. It may have more rows
+    than there are prompts. `advance` gives piece after piece, and `close` ends the rows that still go on. `tokens`,
+    `texts` and `reasons` say what every row has made so far, as text, and why it ended: "eos" (an end token), "stop" (a
+    stop string), "length" (`max_new_tokens`), "closed", or None: not yet."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        cache: Cache,
+        settings: Settings,
+        *,
+        held: np.ndarray | None = None,
+        before: Sequence[Sequence[int]] = (),
+    ):
+        self.prompts = prompts
+        self.reasons: list[str | None] = [None for _ in prompts]
+        self.seconds_to_first_token = 0.0
+        self._model, self._settings, self._before = model, settings, before
+        self._cache, self._layout, self._held = cache, cache.layout, held
+        self._fed = np.zeros((cache.batch,), np.int64) if held is None else held.astype(np.int64)
+        self._fed[: len(prompts)] += [len(prompt) for prompt in prompts]
+        tokenizer = model.tokenizer if model.has_tokenizer else None
+        known = [[*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())]
+        self._texts = [Detokenizer(tokenizer, ids, settings.stop) for ids in known]
+        self._sampling, self._eos = shared(model, (settings.sampling, settings.eos))
+        self._state: LoopState | None = None
+        self._unread = False  # nobody has looked at the latest call's tokens yet
+        self._owed = self._surplus = np.zeros((cache.batch,), bool)  # rows whose cache lacks a token, or has too many
+        self._seconds, self._first_tokens = 0.0, 0
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [row.ids for row in self._texts]
+
+    @property
+    def texts(self) -> list[str]:
+        return [row.text for row in self._texts]
+
+    @property
+    def ended(self) -> bool:
+        return None not in self.reasons
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all rows after their first ones, per second of the steps that made them; 0 where there are none."""
+        made = sum(map(len, self.tokens)) - self._first_tokens
+        return made / self._seconds if made and self._seconds else 0.0
+
+    @property
+    def lost(self) -> bool:
+        """Whether the cache is gone: an interrupt came between the call that took it and what that call returned."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._state)[self._state is not None]))
+
+    def advance(self) -> Piece | None:
+        """Make the next tokens; None once every row has ended. Raises UserError where numbers are not finite."""
+        if self.ended:
+            return None
+        begun, first = time.perf_counter(), not any(self.tokens)
+        if not self._unread:
+            self._state = self._started() if self._state is None else self._stepped(self._state)
+            self._unread = True  # an interrupt after this line loses nothing: the next call reads these tokens
+        piece = self._read(self._state)
+        self._unread = False
+        seconds = time.perf_counter() - begun
+        if first:
+            self.seconds_to_first_token, self._first_tokens = seconds, sum(map(len, self.tokens))
+        else:
+            self._seconds += seconds
+        return piece
+
+    def close(self) -> None:
+        """End the rows that still go on, with what was made of them."""
+        if self._unread:
+            self.advance()
+        for row, reason in enumerate(self.reasons):
+            if reason is None:
+                self._texts[row].finish()
+                self.reasons[row] = "closed"
+
+    def cache(self) -> Cache:
+        """The cache of every prompt and all of `tokens`, and nothing else, once all rows have ended."""
+        if self._state is None:
+            return self._cache
+        if self._owed.any():
+            self._state = self._stepped(self._state)
+            self._owed = np.zeros_like(self._owed)
+        cache = self._state.cache
+        if self._surplus.any():
+            lengths = self._fed.copy()
+            lengths[: len(self.tokens)] += [len(made) for made in self.tokens]
+            cache = crop(cache, shared(self._model, lengths.astype(np.int32)))
+        if cache.batch > len(self.prompts):
+            cache = _first_rows(cache, len(self.prompts))
+        self._cache, self._state = cache, None
+        return cache
+
+    def _started(self) -> LoopState:
+        asked = self._settings
+        room = STRIDE if asked.stride <= STRIDE else 1 << (asked.stride - 1).bit_length()
+        return start(
+            self._model, self.prompts, self._cache, asked.chunk, asked.max_new_tokens, self._sampling, asked.seed,
+            self._eos, asked.progress, room=room, held=self._held, before=self._before,
+        )  # fmt: skip
+
+    def _stepped(self, state: LoopState) -> LoopState:
+        """Call `decode_steps` for a stride, or for fewer steps where a stop string may want tokens taken back. Once all
+        rows have ended, this is the one step by which their last tokens enter the cache."""
+        steps, done = self._settings.stride, np.ones((len(self._fed),), bool)
+        done[: len(self.reasons)] = [reason is not None for reason in self.reasons]
+        lengths = self._fed.copy()  # in the cache and owed
+        lengths[: len(self.tokens)] += [len(made) for made in self.tokens]
+        if self._settings.stop and not done.all():
+            steps = min(steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps)
+        reach = reach_for(self._layout, (lengths + self._settings.stride).tolist())
+        done, owed, limit = shared(self._model, (done, self._owed, np.int32(steps)))
+        state = state.replace(done=done, owed=owed)
+        return decode_steps(self._model, state, self._sampling, self._eos, limit, reach)
+
+    def _read(self, state: LoopState) -> Piece:
+        """Look at what the latest call made: new text, and which rows end."""
+        require_finite(state.cache)
+        made, tokens, done, owed = fetched(state.made, state.tokens, state.done, state.owed)
+        self._owed, self._surplus = owed.copy(), self._surplus.copy()
+        piece = Piece([], [])
+        for number, row in enumerate(self._texts):
+            new, before = tokens[number, : made[number]].tolist(), len(row.ids)
+            text = row.extend(new)
+            kept = row.ids[before:]
+            if self.reasons[number] is None and row.stopped:
+                self.reasons[number] = "stop"
+                if len(kept) < len(new):  # what the cache holds of the others is cut, and the newest never enters
+                    self._surplus[number], self._owed[number] = True, False
+            elif self.reasons[number] is None and done[number]:
+                self.reasons[number] = "length" if len(row.ids) >= self._settings.max_new_tokens else "eos"
+                text += row.finish()
+            piece.text.append(text)
+            piece.tokens.append(kept)
+        return piece
