@@ -19,6 +19,12 @@ from kvqjax.parallel.mesh_size import MeshSize
 
 __all__ = ["inspect", "methods"]
 
+NOTE = (
+    "\nbits counts the codes and what is stored beside them. KIVI's codes of 2 bits take 3: every 32 numbers share a scale\n"
+    "and a minimum of 16 bits each, which is 1 bit a number. Groups of 64 take 2.5 bits and groups of 128 take 2.25\n"
+    "(kivi:group=128), for less precision."
+)
+
 
 def methods(model: ModelName = "demo", as_json: Json = False) -> None:
     """List the methods: bits per key or value number with all options at their defaults, what they must be calibrated
@@ -42,6 +48,8 @@ def methods(model: ModelName = "demo", as_json: Json = False) -> None:
     if not as_json:
         rows = [r | {"options": ", ".join(f"{k}={v}" for k, v in r["options"].items())} for r in rows]
     show(rows, as_json)
+    if not as_json:
+        typer.echo(NOTE)
 
 
 def inspect(folder: Path, as_json: Json = False) -> None:

@@ -23,7 +23,7 @@ from kvqjax.model.weight_codes import CodedWeight
 from kvqjax.model.weight_trees import Params, is_unrolled, stored_layers
 from kvqjax.model.weights import ShardingRule, load_params
 
-__all__ = ["BUNDLED", "CODED_WEIGHTS", "Model", "Placement", "compute_dtype", "load", "locate"]
+__all__ = ["BUNDLED", "CODED_WEIGHTS", "Model", "Placement", "compute_dtype", "load", "locate", "name_of"]
 
 BUNDLED = ("demo", "recall")
 
@@ -157,6 +157,12 @@ def locate(name: str | Path) -> Path:
     if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name:
         return _download(name)
     raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
+
+
+def name_of(model: Model) -> str:
+    """What `load` takes for a model: a bundled name or its folder; "" where it has none."""
+    folder = Path(model.folder)
+    return folder.name if folder.parent == _ASSETS else model.folder
 
 
 def compute_dtype(dtype: Any) -> jnp.dtype:

@@ -6,6 +6,8 @@ Shapes and dtypes are static, so tracers are checked too; numbers in `counts` on
 import dataclasses
 import functools
 import operator
+import re
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -117,9 +119,16 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     _check_numbers(counts, cache.batch, length or 0)
 
 
-def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
+def calibration(method: Method, model: str) -> str:
+    """The command that makes the artifact of a method. model: what --model takes for it; "" where that is not known."""
+    made = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
+    command = f"kvqjax calibrate --model {shlex.quote(model) if model else 'MODEL'} --cache {shlex.quote(str(method))}"
+    return f"{command} --out {made}` makes it, `--artifact {made}` or model.with_artifact(load_artifact({made!r})) takes it"
+
+
+def run_constants(given, layout: CacheLayout, model: str = "") -> tuple[dict, ...]:
     """Give every run its calibrated constants, from those of the runs or of the stacks that an artifact holds. Raises
-    UserError, at trace time, for missing or misshapen ones."""
+    UserError, at trace time, for missing or misshapen ones. model: as in `calibration`."""
     runs = runs_of(layout)
     given = given or tuple({} for _ in runs)
     stacks = runs if len(given) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
@@ -136,8 +145,8 @@ def run_constants(given, layout: CacheLayout) -> tuple[dict, ...]:
             for name, shape in names.items():
                 array = constants.get(group, {}).get(name)
                 if array is None:
-                    hint = "run `kvqjax calibrate` and load the artifact"
-                    raise UserError(f"layer {run.first} needs the calibrated constant {group}.{name}; {hint}")
+                    missing = f"layer {run.first} needs the calibrated constant {group}.{name}"
+                    raise UserError(f"{missing}: `{calibration(layout.method, model)}")
                 if array.shape != (run.count, *shape):
                     raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
     return given

@@ -16,7 +16,7 @@ from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.methods.advice import bias_advice
 from kvqjax.model import weight_trees
 from kvqjax.model.config import KVShape
-from kvqjax.model.loading import Model, compute_dtype
+from kvqjax.model.loading import Model, compute_dtype, name_of
 from kvqjax.model.rope import check_length
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
@@ -130,4 +130,4 @@ def check_constants(model: Model, method: Method) -> None:
     """Raise UserError where the model lacks a calibrated constant of `method`, or has one of another shape."""
     dtype = str(model.params["embed"].dtype)
     layout = CacheLayout(shape=model.config.kv_shape, method=method, capacity=1, dtype=dtype)
-    run_constants(with_own_constants(model, method).constants, layout)
+    run_constants(with_own_constants(model, method).constants, layout, name_of(model))

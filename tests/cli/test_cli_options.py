@@ -1,6 +1,7 @@
 """Every number that a command takes is checked before any work begins: one line, exit code 2."""
 
 import inspect
+import shlex
 import subprocess
 import sys
 from typing import Annotated, get_args, get_origin
@@ -93,7 +94,11 @@ def test_a_calibrated_method_without_its_artifact(call, words, method):
     code, out, err = call(*words, "-m", "demo", *cache)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert "needs the calibrated constant" in err
-    assert "kvqjax calibrate" in err
+    command = shlex.split(err.split("`")[1])
+    assert command[:2] == ["kvqjax", "calibrate"]
+    given = dict(zip(command[2::2], command[3::2], strict=True))
+    assert (given["--model"], given["--cache"]) == ("demo", str(kvq.parse(method)))
+    assert f"--artifact {given['--out']}" in err
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, runs_of
+from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import spelled_out
 from kvqjax.methods.aqua_layer import AquaLayer
+from kvqjax.methods.habits import _OTHERS
+from kvqjax.parallel.mesh_size import MeshSize
 
 POLICIES = (
     "exact",
@@ -102,6 +106,24 @@ WRONG = (
     ("kivi:windo=3", "did you mean 'window'"),
     ("kivi;0=exakt", "did you mean 'exact'"),
     ({"method": "kivy"}, "did you mean 'kivi'"),
+    ("KIVI", "names of methods are in lower case: write kivi"),
+    ("KIVI:bits=2", "write kivi"),
+    ("KIVI*", "write kivi_star"),
+    ("xquant-cl", "write xquant_cl"),
+    ("AQUA-KV", "write aqua"),
+    ("kivi:4", "write kivi:bits=4"),
+    ("kivi:2bit", "write kivi:bits=2"),
+    ("kivi:fast", "'fast' is not one option=value, such as kivi:window=64"),
+    ("kivi4", "write kivi:bits=4"),
+    ("kivi-2bit", "write kivi:bits=2"),
+    ("4", "write kivi:bits=4"),
+    ("q4_0", r"nearest here is uniform:bits=4,group=32 \(5 bits a number\)"),
+    ("q8_0", r"nearest here is uniform:bits=8,group=32 \(9 bits a number\)"),
+    ("fp8", "nearest here is uniform:bits=8"),
+    ("int4", "nearest here is uniform:bits=4"),
+    ("int8", "nearest here is uniform:bits=8"),
+    ("bf16", "write exact"),
+    ("quantized", "nearest here is kivi:bits=4"),
     ({"method": "kivi", "layer": {"0": "exact"}}, "did you mean 'layers'"),
     ({"metod": "kivi"}, "unknown method ''"),
     ({"method": "kivi", "bits": 2.5}, "'2.5' is not of type int"),
@@ -149,3 +171,12 @@ def test_other_layers_take_their_place_in_a_chain():
         CacheLayout(shape=config.kv_shape, method=kvq.parse("xquant_cl:base=1;2=exact"), capacity=512, dtype="float32")
     )
     assert {run.wiring.storage.clocks[0][1:] for run in loop} == {(0, 128)}
+
+
+def test_the_policies_that_hints_name_exist_and_have_the_bits_said():
+    config = tiny(head_dim=64).config
+    for text in set(_OTHERS.values()):
+        method = kvq.parse(text.split(" ")[0])
+        bits = plan_memory(config, method, 1024, 1, MeshSize()).book.bits_method
+        if said := re.search(r"\((\d+) bits a number\)", text):
+            assert bits == int(said[1]), text
