@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact, flatten
 from kvqjax.cache.runs import runs_for
@@ -24,6 +25,7 @@ __all__ = ["forget", "from_tensors", "learns", "needed", "run", "sequences", "xq
 
 def sequences(model: Model, texts: Sequence[str], count: int, length: int) -> np.ndarray:
     """Token ids [at most count, length] of the texts, joined; shorter models and texts give fewer and shorter rows."""
+    check_counts(count=count, length=length)
     length = min(length, model.config.max_position)
     ids = np.asarray([t for text in texts for t in model.encode(text)], np.int32)
     rows = min(count, len(ids) // length)
@@ -80,6 +82,7 @@ def run(
     `advance(done, total)` each step. Where layers, or keys and values, follow methods that are calibrated in different
     ways, each is calibrated by itself with its own recipe. Raises UserError for methods that need no calibration."""
     check_model(model)
+    check_counts(count=count, length=length)
     method = parse(method)
     model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
     texts = [texts] if isinstance(texts, str) else texts
@@ -89,9 +92,6 @@ def run(
         module, own = fitter(part.fit), part.method
         if part.fit.source == "weights":
             return Artifact(own, module.constants(model.params, model.config, own), model.fingerprint)
-        for option, value in {"count": count, "length": length}.items():
-            if value is not None and value < 1:
-                raise UserError(f"{option}={value}; at least 1 is wanted")
         tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
         announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, own, *tokens.shape))
         return _finite(module.calibrate(model, own, tokens, state=state, advance=advance))

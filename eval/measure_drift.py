@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax.cache import runs_of
 from kvqjax.eval.measure_perplexity import cache_layouts, check_mode, score_windows
 from kvqjax.eval.scores import ROUNDING
@@ -14,7 +15,7 @@ from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.windows import windows
 from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_model
+from kvqjax.step.doors import check_ids, check_model
 from kvqjax.step.new_cache import init_cache
 
 __all__ = ["drift", "encoded_from", "growth"]
@@ -50,8 +51,11 @@ def drift(
     several windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first in
     which every step attends to encoded tokens (None: there is none but the last, or nothing is lost)."""
     check_model(model)
+    check_counts(chunk=chunk, window=window, bins=bins)
+    check_integer("tokens", tokens, 0)
     method, name = parse(method), check_mode("loop", chunk, window)
     pieces = windows(ids, window, tokens)
+    check_ids("ids", pieces, model.config.vocab_size)
     plain = model.replace(constants=())
     layouts, parts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels), []
     for number, piece in enumerate(pieces):

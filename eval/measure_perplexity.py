@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout
 from kvqjax.eval.scores import negative_log_likelihood, token_scores
@@ -25,7 +26,7 @@ from kvqjax.eval.through import through
 from kvqjax.eval.windows import style, windows
 from kvqjax.methods import Method, MethodLike, exact, parse
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_model
+from kvqjax.step.doors import check_ids, check_model
 from kvqjax.step.new_cache import empty_cache, planned_layout
 from kvqjax.step.prefill import prefill
 
@@ -120,10 +121,13 @@ def perplexity(
     share of positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for
     one row of `context` tokens: a window is so short that what stays exact would decide."""
     check_model(model)
+    check_counts(chunk=chunk, window=window, batch=batch, context=context)
+    check_integer("tokens", tokens, 0)
     method, chosen = parse(method), style(cut)
     chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
     name = check_mode(mode, chunk, window)
     pieces = windows(ids, window, tokens, model.config.bos_id if chosen.bos else None)
+    check_ids("ids", pieces, model.config.vocab_size)
     prefix = window // 2 if mode == "prefill" else 0
     scored_from = window // 2 if chosen.half else 0
     plain, parts = model.replace(constants=()), []

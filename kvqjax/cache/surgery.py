@@ -12,19 +12,21 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from kvqjax._arguments import MOST, check_index, check_integers, check_within, clipped, named
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import crop_kept, forget
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import Cache, Run, check_alive
+from kvqjax.cache.state import Cache, Run, check_alive, check_cache
 
 __all__ = ["crop", "evict", "fork", "gather", "insert"]
 
 
 def fork(cache: Cache) -> Cache:
     """Copy a cache so that no buffer is shared: either may be donated and the other lives on."""
-    check_alive(cache)
+    check_cache(cache)
     return jax.tree.map(jnp.copy, cache)
 
 
@@ -55,8 +57,14 @@ def _by_rows(function: Callable, cache: Cache, *others: Cache) -> Cache:
 
 def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     """Make a cache whose row i is row `rows[i]` of `cache`. Rows may repeat or be left out (beams); N may differ from
-    B."""
-    return _by_rows(lambda axis, array: jnp.take(array, rows, axis=axis, mode="clip"), cache)
+    B. Raises UserError for a row that does not exist; one that a trace hides is clipped, and the flag `overflow[i]` of
+    the row that it becomes is raised."""
+    check_cache(cache)
+    check_integers("rows", rows, ("N",), "the rows to take")
+    check_within("rows", rows, 0, cache.batch - 1, f"from 0 to {cache.batch - 1}, the cache's rows")
+    rows, other = clipped(rows, 0, cache.batch - 1)
+    taken = _by_rows(lambda axis, array: jnp.take(array, rows, axis=axis, mode="clip"), cache)
+    return taken.replace(overflow=taken.overflow | other)
 
 
 def _check_same(cache: Cache, other: Cache) -> None:
@@ -68,20 +76,32 @@ def _check_same(cache: Cache, other: Cache) -> None:
 
 def insert(cache: Cache, row: Int[Array, ""] | int, other: Cache, other_row: Int[Array, ""] | int) -> Cache:
     """Replace row `row` of a cache by row `other_row` of a cache of equal layout: a request that was prefilled apart
-    joins a running batch. Raises UserError when the layouts differ, naming the field."""
+    joins a running batch. Raises UserError when the layouts differ, naming the field, and for a row that does not
+    exist; one that a trace hides is clipped, and the flag `overflow` of the row that was replaced is raised."""
+    check_cache(cache)
+    check_cache(other)
     _check_same(cache, other)
+    row, moved = check_index("row", row, cache.batch, "rows in the cache")
+    other_row, missed = check_index("other_row", other_row, other.batch, "rows in the other cache")
 
     def put(axis, array, source):
         line = jax.lax.dynamic_slice_in_dim(source, other_row, 1, axis)
         return jax.lax.dynamic_update_slice_in_dim(array, line, row, axis)
 
-    return _by_rows(put, cache, other)
+    joined = _by_rows(put, cache, other)
+    if moved is False and missed is False:  # both rows are known
+        return joined
+    return joined.replace(overflow=joined.overflow.at[row].max(jnp.logical_or(moved, missed)))
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     """Empty the marked rows: length 0, nothing encoded; overflow and what was not finite are forgotten. Their old words
-    stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on."""
-    check_alive(cache)
+    stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on. Raises
+    UserError unless `rows` marks each of the B rows by True or False."""
+    check_cache(cache)
+    if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
+        given = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, jax.Array | np.ndarray) else named(rows)
+        raise UserError(f"rows is {given}; wanted bool[{cache.batch}]: True for each row to empty")
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
     kept = forget(cache.kept, rows)
@@ -123,14 +143,19 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     Where tokens are evicted by policy (`keep`), those below the cut that the body still holds stay, and those that it
     gave up before do not come back: the row then holds less than a fresh encode of the same tokens.
     A row whose first token that was not finite is cut is an ordinary row again.
+    Raises UserError for a negative length; one that a trace hides counts as 0, and the row's flag `overflow[b]` is
+    raised.
     The result shares its arrays with `cache`: `fork` first where both must live on.
     """
     sinks, runs = cache.layout.method.sinks, runs_of(cache.layout)
-    check_alive(cache)
+    check_cache(cache)
+    check_integers("lengths", lengths, (cache.batch,), "the tokens that each row keeps")
+    check_within("lengths", lengths, 0, MOST, "at 0 or above")
+    lengths, other = clipped(lengths, 0, MOST)
     clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.storage.clocks)
     counts = [count for state in cache.runs for count in state.flushed]
     encoded = tuple(count * unit for count, (unit, _) in zip(counts, clocks, strict=True))
-    wanted = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, cache.lengths) - sinks
+    wanted = jnp.minimum(lengths, cache.lengths) - sinks
     left = _floor(wanted, encoded, clocks)
     whole = jnp.maximum(left, 0)
     states = tuple(
@@ -144,4 +169,10 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     )
     lengths = left + sinks
     finite = jnp.minimum(cache.finite, lengths)
-    return cache.replace(runs=states, lengths=lengths, finite=finite, kept=crop_kept(cache.kept, lengths))
+    return cache.replace(
+        runs=states,
+        lengths=lengths,
+        finite=finite,
+        overflow=cache.overflow | other,
+        kept=crop_kept(cache.kept, lengths),
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from kvqjax._errors import UserError
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.cli.common import Json, ModelName
 from kvqjax.cli.tables import show
@@ -48,7 +49,9 @@ def inspect(folder: Path, as_json: Json = False) -> None:
         raise UserError(f"{folder}: no readable description.json; not a kvqjax folder") from None
     about = read_description(folder, kind)
     arrays = read_arrays(folder)
-    rows = [{"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": a.nbytes} for n, a in arrays.items()]
+    rows = [
+        {"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": array_bytes(a)} for n, a in arrays.items()
+    ]
     if as_json:
         typer.echo(json.dumps({"description": about, "arrays": rows}, indent=1))
         return

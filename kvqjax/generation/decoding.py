@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache.reach import reach_for
@@ -17,7 +18,6 @@ from kvqjax.generation.prompt_ids import Prompts, encode_prompts, end_ids
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_counts
 from kvqjax.step.new_cache import init_cache
 
 __all__ = ["Generated", "generate", "stream"]
@@ -72,6 +72,7 @@ def stream(
     check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
     if chunk != AUTO:
         check_counts(chunk=chunk)
+    check_integer("seed", seed, 0)
     ids = encode_prompts(model, prompts, chat)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     parameters = shared(model, make_sampling(**options, repetition_penalty=repetition_penalty))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from kvqjax._arguments import check_integer, named
 from kvqjax._errors import UserError
 from kvqjax.model.loading import Model
 from kvqjax.step.doors import check_model
@@ -30,8 +31,13 @@ def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T
 
 
 def end_ids(model: Model, given: Sequence[int] | None) -> Int[np.ndarray, " N"]:
-    """Choose the tokens that end a row: the given ones, by default the model's."""
-    return np.asarray(model.config.eos_ids if given is None else tuple(given), np.int32).reshape(-1)
+    """Choose the tokens that end a row: the given ones, by default the model's. Raises UserError for a given one that
+    the vocabulary has not."""
+    if given is None:
+        return np.asarray(model.config.eos_ids, np.int32).reshape(-1)
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise UserError(f"eos_ids={named(given)}; wanted a list of token ids, such as [2]")
+    return np.asarray([check_integer("eos_ids", x, 0, model.config.vocab_size - 1) for x in given], np.int32)
 
 
 def _chat_ids(model: Model, prompt) -> list[int]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax._arguments import check_integer, typed
 from kvqjax._errors import UserError
 
 __all__ = ["Sampling", "make_sampling", "sample"]
@@ -31,6 +32,10 @@ def make_sampling(
 ) -> Sampling:
     """Check and pack the parameters. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch each
     off."""
+    given = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    for name, value in given.items():
+        typed(name, value, float)
+    check_integer("top_k", top_k, 0)
     bounds = {
         "temperature": (temperature, temperature >= 0, "0 or more"),
         "top_k": (top_k, top_k >= 0, "0 or more"),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.accounting import Ledger, ledger
+from kvqjax.cache.accounting import Ledger, array_bytes, ledger
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.decoded import read_at_a_time
 from kvqjax.cache.run_layout import RunLayout
@@ -21,7 +21,6 @@ from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import init_params
-from kvqjax.ops.allocation import array_bytes
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
 
@@ -94,10 +93,6 @@ def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16") -> dict:
     return jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
 
 
-def _bytes(tree) -> int:
-    return sum(map(array_bytes, jax.tree.leaves(tree)))
-
-
 def _whole(run: RunLayout, batch: int, item: int) -> int:
     """Bytes beside a body that is read as a whole: a score of every token and query head, its weight, and its weight
     times the scale of every group of the value's channels."""
@@ -149,9 +144,9 @@ def plan_memory(
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
     weights = parameter_shapes(config, dtype)
     return Plan(
-        weights=_bytes(rules.shares(weights, rules.parameters(weights))),
-        constants=_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
-        cache=_bytes(rules.shares(cache, rules.cache(cache))),
+        weights=array_bytes(rules.shares(weights, rules.parameters(weights))),
+        constants=array_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
+        cache=array_bytes(rules.shares(cache, rules.cache(cache))),
         workspace=_workspace(rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)),
         book=ledger(cache),
     )
