@@ -13,7 +13,7 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from kvqjax._arguments import check_counts
+from kvqjax._arguments import check_counts, named
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.model.config import ModelConfig
@@ -202,8 +202,8 @@ def load(
     compute = compute_dtype(dtype)
     if layers not in (None, "scan", "unroll"):
         raise UserError(f"layers={layers!r}; known: scan, unroll")
-    if weights is not None and weights not in CODED_WEIGHTS:
-        raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
+    if weights is not None and not (isinstance(weights, str) and weights in CODED_WEIGHTS):
+        raise UserError(f"weights {named(weights)} is unknown; known: {', '.join(CODED_WEIGHTS)}")
     folder = locate(name)
     check_counts(rope_length=rope_length)
     config = read_config(folder, rope_length)
