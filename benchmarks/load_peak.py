@@ -19,6 +19,7 @@ import numpy as np
 import typer
 from safetensors.numpy import save_file
 
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.model import stored
 from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.model.hf_config import config_to_hf
@@ -103,7 +104,7 @@ def measure(folder: Path, layers: str) -> dict:
     before, begun = memory("VmRSS"), time.perf_counter()
     model = jax.block_until_ready(load(folder, dtype="bf16", layers=layers))
     seconds, peak = time.perf_counter() - begun, memory("VmHWM") - before
-    weights = sum(x.nbytes for x in jax.tree.leaves(model.params))
+    weights = array_bytes(model.params)
     files = list(folder.glob("*.safetensors"))
     return {
         "layers": layers,

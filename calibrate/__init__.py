@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact, flatten
 from kvqjax.cache.runs import runs_for
@@ -31,6 +32,7 @@ def __dir__() -> list[str]:
 def sequences(model: Model, texts: TextLike, count: int, length: int) -> Int[np.ndarray, "N T"]:
     """Token ids [at most count, length] of texts, of documents by a path, or of ids (`kvqjax.data.data_or_ids`). Each
     document is encoded by itself, and their ids are joined; short models and texts give fewer and shorter rows."""
+    check_counts(count=count, length=length)
     length = min(length, model.config.max_position)
     ids = document_ids(model, texts, count * length)
     rows = len(ids) // length
@@ -88,6 +90,7 @@ def run(
     `advance(done, total)` each step. Where layers, or keys and values, follow methods that are calibrated in different
     ways, each is calibrated by itself with its own recipe. Raises UserError for methods that need no calibration."""
     check_model(model)
+    check_counts(count=count, length=length)
     method = parse(method)
     model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
     _check_needed(method, model.config)
@@ -96,9 +99,6 @@ def run(
         module, own = fitter(part.fit), part.method
         if part.fit.source == "weights":
             return Artifact(own, module.constants(model.params, model.config, own), model.fingerprint)
-        for option, value in {"count": count, "length": length}.items():
-            if value is not None and value < 1:
-                raise UserError(f"{option}={value}; at least 1 is wanted")
         tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
         announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, own, *tokens.shape))
         return _finite(module.calibrate(model, own, tokens, state=state, advance=advance))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax.cache import runs_of
 from kvqjax.data.tokens import TextLike, token_ids
 from kvqjax.eval.measure_perplexity import cache_layouts, check_mode, score_windows
@@ -51,6 +52,8 @@ def drift(
     several windows of text fed `chunk` tokens at a time; `growth` is the KLD of the last span over that of the first in
     which every step attends to encoded tokens (None: there is none but the last, or nothing is lost)."""
     check_model(model)
+    check_counts(chunk=chunk, window=window, bins=bins)
+    check_integer("tokens", tokens, 0)
     method, name = parse(method), check_mode("loop", chunk, window)
     pieces = windows(token_ids(model, texts), window, tokens)
     plain = model.replace(constants=())

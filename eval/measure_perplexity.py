@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout
 from kvqjax.data.tokens import TextLike, token_ids
@@ -121,6 +122,8 @@ def perplexity(
     share of positions at which both caches put the same token first. `bits_stored` and `bytes` are the ledger's for
     one row of `context` tokens: a window is so short that what stays exact would decide."""
     check_model(model)
+    check_counts(chunk=chunk, window=window, batch=batch, context=context)
+    check_integer("tokens", tokens, 0)
     method, chosen = parse(method), style(cut)
     chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
     name = check_mode(mode, chunk, window)

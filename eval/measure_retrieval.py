@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax.data.corpora import is_name, read
 from kvqjax.data.documents import Data
@@ -108,6 +109,8 @@ def retrieval(
     N tokens at a time. hay: the sentences between the needles, if not our own: a text, the path of a file or a folder,
     data of `kvqjax.data.read`, or a function (kvqjax/eval/synthetic.py). kernels: as in `init_cache`."""
     check_model(model)
+    check_counts(length=length, samples=samples, chunk=chunk, batch=batch, bins=bins)
+    check_integer("seed", seed, 0)
     method = parse(method)
     prompts, answers = problems(model, task, length, samples, seed, hay)
     capacity, right = length + 64, []

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jaxtyping import Array, Float, Int
 
+from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
 from kvqjax.step.layers import New, append, attend_layer
@@ -76,12 +77,14 @@ class ForwardPass:
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         """Positions of `length` new tokens of each row: models that rotate queries and keys themselves need them."""
+        length = check_integer("length", length)
         return read(self._variable).lengths[:, None] + jnp.arange(length)[None]
 
     def attend(
         self, layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]
     ) -> Float[Array, "B T H D"]:
         """Attention output of one layer, which must come after the layer below it; see `kvq.attend_layer`."""
+        check_integer("layer", layer, 0)
         if layer != len(self._new):
             raise UserError(f"layer {layer} attends after {len(self._new)} layers; each attends once, from 0 up")
         below = self._new[-1] if self._new else None

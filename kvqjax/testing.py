@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, runs_of
-from kvqjax.cache.accounting import ledger
+from kvqjax.cache.accounting import array_bytes, ledger
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.codecs import Codec, CodecSpec
 from kvqjax.methods import MethodLike, parse
@@ -182,7 +182,7 @@ def _layers(subject: _Subject) -> None:
 
 def _bytes(subject: _Subject) -> None:
     cache = init_cache(subject.model, subject.method, ROWS, CAPACITY)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    held = array_bytes(cache)
     assert ledger(cache).bytes == held, f"the ledger counts {ledger(cache).bytes} bytes, the arrays hold {held}"
 
 

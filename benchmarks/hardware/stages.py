@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import kvqjax as kvq
 from benchmarks.random_model import peak_bytes, random_model
 from kvqjax._timing import copy_rate, median_seconds, product_rate
-from kvqjax.cache.accounting import ledger
+from kvqjax.cache.accounting import array_bytes, ledger
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cli.bench import decoding as decode_steps
 from kvqjax.hardware.planner import DEVICES
 from kvqjax.model import weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
-from kvqjax.ops.allocation import array_bytes
 from kvqjax.pallas_kernels.packed import family, target_of
 from kvqjax.verdicts import survey
 from kvqjax.verdicts.check import verdict_folder
@@ -140,7 +139,7 @@ def _library(context: int, batch: int, config: ModelConfig, sizes: Sizes) -> lis
             return jax.lax.fori_loop(0, inner, step, q)
 
     spent = median_seconds(lambda: chain(q, kv, kv), sizes.repeats) / inner
-    return [_attention_row(f"bfloat16, {name}", "library", context, batch, 2 * kv.nbytes, spent)]
+    return [_attention_row(f"bfloat16, {name}", "library", context, batch, array_bytes((kv, kv)), spent)]
 
 
 def _attention_row(name: str, kernels: str, context: int, batch: int, stored: int, seconds: float) -> Row:
@@ -160,7 +159,7 @@ def _attention_of(text: str, context: int, batch: int, config: ModelConfig, size
     layout = choose(CacheLayout(shape=shape, method=method, **about), "auto", held)
     inner = 8
     trial = full(make(Candidate(None, method.layer, shape), 600, target, layout.kernels, layout.form), context, batch)
-    stored = sum(map(array_bytes, jax.tree.leaves(trial.cache.runs[0].body)))
+    stored = array_bytes(trial.cache.runs[0].body)
     spent = median_seconds(decoding(trial, inner), sizes.repeats) / inner
     return [_attention_row(text, layout.kernels.text(target), context, batch, stored, spent)]
 
@@ -189,7 +188,7 @@ def _step(text: str, context: int, batch: int, sizes: Sizes) -> list[Row]:
     size, run = decode_steps(model, method, context, batch, 4, sizes.repeats + 2)
     spent = median_seconds(run, sizes.repeats) / 4
     peak, of = peak_bytes()
-    weights = sum(map(array_bytes, jax.tree.leaves(model.params)))
+    weights = array_bytes(model.params)
     row = {"cache": text, "context": context, "batch": batch, "ms": 1e3 * spent, "cache_bytes": size}
     return [row | {"weight_bytes": weights, "peak_bytes": peak, "peak_of": of}]
 

@@ -30,6 +30,7 @@ from benchmarks.figures.peers import llamacpp
 from benchmarks.llamacpp.filled import filled, random
 from benchmarks.llamacpp.peer import TYPES, Peer, write_model
 from kvqjax._timing import alternating_seconds, machine
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cli.bench import stepping
@@ -104,7 +105,7 @@ def step_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
         calls, room = {}, STEPS * (given.rounds + 1)
         for kind, text in {"exact": "exact", "own": name}.items():
             cache = filled(ready[text], text, tokens, room)
-            size = sum(x.nbytes for x in jax.tree.leaves(cache))
+            size = array_bytes(cache)
             calls[kind] = stepping(ready[text], cache, STEPS)
         found = in_turn(calls | theirs | {"weights": reading(ready[name].params)}, given.rounds, STEPS)
         yield row_of(found, kind="step", tokens=tokens, cache=name, bytes=size, read=found["weights"])
@@ -159,7 +160,7 @@ def begun(out: Path | None, params: dict, difference: float) -> dict:
     """The record of this machine so far."""
     version = importlib.metadata.version("llama-cpp-python")
     about = {"machine": machine(), "llama-cpp-python": version, "logits": difference, "rows": []}
-    about |= {"weights": sum(x.nbytes for x in jax.tree.leaves(params))}
+    about |= {"weights": array_bytes(params)}
     if out is None or not out.exists():
         return about
     record = json.loads(out.read_text(encoding="utf-8"))

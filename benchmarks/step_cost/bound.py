@@ -4,14 +4,13 @@ The bound is what an ideal bf16 cache takes: weights once, and each row's keys a
 An embedding table that is not the head is looked up, not read."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.cache import CacheLayout, allocate_cache, runs_of
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.hardware.aot import layout_for
 from kvqjax.hardware.planner import DEVICES, parameter_shapes
 from kvqjax.methods import Method
@@ -40,27 +39,20 @@ def bandwidth(chip: str) -> float:
     return DEVICES[NAMES.get(chip, chip)].bandwidth * 1e9
 
 
-def stored_bytes(x) -> float:
-    """Of an array or its shape; numbers narrower than a byte are packed."""
-    kind = jnp.dtype(x.dtype)
-    bits = jnp.iinfo(kind).bits if jnp.issubdtype(kind, jnp.integer) else 8 * kind.itemsize
-    return math.prod(x.shape) * bits / 8
-
-
 def make_layout(config: ModelConfig, method: Method, context: int, chip: str) -> CacheLayout:
     return layout_for(config, method, context, NAMES.get(chip, chip))
 
 
 def cache_bytes(layout: CacheLayout, batch: int) -> float:
     """Of the whole cache."""
-    return sum(map(stored_bytes, jax.tree.leaves(jax.eval_shape(functools.partial(allocate_cache, layout, batch)))))
+    return array_bytes(jax.eval_shape(functools.partial(allocate_cache, layout, batch)))
 
 
 def token_bytes(layout: CacheLayout) -> float:
     """Of one encoded token of one row and layer, on average over the layers that have a body."""
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, 1))
     runs = [(run, state) for run, state in zip(runs_of(layout), cache.runs, strict=True) if run.slots]
-    each = [sum(map(stored_bytes, jax.tree.leaves(state.body))) / run.slots for run, state in runs]
+    each = [array_bytes(state.body) / run.slots for run, state in runs]
     return sum(each) / sum(run.count for run, _ in runs) if runs else 0.0
 
 
@@ -120,8 +112,8 @@ def facts(layout: CacheLayout, held: list[int]) -> dict[str, np.ndarray]:
 def bound(config: ModelConfig, lengths: list[int]) -> Bound:
     """Of one step whose rows hold so many tokens; layers that slide read no more than their window."""
     shapes = parameter_shapes(config)
-    weights = sum(map(stored_bytes, jax.tree.leaves(shapes)))
+    weights = array_bytes(shapes)
     if not config.tied_embeddings:
-        weights -= stored_bytes(shapes["embed"])
+        weights -= array_bytes(shapes["embed"])
     tokens = sum(min(length, window or length) for window in config.windows for length in lengths)
     return Bound(weights, tokens * 2 * config.kv_width * 2)

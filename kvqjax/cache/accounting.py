@@ -17,9 +17,9 @@ from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
-from kvqjax.ops.allocation import array_bytes
+from kvqjax.ops.allocation import array_bytes, number_bits
 
-__all__ = ["ROLES", "Entry", "Ledger", "ledger"]
+__all__ = ["ROLES", "Entry", "Ledger", "array_bytes", "ledger"]
 
 # What a class of stored bytes is called in print; in JSON and in Python it keeps its name.
 ROLES = {
@@ -125,15 +125,15 @@ class Ledger:
 
 def _tiled(array) -> int:
     """Count an array's bytes with its last two axes padded to TPU tiles."""
-    item = np.dtype(array.dtype).itemsize
+    bits = number_bits(array.dtype)
     rows, lanes = (1, *array.shape)[-2:]
-    sublanes = 8 * max(1, 4 // item)
-    return math.prod(array.shape[:-2]) * -(-rows // sublanes) * sublanes * -(-lanes // 128) * 128 * item
+    sublanes = 8 * max(1, 32 // bits)
+    return math.prod(array.shape[:-2]) * -(-rows // sublanes) * sublanes * -(-lanes // 128) * 128 * bits // 8
 
 
 def _entry(run: RunLayout, source: str, field: str, role: str, arrays, used: float = 1.0) -> Entry:
     layers = f"{run.first}-{run.first + run.count - 1}" if run.count > 1 else str(run.first)
-    size = sum(array_bytes(a) for a in arrays)
+    size = array_bytes(arrays)
     return Entry(layers, source, field, role, size, size - round(size * used), sum(_tiled(a) for a in arrays))
 
 
@@ -147,8 +147,7 @@ def _run_entries(run: RunLayout, state, capacity: int, sinks: int):
             yield _entry(run, source, name, field.role, stored, most / run.slots)
     for part in ("sinks", "window"):
         for source, array in getattr(state, part).items():
-            if array_bytes(array):
-                yield _entry(run, source, part, part, [array])
+            yield _entry(run, source, part, part, [array])
     yield _entry(run, "", "flushed", "bookkeeping", state.flushed)
 
 

@@ -180,11 +180,13 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     """Append the first `counts[b]` tokens of row b of `pending` and encode what is due, all layers in order.
 
     `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them, and after them the attention
-    mass of the call where tokens are kept by it. Tokens beyond the capacity are dropped and raise the row's overflow
-    flag; a number that is not finite is stored as 0 and counted in `finite`."""
+    mass of the call where tokens are kept by it. Counts are clipped to the tokens given, and tokens beyond the
+    capacity are dropped; either raises the row's overflow flag. A number that is not finite is stored as 0 and counted
+    in `finite`."""
     layout, runs = cache.layout, runs_of(cache.layout)
     constants = constants or tuple({} for _ in runs)
-    counts, overflow = admitted(cache, counts)
+    length = next(iter(pending[0].values())).shape[2]
+    counts, overflow = admitted(cache, counts, length)
     finite = finite_tokens(cache, leading(found_finite(layout.dtype, *pending[: len(runs)])), counts)
     held = cache.lengths - layout.method.sinks
     states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in pending[: len(runs)]]

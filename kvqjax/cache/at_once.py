@@ -48,7 +48,7 @@ def seen_beside(view: LayerView, tokens: NewTokens) -> Int[Array, "B T N"] | Non
 
 def recent_of(state: Run, new: dict, visible: Int[Array, "B T N"]) -> Recent:
     """Collect the tokens beside a body of keys and values, of which queries see what is `visible`."""
-    held = tuple((x["k"], x["v"]) for x in (state.sinks, state.window) if x["k"].shape[2])
+    held = tuple((x["k"], x["v"]) for x in (state.sinks, state.window) if x)
     return Recent(held, (new["k"].astype(jnp.bfloat16), new["v"].astype(jnp.bfloat16)), visible)
 
 

@@ -19,12 +19,13 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from kvqjax._arguments import is_known
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.moving import moved_body, moved_window, stored_tile
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import check_cache, is_known
+from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache, Run
 from kvqjax.cache.surgery import crop, evict
 

@@ -13,7 +13,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.state import Cache, Run, allocate_cache, check_alive
 
-__all__ = ["check_cache", "is_known", "row_axes"]
+__all__ = ["check_cache", "row_axes"]
 
 
 class _Promise(NamedTuple):
@@ -57,13 +57,6 @@ def _promised(layout: CacheLayout, batch: int) -> tuple[_Promise, ...]:
         _Promise(jax.tree_util.keystr(path)[1:], leaf.shape, leaf.dtype, axis)
         for (path, leaf), axis in zip(named, axes, strict=True)
     )
-
-
-def is_known(*arrays: Any) -> bool:
-    """Say whether every array has numbers that this process can read: no tracer, nothing abstract, no part on another
-    host."""
-    none = jax.core.Tracer | jax.ShapeDtypeStruct
-    return all(not isinstance(x, none) and getattr(x, "is_fully_addressable", True) for x in arrays)
 
 
 def check_cache(*caches: Any) -> None:

@@ -17,7 +17,7 @@ def _array(leaf) -> str:
 def arrays_text(tree) -> str:
     """Number of arrays in a pytree and their bytes."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
-    return f"{sum(map(array_bytes, leaves)):,} bytes in {len(leaves)} arrays"
+    return f"{array_bytes(leaves):,} bytes in {len(leaves)} arrays"
 
 
 def run_text(first: int, count: int, parts: dict) -> str:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from kvqjax._arguments import clipped
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import allocate_kept
@@ -43,7 +44,8 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 
 class Run(struct.PyTreeNode):
     """Arrays of one run, [L_run, B, ...]: body[source][field], sinks[source] [.., sinks, W], window[source] [.., C, W];
-    flushed[clock] counts the units encoded in each row."""
+    flushed[clock] counts the units encoded in each row. What a cache has not is an empty dict: no array is of size 0,
+    because Orbax refuses to save such."""
 
     body: dict[str, dict[str, Stored]]
     sinks: dict[str, Leaf]  # Float[L, B, sinks, W]
@@ -52,8 +54,10 @@ class Run(struct.PyTreeNode):
 
 
 class Cache(struct.PyTreeNode):
-    """A compressed KV cache. `overflow[b]` turns True, and stays so, when a jitted call was asked to hold more tokens
-    than `layout.capacity` in row b; what did not fit is not stored. `finite[b]` counts the tokens of row b before its
+    """A compressed KV cache. `overflow[b]` turns True, and stays so until the row is evicted, when a jitted call was
+    given numbers for row b that cannot be: more tokens than `layout.capacity` holds, a count outside the new tokens
+    given, a token id outside the vocabulary, a row or length that is not there. They are clipped: what does not fit is
+    not stored. `finite[b]` counts the tokens of row b before its
     first one with a NaN or infinite source: it equals `lengths[b]` unless there is one. `kept` says which tokens the
     body holds where some are evicted (kvqjax.cache.eviction), and is empty otherwise."""
 
@@ -85,13 +89,14 @@ class Cache(struct.PyTreeNode):
 
 def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
     lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
+    sinks = layout.method.sinks
     body = {
         name: {f: allocate(field, lead, run.slots) for f, field in codec.fields.items()}
         for name, codec in run.wiring.storage.codecs.items()
     }
     return Run(
         body=body if run.slots else {},
-        sinks={name: jnp.zeros((*lead, layout.method.sinks, width), dtype) for name, width in sources.items()},
+        sinks={name: jnp.zeros((*lead, sinks, width), dtype) for name, width in sources.items()} if sinks else {},
         window={name: jnp.zeros((*lead, run.ring, width), dtype) for name, width in sources.items()},
         flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.storage.clocks),
     )
@@ -148,10 +153,12 @@ def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
     return ring_tokens(ring, jnp.maximum(end - ring, 0))
 
 
-def admitted(cache: Cache, counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Count how many of `counts` new tokens still fit each row, and give the overflow flags after them."""
-    fits = jnp.clip(counts, 0, cache.layout.capacity - cache.lengths)
-    return fits, cache.overflow | (fits < counts)
+def admitted(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Count how many of `counts` of `length` new tokens are stored in each row: none where a count is negative, at most
+    those that were given, and those that still fit. Also give the overflow flags after them: raised where that is
+    another number than was asked for."""
+    fits, other = clipped(counts, 0, jnp.minimum(length, cache.layout.capacity - cache.lengths))
+    return fits, cache.overflow | other
 
 
 def finite_tokens(cache: Cache, whole: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:

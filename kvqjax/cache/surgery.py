@@ -10,7 +10,6 @@ lies beyond is undefined and never read, because words are cleared before they a
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from kvqjax._arguments import MOST, check_integer, check_integers, check_within, clipped, is_known, named
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import crop_kept, forget
 from kvqjax.cache.resizing import check_means, excess, with_layout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import check_cache, is_known, row_axes
+from kvqjax.cache.shapes import check_cache, row_axes
 from kvqjax.cache.state import Cache
 from kvqjax.model.rope import check_length
 
@@ -39,8 +39,18 @@ def fork(cache: Cache) -> Cache:
 
 def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     """Make a cache whose row i is row `rows[i]` of `cache`. Rows may repeat or be left out (beams); N may differ from
-    B."""
+    B. Raises UserError for a row that does not exist; one that a trace hides is clipped, and the flag `overflow[i]` of
+    the row that it becomes is raised."""
     check_cache(cache)
+    check_integers("rows", rows, ("N",), "the rows to take")
+    check_within("rows", rows, 0, cache.batch - 1, f"from 0 to {cache.batch - 1}, the cache's rows")
+    rows, missed = clipped(rows, 0, cache.batch - 1)
+    taken = _taken(cache, rows)
+    return taken.replace(overflow=taken.overflow | missed)
+
+
+def _taken(cache: Cache, rows: Int[Array, " N"]) -> Cache:
+    """Do `gather` of rows that exist."""
     return jax.tree.map(lambda axis, x: jnp.take(x, rows, axis=axis, mode="clip"), row_axes(cache), cache)
 
 
@@ -60,20 +70,8 @@ def repeat(cache: Cache, n: int) -> Cache:
         UserError: `n` is no whole number of at least 1.
     """
     check_cache(cache)
-    n = _whole("n", n)
+    n = check_integer("n", n)
     return jax.tree.map(lambda axis, x: jnp.repeat(x, n, axis=axis), row_axes(cache), cache)
-
-
-def _whole(name: str, number: Any) -> int:
-    """Give a static count as an int."""
-    try:
-        fine = not isinstance(number, bool) and operator.index(number) >= 1
-    except TypeError:
-        fine = False
-    if not fine:
-        given = repr(number) if isinstance(number, int | float | str) else f"a {type(number).__name__}"
-        raise UserError(f"{name}={given}; it must be a whole number of at least 1, known before tracing")
-    return operator.index(number)
 
 
 def _check_same(cache: Cache, other: Cache) -> None:
@@ -89,13 +87,14 @@ def _check_same(cache: Cache, other: Cache) -> None:
             raise UserError(f"the other cache has another {field.name}: {got}, wanted {wanted}")
 
 
-def _numbers(name: str, rows: Any) -> Int[Array, " N"]:
-    """Give one row number or several as an array."""
-    rows = jnp.asarray(rows)
+def _numbers(name: str, rows: Any, batch: int, whose: str) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+    """Give one row number or several as an array, clipped where a trace hides them, and which were clipped."""
+    rows = rows if isinstance(rows, jax.Array | np.ndarray) else np.asarray(rows)
     if rows.ndim > 1 or not jnp.issubdtype(rows.dtype, jnp.integer) or not rows.size:
         kind = f"{rows.dtype}{list(rows.shape)}"
         raise UserError(f"{name} is of {kind}; wanted a row number, or an array of row numbers [N]")
-    return rows.reshape(-1).astype(jnp.int32)
+    check_within(name, rows, 0, batch - 1, f"from 0 to {batch - 1}, {whose} rows")
+    return clipped(jnp.asarray(rows).reshape(-1), 0, batch - 1)
 
 
 def insert(
@@ -105,6 +104,8 @@ def insert(
     other_rows: Int[Array, " N"] | Int[Array, ""] | Sequence[int] | int | None = None,
 ) -> Cache:
     """Replace rows of a cache by rows of another: requests that were prefilled apart join a running batch.
+
+    A row number that a trace hides is clipped, and the flag `overflow` of the row that was replaced is raised.
 
     Args:
         cache: The running batch.
@@ -117,19 +118,22 @@ def insert(
         The cache with row `rows[i]` replaced by row `other_rows[i]` of `other`.
 
     Raises:
-        UserError: The layouts differ, naming the field; `other` has a larger capacity; the numbers of rows differ.
+        UserError: The layouts differ, naming the field; `other` has a larger capacity; the numbers of rows differ; a
+            row does not exist.
     """
     check_cache(cache, other)
     _check_same(cache, other)
-    into = _numbers("rows", rows)
-    source = jnp.arange(other.batch) if other_rows is None else _numbers("other_rows", other_rows)
+    into, moved = _numbers("rows", rows, cache.batch, "the cache's")
+    known = np.arange(other.batch, dtype=np.int32) if other_rows is None else other_rows
+    source, missed = _numbers("other_rows", known, other.batch, "the other cache's")
     if source.size not in ((into.size,) if other_rows is None else (1, into.size)):
         raise UserError(f"{into.size} rows are to be replaced by {source.size} rows of the other cache")
     if other.layout != cache.layout:
         check_means(other.layout, cache.layout)
-        other, source = gather(other, source), jnp.arange(source.size)
+        other, source = _taken(other, source), jnp.arange(source.size)
         other = with_layout(other, cache.layout)
-    return _inserted(cache, into, other, jnp.broadcast_to(source, into.shape).astype(jnp.int32))
+    joined = _inserted(cache, into, other, jnp.broadcast_to(source, into.shape).astype(jnp.int32))
+    return joined.replace(overflow=joined.overflow.at[into].max(moved | missed))
 
 
 @jax.jit
@@ -149,8 +153,12 @@ def _inserted(cache: Cache, rows: Int[Array, " N"], other: Cache, other_rows: In
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     """Empty the marked rows: length 0, nothing encoded; overflow and what was not finite are forgotten. Their old words
-    stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on."""
+    stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on. Raises
+    UserError unless `rows` marks each of the B rows by True or False."""
     check_cache(cache)
+    if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
+        given = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, jax.Array | np.ndarray) else named(rows)
+        raise UserError(f"rows is {given}; wanted bool[{cache.batch}]: True for each row to empty")
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
     kept = forget(cache.kept, rows)
@@ -192,14 +200,19 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     Where tokens are evicted by policy (`keep`), those below the cut that the body still holds stay, and those that it
     gave up before do not come back: the row then holds less than a fresh encode of the same tokens.
     A row whose first token that was not finite is cut is an ordinary row again.
+    Raises UserError for a negative length; one that a trace hides counts as 0, and the row's flag `overflow[b]` is
+    raised.
     The result shares its arrays with `cache`: `fork` first where both must live on.
     """
     sinks, runs = cache.layout.method.sinks, runs_of(cache.layout)
     check_cache(cache)
+    check_integers("lengths", lengths, (cache.batch,), "the tokens that each row keeps")
+    check_within("lengths", lengths, 0, MOST, "at 0 or above")
+    lengths, negative = clipped(lengths, 0, MOST)
     clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.storage.clocks)
     counts = [count for state in cache.runs for count in state.flushed]
     encoded = tuple(count * unit for count, (unit, _) in zip(counts, clocks, strict=True))
-    wanted = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, cache.lengths) - sinks
+    wanted = jnp.minimum(lengths, cache.lengths) - sinks
     left = _floor(wanted, encoded, clocks)
     whole = jnp.maximum(left, 0)
     states = tuple(
@@ -213,7 +226,10 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     )
     lengths = left + sinks
     finite = jnp.minimum(cache.finite, lengths)
-    return cache.replace(runs=states, lengths=lengths, finite=finite, kept=crop_kept(cache.kept, lengths))
+    overflow = cache.overflow | negative
+    return cache.replace(
+        runs=states, lengths=lengths, finite=finite, overflow=overflow, kept=crop_kept(cache.kept, lengths)
+    )
 
 
 def resize(cache: Cache, capacity: int) -> Cache:
@@ -236,7 +252,7 @@ def resize(cache: Cache, capacity: int) -> Cache:
             mesh would be dealt otherwise.
     """
     check_cache(cache)
-    capacity, old = _whole("capacity", capacity), cache.layout
+    capacity, old = check_integer("capacity", capacity), cache.layout
     if capacity == old.capacity:
         return cache
     check_length(old.shape, capacity)

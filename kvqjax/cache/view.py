@@ -91,7 +91,8 @@ def beside(view: LayerView, tokens: NewTokens) -> list[Places]:
 def side_by_side(view: LayerView, tokens: NewTokens):
     """Put sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], valid [B,N])."""
     positions, valid = (jnp.concatenate(each, axis=1) for each in zip(*beside(view, tokens), strict=True))
-    parts = at_layer(view.state.sinks, view.layer), at_layer(view.state.window, view.layer), view.new
+    held = [at_layer(part, view.layer) for part in (view.state.sinks, view.state.window) if part]
+    parts = *held, view.new
     sources = {name: jnp.concatenate([part[name].astype(x.dtype) for part in parts], 1) for name, x in view.new.items()}
     return sources, positions, valid
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kvqjax._timing import machine, median_seconds, product_rate
 from kvqjax.cache import Cache, runs_of
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.cli.common import (
     MOST_ROWS,
     Artifacts,
@@ -86,7 +87,7 @@ def decoding(
     """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls.
     `progress(fraction)` is told as the cache fills."""
     cache = init_cache(model, method, batch, context + CHUNK + steps * calls, kernels=kernels)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    size = array_bytes(cache)
     for start in range(0, context, CHUNK):
         cache = jax.block_until_ready(_fill(model, cache, jax.random.key(start // CHUNK)))
         progress(min(1.0, (start + CHUNK) / context))

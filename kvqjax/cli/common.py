@@ -10,6 +10,7 @@ import typer
 from kvqjax._errors import UserError
 from kvqjax._options import token_count
 from kvqjax._timing import memory
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.cli.tables import size
 from kvqjax.methods import Method, parse
 from kvqjax.model.hf_config import read_config
@@ -137,7 +138,7 @@ def require_room(model: Model, method: Method, batch: int, capacity: int) -> Non
     """Raise UserError for a cache that the memory cannot hold: a CPU's system would kill the process instead."""
     cache = jax.eval_shape(lambda: init_cache(model, method, batch, capacity))
     devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    needed = array_bytes(cache)
     if limit is not None and needed > limit * devices:
         rows = f"{batch} row{'s' * (batch > 1)} of {capacity} tokens"
         raise UserError(f"{method}: a cache of {rows} takes {size(needed)}; there are {size(limit * devices)}")

@@ -1,7 +1,7 @@
 """`kvqjax eval compare`: several methods in one table and one picture, calibrated where they need it."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 

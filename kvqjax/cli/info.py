@@ -9,6 +9,7 @@ import typer
 
 from kvqjax._errors import UserError
 from kvqjax._files import read_object
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.cli.common import Json, ModelName
 from kvqjax.cli.tables import show
@@ -20,9 +21,9 @@ from kvqjax.parallel.mesh_size import MeshSize
 __all__ = ["inspect", "methods"]
 
 NOTE = (
-    "\nbits counts the codes and what is stored beside them. KIVI's codes of 2 bits take 3: every 32 numbers share a scale\n"
-    "and a minimum of 16 bits each, which is 1 bit a number. Groups of 64 take 2.5 bits and groups of 128 take 2.25\n"
-    "(kivi:group=128), for less precision."
+    "\nbits counts the codes and what is stored beside them. KIVI's codes of 2 bits take 3: every 32 numbers share\n"
+    "a scale and a minimum of 16 bits each, which is 1 bit a number. Groups of 64 take 2.5 bits and groups of 128\n"
+    "take 2.25 (kivi:group=128), for less precision."
 )
 
 
@@ -60,7 +61,9 @@ def inspect(folder: Path, as_json: Json = False) -> None:
     kind = read_object(file).get("kind", "")
     about = read_description(folder, kind)
     arrays = read_arrays(folder)
-    rows = [{"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": a.nbytes} for n, a in arrays.items()]
+    rows = [
+        {"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": array_bytes(a)} for n, a in arrays.items()
+    ]
     if as_json:
         typer.echo(json.dumps({"description": about, "arrays": rows}, indent=1))
         return

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache
@@ -26,7 +27,7 @@ from kvqjax.generation.sampling import make_sampling
 from kvqjax.generation.text import stop_strings
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_counts, check_new_tokens
+from kvqjax.step.doors import check_new_tokens
 from kvqjax.step.new_cache import init_cache
 
 __all__ = ["Generated", "Piece", "Stream", "generate", "stream"]
@@ -155,6 +156,7 @@ def _begun(
     check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
     if chunk != AUTO:
         check_counts(chunk=chunk)
+    check_integer("seed", seed, 0)
     held = None
     if cache is not None:
         _check_continues(model, cache, method, capacity, kernels, chat)
@@ -268,7 +270,8 @@ def generate(
         beyond_trained: Let prompt and new tokens be more than the model was trained for, which is refused otherwise. A
             greater capacity alone is not.
         temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off; each applies to
-            what the ones before it left, as in transformers. A checkpoint's own sampling is used on request only: `generate(model, prompts, **model.sampling_defaults())`.
+            what the ones before it left, as in transformers. A checkpoint's own sampling is used on
+            request only: `generate(model, prompts, **model.sampling_defaults())`.
 
     Raises:
         UserError: Prompts that are empty, too long or do not fit, options that do not exist or exclude each other."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from kvqjax._arguments import check_integer, named
 from kvqjax._errors import UserError
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
@@ -72,15 +73,11 @@ def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T
 def end_ids(model: Model, given: Any) -> Int[np.ndarray, " N"]:
     """Choose the tokens that end a row: the given ones, by default the model's. Raises UserError for what is no id of
     the model: no row would ever end by it."""
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable | None):
-        raise UserError(f"eos_ids={given!r}; wanted a list of token ids")
-    size = model.config.vocab_size
-    given = None if given is None else tuple(given)
-    for token in given or ():
-        fine = isinstance(token, int | np.integer) and not isinstance(token, bool)
-        if not fine or not 0 <= token < size:
-            raise UserError(f"{token!r} is no token id of this model, so that no text can end with it: 0 .. {size - 1}")
-    return np.asarray(model.config.eos_ids if given is None else given, np.int32).reshape(-1)
+    if given is None:
+        return np.asarray(model.config.eos_ids, np.int32).reshape(-1)
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise UserError(f"eos_ids={named(given)}; wanted a list of token ids, such as [2]")
+    return np.asarray([check_integer("eos_ids", x, 0, model.config.vocab_size - 1) for x in given], np.int32)
 
 
 def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_trained: bool) -> None:

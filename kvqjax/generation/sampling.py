@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax._arguments import check_integer, typed
 from kvqjax._errors import UserError
 
 __all__ = ["Sampling", "drawn_from", "make_sampling", "penalised", "sample"]
@@ -34,6 +35,10 @@ def make_sampling(
     """Check and pack the parameters. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch each
     off. The others apply as in transformers: the penalty, temperature, top-k, top-p and min-p, each to what the ones
     before it left. Raises UserError for what is out of its range."""
+    given = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    for name, value in given.items():
+        typed(name, value, float)
+    check_integer("top_k", top_k, 0)
     bounds = {
         "temperature": (temperature, 0 <= temperature < math.inf, "0 or more, and finite"),
         "top_k": (top_k, top_k >= 0, "0 or more"),

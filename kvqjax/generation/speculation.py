@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
+from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
@@ -30,7 +31,6 @@ from kvqjax.generation.prompt_ids import (
 )
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_counts
 from kvqjax.step.forward import attend, commit
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.prefill import prefill

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax._errors import UserError
-from kvqjax.cache.accounting import Ledger, ledger
+from kvqjax.cache.accounting import Ledger, array_bytes, ledger
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.decoded import read_at_a_time
 from kvqjax.cache.run_layout import RunLayout
@@ -27,7 +27,6 @@ from kvqjax.model.loading import CODED_WEIGHTS
 from kvqjax.model.weight_codes import CodedWeight, code_weight
 from kvqjax.model.weight_names import MATRICES
 from kvqjax.model.weight_trees import init_params
-from kvqjax.ops.allocation import array_bytes
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for
@@ -112,12 +111,8 @@ def _multiplied(config: ModelConfig, rules: Rules, params: dict, share: dict) ->
     bytes_of_table = table * params["embed"].dtype.itemsize
     by_expert = {name: share["layers"][name] for name in BY_EXPERT if name in share["layers"]}
     all_experts = sum(math.prod(params["layers"][name].stack.shape) for name in by_expert) // rules.size(rules.width)
-    bytes_of_idle = round(_bytes(by_expert) * idle / all_experts) if all_experts else 0
-    return _bytes(share) - bytes_of_table - bytes_of_idle, numbers - table - idle
-
-
-def _bytes(tree) -> int:
-    return sum(map(array_bytes, jax.tree.leaves(tree)))
+    bytes_of_idle = round(array_bytes(by_expert) * idle / all_experts) if all_experts else 0
+    return array_bytes(share) - bytes_of_table - bytes_of_idle, numbers - table - idle
 
 
 def _whole(run: RunLayout, batch: int, item: int) -> int:
@@ -174,9 +169,9 @@ def plan_memory(
     share = _share(rules, parameter_shapes(config, dtype, weights))
     read, multiplied = _multiplied(config, rules, params, share)
     return Plan(
-        weights=_bytes(share),
-        constants=_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
-        cache=_bytes(rules.shares(cache, rules.cache(cache))),
+        weights=array_bytes(share),
+        constants=array_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
+        cache=array_bytes(rules.shares(cache, rules.cache(cache))),
         workspace=_workspace(rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)),
         book=ledger(cache),
         read=read,

@@ -8,6 +8,8 @@ and leave the body by whole groups (kvqjax.cache.eviction)."""
 
 import dataclasses
 
+from kvqjax._arguments import check_fields, named
+
 __all__ = ["Keep", "read_keep"]
 
 RULES = ("streaming", "h2o")
@@ -21,6 +23,7 @@ class Keep:
     budget: int
 
     def __post_init__(self):
+        check_fields(self)
         if self.rule not in RULES or self.budget < 1:
             raise ValueError(f"keep={self}; {_WANTED}")
 
@@ -35,6 +38,8 @@ def read_keep(text: str | Keep) -> Keep:
     """Read `rule:tokens`. Raises ValueError on anything else."""
     if isinstance(text, Keep):
         return text
+    if not isinstance(text, str):
+        raise ValueError(f"keep is {named(text)}; {_WANTED}")
     rule, _, budget = text.partition(":")
     if not budget.isdecimal():
         raise ValueError(f"keep={text}; {_WANTED}")

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from kvqjax._arguments import check_integer, named, typed
 from kvqjax._errors import UserError
 from kvqjax._options import check_names
 from kvqjax.methods.keep import Keep, read_keep
@@ -43,8 +44,12 @@ class Method:
     boundary: int = dataclasses.field(default=0, compare=False)
 
     def __post_init__(self):
-        if not 0 <= self.sinks < 2**31:
-            raise ValueError(f"sinks={self.sinks}; wanted a count of tokens")
+        check_integer("sinks", self.sinks, 0)
+        check_integer("boundary", self.boundary, 0)
+        if not isinstance(self.layer, LayerSpec):
+            raise UserError(f"layer is {named(self.layer)}; wanted a layer spec, such as KeysAndValues(...)")
+        if self.keep is not None and not isinstance(self.keep, Keep):
+            raise UserError(f"keep is {named(self.keep)}; wanted a Keep, such as Keep('h2o', 512)")
 
     def __str__(self) -> str:
         return self.name
@@ -96,7 +101,8 @@ def option_text(value: Any) -> str:
 def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
     """Name the method that `function` returns after the call that made it, options at their defaults left out, but not
     its bits; and give every method the option `keep` ("h2o:512", "streaming:512"), which is the cache's matter and not
-    the method's."""
+    the method's. The factory raises UserError, with its name in front, for an option that it has not, for a value of
+    another type than the annotation says, and for whatever `function` refuses by a ValueError."""
     own = inspect.signature(function)
     keep_option = inspect.Parameter("keep", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
     parameters = own.replace(parameters=[*own.parameters.values(), keep_option]).parameters
@@ -104,13 +110,19 @@ def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
     @functools.wraps(function)
     def make(*, keep: str | Keep | None = None, **options: Any) -> Method:
         check_names(function.__name__, options, parameters)
-        method = function(**options)
+        options = {k: typed(f"{function.__name__}: {k}", v, parameters[k].annotation) for k, v in options.items()}
+        try:
+            method, bound = function(**options), None if keep is None else read_keep(keep)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"{function.__name__}: {error}") from error
         given = {k: v for k, v in (options | {"keep": keep}).items() if v != parameters[k].default}
         if "bits" in parameters and not {"key_bits", "value_bits"} <= given.keys():
             given["bits"] = options.get("bits", parameters["bits"].default)
         text = ",".join(f"{k}={option_text(given[k])}" for k in parameters if k in given)
         name = function.__name__ + (f":{text}" if text else "")
-        return dataclasses.replace(method, name=name, keep=None if keep is None else read_keep(keep))
+        return dataclasses.replace(method, name=name, keep=bound)
 
     make.__dict__["__signature__"] = own.replace(parameters=list(parameters.values()))
     return make

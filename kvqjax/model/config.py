@@ -5,6 +5,9 @@ import dataclasses
 import math
 from typing import Any
 
+from kvqjax._arguments import check_fields, check_integer
+from kvqjax._errors import UserError
+
 __all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RopeConfig"]
 
 
@@ -33,6 +36,11 @@ class RopeConfig:
     length: int = 0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.theta <= 0:
+            raise UserError(f"theta={self.theta}; wanted a number above 0")
 
     @property
     def limit(self) -> int | None:
@@ -65,9 +73,9 @@ def _alike(values):
 
 
 def _common(values: Any) -> Any:
-    """The value that all layers have. Raises ValueError where they differ."""
+    """The value that all layers have. Raises UserError where they differ."""
     if isinstance(values, tuple):
-        raise ValueError(f"layers differ ({values}); ask for the shape of one layer")
+        raise UserError(f"layers differ ({values}); ask for the shape of one layer")
     return values
 
 
@@ -96,18 +104,18 @@ class KVShape:
     qk_norm: bool = False
 
     def __post_init__(self):
+        check_fields(self)
         for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; wanted at least 1")
+            check_integer(name, getattr(self, name))
         for name in ("rope", "sliding_window", "scale"):
             values = getattr(self, name)
             if isinstance(values, tuple) and len(values) != self.num_layers:
-                raise ValueError(f"{name} has {len(values)} entries for {self.num_layers} layers")
+                raise UserError(f"{name} has {len(values)} entries for {self.num_layers} layers")
             object.__setattr__(self, name, _alike(values))
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs")
+            raise UserError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs")
 
     @property
     def query_width(self) -> int:
@@ -172,8 +180,9 @@ class ExpertConfig:
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
+        check_fields(self)
         if not 1 <= self.per_token <= self.count:
-            raise ValueError(f"{self.per_token} experts per token of {self.count}")
+            raise UserError(f"{self.per_token} experts per token of {self.count}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

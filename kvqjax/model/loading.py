@@ -12,6 +12,7 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from kvqjax._arguments import check_counts, named
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.model.config import ModelConfig
@@ -208,11 +209,10 @@ def load(
     compute = compute_dtype(dtype)
     if layers not in (None, "scan", "unroll"):
         raise UserError(f"layers={layers!r}; known: scan, unroll")
-    if weights is not None and weights not in CODED_WEIGHTS:
-        raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
+    if weights is not None and not (isinstance(weights, str) and weights in CODED_WEIGHTS):
+        raise UserError(f"weights {named(weights)} is unknown; known: {', '.join(CODED_WEIGHTS)}")
     folder = locate(name)
-    if rope_length is not None and rope_length < 1:
-        raise UserError(f"rope_length={rope_length}; at least 1 token is wanted")
+    check_counts(rope_length=rope_length)
     config = read_config(folder, rope_length)
     rules = sharding if isinstance(sharding, Placement) else None
     place = sharding.placement if isinstance(sharding, Placement) else sharding

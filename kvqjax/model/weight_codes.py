@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, UInt
@@ -21,7 +22,9 @@ from kvqjax._errors import UserError
 __all__ = ["WEIGHT_GROUP", "CodedWeight", "code_weight", "pack_nibbles", "place_codes", "unpack_nibbles"]
 
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
-WEIGHT_GROUP = 128  # inputs per scale; fewer where 128 does not divide the inputs
+WEIGHT_GROUP = 128  # inputs per scale at most
+LEAST_GROUP = 8  # inputs: of fewer, scales would take more than a quarter of what the codes do
+WORD = 8  # 4-bit codes of a 32-bit word
 
 
 def pack_nibbles(codes: UInt[Array, "*L I O"]) -> UInt[Array, "*L P O"]:
@@ -39,11 +42,13 @@ def unpack_nibbles(words: UInt[Array, "*L P O"]) -> UInt[Array, "*L I O"]:
 
 
 class CodedWeight(struct.PyTreeNode):
-    """One stacked matrix [L, I, O]. `codes`: int8 as they are; of 4 bits eight to a word, 8 added to each. `scale` is
-    in the compute dtype."""
+    """One stacked matrix [L, I, O]. `codes`: int8 as they are; of 4 bits eight to a word, 8 added to each, the last
+    word filled up with `padding` codes of no input. `scale` is in the compute dtype; each is that of ceil(I / N)
+    inputs, the last one of what is left."""
 
-    codes: Leaf  # Int8[L, I, O] or UInt32[L, I/8, O]
+    codes: Leaf  # Int8[L, I, O] or UInt32[L, ceil(I/8), O]
     scale: Leaf  # Float[L, N, O], N groups of inputs
+    padding: int = struct.field(pytree_node=False, default=0)
 
     @property
     def kind(self) -> str:
@@ -55,25 +60,46 @@ class CodedWeight(struct.PyTreeNode):
             codes = self.codes.astype(self.scale.dtype)
         else:
             codes = unpack_nibbles(self.codes).astype(self.scale.dtype) - jnp.asarray(8, self.scale.dtype)
+            codes = codes[..., : codes.shape[-2] - self.padding, :]
         *lead, inputs, outputs = codes.shape
-        groups = codes.reshape(*lead, self.scale.shape[-2], -1, outputs)
+        count = self.scale.shape[-2]
+        if inputs % count:
+            return codes * jnp.repeat(self.scale, -(-inputs // count), axis=-2)[..., :inputs, :]
+        groups = codes.reshape(*lead, count, -1, outputs)
         return (groups * self.scale[..., None, :]).reshape(*lead, inputs, outputs)
+
+
+def _group(inputs: int) -> int:
+    """Choose how many inputs share a scale: as many as divide 128 and the inputs; where that would be very few, equal
+    parts of at most 128, of which the last may be shorter."""
+    group = math.gcd(inputs, WEIGHT_GROUP)
+    return group if group >= LEAST_GROUP else -(-inputs // -(-inputs // WEIGHT_GROUP))
 
 
 @functools.partial(jax.jit, static_argnames="bits")
 def code_weight(weight: Float[Array, "*L I O"], bits: int) -> CodedWeight:
-    """`weight` in 8 or 4 bits. A group of zeros has scale 0. Raises ValueError for widths that 4 bits cannot pack."""
+    """`weight` of any width in 8 or 4 bits. A group of zeros has scale 0. Raises UserError for other bits."""
     *lead, inputs, outputs = weight.shape
-    if bits not in (4, 8) or inputs % 8:
-        raise ValueError(f"bits={bits}, {inputs} inputs; wanted 8 or 4 bits and a multiple of 8 inputs")
-    limit = 2 ** (bits - 1) - 1
-    groups = weight.astype(jnp.float32).reshape(*lead, inputs // math.gcd(inputs, WEIGHT_GROUP), -1, outputs)
+    if bits not in (4, 8):
+        raise UserError(f"bits={bits}; weights are coded in 8 or 4 bits")
+    limit, group = 2 ** (bits - 1) - 1, _group(inputs)
+    wide = _padded(weight.astype(jnp.float32), -inputs % group)
+    groups = wide.reshape(*lead, -1, group, outputs)
     scale = (jnp.abs(groups).max(-2) / limit).astype(weight.dtype)
     divisor = scale.astype(jnp.float32)[..., None, :]
-    codes = jnp.clip(jnp.round(groups / jnp.where(divisor > 0, divisor, 1.0)), -limit, limit).reshape(weight.shape)
+    codes = jnp.clip(jnp.round(groups / jnp.where(divisor > 0, divisor, 1.0)), -limit, limit).reshape(wide.shape)
+    codes = codes[..., :inputs, :]
     if bits == 8:
         return CodedWeight(codes=codes.astype(jnp.int8), scale=scale)
-    return CodedWeight(codes=pack_nibbles((codes + 8).astype(jnp.uint32)), scale=scale)
+    padding = -inputs % WORD
+    return CodedWeight(
+        codes=pack_nibbles((_padded(codes, padding) + 8).astype(jnp.uint32)), scale=scale, padding=padding
+    )
+
+
+def _padded(x: Float[Array, "*L I O"], inputs: int) -> Float[Array, "*L P O"]:
+    """`x` with so many inputs of zeros behind its own."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, inputs), (0, 0)]) if inputs else x
 
 
 def place_codes(weight: CodedWeight, sharding: NamedSharding) -> CodedWeight:
@@ -82,7 +108,11 @@ def place_codes(weight: CodedWeight, sharding: NamedSharding) -> CodedWeight:
     codes, scale = weight.codes, weight.scale
     axes = (*sharding.spec, *[None] * codes.ndim)[codes.ndim - 2]
     parts = math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
-    if codes.shape[-2] % parts:
+    if codes.shape[-2] % parts or (parts > 1 and weight.padding):
         raise UserError(f"{parts} devices cannot share out {codes.shape[-2]} rows of codes of {weight.kind} weights")
-    scale = jnp.repeat(scale, parts // math.gcd(parts, scale.shape[-2]), axis=-2)
-    return jax.device_put(CodedWeight(codes=codes, scale=scale), sharding)
+    if parts > 1:
+        inputs = codes.shape[-2] * (1 if weight.kind == "int8" else WORD)
+        group = -(-inputs // scale.shape[-2])
+        each = math.gcd(group, inputs // parts)  # inputs of a scale that lies on one device
+        scale = scale[..., np.arange(0, inputs, each) // group, :]
+    return jax.device_put(weight.replace(codes=codes, scale=scale), sharding)

@@ -10,7 +10,7 @@ from kvqjax.ops import head_major, lines
 from kvqjax.ops.layout import Field, Stored, is_half, split_bits
 from kvqjax.ops.xla import cut_at, floor_divide
 
-__all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_bits", "spans_of"]
+__all__ = ["allocate", "array_bytes", "block_tokens", "leading_slots", "logical_bits", "number_bits", "spans_of"]
 
 
 def block_tokens(fields: list[Field]) -> int:
@@ -27,10 +27,19 @@ def logical_bits(field: Field) -> float:
     return 8 * jnp.dtype(dtype).itemsize * field.width / field.group
 
 
-def array_bytes(array) -> int:
-    """Bytes of an array, live or abstract. Two int4 numbers share a byte, whatever `nbytes` says."""
-    bits = 4 if array.dtype == jnp.int4 else 8 * jnp.dtype(array.dtype).itemsize
-    return math.prod(array.shape) * bits // 8
+def number_bits(dtype) -> int:
+    """Bits of one stored number. XLA packs numbers that are narrower than a byte; `itemsize` counts a byte for each."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * dtype.itemsize
+
+
+def array_bytes(tree) -> int:
+    """Count the bytes of an array, or of all arrays of a pytree, live or abstract, on all devices together.
+
+    Two int4 numbers share a byte, whatever an array's `nbytes` says: this is what the device's memory holds."""
+    return sum(-(-math.prod(x.shape) * number_bits(x.dtype) // 8) for x in jax.tree.leaves(tree))
 
 
 def allocate(field: Field, lead: tuple[int, ...], slots: int) -> Stored:

@@ -2,6 +2,7 @@
 
 import jax
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 
 __all__ = ["join_hosts", "speaks"]
@@ -11,6 +12,8 @@ def join_hosts(coordinator: str, processes: int, process: int) -> None:
     """Join process `process` of `processes` through `coordinator` ("host:port", reachable by all, served by process 0),
     before anything else of JAX is used; `jax.devices()` then lists every host's devices. Raises UserError when the
     numbers or the address cannot be right, or the others do not come."""
+    check_counts(processes=processes)
+    check_integer("process", process, 0)
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"coordinator {coordinator!r}; wanted host:port")

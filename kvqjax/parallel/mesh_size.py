@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
 
 __all__ = ["MOST_DEVICES", "MeshSize"]
@@ -18,6 +19,7 @@ class MeshSize:
     model: int = 1
 
     def __post_init__(self):
+        check_fields(self)
         for name, size in dataclasses.asdict(self).items():
             if size < 1:
                 raise UserError(f"mesh {name}={size}; at least 1 device is wanted")

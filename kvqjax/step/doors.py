@@ -5,7 +5,6 @@ Shapes and dtypes are static, so tracers are checked too; numbers in `counts` on
 
 import dataclasses
 import functools
-import operator
 import re
 import shlex
 from collections.abc import Callable
@@ -15,21 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax._arguments import check_integers, check_within, is_known, named
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
-from kvqjax.cache.state import Cache
 from kvqjax.methods import Method
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.loading import Model
 from kvqjax.parallel.sharding import over_mesh
-from kvqjax.step.layer_step import is_known
 
 __all__ = [
-    "check_counts",
+    "check_ids",
     "check_model",
     "check_new_tokens",
+    "check_numbers",
     "check_pending",
     "kept_program",
     "run_constants",
@@ -38,33 +37,14 @@ __all__ = [
 ]
 
 
-def _named(value: Any) -> str:
-    text = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-    return text if len(text) < 80 else f"a {type(value).__name__}"
-
-
 def check_model(model: Any) -> None:
     """Raise UserError for what is no Model."""
     if not isinstance(model, Model):
-        raise UserError(f"model is {_named(model)}; wanted a Model, such as kvqjax.load('demo')")
+        raise UserError(f"model is {named(model)}; wanted a Model, such as kvqjax.load('demo')")
 
 
-def check_counts(**counts: Any) -> None:
-    """Raise UserError for a named number that is not whole or below 1; None stands for a default and passes."""
-    for name, count in counts.items():
-        try:
-            fine = count is None or (not isinstance(count, bool) and operator.index(count) >= 1)
-        except TypeError:
-            fine = False
-        if not fine:
-            raise UserError(f"{name}={_named(count)}; it must be a whole number of at least 1")
-
-
-def _check_cache(model: Any, cache: Any) -> None:
+def _check_both(model: Any, cache: Any) -> None:
     check_model(model)
-    if not isinstance(cache, Cache):
-        hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
-        raise UserError(f"cache is {_named(cache)}; wanted a Cache, such as init_cache gives{hint}")
     check_cache(cache)
     if cache.layout.shape != model.config.kv_shape:
         raise UserError("the cache was made for a model of another config")
@@ -72,40 +52,40 @@ def _check_cache(model: Any, cache: Any) -> None:
         raise UserError(f"the cache is kept in {cache.layout.dtype}, the model is {model.params['embed'].dtype}")
 
 
-def _check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
-    """Raise UserError unless `value` is an array of integers of this shape, in which a letter stands for any length of
-    at least 1."""
-    wanted = "[" + ", ".join(map(str, shape)) + "]"
-    if not isinstance(value, jax.Array | np.ndarray):
-        texts = isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(x, str) for x in value))
-        hint = "; model.encode(text) gives the ids of a text, and generate takes text" if texts else ""
-        raise UserError(f"{name} is {_named(value)}; wanted an array of integers {wanted}: {why}{hint}")
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise UserError(f"{name} is of type {value.dtype}; wanted integers {wanted}")
-    same = [got == size or (isinstance(size, str) and got >= 1) for got, size in zip(value.shape, shape, strict=False)]
-    if value.ndim != len(shape) or not all(same):
-        raise UserError(f"{name} has shape {list(value.shape)}; wanted {wanted}: {why}")
-
-
 def check_new_tokens(model: Any, tokens: Any, counts: Any, cache: Any) -> None:
     """Raise UserError unless these are T new tokens for every row of a cache of this model, and their counts."""
-    _check_cache(model, cache)
-    _check_integers("tokens", tokens, (cache.batch, "T"), f"T new tokens for each of the cache's {cache.batch} rows")
-    _check_numbers(counts, cache.batch, tokens.shape[1])
+    _check_both(model, cache)
+    check_integers("tokens", tokens, (cache.batch, "T"), f"T new tokens for each of the cache's {cache.batch} rows")
+    check_numbers(counts, cache.batch, tokens.shape[1])
+    _check_valid(tokens, counts, model.config.vocab_size)
 
 
-def _check_numbers(counts: Any, batch: int, length: int) -> None:
-    _check_integers("counts", counts, (batch,), "how many of the new tokens of each row are valid")
-    if is_known(counts) and not 0 <= int(counts.min()) <= int(counts.max()) <= length:
-        raise UserError(f"counts={np.asarray(counts).tolist()}; each must lie from 0 to the {length} new tokens given")
+def check_numbers(counts: Any, batch: int, length: int) -> None:
+    """Raise UserError unless `counts` says of each of `batch` rows how many of `length` new tokens are valid. Numbers
+    that a trace hides are clipped where tokens are appended, and raise the row's flag there."""
+    check_integers("counts", counts, (batch,), "how many of the new tokens of each row are valid")
+    check_within("counts", counts, 0, length, f"from 0 to the {length} new tokens given")
+
+
+def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
+    """Raise UserError for a known token id that the vocabulary has not; what comes after `counts` may be anything."""
+    if is_known(tokens, counts):
+        ids = np.asarray(tokens)
+        ids = np.where(np.arange(ids.shape[1])[None] < np.asarray(counts)[:, None], ids, 0)
+        check_ids("tokens", ids, vocabulary)
+
+
+def check_ids(name: str, ids: Any, vocabulary: int) -> None:
+    """Raise UserError for a known token id that a model of so large a vocabulary has not."""
+    check_within(name, ids, 0, vocabulary - 1, f"from 0 to {vocabulary - 1}, the model's token ids")
 
 
 def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     """Raise UserError unless `pending` has the sources of every run of the cache's layers, [L_run, B, T, W]."""
-    _check_cache(model, cache)
+    _check_both(model, cache)
     runs = runs_of(cache.layout)
     if not isinstance(pending, tuple) or len(pending) < len(runs):
-        raise UserError(f"pending is {_named(pending)}; wanted a tuple of {len(runs)}, a dict of sources for every run")
+        raise UserError(f"pending is {named(pending)}; wanted a tuple of {len(runs)}, a dict of sources for every run")
     length = None
     for number, (run, sources) in enumerate(zip(runs, pending, strict=False)):
         for name, width in run.wiring.storage.sources.items():
@@ -116,14 +96,15 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
                 found = "nothing" if got is None else f"shape {list(got)}"
                 sizes = f"[{run.count}, {cache.batch}, T, {width}]"
                 raise UserError(f"pending[{number}][{name!r}]: {found} given, wanted {sizes} with one T for all")
-    _check_numbers(counts, cache.batch, length or 0)
+    check_numbers(counts, cache.batch, length or 0)
 
 
 def calibration(method: Method, model: str) -> str:
     """The command that makes the artifact of a method. model: what --model takes for it; "" where that is not known."""
     made = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
     command = f"kvqjax calibrate --model {shlex.quote(model) if model else 'MODEL'} --cache {shlex.quote(str(method))}"
-    return f"{command} --out {made}` makes it, `--artifact {made}` or model.with_artifact(load_artifact({made!r})) takes it"
+    taken = f"`--artifact {made}` or model.with_artifact(load_artifact({made!r})) takes it"
+    return f"{command} --out {made}` makes it, {taken}"
 
 
 def run_constants(given, layout: CacheLayout, model: str = "") -> tuple[dict, ...]:

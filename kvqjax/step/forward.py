@@ -5,12 +5,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
+from kvqjax._arguments import clipped
 from kvqjax.cache.reach import Reach
 from kvqjax.cache.state import Cache
 from kvqjax.model import decoder
+from kvqjax.model.config import ModelConfig
 from kvqjax.model.experts import is_unrolled
 from kvqjax.model.loading import Model
 from kvqjax.ops.finite import saturated
@@ -18,7 +20,7 @@ from kvqjax.ops.xla import depending_on, of_two, unknown_zero
 from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step
 from kvqjax.step.layer_step import attend_one, begin, check_capacity, first_flow
 
-__all__ = ["attend", "commit", "forward", "last_logits"]
+__all__ = ["attend", "commit", "forward", "known_ids", "last_logits"]
 
 Pending = tuple  # one {source: [L_run, B, T, W]} per run
 
@@ -42,6 +44,9 @@ def attend(
     nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
     `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple.
 
+    Raises UserError for counts outside 0 to T and token ids outside the vocabulary. Those that a trace hides are
+    clipped; `commit`, for token ids `forward`, then raises the row's flag `cache.overflow[b]`.
+
     `reach` promises how many tokens rows of the cache hold, so that a body that is read without a loop is read only so
     far (`kvqjax.cache.reach`); rows that break it get NaN."""
     check_new_tokens(model, tokens, counts, cache)
@@ -54,6 +59,7 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, counts, tokens.shape[1], constants, within, reach)
     positions, config = call.tokens.positions, model.config
+    tokens = known_ids(tokens, counts, config)[0]
     alone = positions.size == 1 and call.runs[0].static
 
     def project(weights, h):
@@ -81,6 +87,14 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
     return out, (*pending, *(() if mass is None else (mass,)))
 
 
+def known_ids(
+    tokens: Int[Array, "B T"], counts: Int[Array, " B"], config: ModelConfig
+) -> tuple[Int[Array, "B T"], Bool[Array, " B"]]:
+    """Clip token ids into the vocabulary: (the ids, which rows had another one among their first `counts[b]`)."""
+    fits, foreign = clipped(tokens, 0, config.vocab_size - 1)
+    return fits, (foreign & (jnp.arange(tokens.shape[1])[None] < counts[:, None])).any(1)
+
+
 def _scanned(step, loop, count: int, cache: Cache):
     """Run `step` over `count` layers of stacked weights: (loop, new sources [count, B, T, W])."""
     return jax.lax.scan(step, loop, unknown_zero(cache.lengths) + jnp.arange(count))
@@ -102,8 +116,9 @@ def last_logits(model: Model, h: Float[Array, "B T E"], counts: Int[Array, " B"]
 
 
 def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
-    """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit
-    when a row would exceed the capacity; inside jit its overflow flag is raised and the excess is not stored."""
+    """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit for
+    counts outside 0 to T and where a row would exceed the capacity. Inside jit such counts are clipped, the excess is
+    not stored, and the row's flag `cache.overflow[b]` is raised."""
     check_pending(model, cache, pending, counts)
     check_capacity(cache, counts)
     return run_step(_commit, model, cache, pending, counts, out=("cache",))
@@ -127,7 +142,11 @@ def forward(
 
     Positions beyond those that the model was trained for (`model.config.trained_length`) are computed like any others,
     without a word: how many tokens a row holds is known inside jit alone. Logits mean less and less there. `generate`
-    and its like refuse such texts unless told otherwise."""
+    and its like refuse such texts unless told otherwise.
+
+    Raises UserError for counts outside 0 to T, for token ids outside the vocabulary and where a row would exceed the
+    capacity. Inside jit such numbers are clipped, the excess is not stored, and the row's flag `cache.overflow[b]` is
+    raised."""
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     out = ("logits" if last else "chunk", "cache")
@@ -136,4 +155,5 @@ def forward(
 
 def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool, reach: Reach | None):
     out, pending = _attend(model, cache, tokens, counts, within="chunk", last=last, reach=reach)
-    return out, _commit(model, cache, pending, counts)
+    done = _commit(model, cache, pending, counts)
+    return out, done.replace(overflow=done.overflow | known_ids(tokens, counts, model.config)[1])

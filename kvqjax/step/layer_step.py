@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
+from kvqjax._arguments import clipped, is_known
 from kvqjax._errors import UserError
 from kvqjax.cache.at_once import attend_in_one, seen_beside
 from kvqjax.cache.chunk_paths import MANY_QUERIES, kernels_of
@@ -19,7 +20,6 @@ from kvqjax.cache.recoding import recoded_units
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.segments import attend_parts, weigh
-from kvqjax.cache.shapes import is_known
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.model.decoder import Projected
@@ -27,7 +27,7 @@ from kvqjax.ops.attention import merge, total_lse
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla import row_major
 
-__all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "is_known", "slab"]
+__all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "slab"]
 
 
 class Flow(NamedTuple):
@@ -90,6 +90,7 @@ def begin(
     if within not in ("chunk", "step"):
         raise UserError(f"within={within!r}; known: chunk, step")
     runs, sinks = runs_of(cache.layout), cache.layout.method.sinks
+    counts = clipped(counts, 0, length)[0]  # whoever appends them raises the rows' flags
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
+from kvqjax._arguments import check_index, check_integer, clipped
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.run_layout import RunLayout
@@ -28,7 +29,7 @@ from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import depending_on
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import of_constants, on_parts
-from kvqjax.step.doors import kept_program, run_constants
+from kvqjax.step.doors import check_numbers, kept_program, run_constants
 from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
 
 __all__ = ["New", "append", "attend_layer", "below_first", "ready_queries"]
@@ -44,8 +45,11 @@ class New(struct.PyTreeNode):
 
 def below_first(cache: Cache, counts: Int[Array, " B"], length: int, within: str = "chunk") -> Flow:
     """Make the `below` of the first layer, for `counts[b]` of `length` new tokens: what a scan over layers starts with
-    where layers depend on each other (keep=h2o). On a mesh it lies as the cache does."""
+    where layers depend on each other (keep=h2o). On a mesh it lies as the cache does. Raises UserError for a length
+    below 1 and for counts outside 0 to `length`; counts that a trace hides are clipped."""
     check_cache(cache)
+    length = check_integer("length", length)
+    check_numbers(counts, cache.batch, length)
     return _below_first(cache, counts, length=length, within=within)
 
 
@@ -82,11 +86,14 @@ def attend_layer(
     returned; methods whose layers depend on each other need it (AQUA-KV, keep=h2o). `constants` are an artifact's.
     `layer` may be traced where all layers are stored as one stack. `within="chunk"`: new tokens attend to each other
     exactly; "step": each sees what decoding one token at a time would have shown it. Pure; works inside and outside
-    jit. Raises UserError for shapes that do not fit, missing constants, and a missing `below`."""
+    jit. Raises UserError for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist
+    and counts outside 0 to T. A layer or count that a trace hides is clipped; for a count, `append` then raises the
+    row's flag `cache.overflow[b]`."""
     check_cache(cache)
-    check_capacity(cache, counts)
     _check_heads(cache, q, k, v)
-    layer = layer if isinstance(layer, jax.core.Tracer) else int(layer)
+    check_numbers(counts, cache.batch, q.shape[1])
+    check_capacity(cache, counts)
+    layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
     return _attend_layer(cache, q, k, v, counts, below, constants, layer=layer, within=within)
 
 
@@ -138,6 +145,9 @@ def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shap
 
 def _check_heads(cache: Cache, q, k, v) -> None:
     shape = cache.layout.shape
+    if any(getattr(x, "ndim", None) != 4 for x in (q, k, v)):
+        shapes = [list(getattr(x, "shape", ())) for x in (q, k, v)]
+        raise UserError(f"q, k and v have shapes {shapes}; wanted arrays [B, T, heads, head_dim]")
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
         wanted = (cache.batch, q.shape[1], heads, shape.head_dim)
         if x.shape != wanted:
@@ -149,11 +159,9 @@ def _place(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | in
     if isinstance(layer, jax.core.Tracer):
         if len(runs) > 1:
             raise UserError(f"layers of this cache are stored as {len(runs)} stacks, so `layer` must be a plain number")
-        return 0, layer
-    for number, run in enumerate(runs):
-        if run.first <= layer < run.first + run.count:
-            return number, int(layer) - run.first
-    raise UserError(f"layer {layer} does not exist in a cache of {runs[-1].first + runs[-1].count} layers")
+        return 0, clipped(layer, 0, runs[0].count - 1)[0]
+    number = next(number for number, run in enumerate(runs) if layer < run.first + run.count)
+    return number, int(layer) - runs[number].first
 
 
 def _flow_below(call: Call, layer, below: Flow | None) -> Flow:
@@ -173,14 +181,43 @@ def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B
     """Store the first `counts[b]` new tokens of each row and encode what is due: the cache that holds them.
 
     `new` has one entry a layer, as `attend_layer` returns them or only their sources {name: [B, T, W]}, or is what a
-    scan over layers stacked. Raises UserError outside jit when a row would exceed the capacity; inside jit its
-    overflow flag is raised and the excess is not stored."""
+    scan over layers stacked. Raises UserError for new tokens that do not fit the cache and, outside jit, for counts
+    outside 0 to T and where a row would exceed the capacity. Inside jit such counts are clipped, the excess is not
+    stored, and the row's flag `cache.overflow[b]` is raised."""
     if not isinstance(cache, Cache):
         kind = type(cache).__name__
         raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")
     check_cache(cache)
+    new = new if isinstance(new, New) else tuple(new)
+    check_numbers(counts, cache.batch, _check_new(cache, new))
     check_capacity(cache, counts)
     return _append(cache, new, counts, constants)
+
+
+def _check_new(cache: Cache, new: New | tuple) -> int:
+    """Give the number T of new tokens. Raises UserError unless every layer has its sources, with one T for all."""
+    layers = cache.layout.shape.num_layers
+    if not isinstance(new, New) and len(new) != layers:
+        raise UserError(f"new tokens of {len(new)} layers given, the cache has {layers}")
+    length = None
+    for run in runs_of(cache.layout):
+        for layer in range(run.first, run.first + run.count):
+            given = new if isinstance(new, New) else new[layer]
+            sources = given.sources if isinstance(given, New) else given
+            for name, width in run.wiring.storage.sources.items():
+                got = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
+                if isinstance(new, New) and got is not None:
+                    if len(got) != 4 or got[0] != layers:
+                        raise UserError(f"new tokens {name!r} have shape {list(got)}, wanted [{layers}, B, T, W]")
+                    got = got[1:]
+                length = got[1] if length is None and got is not None and len(got) == 3 else length
+                if got != (cache.batch, length, width):
+                    text = "nothing" if got is None else f"shape {list(got)}"
+                    sizes = f"[{cache.batch}, T, {width}]"
+                    raise UserError(
+                        f"new tokens {name!r} of layer {layer}: {text} given, wanted {sizes}, one T for all"
+                    )
+    return length or 0
 
 
 @kept_program
@@ -192,8 +229,7 @@ def _append(cache: Cache, new, counts, constants) -> Cache:
     if isinstance(new, New):
         own = _specs(rules, new.sources, None)
     else:
-        new = list(new)
-        own = [_specs(rules, x.sources) if isinstance(x, New) else _specs(rules, x).sources for x in new]
+        own = tuple(_specs(rules, x.sources) if isinstance(x, New) else _specs(rules, x).sources for x in new)
     specs = own, PartitionSpec(rules.batch), of_constants(rules, fixed)
     return on_parts(_append_here, rules, cache, new, counts, fixed, specs=specs, out=rules.cache(cache))
 
@@ -206,12 +242,9 @@ def _append_here(cache: Cache, new, counts, fixed) -> Cache:
 
 def _by_runs(cache: Cache, new, runs: tuple[RunLayout, ...]) -> tuple[list[dict], Received | None]:
     """Sort new tokens by runs: the sources of each, [L_run, B, T, W], and the attention mass of the last layer."""
-    layers = cache.layout.shape.num_layers
     if isinstance(new, New):
         pending = [{name: x[run.first : run.first + run.count] for name, x in new.sources.items()} for run in runs]
         return pending, jax.tree.map(lambda x: x[-1], new.flow.mass)
-    if len(new) != layers:
-        raise UserError(f"new tokens of {len(new)} layers given, the cache has {layers}")
     sources = [x.sources if isinstance(x, New) else x for x in new]
     mass = new[-1].flow.mass if isinstance(new[-1], New) else None
     own = [sources[run.first : run.first + run.count] for run in runs]

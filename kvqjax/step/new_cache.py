@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
@@ -21,7 +22,7 @@ from kvqjax.model.rope import check_length
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.parallel.rules import Rules
-from kvqjax.step.doors import check_counts, check_model, run_constants, with_own_constants
+from kvqjax.step.doors import check_model, run_constants, with_own_constants
 from kvqjax.verdicts.choose import choose, over_devices
 
 __all__ = ["ITS_OWN_PLACE", "check_constants", "empty_cache", "init_cache", "planned_layout"]

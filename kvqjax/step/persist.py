@@ -5,7 +5,6 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,11 +80,6 @@ def _about(model: Model | KVShape, constants, method: Method, form: int = FORMAT
     return {"fingerprint": model.fingerprint, "config": _digest(model.config, form), "constants": own}
 
 
-def _stored(cache: Cache) -> dict[str, Any]:
-    """Name the cache's arrays, without those that hold nothing (no sinks): Orbax refuses them."""
-    return {name: leaf for name, leaf in flatten((cache,)).items() if leaf.size}
-
-
 def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Cache:
     """Call `convert`, on a mesh for each device's own part."""
     changed = functools.partial(convert, layers=layers, form=form)
@@ -113,7 +107,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
     text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
     text |= {"batch": cache.batch, "dealt": layout.dealt}
     text |= _about(model, constants, layout.method)
-    write_folder(Path(path), text, _stored(_held_as(cache, rules, **CANONICAL)))
+    write_folder(Path(path), text, flatten((_held_as(cache, rules, **CANONICAL),)))
 
 
 def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
@@ -142,7 +136,7 @@ def _check(path: Path, shape: Cache) -> None:
     """Compare what the folder holds with what the layout wants."""
     arrays = read_shapes(path)
     arrays = arrays | {FINITE: arrays.get(FINITE, arrays.get(LENGTHS))}
-    for name, leaf in _stored(shape).items():
+    for name, leaf in flatten((shape,)).items():
         got = arrays.get(name)
         if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
             found = "nothing" if got is None else f"{got.dtype}{got.shape}"
@@ -198,9 +192,7 @@ def load_cache(
     arrays = read_arrays(path, flatten((places,)) if stored == layout and places is not None else None)
     if FINITE not in arrays:  # a copy, for two leaves may not share a buffer
         arrays[FINITE] = jnp.copy(arrays[LENGTHS])
-    leaves = [
-        arrays[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype) for name, leaf in flatten((shape,)).items()
-    ]
+    leaves = [arrays[name] for name in flatten((shape,))]
     cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     if stored != layout:
         cache = dealt_anew(cache, layout)

@@ -4,9 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
+from kvqjax._arguments import is_known
 from kvqjax._errors import UserError
 from kvqjax.cache.append import flush_layer, remember
 from kvqjax.cache.keeping import Entering, entering
@@ -19,8 +21,8 @@ from kvqjax.model.loading import Model
 from kvqjax.ops.finite import leading
 from kvqjax.ops.xla import unknown_zero
 from kvqjax.step.doors import check_new_tokens, run_constants, run_step
-from kvqjax.step.forward import last_logits
-from kvqjax.step.layer_step import check_capacity, is_known, slab
+from kvqjax.step.forward import known_ids, last_logits
+from kvqjax.step.layer_step import check_capacity, slab
 from kvqjax.step.prompt import Path, exact_layer, path_of, received_by
 
 __all__ = ["prefill"]
@@ -31,10 +33,13 @@ def prefill(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Let prompts attend to themselves exactly and encode them into an empty cache; gives the logits of each row's last
     token, [B, V]. Layers run one after the other: held are the hidden states [B,T,E], one layer's K and V, and the
-    method's carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen."""
+    method's carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen.
+
+    Raises UserError for a cache that is not empty, and as `forward` does for counts and token ids, or raises the row's
+    flag."""
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
-    if is_known(cache.lengths) and int(cache.lengths.max()) > 0:
+    if is_known(cache.lengths) and int(np.asarray(cache.lengths).max()) > 0:  # jnp would be traced in a user's jit
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
     return run_step(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
 
@@ -42,7 +47,8 @@ def prefill(
 def _prefill(model: Model, cache: Cache, tokens, counts):
     layout, runs = cache.layout, runs_of(cache.layout)
     constants = run_constants(model.constants, layout)
-    counts, overflow = admitted(cache, counts)
+    counts, overflow = admitted(cache, counts, tokens.shape[1])
+    tokens, foreign = known_ids(tokens, counts, model.config)
     path = path_of(layout, *tokens.shape)
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
@@ -57,7 +63,7 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
         states.append(state)
     finite = finite_tokens(cache, whole, counts)
     done = cache.replace(
-        runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=into.kept
+        runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow | foreign, finite=finite, kept=into.kept
     )
     return last_logits(model, h, counts), done
 

@@ -1,5 +1,7 @@
 """`kvqjax generate`: text as it is made."""
 
+import json
+
 import pytest
 from commands import run
 

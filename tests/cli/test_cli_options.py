@@ -108,7 +108,7 @@ def test_every_command_has_json(words):
 
 @pytest.mark.parametrize("options", [{"count": 0}, {"length": 0}, {"count": -1}])
 def test_no_sequences_are_no_calibration(options):
-    with pytest.raises(kvq.UserError, match="at least 1 is wanted"):
+    with pytest.raises(kvq.UserError, match="a whole number of at least 1"):
         kvq.calibrate.run(kvq.load("recall"), kvq.parse("kvquant"), "ab12" * 999, **options)
 
 

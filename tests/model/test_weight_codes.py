@@ -1,6 +1,7 @@
 """Weight-only quantisation: bounds, packing, loading, every kind of cache, and no second copy of the weights."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from kvqjax.calibrate.xquant import prepared
 from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.model import decoder
-from kvqjax.model.weight_codes import code_weight, pack_nibbles, unpack_nibbles
+from kvqjax.model.config import ExpertConfig
+from kvqjax.model.weight_codes import CodedWeight, code_weight, pack_nibbles, place_codes, unpack_nibbles
 from kvqjax.model.weights import load_params, save_params
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -60,8 +62,69 @@ def test_scales_keep_the_compute_dtype():
     # Codes are made for the scale as stored; half a step, the clipped largest entry, and the product's own rounding.
     bound = (0.5 + 7 * 2**-8) * np.asarray(found.scale, np.float32)
     assert (np.abs(np.asarray(found.decoded() - weight, np.float32)) <= bound).all()
-    with pytest.raises(ValueError, match="12 inputs"):
-        code_weight(jnp.ones((1, 12, 8)), 4)
+    with pytest.raises(kvq.UserError, match="bits=3; weights are coded in 8 or 4 bits"):
+        code_weight(jnp.ones((1, 12, 8)), 3)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inputs", [1, 7, 12, 31, 36, 130, 257])
+def test_any_width_is_coded(inputs, bits):
+    """Within half a step of its group, which has at most 128 inputs; scales take less than the codes do from 8 on."""
+    weight = np.random.default_rng(inputs).normal(size=(2, inputs, 5)).astype(np.float32)
+    found = code_weight(jnp.asarray(weight), bits)
+    assert found.decoded().shape == weight.shape
+    count = found.scale.shape[1]
+    group = -(-inputs // count)
+    assert group <= 128
+    assert count <= -(-inputs // 8)
+    step = np.repeat(np.asarray(found.scale), group, axis=1)[:, :inputs]
+    assert (np.abs(found.decoded() - weight) <= 0.5 * step + 1e-5).all()
+    assert found.codes.nbytes == 2 * 5 * (inputs if bits == 8 else 4 * -(-inputs // 8))
+
+
+def test_shares_of_an_odd_width_keep_their_scales():
+    """Where a device's share ends inside a group; of 4-bit codes whole words alone can be shared out."""
+    mesh = jax.make_mesh((2,), ("model",))
+    spread = NamedSharding(mesh, PartitionSpec(None, "model"))
+    weight = jax.random.normal(jax.random.key(0), (2, 258, 6))
+    found = code_weight(weight, 8)
+    np.testing.assert_array_equal(place_codes(found, spread).decoded(), found.decoded())
+    with pytest.raises(kvq.UserError, match="2 devices cannot share out 33 rows of codes of int4 weights"):
+        place_codes(code_weight(weight, 4), spread)
+    with pytest.raises(kvq.UserError, match="2 devices cannot share out 2 rows of codes of int4 weights"):
+        place_codes(code_weight(weight[:, :12], 4), spread)
+
+
+ODD = {"width": 36, "mlp_width": 31, "num_heads": 3, "num_kv_heads": 1, "head_dim": 10}
+EXPERTS = {
+    "experts": ExpertConfig(count=3, per_token=2, width=13, shared_width=7, dense_layers=(0,)),
+    "architecture": "Qwen2MoeForCausalLM",
+    "qkv_bias": True,
+}
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+def test_a_model_of_odd_widths_loads_in_every_option(tmp_path, weights, layers, experts):
+    """Its logits are those of a model of the decoded matrices."""
+    model = tiny(**ODD, **experts)
+    save_params(tmp_path, model.params, model.config)
+    found = kvq.load(tmp_path, weights=weights, dtype="f32", layers=layers)
+    is_coded = lambda x: isinstance(x, CodedWeight)  # noqa: E731
+    assert sum(map(is_coded, jax.tree.leaves(found.params, is_leaf=is_coded))) >= 7
+    meant = jax.tree.map(lambda x: x.decoded() if is_coded(x) else x, found.params, is_leaf=is_coded)
+    one, other = (
+        kvq.forward(m, tokens(1, 5), jnp.asarray([5]), kvq.init_cache(m, "exact", 1, 16))[0]
+        for m in (found, found.replace(params=meant))
+    )
+    assert np.abs(one - other).max() < 1e-4  # the same products in another fusion
+
+
+@pytest.mark.parametrize("weights", ["int3", 8, ["int8"], ""])
+def test_other_weights_are_one_line(weights):
+    with pytest.raises(kvq.UserError, match="known: int8, int4"):
+        inspect.unwrap(kvq.load)("demo", weights=weights)
 
 
 def test_codes_mean_the_decoded_matrices():

@@ -243,7 +243,7 @@ def test_bad_calls_are_refused_in_one_line():
     q, k, v = (x[0] for x in sources(3, SHAPE, 2, 4))
     with pytest.raises(kvq.UserError, match=r"q has shape \(2, 4, 3, 16\), wanted \(2, 4, 4, 16\)"):
         kvq.attend_layer(cache, 0, q[:, :, :3], k, v, counts)
-    with pytest.raises(kvq.UserError, match="layer 2 does not exist"):
+    with pytest.raises(kvq.UserError, match="layer=2; it must be a whole number from 0 to 1: there are 2 layers"):
         kvq.attend_layer(cache, 2, q, k, v, counts)
     with pytest.raises(kvq.UserError, match="known: chunk, step"):
         kvq.attend_layer(cache, 0, q, k, v, counts, within="draft")
