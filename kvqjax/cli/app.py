@@ -63,12 +63,12 @@ class _Later(TyperCommand):
     """A command by its name and help alone. It becomes the real one when its arguments are read."""
 
     def make_context(self, info_name, args, parent=None, **extra):
-        target = command_of(self.name)
+        target = command_of(self.name or "")
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)
         command = typer.main.get_command(target)
-        shared = [copy.copy(option) for option in parent.command.params]
+        shared = [copy.copy(option) for option in (parent.command.params if parent else [])]
         for option in shared:
             option.expose_value = False  # the option's callback is all that it does
         _accept(command, shared)

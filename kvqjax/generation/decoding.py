@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,8 @@ class Stream(Iterator[Piece]):
     `close()` ends it early, and what was made by then is the result."""
 
     def __init__(self, generation: Generation):
-        self._generation, self._result = generation, None
+        self._generation = generation
+        self._result: Generated | None = None
 
     def __iter__(self) -> "Stream":
         return self
@@ -123,9 +125,9 @@ def _check_continues(model: Model, cache: Cache, method: MethodLike | None, capa
     require_finite(cache)
 
 
-def _check_room(cache: Cache, held: np.ndarray, prompts: Sequence[Sequence[int]], new: int) -> None:
+def _check_room(cache: Cache, held: Sequence[int], prompts: Sequence[Sequence[int]], new: int) -> None:
     capacity = cache.layout.capacity
-    for row, (count, prompt) in enumerate(zip(held.tolist(), prompts, strict=True)):
+    for row, (count, prompt) in enumerate(zip(held, prompts, strict=True)):
         if count + len(prompt) + new > capacity:
             wanted = f"row {row} holds {count} tokens; {len(prompt)} more and {new} new ones"
             raise UserError(f"{wanted} do not fit the cache's capacity of {capacity}")
@@ -142,7 +144,7 @@ def _begun(
     chat: bool,
     add_special_tokens: bool | None,
     eos_ids: Sequence[int] | None,
-    sampling: dict[str, float],
+    sampling: dict[str, Any],
     stop: str | Sequence[str],
     max_new_tokens: int,
     stride: int,
@@ -175,8 +177,8 @@ def _begun(
         return Generation(model, ids, cache, settings)
     if len(ids) != cache.batch:
         raise UserError(f"{len(ids)} prompts for the {cache.batch} rows of cache=; wanted one for each")
-    _check_room(cache, held, ids, max_new_tokens)
-    return Generation(model, ids, fork(cache), settings, held=held if held.any() else None)
+    _check_room(cache, before, ids, max_new_tokens)
+    return Generation(model, ids, fork(cache), settings, held=held if any(before) else None)
 
 
 @named_options

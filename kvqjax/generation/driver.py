@@ -136,6 +136,7 @@ class Generation:
         if not self._unread:
             self._state = self._started() if self._state is None else self._stepped(self._state)
             self._unread = True  # an interrupt after this line loses nothing: the next call reads these tokens
+        assert self._state is not None  # unread tokens are of a state
         piece = self._read(self._state)
         self._unread = False
         seconds = time.perf_counter() - begun

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache
@@ -24,7 +25,7 @@ from kvqjax.generation.text import Detokenizer, stop_strings
 from kvqjax.methods import MethodLike, parse, spelled_out
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
-from kvqjax.step.doors import check_counts, check_model
+from kvqjax.step.doors import check_model
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 
@@ -120,7 +121,7 @@ class Session:
             check_counts(chunk=chunk)
         if not model.has_tokenizer:
             raise UserError("a session needs a tokenizer, and this model has none; generate takes token ids")
-        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         sampling |= {"repetition_penalty": repetition_penalty}
         self.model, self.method, self.system = model, parse(method), system
         self._options: dict[str, Any] = {
@@ -132,7 +133,7 @@ class Session:
             max_new_tokens,
             make_sampling(**sampling),
             end_ids(model, eos_ids),
-            self._options["stop"],
+            stop_strings(stop),
             seed,
             stride,
             chunk,
@@ -386,10 +387,10 @@ def _messages(message: str | Message | Iterable[Message]) -> list[Message]:
     if isinstance(message, str):
         message = {"role": "user", "content": message} if message else ()
     given = [message] if isinstance(message, Mapping) else message
-    found = list(given) if isinstance(given, Iterable) else []
+    found: list[Any] = list(given) if isinstance(given, Iterable) else []
     if not found or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in found):
         raise UserError('no message; wanted a text, or messages such as {"role": "user", "content": "Hello"}')
-    return [dict(m) for m in found]
+    return [{**m} for m in found]
 
 
 def _answer_part(model: Model, before: Sequence[int], text: str, tokens: Sequence[int]) -> _Part:

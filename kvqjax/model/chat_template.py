@@ -42,7 +42,8 @@ def _compiled(source: str) -> jinja2.Template:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _json
-    environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
+    helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals = {**environment.globals, **helpers}
     return environment.from_string(source)
 
 

@@ -19,6 +19,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
+from kvqjax.cache.state import Cache
 from kvqjax.methods import Method
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.loading import Model
