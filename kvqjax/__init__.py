@@ -15,10 +15,11 @@ if __name__ != "kvqjax":
 if not (_here / "pallas_kernels").is_dir():
     __path__.append(str(_here.parent))
 
-from kvqjax._version import __version__
+from kvqjax._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvqjax._public import *
+
 
 def __getattr__(name: str):
     # Python asks every module for names such as __path__; they load nothing.

@@ -1,5 +1,8 @@
-"""Every public name of the library. `kvqjax` loads this module when the first of them is asked for: the command line
-answers `--help` without it, and without JAX. `calibrate`, `compare`, `eval`, `plan` and `tune` are loaded when they are used."""
+"""Every public name of the library.
+
+`kvqjax` loads this module when the first of them is asked for: the command line answers `--help` without it, and
+without JAX. `calibrate`, `compare`, `eval`, `plan` and `tune` are loaded when they are used.
+"""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -47,6 +50,8 @@ from kvqjax.step.persist import load_cache, save_cache
 from kvqjax.step.prefill import prefill
 
 if TYPE_CHECKING:
+    import kvqjax.calibrate as calibrate
+    import kvqjax.eval as eval
     from kvqjax.eval.comparison import compare
     from kvqjax.eval.tune import tune
     from kvqjax.hardware.plan import plan

@@ -27,7 +27,9 @@ def look_for_present_devices(environment: MutableMapping[str, str] = os.environ,
         environment: variables; nothing is set where JAX_PLATFORMS or PJRT's own ones say what is wanted.
         root: the machine's file system.
     """
-    if sys.platform != "linux" or any(name.startswith(("JAX_PLATFORM", "PJRT_", "TPU_LIBRARY")) for name in environment):
+    if sys.platform != "linux" or any(
+        name.startswith(("JAX_PLATFORM", "PJRT_", "TPU_LIBRARY")) for name in environment
+    ):
         return
     plugins = [plugin.name for plugin in entry_points(group="jax_plugins")]
     gpus = [name for name in plugins if name.startswith(OURS)]

@@ -17,7 +17,9 @@ CHAT = "kvqjax chat is a conversation; generate --chat puts one prompt through t
 # Option of llama.cpp, ollama, vLLM, SGLang or transformers -> what to write. Looked up only where a command lacks it.
 OPTIONS = {
     **dict.fromkeys(("--temp", "--do-sample", "--greedy"), SAMPLING),
-    **dict.fromkeys(("--n-predict", "--predict", "--max-tokens", "--n-tokens", "--num-predict"), "write --max-new-tokens"),
+    **dict.fromkeys(
+        ("--n-predict", "--predict", "--max-tokens", "--n-tokens", "--num-predict"), "write --max-new-tokens"
+    ),
     **dict.fromkeys(("--max-length", "--max-model-len", "--ctx-size", "--n-ctx", "--context-length"), LENGTH),
     **dict.fromkeys(("--cache-type-k", "--cache-type-v", "--kv-cache-dtype", "--cache-implementation"), CACHE),
     **dict.fromkeys(("--method", "--kv-bits", "--bits", "--policy", "--kv-cache"), CACHE),
@@ -31,7 +33,9 @@ OPTIONS = {
     **dict.fromkeys(("--reverse-prompt", "--stop-strings", "--stop-sequence"), "write --stop"),
     **dict.fromkeys(("--text", "--input"), "write --prompt"),
     **dict.fromkeys(("--input-file", "--in-file", "--binary-file"), FILES),
-    **dict.fromkeys(("--num-beams", "--beams"), "beam search is in Python: kvqjax.beam_search(model, prompts, beams=N)"),
+    **dict.fromkeys(
+        ("--num-beams", "--beams"), "beam search is in Python: kvqjax.beam_search(model, prompts, beams=N)"
+    ),
     **dict.fromkeys(("--draft-max", "--model-draft"), "speculation is in Python: kvqjax.speculate(model, prompts)"),
     **dict.fromkeys(("--num-return-sequences",), "repeat --prompt: every row draws for itself"),
     **dict.fromkeys(("--trust-remote-code",), "leave it out: code from a checkpoint is never run"),

@@ -5,12 +5,14 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
 
-__all__ = ["MOST_BYTES", "keep_programs", "keep_programs_by_default", "program_folder"]
+__all__ = ["MOST_BYTES", "compiling_seconds", "keep_programs", "keep_programs_by_default", "program_folder"]
 
 MOST_BYTES = 2 * 2**30  # a run of `generate` on the bundled model keeps 6 MiB
 
@@ -65,8 +67,8 @@ def keep_programs(folder: Path | None, most_bytes: int = -1) -> None:
 
 
 def keep_programs_by_default() -> None:
-    """Keep compiled programs in the user's cache folder, at most MOST_BYTES of them. A folder that was set for JAX stays
-    as it is, and nothing is said where the user's cannot be written."""
+    """Keep compiled programs in the user's cache folder, at most MOST_BYTES of them. A folder that was set for JAX
+    stays as it is, and nothing is said where the user's cannot be written."""
     jax = sys.modules.get("jax")
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or (jax and jax.config.jax_compilation_cache_dir is not None):
         return
@@ -76,3 +78,21 @@ def keep_programs_by_default() -> None:
         return
     if _writable(folder):
         keep_programs(folder, MOST_BYTES)
+
+
+@contextmanager
+def compiling_seconds() -> Iterator[list[float]]:
+    """Yields a list that gets the seconds of every compilation, or of reading a program that was kept."""
+    from jax import monitoring
+
+    seconds: list[float] = []
+
+    def listen(event: str, duration: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seconds
+    finally:
+        monitoring.unregister_event_duration_listener(listen)

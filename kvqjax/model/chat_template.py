@@ -42,8 +42,8 @@ def _compiled(source: str) -> jinja2.Template:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    helpers = {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
+    environment.globals.update(helpers)
     return environment.from_string(source)
 
 

@@ -18,7 +18,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.fingerprint import fingerprint, parts
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.hf_sampling import read_sampling
-from kvqjax.model.tokenizer import open_tokenizer
+from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer
 from kvqjax.model.weight_codes import CodedWeight
 from kvqjax.model.weight_trees import Params, is_unrolled, stored_layers
 from kvqjax.model.weights import ShardingRule, load_params
@@ -80,7 +80,7 @@ class Model(struct.PyTreeNode):
     @property
     def has_tokenizer(self) -> bool:
         """Whether there is a tokenizer: `generate` on token ids goes without one."""
-        return bool(self.folder) and any((Path(self.folder) / name).exists() for name in _TOKENIZER_FILES)
+        return bool(self.folder) and any((Path(self.folder) / name).exists() for name in TOKENIZER_FILES)
 
     @property
     def tokenizer(self):

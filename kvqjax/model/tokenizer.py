@@ -1,8 +1,8 @@
 """Tokenizers: of a folder's tokenizer.json by the `tokenizers` library alone, of anything else by transformers.
 
-Importing transformers takes seconds, and PyTorch comes with it where it is installed. What it does with a tokenizer.json
-follows from a few fields; `_read` repeats it for the kinds that it knows, and the tests compare the two. Every other
-folder, and every method that `Tokenizer` lacks, goes to transformers.
+Importing transformers takes seconds, and PyTorch comes with it where it is installed. What it does with a
+tokenizer.json follows from a few fields. `_read` repeats it for the kinds that it knows, and the tests compare the two.
+Every other folder, and every method that `Tokenizer` lacks, goes to transformers.
 """
 
 import functools
@@ -71,7 +71,8 @@ def _class_of(settings: dict[str, Any], config: dict[str, Any], stored: dict[str
     """The class that transformers takes: PLAIN[0] where it uses tokenizer.json as it is."""
     kind = config.get("model_type")
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
-    _require(isinstance(named, str) and isinstance(kind, str))
+    if not isinstance(named, str) or not isinstance(kind, str):
+        raise _Unknown
     named = named.removesuffix("Fast")
     bytes_level = any('"ByteLevel"' in json.dumps(stored.get(part)) for part in ("pre_tokenizer", "decoder"))
     if kind in AS_STORED:
@@ -222,9 +223,9 @@ class Tokenizer:
     """A tokenizer with the calls of a Hugging Face tokenizer.
 
     `tokenizer(text)["input_ids"]`, `encode`, `decode`, `batch_decode`, `apply_chat_template`, `chat_template`, the
-    special tokens (`eos_token`, `eos_token_id` and the like), `len` and `get_vocab` need the `tokenizers` library alone.
-    The first other attribute or option loads transformers' tokenizer of the same folder, which answers everything from
-    then on. So does an attribute that is set.
+    special tokens (`eos_token`, `eos_token_id` and the like), `len` and `get_vocab` need the `tokenizers` library
+    alone. The first other attribute or option loads transformers' tokenizer of the same folder, which answers
+    everything from then on. So does an attribute that is set.
     """
 
     def __init__(self, folder: str, parts: _Parts):

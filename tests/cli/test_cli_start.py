@@ -80,7 +80,11 @@ def test_the_version_after_a_command(call, words):
 @pytest.fixture
 def settings():
     """JAX's settings are put back, and its cache is closed: it is opened once for each folder."""
-    names = ["jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs"]
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_compilation_cache_max_size",
+        "jax_persistent_cache_min_compile_time_secs",
+    ]
     before = {name: getattr(jax.config, name) for name in names}
     variables = {name.upper(): os.environ.get(name.upper()) for name in names}
     yield
