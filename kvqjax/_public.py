@@ -50,7 +50,8 @@ from kvqjax.step.persist import load_cache, save_cache
 from kvqjax.step.prefill import prefill
 
 if TYPE_CHECKING:
-    from kvqjax import calibrate, eval
+    import kvqjax.calibrate as calibrate
+    import kvqjax.eval as eval
     from kvqjax.eval.comparison import compare
     from kvqjax.eval.tune import tune
     from kvqjax.hardware.plan import plan

@@ -27,6 +27,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "generate": Command("run", "generate", "Continue one or more prompts through a compressed cache."),
+    "chat": Command("chat", "chat", "Talk with a model; its compressed cache stays from turn to turn."),
     "demo": Command("demo", "demo", "The same prompt with the exact cache and with KIVI at 4 and 2 bits."),
     "eval": Command("compare", "app", "Evaluate caches with the tokens really passing through them."),
     "calibrate": Command("calibrate", "calibrate", "Calibrate a method for a model."),
@@ -63,7 +64,9 @@ class _Later(TyperCommand):
     """A command by its name and help alone. It becomes the real one when its arguments are read."""
 
     def make_context(self, info_name, args, parent=None, **extra):
-        target = command_of(self.name or "")
+        assert self.name is not None
+        assert parent is not None
+        target = command_of(self.name)
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)

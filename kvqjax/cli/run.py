@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvqjax._errors import UserError
+from kvqjax._tables import size
 from kvqjax.cli.common import (
     MOST_HOSTS,
     Artifacts,
@@ -28,6 +29,7 @@ from kvqjax.cli.common import (
     require_room,
     token_number,
 )
+from kvqjax.cli.programs import compiling_seconds
 from kvqjax.cli.progress import announce, at_least, reporter
 from kvqjax.cli.prompts import read_prompts
 from kvqjax.generation.decoding import Generated, stream
@@ -48,19 +50,49 @@ New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at m
 
 def _print_stream(model: Model, prompts: list[Any], method: Method, options: dict) -> None:
     """Print the only row token by token. What a later token may still change comes with a later piece."""
-    for piece in stream(model, prompts, method, stride=1, **options):
-        typer.echo(piece.text[0], nl=False)
+    with compiling_seconds() as compiling:
+        parts = stream(model, prompts, method, stride=1, **options)
+        for piece in parts:
+            typer.echo(piece.text[0], nl=False)
     typer.echo("")
+    _announce_figures(parts.result, sum(compiling))
 
 
-def _print_result(prompts: list[Any], result: Generated, method: Method, as_json: bool, chat: bool) -> None:
+def _figures(made: Generated) -> dict[str, Any]:
+    """What a generation took."""
+    return {
+        "seconds_to_first_token": round(made.seconds_to_first_token, 3),
+        "tokens_per_second": round(made.tokens_per_second, 2),
+        "cache_bytes": made.cache_bytes,
+        "bits": made.bits,
+    }
+
+
+def _announce_figures(made: Generated, compiling: float) -> None:
+    """Say on stderr what a generation took, `compiling` seconds of it for programs that are now kept."""
+    new, fed = sum(map(len, made.tokens)), sum(made.prompt_tokens)
+    announce(
+        f"{fed} tokens read, first token after {made.seconds_to_first_token:.2f} s, {new} made at "
+        f"{made.tokens_per_second:.1f} a second{f' ({compiling:.1f} s of it compiling)' if compiling >= 0.1 else ''}; "
+        f"cache {size(made.cache_bytes)}, {made.bits:.4g} bits a number"
+    )
+
+
+def _print_result(
+    prompts: list[Any], result: Generated, method: Method, as_json: bool, chat: bool, compiling: float
+) -> None:
     if as_json:
-        made = zip(prompts, result.text, result.tokens, result.finish_reasons, strict=True)
-        rows = [{"prompt": p, "text": t, "tokens": len(k), "finish_reason": r} for p, t, k, r in made]
-        typer.echo(json.dumps([row | {"cache": str(method)} for row in rows], indent=1))
+        made = zip(prompts, result.text, result.tokens, result.finish_reasons, result.prompt_tokens, strict=True)
+        rows = [
+            {"prompt": p, "text": t, "tokens": len(k), "finish_reason": r, "prompt_tokens": n} for p, t, k, r, n in made
+        ]
+        # Of all rows together.
+        about = {"cache": str(method), **_figures(result), "seconds_compiling": round(compiling, 3)}
+        typer.echo(json.dumps([row | about for row in rows], indent=1))
         return
     for text, given in zip(result.text, prompts, strict=True):
         typer.echo(text if chat else given + text)
+    _announce_figures(result, compiling)
 
 
 def _end_ids(model: Model, given: list[str]) -> list[int] | None:
@@ -177,6 +209,7 @@ def generate(
     if show_stream:
         _print_stream(loaded, prompts, method, options)
         return
-    result = generate_text(loaded, prompts, method, **options)
+    with compiling_seconds() as compiling:
+        result = generate_text(loaded, prompts, method, **options)
     if speaks():
-        _print_result(prompts, result, method, as_json, chat)
+        _print_result(prompts, result, method, as_json, chat, sum(compiling))

@@ -42,8 +42,8 @@ def _compiled(source: str) -> jinja2.Template:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _json
-    helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-    environment.globals = {**environment.globals, **helpers}
+    helpers = {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
+    environment.globals.update(helpers)
     return environment.from_string(source)
 
 

@@ -1,8 +1,8 @@
 """Tokenizers: of a folder's tokenizer.json by the `tokenizers` library alone, of anything else by transformers.
 
 Importing transformers takes seconds, and PyTorch comes with it where it is installed. What it does with a
-tokenizer.json follows from a few fields; `_read` repeats it for the kinds that it knows, and the tests compare the
-two. Every other folder, and every method that `Tokenizer` lacks, goes to transformers.
+tokenizer.json follows from a few fields. `_read` repeats it for the kinds that it knows, and the tests compare the two.
+Every other folder, and every method that `Tokenizer` lacks, goes to transformers.
 """
 
 import functools
@@ -67,8 +67,9 @@ def _class_of(settings: dict[str, Any], config: dict[str, Any], stored: dict[str
     """The class that transformers takes: PLAIN[0] where it uses tokenizer.json as it is."""
     kind = config.get("model_type")
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
-    _require(isinstance(named, str) and isinstance(kind, str))
-    named = str(named).removesuffix("Fast")
+    if not isinstance(named, str) or not isinstance(kind, str):
+        raise _Unknown
+    named = named.removesuffix("Fast")
     bytes_level = any('"ByteLevel"' in json.dumps(stored.get(part)) for part in ("pre_tokenizer", "decoder"))
     if kind in AS_STORED:
         return PLAIN[0]

@@ -100,17 +100,17 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     check_numbers(counts, cache.batch, length or 0)
 
 
-def calibration(method: Method, model: str) -> str:
-    """The command that makes the artifact of a method. model: what --model takes for it; "" where that is not known."""
+def _calibration(method: Method, model: str) -> str:
+    """How to make the artifact of a method. model: what --model takes for it; "" where that is not known."""
     made = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
-    command = f"kvqjax calibrate --model {shlex.quote(model) if model else 'MODEL'} --cache {shlex.quote(str(method))}"
-    taken = f"`--artifact {made}` or model.with_artifact(load_artifact({made!r})) takes it"
-    return f"{command} --out {made}` makes it, {taken}"
+    source = shlex.quote(model) if model else "MODEL"
+    command = f"kvqjax calibrate --model {source} --cache {shlex.quote(str(method))} --out {made}"
+    return f"`{command}` makes it; `--artifact {made}` or model.with_artifact(load_artifact({made!r})) takes it"
 
 
 def run_constants(given, layout: CacheLayout, model: str = "") -> tuple[dict, ...]:
     """Give every run its calibrated constants, from those of the runs or of the stacks that an artifact holds. Raises
-    UserError, at trace time, for missing or misshapen ones. model: as in `calibration`."""
+    UserError, at trace time, for missing or misshapen ones. model: what --model takes for it."""
     runs = runs_of(layout)
     given = given or tuple({} for _ in runs)
     stacks = runs if len(given) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
@@ -128,7 +128,7 @@ def run_constants(given, layout: CacheLayout, model: str = "") -> tuple[dict, ..
                 array = constants.get(group, {}).get(name)
                 if array is None:
                     missing = f"layer {run.first} needs the calibrated constant {group}.{name}"
-                    raise UserError(f"{missing}: `{calibration(layout.method, model)}")
+                    raise UserError(f"{missing}: {_calibration(layout.method, model)}")
                 if array.shape != (run.count, *shape):
                     raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
     return given

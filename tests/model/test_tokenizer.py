@@ -15,8 +15,8 @@ from kvqjax.model import tokenizer as subject
 from kvqjax.model.loading import locate
 
 ROOT = Path(__file__).resolve().parents[1]
-STORY = "the old man and the sea were old and the man's house is at the sea 1234 don't won't Zürich 北京 🙂 naïve "
-WORDS = STORY.split()
+SENTENCE = "the old man and the sea were old and the man's house is at the sea 1234 don't won't Zürich 北京 🙂 naïve"
+WORDS = SENTENCE.split()
 TEXT = " ".join(WORDS * 20)
 TEXTS = [
     "",
@@ -226,24 +226,19 @@ CHATML = (
 TEMPLATES = {
     "chatml": CHATML,
     "special tokens": "{{ bos_token }}{% for m in messages %}{{ m.content | trim }}{{ eos_token }}{% endfor %}",
-    "a block a line": (
-        "{% for m in messages %}\n  {% if m.role == 'user' %}\nU: {{ m.content }}\n  {% endif %}\n{% endfor %}"
-    ),
+    "a block a line": "{% for m in messages %}\n  {% if m.role == 'user' %}\nU: {{ m.content }}\n  {% endif %}\n"
+    "{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
     "loop controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
     "namespace": "{% set n = namespace(k=0) %}{% for m in messages %}{% set n.k = n.k + 1 %}{% endfor %}{{ n.k }}",
     "date": "{{ strftime_now('%Y') }}{{ 'tools' if tools is not none else 'none' }}{{ documents is defined }}",
-    "own option": (
-        "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<think>{% endif %}"
-    ),
-    "reasoning": (
-        "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.content is defined }}{% endfor %}"
-    ),
-    "python": (
-        "{{ messages[0]['content'].split(' ')[-1].upper() }}"
-        "{{ messages | selectattr('role', 'eq', 'user') | list | length }}"
-    ),
+    "own option": "{{ messages[-1].content }}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>{% endif %}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.content is defined }}"
+    "{% endfor %}",
+    "python": "{{ messages[0]['content'].split(' ')[-1].upper() }}"
+    "{{ messages | selectattr('role', 'eq', 'user') | list | length }}",
 }
 TALK = [
     {"role": "system", "content": "Zürich <b>&\n"},

@@ -1,0 +1,191 @@
+"""`kvqjax chat`: a conversation in the terminal, whose cache stays from turn to turn."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvqjax._errors import UserError
+from kvqjax._tables import size
+from kvqjax.cli.common import (
+    Artifacts,
+    Dtype,
+    Kernels,
+    ModelName,
+    RopeLength,
+    Seed,
+    TextOnly,
+    Weights,
+    calibrated,
+    methods_of,
+    number,
+    open_model,
+    token_number,
+)
+from kvqjax.cli.lines import Lines
+from kvqjax.cli.progress import announce
+from kvqjax.generation.sampling import make_sampling
+from kvqjax.generation.session import Answer, Session
+from kvqjax.model.loading import Model
+
+__all__ = ["chat"]
+
+HELP = """\
+/system TEXT  set the system message; without a text: show it
+/new          begin anew, with the same system message
+/save NAME    write the conversation and its cache as the folder NAME
+/load NAME    go on with a conversation that was saved
+/bytes        tokens and bytes of the cache, bits a number, and the last answer's speed
+/help         this list
+/quit         end; so does Ctrl-D
+
+Ctrl-C stops an answer, which then counts as far as it was made. A line that ends with a backslash goes on with the next
+one. //text sends a text that begins with a slash."""
+
+
+class _Chat:
+    """A conversation and what its commands do. `begin` makes a new session with a system message."""
+
+    def __init__(self, model: Model, begin: Callable[[str | None], Session], system: str | None, as_json: bool = False):
+        self._model, self._begin, self._as_json = model, begin, as_json
+        self._session = begin(system)
+        self._commands: dict[str, Callable[[str], None]] = {
+            "system": self._system, "new": self._new, "save": self._save, "load": self._load, "bytes": self._bytes,
+            "help": lambda _: announce(HELP),
+        }  # fmt: skip
+
+    def turn(self, text: str) -> bool:
+        """Do a command or answer a text; whether the conversation goes on."""
+        if text.startswith("/") and not text.startswith("//"):
+            name, _, rest = text[1:].partition(" ")
+            if name in ("quit", "exit", "bye"):
+                return False
+            if name not in self._commands:
+                raise UserError(f"no command /{name}; /help lists them, and //{name[:20]} sends it as a text")
+            self._commands[name](rest.strip())
+        elif text.strip():
+            self._answer(self._session.send(text.removeprefix("/") if text.startswith("//") else text))
+        return True
+
+    def _answer(self, answer: Answer) -> None:
+        """Print an answer as it is made. Ctrl-C ends it, and what was printed is part of the conversation."""
+        said, ended = [], True
+        try:
+            for piece in answer:
+                said.append(piece)
+                if not self._as_json:
+                    print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            ended = False
+        finally:
+            answer.close()
+        last = self._session.last
+        about = {"text": "".join(said), **(last._asdict() if last is not None else {})}
+        print(json.dumps(about) if self._as_json else "", flush=True)
+        if not ended:
+            announce("[stopped]")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._session.system = text
+        announce(f"system: {self._session.system or 'none'}")
+
+    def _new(self, _: str) -> None:
+        self._session = self._begin(self._session.system)
+        announce("a new conversation")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise UserError("/save NAME: the name of a new folder")
+        self._session.save(Path(name).expanduser())
+        announce(f"saved as {name}")
+
+    def _load(self, name: str) -> None:
+        if not name:
+            raise UserError("/load NAME: the folder of a conversation that was saved")
+        self._session = Session.load(self._model, Path(name).expanduser())
+        announce(f"{name}: {self._session.method}, {len(self._session.history)} messages")
+        for message in self._session.history[-2:]:
+            announce(f"{message['role']}: {message['content']}")
+
+    def _bytes(self, _: str) -> None:
+        last, session = self._session.last, self._session
+        if last is None:
+            announce(f"{session!r}: no answer yet")
+            return
+        held = last.kept_tokens + last.prompt_tokens + last.tokens
+        room = session.cache.layout.capacity if session.cache is not None else 0
+        announce(f"{session.method}: {held} of {room} tokens, {size(last.cache_bytes)}, {last.bits:.4g} bits a number")
+        announce(
+            f"last answer: {last.prompt_tokens} tokens fed, first token after {last.seconds_to_first_token:.2f} s, "
+            f"{last.tokens} made at {last.tokens_per_second:.1f} a second"
+        )
+
+
+def _guarded(talk: _Chat, lines: Iterator[str]) -> None:
+    """Take line after line. What is wrong with one is said, and the conversation goes on."""
+    for text in lines:
+        try:
+            if not talk.turn(text):
+                return
+        except UserError as error:
+            announce("error: " + " ".join(str(error).split()))
+        except KeyboardInterrupt:
+            announce("[stopped]")
+
+
+def chat(
+    model: ModelName = "demo",
+    cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
+    system: Annotated[str | None, typer.Option(help="the system message")] = None,
+    artifact: Artifacts = [],  # noqa: B006
+    load: Annotated[Path | None, typer.Option(help="go on with a conversation that was saved")] = None,
+    max_new_tokens: Annotated[int, number("--max-new-tokens", "-n", help="tokens of an answer, at most")] = 512,
+    capacity: Annotated[
+        int | None, token_number(help="most tokens of the conversation, also as 32k; default: grows as needed")
+    ] = None,
+    chunk: Annotated[int | None, number(help="feed turns through the cache N tokens at a time")] = None,
+    temperature: Annotated[float, number(least=0, most=10_000, help="0: always the likeliest token")] = 0.0,
+    top_k: Annotated[int, number(least=0, help="draw from the K likeliest; 0: from all")] = 0,
+    top_p: Annotated[
+        float, number(least=0, most=1, help="draw from the likeliest tokens that together have this probability")
+    ] = 1.0,
+    min_p: Annotated[
+        float, number(least=0, most=1, help="leave out tokens less likely than this share of the likeliest")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, number(least=0, most=10_000, help="above 1: against repetition")] = 1.0,
+    seed: Seed = 0,
+    stop: Annotated[list[str], typer.Option(help="end an answer at this text; repeatable")] = [],  # noqa: B006
+    kernels: Kernels = "auto",
+    dtype: Dtype = None,
+    weights: Weights = None,
+    text_only: TextOnly = False,
+    rope_length: RopeLength = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print every answer as a line of JSON, with its figures")
+    ] = False,
+) -> None:
+    """Talk with a model; its compressed cache stays from turn to turn.
+
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Text piped in is a turn a line."""
+    draw: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    make_sampling(**draw)  # says what cannot be, before any work
+    method = methods_of([cache])[0]
+    loaded = calibrated(open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact)[0][0]
+    options = draw | {
+        "capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels, "stop": stop,
+        "seed": seed,
+    }  # fmt: skip
+    talk = _Chat(loaded, lambda text: Session(loaded, method, system=text, **options), system, as_json)
+    if load is not None:
+        talk.turn(f"/load {load}")
+    with Lines(sys.stdin) as lines:
+        if lines.terminal:
+            announce(f"{model}, cache {method}; /help lists the commands, Ctrl-D ends")
+        _guarded(talk, lines)
