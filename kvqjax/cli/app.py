@@ -71,7 +71,7 @@ class _Later(TyperCommand):
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)
         command = typer.main.get_command(target)
-        shared = [copy.copy(option) for option in (parent.command.params if parent else [])]
+        shared = [copy.copy(option) for option in parent.command.params]
         for option in shared:
             option.expose_value = False  # the option's callback is all that it does
         _accept(command, shared)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvqjax._arguments import check_fields
+from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.codecs.kernel_form import Packed
 from kvqjax.codecs.scaled import over_parts, times_parts, with_factors
@@ -88,10 +90,13 @@ class Balanced:
     dtype: str = "bfloat16"
 
     def __post_init__(self):
+        check_fields(self)
+        if self.bits not in (1, 2, 3, 4, 5, 6, 8):
+            raise UserError(f"bits={self.bits}; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits")
         if self.rounds < 1:
-            raise ValueError(f"rounds={self.rounds}; at least 1 round of balancing is wanted")
+            raise UserError(f"rounds={self.rounds}; at least 1 round of balancing is wanted")
         if self.group not in (32, 64, 128):
-            raise ValueError(f"group={self.group}; tiles have 32, 64 or 128 tokens")
+            raise UserError(f"group={self.group}; tiles have 32, 64 or 128 tokens")
 
     def inner(self, width: int) -> Uniform:
         """Give the uniform codec's spec for balanced vectors of `width` channels."""

@@ -17,6 +17,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, CodecSpec, Fit
 from kvqjax.ops.finite import wide
 
@@ -51,5 +52,5 @@ class Centred:
 def centred(spec: CodecSpec, centre: str) -> CodecSpec:
     """Wrap `spec` in `Centred` for centre="mean"; give it back as it is for "auto" and "none"."""
     if centre not in CENTRES:
-        raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
+        raise UserError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
     return Centred(inner=spec) if centre == "mean" else spec

@@ -10,6 +10,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvqjax._arguments import check_fields
+from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.codecs.kernel_form import Packed, packed_form
 from kvqjax.model.config import KVShape
@@ -33,8 +35,9 @@ class Clipped:
     ratio: float
 
     def __post_init__(self):
+        check_fields(self)
         if not 0.5 <= self.ratio <= 1:
-            raise ValueError(f"clip={self.ratio}; wanted the share that is not clipped, from 0.5 to 1")
+            raise UserError(f"clip={self.ratio}; wanted the share that is not clipped, from 0.5 to 1")
 
     def build(self, width: int) -> Codec:
         inner = self.inner.build(width)

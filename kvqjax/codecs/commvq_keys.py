@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from kvqjax._arguments import check_fields
+from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.ops.finite import wide
@@ -45,14 +47,15 @@ class CommVQKeys:
     dtype: str = "bfloat16"
 
     def __post_init__(self):
+        check_fields(self)
         if self.levels not in (2, 4, 8, 16, 32, 64, 128, 256):
-            raise ValueError(f"levels={self.levels}; a power of two from 2 to 256")
+            raise UserError(f"levels={self.levels}; a power of two from 2 to 256")
         if self.rounds < 1:
-            raise ValueError(f"rounds={self.rounds}; at least 1")
+            raise UserError(f"rounds={self.rounds}; at least 1")
         if self.head_dim % 2 or (self.head_dim // 2) % self.pairs:
-            raise ValueError(f"group={self.group} does not divide the {self.head_dim // 2} pairs of a head")
+            raise UserError(f"group={self.group} does not divide the {self.head_dim // 2} pairs of a head")
         if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype={self.dtype!r}; the prescale is stored as bfloat16 or float32")
+            raise UserError(f"dtype={self.dtype!r}; the prescale is stored as bfloat16 or float32")
 
     @property
     def pairs(self) -> int:
@@ -62,7 +65,7 @@ class CommVQKeys:
     def build(self, width: int) -> Codec:
         """Build the codec of `width` = K*D channels. Its constant "codebook" is [R, C, L, 2g]."""
         if width % self.head_dim:
-            raise ValueError(f"head_dim={self.head_dim} does not divide the width {width}")
+            raise UserError(f"head_dim={self.head_dim} does not divide the width {width}")
         groups = width // (2 * self.pairs)
         bits = self.levels.bit_length() - 1
         fields = {

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
+from kvqjax._arguments import check_fields
+from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, Fit
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
@@ -37,15 +39,16 @@ class CommVQValues:
     dtype: str = "bfloat16"
 
     def __post_init__(self):
+        check_fields(self)
         if self.bits not in (1, 2, 3, 4):
-            raise ValueError(f"bits={self.bits}; value codes have 1 to 4 bits per channel")
+            raise UserError(f"bits={self.bits}; value codes have 1 to 4 bits per channel")
         if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype={self.dtype!r}; the gain is stored as bfloat16 or float32")
+            raise UserError(f"dtype={self.dtype!r}; the gain is stored as bfloat16 or float32")
 
     def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of one layer's constants; N = bits * W codes, 2N logits."""
         if width % 2:
-            raise ValueError(f"width {width} is odd; a choice decides two bits")
+            raise UserError(f"width {width} is odd; a choice decides two bits")
         logit_count = 2 * self.bits * width
         hidden = self.hidden or min(HIDDEN_LIMIT, logit_count)
         return {

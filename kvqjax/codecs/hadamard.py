@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.linalg import hadamard as sylvester
 
+from kvqjax._errors import UserError
+
 __all__ = ["factors", "hadamard", "has_hadamard", "multiplied", "transform"]
 
 FACTOR = 6  # log2 of the largest Sylvester factor applied as one matrix product
@@ -65,7 +67,7 @@ def factors(order: int) -> list[np.ndarray]:
     """Give matrices whose Kronecker product, first to last, is the Hadamard matrix."""
     parts = _split(order)
     if parts is None:
-        raise ValueError(f"no Hadamard matrix of order {order} is known here; powers of two always are")
+        raise UserError(f"no Hadamard matrix of order {order} is known here; powers of two always are")
     base, power = parts
     factors = [_paley(base)] if base > 1 else []
     count = -(-power // FACTOR)  # as few factors as possible, sizes as equal as possible

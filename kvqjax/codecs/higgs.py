@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvqjax._arguments import check_fields
+from kvqjax._errors import UserError
 from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.codecs.hadamard import factors, hadamard, has_hadamard, transform
@@ -59,15 +61,16 @@ class Higgs:
     norm: str = "plain"
 
     def __post_init__(self):
+        check_fields(self)
         shipped_grid(self.bits, self.dim)
         if self.norm not in NORMS:
-            raise ValueError(f"norm={self.norm!r}; known: {', '.join(NORMS)}")
+            raise UserError(f"norm={self.norm!r}; known: {', '.join(NORMS)}")
         if self.rotated and self.seed is not None:
-            raise ValueError(f"seed={self.seed}; the rotation has the signs: rotate=signs:{self.seed}")
+            raise UserError(f"seed={self.seed}; the rotation has the signs: rotate=signs:{self.seed}")
         if self.group is not None and not (self.rotated or has_hadamard(self.group)):
-            raise ValueError(f"group={self.group}; no Hadamard matrix of that order is known, powers of two always are")
+            raise UserError(f"group={self.group}; no Hadamard matrix of that order is known, powers of two always are")
         if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
+            raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
 
     def build(self, width: int) -> Codec:
         return higgs_codec(self, width, shipped_grid(self.bits, self.dim))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
+from kvqjax._errors import UserError
 from kvqjax.codecs.hadamard import has_hadamard
 
 __all__ = ["by_blocks", "by_table", "group_size", "nearest", "shipped_grid"]
@@ -28,7 +29,7 @@ def shipped_grid(bits: int, dim: int) -> np.ndarray:
     name = f"p{dim}_n{2 ** (bits * dim)}"
     if name not in _grids():
         known = ", ".join(sorted(_grids()))
-        raise ValueError(f"no grid of {bits} bits in {dim} dimensions ({name}); known: {known}")
+        raise UserError(f"no grid of {bits} bits in {dim} dimensions ({name}); known: {known}")
     return _grids()[name]
 
 

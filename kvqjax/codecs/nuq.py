@@ -32,6 +32,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
+from kvqjax._arguments import check_fields
+from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, CodecSpec, Fit
 from kvqjax.codecs.kernel_form import Packed, key_value_spec
 from kvqjax.codecs.nuq_outliers import restore_outliers, store_outliers
@@ -68,19 +70,20 @@ class Nuq:
     outlier_dtype: str = "bfloat16"
 
     def __post_init__(self):
+        check_fields(self)
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"bits={self.bits}; KVQuant's codes have 2, 3 or 4 bits")
+            raise UserError(f"bits={self.bits}; KVQuant's codes have 2, 3 or 4 bits")
         if self.per not in ("channel", "token"):
-            raise ValueError(f"per={self.per!r}; known: channel, token")
+            raise UserError(f"per={self.per!r}; known: channel, token")
         if self.datatype not in DATATYPES:
-            raise ValueError(f"datatype={self.datatype!r}; known: {', '.join(DATATYPES)}")
+            raise UserError(f"datatype={self.datatype!r}; known: {', '.join(DATATYPES)}")
         if not 0 <= self.outliers < 0.5:
-            raise ValueError(f"outliers={self.outliers}; a fraction of the channels from 0 to below 0.5 is wanted")
+            raise UserError(f"outliers={self.outliers}; a fraction of the channels from 0 to below 0.5 is wanted")
         if self.slots < 0 or (self.per == "token" and self.slots % 2):
-            raise ValueError(f"slots={self.slots}; a token has 0 or more slots, values an even number")
+            raise UserError(f"slots={self.slots}; a token has 0 or more slots, values an even number")
         for name in ("dtype", "outlier_dtype"):
             if getattr(self, name) not in ("bfloat16", "float32"):
-                raise ValueError(f"{name}={getattr(self, name)!r}; known: bfloat16, float32")
+                raise UserError(f"{name}={getattr(self, name)!r}; known: bfloat16, float32")
 
     def slot_count(self, width: int) -> int:
         """Count the outlier slots of a token of W channels. At each end there are half as many as the fraction asks
@@ -90,7 +93,7 @@ class Nuq:
     def build(self, width: int) -> Codec:
         least = self.slot_count(width) + 2
         if not least <= width <= MAX_WIDTH:
-            raise ValueError(f"width={width}; wanted {least} to {MAX_WIDTH} for outliers={self.outliers}")
+            raise UserError(f"width={width}; wanted {least} to {MAX_WIDTH} for outliers={self.outliers}")
         return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
 
     def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:

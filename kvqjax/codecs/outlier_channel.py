@@ -9,6 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
@@ -27,7 +28,7 @@ class OutlierChannels:
     def build(self, width: int) -> Codec:
         kept = sorted(set(self.channels))
         if not kept or kept[0] < 0 or kept[-1] >= width or len(kept) == width:
-            raise ValueError(f"channels={self.channels}; wanted some, not all, of 0 to {width - 1}")
+            raise UserError(f"channels={self.channels}; wanted some, not all, of 0 to {width - 1}")
         # A neighbour shares the kept channel's group along channels, except at a group's edge.
         source = [next(c % width for c in range(i, i + width) if c % width not in kept) for i in range(width)]
         inner = self.inner.build(width)

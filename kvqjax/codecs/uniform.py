@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
+from kvqjax._arguments import check_fields
+from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, CodecSpec
 from kvqjax.codecs.kernel_form import Packed, key_value_spec
 from kvqjax.model.config import KVShape
@@ -63,14 +65,17 @@ class Uniform:
     dtype: str = "bfloat16"
 
     def __post_init__(self):
+        check_fields(self)
         if self.bits not in (1, 2, 3, 4, 5, 6, 8):
-            raise ValueError(f"bits={self.bits}; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits")
+            raise UserError(f"bits={self.bits}; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits")
         if self.along not in ("tokens", "channels"):
-            raise ValueError(f"along={self.along!r}; known: tokens, channels")
+            raise UserError(f"along={self.along!r}; known: tokens, channels")
         if self.along == "tokens" and self.group not in (32, 64, 128):
-            raise ValueError(f"group={self.group}; groups along tokens have 32, 64 or 128 tokens")
+            raise UserError(f"group={self.group}; groups along tokens have 32, 64 or 128 tokens")
+        if self.group < 0:  # 0 stands for what the model says (kvqjax.methods.rotated_wiring.HeadsLayer)
+            raise UserError(f"group={self.group}; a group along channels has at least 1")
         if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
+            raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
 
     def build(self, width: int) -> Codec:
         return _per_channel(self, width) if self.along == "tokens" else _per_token(self, width)
@@ -112,13 +117,15 @@ def _per_channel(spec: Uniform, width: int) -> Codec:
 
 
 def check_group(group: int, width: int, least: int = 1) -> None:
-    """Raise ValueError unless `group` channels divide `width` or exceed it, naming a smaller group that does: a power
+    """Raise UserError unless `group` channels divide `width` or exceed it, naming a smaller group that does: a power
     of two of `least` at least."""
+    if group < 1:
+        raise UserError(f"group={group}; a group has at least 1 channel")
     if width % min(group, width) == 0:
         return
     fitting = [2**i for i in range(group.bit_length()) if least <= 2**i < group and width % 2**i == 0]
     hint = f"group={fitting[-1]} does" if fitting else f"nor does any power of two from {least} on"
-    raise ValueError(f"group={group} does not divide the width {width}; {hint}")
+    raise UserError(f"group={group} does not divide the width {width}; {hint}")
 
 
 def _per_token(spec: Uniform, width: int) -> Codec:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvqjax._errors import UserError
 from kvqjax.codecs import Centred, Codec, CodecSpec, Fit
 from kvqjax.codecs.kernel_form import Packed, packed_form
 from kvqjax.methods.aqua_packed import predicted_form
@@ -69,9 +70,9 @@ class AquaLayer:
     def __post_init__(self):
         for name, known in (("key_inputs", ("k", "v", "kv", "none")), ("value_inputs", ("k", "v", "kv", "none"))):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
+                raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
         if self.copy not in COPIES:
-            raise ValueError(f"copy={self.copy!r}; known: {', '.join(COPIES)}")
+            raise UserError(f"copy={self.copy!r}; known: {', '.join(COPIES)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
         """Take a layer of keys and values by other codecs, exact ones among them, into the chain. It has no predictor,

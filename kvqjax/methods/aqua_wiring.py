@@ -1,10 +1,11 @@
 """AQUA-KV (arXiv 2501.19392): options and their layers. What a layer does is in kvqjax.methods.aqua_layer."""
 
+from kvqjax._errors import UserError
 from kvqjax.codecs import CodecSpec, Exact, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.methods.aqua_layer import UNIT, AquaLayer
 from kvqjax.methods.keys_values import KeysAndValues
-from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.spec import Method, given, method_factory
 
 __all__ = ["aqua"]
 
@@ -20,14 +21,14 @@ def _backbone(name: str, bits: int, dim: int, group: int | None, seed: int | Non
         return Uniform(bits=bits, along="channels", group=group or 64)
     if name == "channel":
         return Uniform(bits=bits, along="tokens", group=group or UNIT)
-    raise ValueError(f"backbone={name!r}; known: {', '.join(BACKBONES)}")
+    raise UserError(f"backbone={name!r}; known: {', '.join(BACKBONES)}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split("+") if part)
     except ValueError:
-        raise ValueError(f"exact={text!r}; wanted layer numbers joined by +, such as 3+7") from None
+        raise UserError(f"exact={text!r}; wanted layer numbers joined by +, such as 3+7") from None
 
 
 @method_factory
@@ -67,12 +68,12 @@ def aqua(
     - `centre="auto"` takes the model's key bias, where it has one, off the keys of every layer (before RoPE); "mean" a
       calibrated mean off the first layer's (the predictors' biases do so above it); "none" nothing.
 
-    With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises ValueError for values that are not listed
+    With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that are not listed
     here.
     """
     shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
     unbiased = centre == "auto" and rope == "pre"
-    key, value = (_backbone(backbone, b or bits, dim, group, seed) for b in (key_bits, value_bits))
+    key, value = (_backbone(backbone, given(b, bits), dim, group, seed) for b in (key_bits, value_bits))
     alone = {"key_inputs": "none", "value_inputs": "none"}
     start = _backbone("higgs", first_bits, 2, group if backbone == "higgs" else None, seed)
     first = AquaLayer(key=centred(start, centre), value=start, unbiased=unbiased, **alone, **shared)

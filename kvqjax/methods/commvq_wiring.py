@@ -11,6 +11,7 @@ import math
 
 import jax.numpy as jnp
 
+from kvqjax._errors import UserError
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
@@ -41,7 +42,7 @@ class CommVQLayer:
 
     def __post_init__(self):
         if self.unit % 32 or self.unit < 32:
-            raise ValueError(f"unit={self.unit}; tokens leave the window in multiples of 32")
+            raise UserError(f"unit={self.unit}; tokens leave the window in multiples of 32")
 
     def key(self, config: KVShape) -> CommVQKeys:
         """Choose the key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
@@ -117,11 +118,11 @@ def commvq(
       the published rule: the whole buffer is encoded when it holds 128 tokens.
     - `centre="auto"` codes keys without the model's key bias, where it has one; "none" with it.
 
-    With the defaults, Llama-3.1-8B stores 1.031 bits per channel. Raises ValueError for values that are not listed
+    With the defaults, Llama-3.1-8B stores 1.031 bits per channel. Raises UserError for values that are not listed
     here.
     """
     if centre not in ("auto", "none"):
-        raise ValueError(f"centre={centre!r}; known: auto, none")
+        raise UserError(f"centre={centre!r}; known: auto, none")
     options = {"bits": bits, "rounds": rounds, "levels": levels, "group": group, "hidden": hidden}
     options["unbiased"] = centre == "auto"
     return Method(name="commvq", layer=CommVQLayer(**options, window=window, unit=unit), sinks=sinks)

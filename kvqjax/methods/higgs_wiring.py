@@ -5,12 +5,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvqjax._errors import UserError
 from kvqjax.codecs import CENTRES, Uniform, centred
 from kvqjax.codecs.higgs import Higgs, mixed_form, summed_form
 from kvqjax.methods.direct import MOST_QUERIES
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.spec import Method, given, method_factory
 from kvqjax.methods.wiring import MixedKeys, SharedValues, Wiring
 from kvqjax.model.config import KVShape
 
@@ -110,15 +111,15 @@ def higgs(
     - `rotate` and `value_rotate` as in `kivi`: a rotation takes the place of the codec's own transform.
 
     A channel takes `bits + 16 / group` bits: with the defaults, Llama-3.1-8B stores 2.016 bits per channel. Raises
-    ValueError for values that are not listed here.
+    UserError for values that are not listed here.
     """
     if group not in GROUPS and not group.isdigit():
-        raise ValueError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
+        raise UserError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
     if centre not in CENTRES:
-        raise ValueError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
+        raise UserError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
     rotations = turning(rotate, value_rotate, rope)
     key, value = (
-        Higgs(bits=b or bits, dim=dim, seed=seed, dtype=scales, norm=norm, rotated=turned not in ("none", "pairs"))
+        Higgs(bits=given(b, bits), dim=dim, seed=seed, dtype=scales, norm=norm, rotated=turned not in ("none", "pairs"))
         for b, turned in zip((key_bits, value_bits), rotations.values(), strict=True)
     )
     centre = "none" if centre == "auto" and rope == "post" else centre

@@ -9,6 +9,7 @@ and leave the body by whole groups (kvqjax.cache.eviction)."""
 import dataclasses
 
 from kvqjax._arguments import check_fields, named
+from kvqjax._errors import UserError
 
 __all__ = ["Keep", "read_keep"]
 
@@ -25,7 +26,7 @@ class Keep:
     def __post_init__(self):
         check_fields(self)
         if self.rule not in RULES or self.budget < 1:
-            raise ValueError(f"keep={self}; {_WANTED}")
+            raise UserError(f"keep={self}; {_WANTED}")
 
     def __str__(self) -> str:
         return f"{self.rule}:{self.budget}"
@@ -35,12 +36,12 @@ _WANTED = f"wanted a rule ({', '.join(RULES)}) and a count of tokens, such as h2
 
 
 def read_keep(text: str | Keep) -> Keep:
-    """Read `rule:tokens`. Raises ValueError on anything else."""
+    """Read `rule:tokens`. Raises UserError on anything else."""
     if isinstance(text, Keep):
         return text
     if not isinstance(text, str):
-        raise ValueError(f"keep is {named(text)}; {_WANTED}")
+        raise UserError(f"keep is {named(text)}; {_WANTED}")
     rule, _, budget = text.partition(":")
     if not budget.isdecimal():
-        raise ValueError(f"keep={text}; {_WANTED}")
+        raise UserError(f"keep={text}; {_WANTED}")
     return Keep(rule, int(budget))

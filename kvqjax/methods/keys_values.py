@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int
 
+from kvqjax._errors import UserError
 from kvqjax.codecs import CodecSpec, Fit
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.kernel_form import packed_form
@@ -36,15 +37,15 @@ def cached_keys(
 
 
 def _check(config: KVShape, rope: str, unbiased: bool, rotations: dict[str, str]) -> None:
-    """Raise ValueError for a frame that keys of this shape cannot have."""
+    """Raise UserError for a frame that keys of this shape cannot have."""
     if rope not in ("pre", "post"):
-        raise ValueError(f"rope={rope!r}; known: pre, post")
+        raise UserError(f"rope={rope!r}; known: pre, post")
     if rope == "pre" and config.rope is None:
-        raise ValueError("it caches keys before RoPE; give the shape a rope, and queries and keys unrotated")
+        raise UserError("it caches keys before RoPE; give the shape a rope, and queries and keys unrotated")
     if unbiased and rope == "post":
-        raise ValueError("the bias of keys can only be taken off before RoPE")
+        raise UserError("the bias of keys can only be taken off before RoPE")
     if unbiased and config.known_key_bias and rotations.get("k", "none") != "none":
-        raise ValueError("keys without the model's bias cannot be rotated; say centre=none")
+        raise UserError("keys without the model's bias cannot be rotated; say centre=none")
     check_rotation(rotations.get("k", "none"), rope)
     check_rotation(rotations.get("v", "none"))
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from kvqjax._errors import UserError
 from kvqjax.codecs import Exact, Uniform, centred
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import Method, first_layers, method_factory
+from kvqjax.methods.spec import Method, first_layers, given, method_factory
 from kvqjax.methods.wiring import Clock
 
 __all__ = ["exact", "kivi", "kivi_star", "uniform"]
@@ -27,12 +28,12 @@ def _kivi_layer(
     key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
     value = Uniform(bits=value_bits, along="channels", group=value_group, dtype=scales)
     if rule not in ("together", "published"):
-        raise ValueError(f"rule={rule!r}; known: together, published")
+        raise UserError(f"rule={rule!r}; known: together, published")
     clocks = ()
     if rule == "published":
         # Section 1.4-1.5 of the released code's behaviour: keys leave all R at once, values one by one.
         if window == 0 or window % group:
-            raise ValueError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
+            raise UserError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
         clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
     timing: dict[str, Any] = {"rope": rope, "window": window, "unit": group, "clocks": clocks, **rotations}
     return KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto" and rope == "pre", **timing)
@@ -69,13 +70,13 @@ def kivi(
     - `rotate` turns what is encoded (kvqjax.methods.rotation); `value_rotate` gives values another rotation.
 
     A key channel takes `bits + 32 / group` bits, a value channel `bits + 32 / value_group`: with the defaults,
-    Llama-3.1-8B stores 3 bits per channel. Raises ValueError for values that are not listed here.
+    Llama-3.1-8B stores 3 bits per channel. Raises UserError for values that are not listed here.
     """
     layer = _kivi_layer(
-        key_bits or bits,
-        value_bits or bits,
+        given(key_bits, bits),
+        given(value_bits, bits),
         group,
-        value_group or group,
+        given(value_group, group),
         window,
         rope,
         rule,
@@ -93,7 +94,7 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
 
     `bits` of a code, 1 to 6 or 8; the first `protected` layers have at least 4. `window` newest and `sinks` first
     tokens stay exact; `centre` as in `kivi`. With the defaults, Llama-3.1-8B stores 2.438 bits per channel. Raises
-    ValueError as `kivi` does.
+    UserError as `kivi` does.
     """
     options = (128, 128, window, "pre", "together", "bfloat16", centre)
     layer, first = (_kivi_layer(b, b, *options) for b in (bits, max(bits, 4)))
@@ -119,7 +120,7 @@ def uniform(
     `bits` of a code, 1 to 6 or 8. `window` newest and `sinks` first tokens stay exact; `scales` is the dtype of scales
     and minima. `centre="mean"` takes a calibrated mean off the keys first. `rotate` and `value_rotate` as in `kivi`:
     with them it is the rotated q4 and q8 of other engines. A channel takes `bits + 32 / group` bits: with the defaults,
-    Llama-3.1-8B stores 4.25 bits per channel. Raises ValueError as `kivi` does.
+    Llama-3.1-8B stores 4.25 bits per channel. Raises UserError as `kivi` does.
     """
     codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
     rotations: dict[str, Any] = turning(rotate, value_rotate)

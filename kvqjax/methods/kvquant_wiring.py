@@ -6,7 +6,7 @@ from typing import Any
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.spec import Method, given, method_factory
 
 __all__ = ["kvquant"]
 
@@ -47,7 +47,7 @@ def kvquant(
       sees rotated keys and values, and keys before RoPE take only rotations that commute with it.
 
     A model's key bias costs nothing, since a channel's thresholds hold it. With the defaults, Llama-3.1-8B stores 3.391
-    bits per channel. Raises ValueError for values that are not listed here.
+    bits per channel. Raises UserError for values that are not listed here.
     """
     shared = {
         "outliers": outliers,
@@ -56,8 +56,8 @@ def kvquant(
         "dtype": scales,
         "outlier_dtype": outlier_dtype,
     }
-    key = Nuq(bits=key_bits or bits, per="channel", slots=slots, **shared)
-    value = Nuq(bits=value_bits or bits, per="token", **shared)
+    key = Nuq(bits=given(key_bits, bits), per="channel", slots=slots, **shared)
+    value = Nuq(bits=given(value_bits, bits), per="token", **shared)
     rotations: dict[str, Any] = turning(rotate, value_rotate, rope, fitted=False)
     layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=buffer, **rotations)
     return Method(name="kvquant", layer=layer, sinks=sinks)

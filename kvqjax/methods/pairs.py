@@ -8,6 +8,7 @@ is a `Pair`, read block by block.
 import dataclasses
 from typing import Any
 
+from kvqjax._errors import UserError
 from kvqjax.methods.maps import Maps
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.methods.wiring import Clock, Fast, Storage, Wiring
@@ -42,7 +43,7 @@ class Pair:
         own = {"k": self.key.build(config), "v": self.value.build(config)}
         for part, wiring in own.items():
             if not apart(wiring):
-                raise ValueError(f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together")
+                raise UserError(f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together")
         clocks = tuple(_clock(wiring, part) for part, wiring in own.items())
         if clocks[0][1:] == clocks[1][1:]:
             clocks = (clocks[0]._replace(sources=PARTS),)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvqjax._errors import UserError
 from kvqjax.model.weight_codes import WEIGHT_GROUP, unpack_nibbles
 
 __all__ = ["DTYPES", "KINDS", "predict", "shapes", "unpack_weight"]
@@ -28,7 +29,7 @@ NORM_EPS = 1e-5
 def shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
     """Give the shapes of one layer's constants by name, without the layer axis."""
     if kind not in KINDS:
-        raise ValueError(f"predictor={kind!r}; known: {', '.join(KINDS)}")
+        raise UserError(f"predictor={kind!r}; known: {', '.join(KINDS)}")
     if kind == "none":
         return {}
     bias: tuple[int, ...] = (outputs,)
@@ -72,5 +73,5 @@ def predict(kind: str, constants: dict[str, Array], x: Float[Array, "u I"]) -> F
         inner = _times(wide, constants["down"]) + constants["inner"].astype(jnp.float32)[None]
         y = _times(jax.nn.silu(inner), constants["up"])
     else:
-        raise ValueError(f"predictor={kind!r} cannot be evaluated; known: {', '.join(KINDS[:-1])}")
+        raise UserError(f"predictor={kind!r} cannot be evaluated; known: {', '.join(KINDS[:-1])}")
     return y + constants["bias"].astype(jnp.float32)[None]

@@ -3,6 +3,7 @@
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvqjax._errors import UserError
 from kvqjax.codecs import Exact, Fit, Uniform
 from kvqjax.codecs.uniform import check_group
 from kvqjax.methods.summing import shared_until, through_heads
@@ -20,9 +21,9 @@ FIT = Fit("kvqjax.calibrate.xquant", source="weights")
 
 
 def input_width(shape: KVShape) -> int:
-    """Give the width of the layer input that is cached. Raises ValueError for a shape that does not know it."""
+    """Give the width of the layer input that is cached. Raises UserError for a shape that does not know it."""
     if shape.width is None:
-        raise ValueError("its keys and values are computed from a layer's input and weights; use a kvqjax model")
+        raise UserError("its keys and values are computed from a layer's input and weights; use a kvqjax model")
     return shape.width
 
 

@@ -3,13 +3,14 @@ rotation (kvqjax.methods.rotation); they differ in what is divided out, or cut o
 
 import dataclasses
 
+from kvqjax._errors import UserError
 from kvqjax.codecs import CENTRES, CodecSpec, Uniform, centred
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.spec import Method, given, method_factory
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 
@@ -35,7 +36,7 @@ class HeadsLayer:
 
     def __post_init__(self):
         if self.centre not in CENTRES:
-            raise ValueError(f"centre={self.centre!r}; known: {', '.join(CENTRES)}")
+            raise UserError(f"centre={self.centre!r}; known: {', '.join(CENTRES)}")
 
     def build(self, config: KVShape) -> Wiring:
         sizes = {"heads": config.num_kv_heads, "parts": config.num_kv_heads, "group": config.head_dim}
@@ -78,13 +79,13 @@ def omniscale(
 
     `norm` is one of a token over all KV heads ("layer", as released) or one of each head ("head"). `bits`, `key_bits`,
     `value_bits`, groups (tokens and channels), `window`, `sinks` and `scales` as in `kivi`; `rotate`, `value_rotate`
-    and `centre` too. With the defaults, Llama-3.1-8B stores 3.008 bits per channel. Raises ValueError for values that
+    and `centre` too. With the defaults, Llama-3.1-8B stores 3.008 bits per channel. Raises UserError for values that
     are not listed here.
     """
     if norm not in ("layer", "head"):
-        raise ValueError(f"norm={norm!r}; known: layer, head")
-    key = Uniform(bits=key_bits or bits, along="tokens", group=group, dtype=scales)
-    value = Uniform(bits=value_bits or bits, along="channels", group=value_group or group, dtype=scales)
+        raise UserError(f"norm={norm!r}; known: layer, head")
+    key = Uniform(bits=given(key_bits, bits), along="tokens", group=group, dtype=scales)
+    value = Uniform(bits=given(value_bits, bits), along="channels", group=given(value_group, group), dtype=scales)
     scaled = Scaled(inner=key, parts=1 if norm == "layer" else 0, dtype=scales)
     timing = {"window": window, "unit": group, "centre": centre}
     layer = HeadsLayer(key=scaled, value=value, **timing, **turning(rotate, value_rotate))
@@ -115,11 +116,11 @@ def kvarn(
     of balancing; `floor` bounds the logarithms of its factors from below (-0.3 in the released code, which then hardly
     balances what varies little). `window` newest and `sinks` first tokens stay exact; `scales` is the dtype of scales,
     minima and factors; `rotate`, `value_rotate` and `centre` as in `kivi`. With the defaults, Llama-3.1-8B stores 2.375
-    bits per channel. Raises ValueError for values that are not listed here.
+    bits per channel. Raises UserError for values that are not listed here.
     """
     spec = {"heads": 0, "group": group, "rounds": rounds, "floor": floor, "dtype": scales}
-    key = Balanced(bits=key_bits or bits, along="tokens", **spec)
-    value = Balanced(bits=value_bits or bits, along="channels", **spec)
+    key = Balanced(bits=given(key_bits, bits), along="tokens", **spec)
+    value = Balanced(bits=given(value_bits, bits), along="channels", **spec)
     timing = {"window": window, "unit": group, "centre": centre}
     layer = HeadsLayer(key=key, value=value, **timing, **turning(rotate, value_rotate))
     return Method(name="kvarn", layer=layer, sinks=sinks)
@@ -148,11 +149,11 @@ def oscar(
     minimum (0: a head's); `clip` and `value_clip` are the shares of a head's numbers, 0.5 to 1, that are not clipped.
     `window` newest and `sinks` first tokens stay exact. The matrices come from `kvqjax calibrate`; other rotations need
     none. `scales` is the dtype of scales and minima, float32 in the released code; `centre` as in `kivi`. With the
-    defaults, Llama-3.1-8B stores 2.25 bits per channel. Raises ValueError for values that are not listed here.
+    defaults, Llama-3.1-8B stores 2.25 bits per channel. Raises UserError for values that are not listed here.
     """
     uniform = {"along": "channels", "group": group, "dtype": scales}
-    key = Clipped(inner=Uniform(bits=key_bits or bits, **uniform), parts=0, ratio=clip)
-    value = Clipped(inner=Uniform(bits=value_bits or bits, **uniform), parts=0, ratio=value_clip)
+    key = Clipped(inner=Uniform(bits=given(key_bits, bits), **uniform), parts=0, ratio=clip)
+    value = Clipped(inner=Uniform(bits=given(value_bits, bits), **uniform), parts=0, ratio=value_clip)
     timing = {"window": window, "unit": PLANE, "centre": centre}
     layer = HeadsLayer(key=key, value=value, **timing, **turning(rotate, value_rotate))
     return Method(name="oscar", layer=layer, sinks=sinks)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvqjax._errors import UserError
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
 from kvqjax.model.config import KVShape
 
@@ -46,12 +47,12 @@ class Frame(NamedTuple):
 
 
 def check_rotation(text: str, rope: str = "post") -> None:
-    """Raise ValueError for text that names no rotation, or none that keys stored as `rope` says can have."""
+    """Raise UserError for text that names no rotation, or none that keys stored as `rope` says can have."""
     kind, colon, seed = text.partition(":")
     if kind not in KINDS or (colon and not (kind == "signs" and seed.isdigit())):
-        raise ValueError(f"rotation {text!r}; known: {', '.join(KINDS)}, and signs:SEED")
+        raise UserError(f"rotation {text!r}; known: {', '.join(KINDS)}, and signs:SEED")
     if rope == "pre" and kind not in ("none", "pairs"):
-        raise ValueError(
+        raise UserError(
             f"rotation {text!r} does not commute with RoPE, and the keys are stored before it: rotate=pairs does, "
             "rope=post stores them after it, and value_rotate rotates values alone"
         )
@@ -65,7 +66,7 @@ def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = T
     check_rotation(own["value_rotation"])
     if "fitted" in own.values() and not fitted:
         known = ", ".join(KINDS[:-1])
-        raise ValueError(f"rotation 'fitted' needs codecs without calibrated tables; known here: {known}")
+        raise UserError(f"rotation 'fitted' needs codecs without calibrated tables; known here: {known}")
     return own
 
 
@@ -78,7 +79,7 @@ def matrix_of(text: str, dim: int) -> np.ndarray:
         half = np.eye(dim // 2, dtype=np.int8)
         return np.block([[half, half], [-half, half]])
     if not has_hadamard(dim):
-        raise ValueError(
+        raise UserError(
             f"rotation {text!r}: no Hadamard matrix of order {dim}, the head_dim, is known here; "
             "the rotations pairs and fitted remain"
         )

@@ -16,7 +16,7 @@ from kvqjax.methods.keep import Keep, read_keep
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 
-__all__ = ["LayerSpec", "Method", "calibrated_part", "first_layers", "method_factory", "option_text"]
+__all__ = ["LayerSpec", "Method", "calibrated_part", "first_layers", "given", "method_factory", "option_text"]
 
 MOST_LAYERS = 4096  # an option's slip must not fill the memory with overrides
 UNCALIBRATED = ("window", "unit", "clocks", "copy")  # of layer specs: when tokens are encoded, and what a reader holds
@@ -87,10 +87,15 @@ def calibrated_part(method: Method, config: KVShape) -> Method:
 
 
 def first_layers(count: int) -> range:
-    """Number the first `count` layers, which an option protects. Raises ValueError for no count of layers."""
+    """Number the first `count` layers, which an option protects. Raises UserError for no count of layers."""
     if not 0 <= count <= MOST_LAYERS:
-        raise ValueError(f"{count} first layers; wanted a count from 0 to {MOST_LAYERS}")
+        raise UserError(f"{count} first layers; wanted a count from 0 to {MOST_LAYERS}")
     return range(count)
+
+
+def given(value: Any, default: Any) -> Any:
+    """Give an option's value, and for None what it then follows. A 0 is a value: whoever takes it refuses it."""
+    return default if value is None else value
 
 
 def option_text(value: Any) -> str:
@@ -113,9 +118,7 @@ def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
         options = {k: typed(f"{function.__name__}: {k}", v, parameters[k].annotation) for k, v in options.items()}
         try:
             method, bound = function(**options), None if keep is None else read_keep(keep)
-        except UserError:
-            raise
-        except ValueError as error:
+        except ValueError as error:  # a UserError of a codec does not say which method was asked for
             raise UserError(f"{function.__name__}: {error}") from error
         given = {k: v for k, v in (options | {"keep": keep}).items() if v != parameters[k].default}
         if "bits" in parameters and not {"key_bits", "value_bits"} <= given.keys():

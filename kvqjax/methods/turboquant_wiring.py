@@ -1,12 +1,13 @@
 """TurboQuant (arXiv 2504.19874): a random rotation and one scalar grid. In this library it is HIGGS with grids of one
 dimension, one scale a head, and its transform in the frame: queries are rotated instead of cached keys."""
 
+from kvqjax._errors import UserError
 from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.uniform import Uniform
 from kvqjax.methods.higgs_wiring import HiggsLayer
 from kvqjax.methods.keys_values import KeysAndValues
-from kvqjax.methods.spec import Method, first_layers, method_factory
+from kvqjax.methods.spec import Method, first_layers, given, method_factory
 
 __all__ = ["turboquant"]
 
@@ -38,19 +39,19 @@ def turboquant(
     maximum, and `boundary` exact layers at each end (2 there, else 0). `norm` as in `higgs`: "corrected" as in that
     engine, "unbiased" keeps the scores of keys. `window` newest and `sinks` first tokens stay exact; `scales` is the
     dtype of norms; `centre` is "none" or "mean". With the defaults, Llama-3.1-8B stores 4.125 bits per channel. Raises
-    ValueError for values that are not listed here.
+    UserError for values that are not listed here.
     """
     if form not in FORMS:
-        raise ValueError(f"form={form!r}; known: {', '.join(FORMS)}")
+        raise UserError(f"form={form!r}; known: {', '.join(FORMS)}")
     if centre not in ("none", "mean"):
-        raise ValueError(f"centre={centre!r}; known: none, mean (keys are stored after RoPE)")
+        raise UserError(f"centre={centre!r}; known: none, mean (keys are stored after RoPE)")
     ends = FORMS[form] if boundary is None else boundary
     grid = {"dim": 1, "dtype": scales, "rotated": True, "norm": norm}
-    key = Higgs(bits=key_bits or bits, **grid)
+    key = Higgs(bits=given(key_bits, bits), **grid)
     if form == "paper":
-        value, rotations = Higgs(bits=value_bits or bits, **grid), (f"signs:{seed}", f"signs:{seed}")
+        value, rotations = Higgs(bits=given(value_bits, bits), **grid), (f"signs:{seed}", f"signs:{seed}")
     else:
-        value, rotations = Uniform(bits=value_bits or bits, along="channels", dtype=scales), ("hadamard", "none")
+        value, rotations = Uniform(bits=given(value_bits, bits), along="channels", dtype=scales), ("hadamard", "none")
     layer = HiggsLayer(
         key=key,
         value=value,

@@ -15,6 +15,7 @@ diag(gain) [W_k|W_v]. Made from the weights alone by kvqjax.calibrate.xquant. MH
 
 import dataclasses
 
+from kvqjax._errors import UserError
 from kvqjax.codecs.uniform import check_group
 from kvqjax.methods.cross_layer import ACCUMULATORS, SPACES, Difference, cross_layer
 from kvqjax.methods.keys_values import KeysAndValues
@@ -46,7 +47,7 @@ class CrossLayer:
     def __post_init__(self):
         for name, known in (("axis", ("token", "channel")), ("accumulator", ACCUMULATORS), ("space", SPACES)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
+                raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
         """Take a layer of keys and values among these, in their window and unit. The accumulator passes it by, so the
@@ -63,7 +64,7 @@ class CrossLayer:
         along = "tokens" if self.axis == "channel" and not self.start else "channels"
         if config.window is not None:
             # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
-            raise ValueError(f"xquant_cl needs full attention in every layer; its window is {config.window}")
+            raise UserError(f"xquant_cl needs full attention in every layer; its window is {config.window}")
         full = input_width(config)
         if self.accumulator.isdigit():
             check_group(self.group, full, least=PLANE)
@@ -103,7 +104,7 @@ def xquant_cl(
       the `accumulator` is stored as between layers ("bfloat16"; "float32" by default for the identity; or a number of
       bits), and whether differences are taken after the norm or of the residual stream (`space`: "norm", "residual").
 
-    With the defaults, Llama-3.1-8B stores 2.57 bits per key or value channel. Raises ValueError for values that are not
+    With the defaults, Llama-3.1-8B stores 2.57 bits per key or value channel. Raises UserError for values that are not
     listed here.
     """
     store = accumulator or ("float32" if bits == 16 else "bfloat16")

@@ -17,6 +17,7 @@ R = min(E, KD); made from the weights alone by kvqjax.calibrate.xquant. MHA need
 
 import dataclasses
 
+from kvqjax._errors import UserError
 from kvqjax.codecs import Codec, Uniform
 from kvqjax.codecs.kernel_form import BLOCK, Packed, rope_of
 from kvqjax.codecs.outlier_channel import OutlierChannels
@@ -142,7 +143,7 @@ class LayerInput:
         if not self.uses_latents(config):
             if self.outliers or self.value_bits not in (None, self.bits):
                 got = f"value_bits={self.value_bits}, outliers={self.outliers}"
-                raise ValueError(f"xquant caches X itself here, of one width and without a first latent; got {got}")
+                raise UserError(f"xquant caches X itself here, of one width and without a first latent; got {got}")
             return layer_input(config, quantiser(self.bits, **per_token).build(width), clock)
         key = quantiser(self.bits, **{**per_token, "along": "tokens"})
         if self.outliers:
@@ -176,7 +177,7 @@ def xquant(
     - `group` channels (of keys' latents: tokens) share a scale of dtype `scales`. `group` tokens leave the window
       together, beyond the newest `window`; `sinks` first tokens stay exact.
 
-    With the defaults, Llama-3.1-8B stores 4.25 bits per key or value channel. Raises ValueError for values that are not
+    With the defaults, Llama-3.1-8B stores 4.25 bits per key or value channel. Raises UserError for values that are not
     listed here, and for value bits or outliers where there is no latent.
     """
     layer = LayerInput(
