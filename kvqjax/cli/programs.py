@@ -87,9 +87,9 @@ def compiling_seconds() -> Iterator[list[float]]:
 
     seconds: list[float] = []
 
-    def listen(event: str, duration: float, **_: str | int) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seconds.append(duration)
+            seconds.append(duration_secs)
 
     monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -42,7 +42,7 @@ def _compiled(source: str) -> jinja2.Template:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _json
-    helpers = {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
+    helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
     environment.globals.update(helpers)
     return environment.from_string(source)
 
