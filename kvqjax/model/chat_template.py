@@ -42,7 +42,8 @@ def _compiled(source: str) -> jinja2.Template:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _json
-    helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
+    now = lambda format: datetime.now().strftime(format)  # noqa: E731
+    helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": now}
     environment.globals.update(helpers)
     return environment.from_string(source)
 
