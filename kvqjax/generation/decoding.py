@@ -130,7 +130,7 @@ def _check_room(cache: Cache, held: Sequence[int], prompts: Sequence[Sequence[in
     for row, (count, prompt) in enumerate(zip(held, prompts, strict=True)):
         if count + len(prompt) + new > capacity:
             wanted = f"row {row} holds {count} tokens; {len(prompt)} more and {new} new ones"
-            raise UserError(f"{wanted} do not fit the cache's capacity of {capacity}")
+            raise UserError(f"{wanted} do not fit the cache's capacity of {capacity}; kvqjax.resize makes room")
 
 
 def _begun(

@@ -16,7 +16,7 @@ from kvqjax._options import named_options
 from kvqjax.cache import Cache
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import read_description, write_folder
-from kvqjax.cache.surgery import crop, fork
+from kvqjax.cache.surgery import crop, fork, resize
 from kvqjax.generation.driver import Generation, Settings
 from kvqjax.generation.loop import fetched, shared
 from kvqjax.generation.prompt_ids import chat_text, check_vocabulary, continued_ids, end_ids, require_trained
@@ -232,7 +232,7 @@ class Session:
         text = read_description(path, "session")
         try:
             session = cls(model, text["method"], system=text["system"], **text["options"])
-            session._history = _messages(text["history"])
+            session._history = _messages(text["history"]) if text["history"] else []
             session._parts = [_Part(str(part), [int(token) for token in ids]) for part, ids in text["parts"]]
             session._ids, session._answers = [int(token) for token in text["ids"]], int(text["answers"])
         except (KeyError, TypeError, ValueError) as error:
@@ -286,9 +286,8 @@ class Session:
         cache, self._cache, self._ids = self._cache, None, []
         if cache is not None:
             cache = crop(cache, shared(self.model, np.asarray([same], np.int32)))
-            held = int(fetched(cache.lengths)[0][0])
-            if held and capacity == cache.layout.capacity:
-                return cache, held
+            if held := int(fetched(cache.lengths)[0][0]):
+                return resize(cache, capacity), held
             del cache  # before another one is made
         return init_cache(self.model, self.method, 1, capacity, kernels=self._options["kernels"]), 0
 
@@ -340,10 +339,14 @@ class Answer(Iterator[str]):
             if self._session._open is self:
                 self._session._open = None
             return
-        made.close()
+        try:
+            made.close()
+            cache = None if made.lost else made.cache()
+        except Exception:
+            self._end(None, [])
+            raise
         tokens, reason = made.tokens[0], made.reasons[0] or "closed"
         said = bool(tokens) or reason != "closed"
-        cache = None if made.lost else made.cache()
         self._end(cache, [*self._ids, *tokens] if said else self._ids[: self._kept])
         if said:
             self._add(made, reason)
@@ -382,7 +385,7 @@ class Answer(Iterator[str]):
         )
 
 
-def _messages(message: str | Message | Iterable[Message]) -> list[Message]:
+def _messages(message: Any) -> list[Message]:
     """What was said as a list of messages of its own."""
     if isinstance(message, str):
         message = {"role": "user", "content": message} if message else ()

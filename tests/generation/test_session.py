@@ -249,7 +249,7 @@ def test_bad_input(model):
     with pytest.raises(kvq.UserError, match="unknown option of Session 'temprature'; did you mean 'temperature'"):
         kvq.Session(model, temprature=1.0)
     one = begun(model)
-    for message in (5, [], [{"role": "user"}], "", {"content": "a"}):
+    for message in ([], [{"role": "user"}], "", {"content": "a"}):
         with pytest.raises(kvq.UserError, match="no message"):
             one.send(message)
     with pytest.raises(kvq.UserError, match="max_new_tokens=0"):
