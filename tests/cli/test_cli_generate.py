@@ -28,11 +28,10 @@ def test_end_tokens_by_id_and_by_text(call):
     row = json.loads(out)[0]
     text = row["text"]
     assert (code, len(text)) == (0, row["tokens"])  # this model's tokens are characters
-    token = str(kvq.load("recall").encode(text[3], add_special_tokens=False)[0])
-    for end in (
-        (["--end", text[3]], ["--end", "</s>", "--end", token]) if not text[3].isdecimal() else [["--end", token]]
-    ):
-        assert json.loads(call(*words, *end)[1])[0]["text"] == text[: text.index(text[3])]
+    letter = next(character for character in text if not character.isdecimal())
+    token = str(kvq.load("recall").encode(letter, add_special_tokens=False)[0])
+    for end in (["--end", letter], ["--end", token], ["--end", "</s>", "--end", token]):
+        assert json.loads(call(*words, *end)[1])[0]["text"] == text[: text.index(letter)]
     assert json.loads(call(*words, "--stop", text[2:5])[1])[0]["text"] == text[: text.index(text[2:5])]
 
 
