@@ -39,7 +39,7 @@ hypothesis.settings.register_profile("strict", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("strict")
 
 # Every compiled program takes memory maps, of which a process may have 65 530: the compiler then dies.
-MOST_MAPS = 30_000
+MOST_MAPS = 20_000
 MAPS = Path("/proc/self/maps")
 
 
