@@ -48,7 +48,7 @@ def test_from_a_text_to_an_answer(call, tmp_path):
         (("--budget", "2.5", "--estimate"), "--estimate needs a --device"),
         (("--budget", "2.5", "--methods", "kivy", "--out"), "did you mean 'kivi'"),
         (("--budget", "much", "--out"), "budget 'much'; wanted bits"),
-        (("--budget", "2.5", "--device", "abacus", "--out"), "device abacus; known:"),
+        (("--budget", "2.5", "--device", "abacus", "--out"), "device 'abacus' is not known. Known:"),
     ],
 )
 def test_bad_input_is_one_line(call, tmp_path, words, message):
