@@ -24,7 +24,7 @@ def check_means(old: CacheLayout, new: CacheLayout) -> None:
     if old.dealt > 1 and not all(_is_padded(a, b) for a, b in zip(runs_of(old), runs_of(new), strict=True)):
         raise UserError(
             f"a body dealt over {old.dealt} devices cannot change from a capacity of {old.capacity} to {new.capacity}: "
-            "its blocks or rings would have another length; kvqjax.save_cache and load_cache deal anew"
+            "its blocks or rings would have another length; make a cache with that capacity and fill it"
         )
     keep = old.method.keep
     if keep is not None and keep.rule == "h2o" and runs_of(new)[0].budget and not runs_of(old)[0].budget:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from algebra import body, extend, fresh
 from cases import CASES, model_and_method
-from evicted import BOUND, CAPACITY, LENGTH, SPEC, UNIT, ByHand, begin, check, forward, prefill, sharp, steps
+from evicted import BOUND, BUDGET, CAPACITY, LENGTH, SPEC, UNIT, ByHand, begin, check, forward, prefill, sharp, steps
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -56,6 +56,26 @@ def test_chunks_evict_whole_groups(rule):
         check([row], cache)
     groups = np.asarray(cache.kept["positions"]).reshape(-1, UNIT)
     assert (np.diff(groups, axis=1) == 1).all()
+
+
+@pytest.mark.parametrize("rule", ["streaming", "h2o"])
+def test_another_capacity_keeps_what_is_kept(rule):
+    """As large a body in a larger cache, and back; a smaller body, whose groups come first, and back."""
+    rows, cache = begin(rule)
+    cache = steps(rows, kvq.resize(kvq.resize(cache, 700), CAPACITY), 3)
+    counts, method = jnp.asarray([90, 70]), kvq.parse(SPEC.format(rule))
+    few, many = (
+        prefill(sharp(), tokens(2, 128), counts, kvq.init_cache(sharp(), method, 2, capacity))[1]
+        for capacity in (98, CAPACITY)
+    )
+    assert (few.kept["positions"].shape, many.kept["positions"].shape) == ((2, 32), (2, BUDGET))
+    for cache, wanted in ((kvq.resize(few, CAPACITY), many), (kvq.resize(many, 98), few)):
+        assert cache.layout == wanted.layout
+        jax.tree.map(np.testing.assert_array_equal, cache.kept, wanted.kept)
+        one = tokens(2, 1), jnp.ones(2, jnp.int32)
+        np.testing.assert_array_equal(forward(sharp(), *one, cache)[0], forward(sharp(), *one, wanted)[0])
+    with pytest.raises(kvq.UserError, match="counts no attention" if rule == "h2o" else "holds 90 tokens"):
+        kvq.resize(kvq.init_cache(sharp(), method, 1, 40), 98) if rule == "h2o" else kvq.resize(few, 80)
 
 
 def test_surgery_carries_what_is_kept(tmp_path):

@@ -224,3 +224,21 @@ def test_repeated_rows():
     for n in (0, -1, True):
         with pytest.raises(kvq.UserError, match=r"n=.*; it must be a whole number of at least 1"):
             kvq.repeat(cache, n)
+
+
+def test_bodies_dealt_over_a_mesh():
+    """Blocks stay where they are; what would be dealt otherwise is refused."""
+    method = "kivi:bits=2,window=32"
+    model, forward = kvq.shard(tiny(), method, seq=2), jax.jit(kvq.forward)
+    cache = kvq.init_cache(model, method, 1, 1100)
+    _, cache = forward(model, tokens(1, 700), jnp.asarray([700]), cache)
+    larger = kvq.resize(cache, 2000)
+    assert larger.layout == kvq.init_cache(model, method, 1, 2000).layout
+    next_token = tokens(1, 1), jnp.asarray([1])
+    wanted = forward(model, *next_token, cache)[0]
+    for other in (larger, kvq.resize(larger, 1100)):
+        np.testing.assert_allclose(forward(model, *next_token, other)[0], wanted, atol=1e-5)
+    with pytest.raises(kvq.UserError, match="a body dealt over 2 devices cannot change from a capacity of 1100 to 10: its blocks"):
+        kvq.resize(kvq.init_cache(model, method, 1, 1100), 10)
+    with pytest.raises(kvq.UserError, match="dealt over 2 devices cannot be cut"):
+        kvq.cut(cache, 64)
