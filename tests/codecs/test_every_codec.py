@@ -48,7 +48,8 @@ def constants_of(spec) -> dict:
     built = []
     jax.eval_shape(lambda: built.append(spec.build(WIDTH)))
     random = np.random.default_rng(0)
-    return {name: jnp.asarray(made_up(name, shape, random), jnp.float32) for name, shape in built[0].needs.items()}
+    of_one_layer = {name: made_up(name, (1, *shape), random)[0] for name, shape in built[0].needs.items()}
+    return {name: jnp.asarray(x, jnp.float32) for name, x in of_one_layer.items()}
 
 
 @pytest.mark.parametrize("spec", CODECS, ids=str)
