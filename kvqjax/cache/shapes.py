@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvqjax._arguments import named
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.state import Cache, Run, allocate_cache, check_alive
@@ -72,8 +73,7 @@ def check_cache(*caches: Any) -> None:
     for cache in caches:
         if not isinstance(cache, Cache):
             hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
-            kind = type(cache).__name__
-            raise UserError(f"cache is a {kind}; wanted a Cache, such as init_cache gives{hint}")
+            raise UserError(f"cache is {named(cache)}; wanted a Cache, such as init_cache gives{hint}")
         check_alive(cache)
         _check_arrays(cache)
 

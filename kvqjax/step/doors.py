@@ -69,8 +69,12 @@ def check_numbers(counts: Any, batch: int, length: int) -> None:
 
 
 def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
-    """Raise UserError for a known token id that the vocabulary has not; what comes after `counts` may be anything."""
-    if is_known(tokens, counts):
+    """Raise UserError for a known token id that the vocabulary has not; what comes after `counts` may be anything.
+
+    Ids that a device is still computing are not waited for: a loop of eager steps would lose its head start. They are
+    clipped and raise the row's flag, as inside jit."""
+    ready = all(x.is_ready() for x in (tokens, counts) if isinstance(x, jax.Array) and is_known(x))
+    if ready and is_known(tokens, counts):
         ids = np.asarray(tokens)
         ids = np.where(np.arange(ids.shape[1])[None] < np.asarray(counts)[:, None], ids, 0)
         check_ids("tokens", ids, vocabulary)
