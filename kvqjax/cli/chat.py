@@ -159,6 +159,9 @@ def chat(
     repetition_penalty: Annotated[float, number(least=0, most=10_000, help="above 1: against repetition")] = 1.0,
     seed: Seed = 0,
     stop: Annotated[list[str], typer.Option(help="end an answer at this text; repeatable")] = [],  # noqa: B006
+    beyond_trained: Annotated[
+        bool, typer.Option("--beyond-trained", help="let the conversation become longer than the model was trained for")
+    ] = False,
     kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
@@ -180,7 +183,7 @@ def chat(
     loaded = calibrated(open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact)[0][0]
     options = draw | {
         "capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels, "stop": stop,
-        "seed": seed,
+        "seed": seed, "beyond_trained": beyond_trained,
     }  # fmt: skip
     talk = _Chat(loaded, lambda text: Session(loaded, method, system=text, **options), system, as_json)
     if load is not None:
