@@ -1,12 +1,13 @@
 """Names at the ends of a picture's curves (matplotlib), which a legend would put far from what they name."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Curve", "curve_style", "height_for", "label_curves", "name_in_lines", "new_figure", "text_colour"]
+__all__ = ["Curve", "curve_style", "height_for", "label_curves", "name_in_lines", "new_figure", "spread", "text_colour"]
 
 # Okabe and Ito's colours, which differ also for colour-blind readers. Grey is in the place of their yellow, which is
 # hard to see on white. Black is left for the exact cache.
@@ -117,7 +118,7 @@ def _pixels(axes, x: Sequence[float], y: Sequence[float]) -> np.ndarray:
     if len(points) == 1:
         return points
     steps = np.linspace(0, 1, 60)[:, None]
-    return np.concatenate([a + steps * (b - a) for a, b in zip(points[:-1], points[1:], strict=True)])
+    return np.concatenate([a + steps * (b - a) for a, b in itertools.pairwise(points)])
 
 
 def _box(text):
@@ -149,7 +150,15 @@ def _beside(axes, curve: Curve, busy: np.ndarray, boxes: list, options: dict[str
 
 def _joined(axes, curve: Curve, options: dict[str, Any]):
     """Write the name to the right of the axes, joined to its curve's end."""
-    joint = {"arrowstyle": "-", "color": curve.colour, "lw": 0.9, "ls": ":", "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 4}
+    joint = {
+        "arrowstyle": "-",
+        "color": curve.colour,
+        "lw": 0.9,
+        "ls": ":",
+        "relpos": (0, 0.5),
+        "shrinkA": 1,
+        "shrinkB": 4,
+    }
     given = {"va": "center", "ha": "left", "textcoords": "axes fraction", "annotation_clip": False}
     end = {"xy": (curve.x[-1], curve.y[-1]), "xytext": (COLUMN, 0.5), "color": text_colour(curve.colour)}
     return axes.annotate(name_in_lines(curve.name), arrowprops=joint, **given, **end, **options)
@@ -185,7 +194,7 @@ def _spread(axes, curves: Sequence[Curve], column: dict[str, Any]) -> None:
         column[curve.name].set_position((COLUMN, (place - axes.bbox.y0) / axes.bbox.height))
 
 
-def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size: float = 9) -> None:
+def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size: float = 9.0) -> None:
     """Write the names of curves at their ends: in a column to the right of the axes, joined to the end by dots, or,
     where a curve ends far from there, beside it.
 
@@ -195,6 +204,7 @@ def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size:
         size: of the letters, in points.
     """
     options: dict[str, Any] = {"fontsize": size, "linespacing": 1.1}
+    panels = [(axes, curves) for axes, curves in panels if curves]
     columns: list[dict[str, Any]] = [{} for _ in panels]
     before = -1
     # A name in a column makes the axes narrower, after which another may have lost its room.
@@ -203,13 +213,13 @@ def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size:
         figure.draw_without_rendering()
         beside = [_place(axes, curves, column, options) for (axes, curves), column in zip(panels, columns, strict=True)]
         if before < sum(map(len, columns)):
-            for text in sum(beside, []):
+            for text in itertools.chain(*beside):
                 text.remove()
     for (axes, curves), column in zip(panels, columns, strict=True):
         _spread(axes, curves, column)
 
 
-def height_for(names: Sequence[str], least: float, size: float = 9) -> float:
+def height_for(names: Sequence[str], least: float, size: float = 9.0) -> float:
     """Inches of a figure in whose column all names have room."""
     lines = sum(name_in_lines(name).count("\n") + 1 for name in names)
     return max(least, 1.4 + lines * (size + 3) / 72)

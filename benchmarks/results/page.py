@@ -68,7 +68,7 @@ def _shown(cache: str) -> str | None:
 
 
 def draw_picture() -> None:
-    """KL divergence against bits of the methods measured at several widths on `demo`, as README and the home page show it."""
+    """KL divergence against bits of the methods of CURVES on `demo`, as README and the home page show it."""
     setup = {"context": 32768, "mode": f"in the loop, chunks of {CHUNK}", "windows": f"windows of {LENGTH} tokens"}
     rows = [
         {"cache": _shown(cache), "kld": row["kld"], "bits_stored": row["bits_32k"]} | setup

@@ -48,7 +48,7 @@ def share(ends, row, split, splits: int):
 
 
 def load(ref, layout, *, optimized: bool = True):
-    """Load all of a reference. (`plgpu.load` demands an index in JAX 0.10, deprecates it in 0.11, refuses it in 0.12.)"""
+    """Load all of a reference. (`plgpu.load` demands an index in JAX 0.10, warns of it in 0.11, refuses it in 0.12.)"""
     parameter = inspect.signature(plgpu.load).parameters.get("idx")
     demanded = parameter is not None and parameter.default is parameter.empty
     index = ((),) if demanded else ()
