@@ -174,7 +174,7 @@ CURVES = {
 
 def plot(rows: list[dict], path: Path) -> None:
     """Relative error against bits, a panel a source: the limit as a dashed line, the codecs' curves above it."""
-    figure = new_figure(6.4, 8)
+    figure = new_figure(6.4, 8.0)
     panels, labelled = figure.subplots(3, 2, sharex=True), []
     for panel, source in zip(panels.flat, SOURCES, strict=True):
         mine = [row for row in rows if row["source"] == source]
@@ -192,7 +192,7 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.supxlabel("bits stored per number", fontsize=10)
     figure.supylabel("mean squared error over the channels' mean variance", fontsize=10)
     figure.suptitle("How far codecs are from the rate-distortion limit", fontsize=11)
-    label_curves(figure, labelled, size=8)
+    label_curves(figure, labelled, size=8.0)
     figure.savefig(path, dpi=200)
 
 

@@ -30,7 +30,7 @@ try:
     from lm_eval.models.utils import truncate_tokens
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise UserError(f"the harness needs lm-eval: pip install 'kvqjax[eval]' ({error})") from error
+    raise UserError(f"the harness needs lm-eval: pip install lm-eval datasets ({error})") from error
 
 __all__ = ["CacheLM", "score_rows"]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Curve", "curve_style", "height_for", "label_curves", "name_in_lines", "new_figure", "text_colour"]
+__all__ = ["Curve", "curve_style", "height_for", "label_curves", "name_in_lines", "new_figure", "spread", "text_colour"]
 
 # Okabe and Ito's colours, which differ also for colour-blind readers. Grey is in the place of their yellow, which is
 # hard to see on white. Black is left for the exact cache.
@@ -194,7 +194,7 @@ def _spread(axes, curves: Sequence[Curve], column: dict[str, Any]) -> None:
         column[curve.name].set_position((COLUMN, (place - axes.bbox.y0) / axes.bbox.height))
 
 
-def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size: float = 9) -> None:
+def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size: float = 9.0) -> None:
     """Write the names of curves at their ends: in a column to the right of the axes, joined to the end by dots, or,
     where a curve ends far from there, beside it.
 
@@ -204,6 +204,7 @@ def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size:
         size: of the letters, in points.
     """
     options: dict[str, Any] = {"fontsize": size, "linespacing": 1.1}
+    panels = [(axes, curves) for axes, curves in panels if curves]
     columns: list[dict[str, Any]] = [{} for _ in panels]
     before = -1
     # A name in a column makes the axes narrower, after which another may have lost its room.
@@ -212,13 +213,13 @@ def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size:
         figure.draw_without_rendering()
         beside = [_place(axes, curves, column, options) for (axes, curves), column in zip(panels, columns, strict=True)]
         if before < sum(map(len, columns)):
-            for text in itertools.chain.from_iterable(beside):
+            for text in itertools.chain(*beside):
                 text.remove()
     for (axes, curves), column in zip(panels, columns, strict=True):
         _spread(axes, curves, column)
 
 
-def height_for(names: Sequence[str], least: float, size: float = 9) -> float:
+def height_for(names: Sequence[str], least: float, size: float = 9.0) -> float:
     """Inches of a figure in whose column all names have room."""
     lines = sum(name_in_lines(name).count("\n") + 1 for name in names)
     return max(least, 1.4 + lines * (size + 3) / 72)

@@ -4,7 +4,7 @@ import importlib.util
 import math
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,29 +51,26 @@ def count(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
-def _curve(axes, number: int, name: str, points: list[tuple[float, float]], **style) -> Curve:
+def _curve(axes, number: int, name: str, points: Sequence[tuple], **style) -> Curve:
     """Draw points, joined by a line, as the picture's curve `number`."""
-    x, y = zip(*points, strict=True)
+    x, y = ([float(part) for part in parts] for parts in zip(*points, strict=True))
     (line,) = axes.plot(x, y, label=name, **{"lw": 1.5, "ms": 5.5, **curve_style(number), **style})
     return Curve(name, x, y, line.get_color())
 
 
 def zero_line(axes, name: str) -> None:
     """End a log axis below in a line that stands for 0, which it cannot show, and write `name` on it."""
-    low = 10.0 ** math.floor(math.log10(min([*_heights(axes), 1.0]) / 1.5))
+    heights = [float(value) for line in axes.lines for value in line.get_ydata()]
+    low = 10.0 ** math.floor(math.log10(min([*heights, 1.0]) / 1.5))
+    axes.set_ylim(low, 2 * max([*heights, 10 * low]))
     axes.axhline(low, color="black", ls="--", lw=1.5, clip_on=False, label=name)
     axes.annotate(name, (0.02, 0), (0, 4), "axes fraction", textcoords="offset points", fontsize=9)
-    axes.set_ylim(low, None)
     axes.yaxis.set_major_formatter(lambda value, _: "0" if value < 1.01 * low else _plain(value))
 
 
 def _plain(value: float) -> str:
     """A power of ten without an exponent, while it is short."""
     return f"{value:.6f}".rstrip("0").rstrip(".") if 1e-6 < value < 1e6 else f"{value:g}"
-
-
-def _heights(axes) -> list[float]:
-    return [float(value) for line in axes.lines for value in line.get_ydata()]
 
 
 def _log_axis(axes, label: str) -> None:
@@ -152,6 +149,7 @@ def _retrieval(figure, rows: Rows) -> None:
     caches = _grouped(rows, "cache", "mode", "task")
     wide = min(len(caches), PANELS)
     panels = figure.subplots(-(-len(caches) // wide), wide, squeeze=False)
+    scale = {"vmin": 0, "vmax": 1, "cmap": "cividis"}
     for axes in panels.flat[len(caches) :]:
         axes.remove()
     picture = None
@@ -159,7 +157,7 @@ def _retrieval(figure, rows: Rows) -> None:
         # Few samples make few spans: a short row is stretched over the same depths.
         spans = max(len(row["by_depth"]) for row in group)
         grid = [[row["by_depth"][i * len(row["by_depth"]) // spans] for i in range(spans)] for row in group]
-        picture = axes.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="cividis", extent=(0, 100, len(group), 0))
+        axes.imshow(grid, aspect="auto", extent=(0, 100, len(group), 0), **scale)
         for line, values in enumerate(grid):
             for span, value in enumerate(values):
                 at, colour = (100 * (span + 0.5) / spans, line + 0.5), "black" if value > 0.4 else "white"
@@ -172,7 +170,7 @@ def _retrieval(figure, rows: Rows) -> None:
             axes.set_ylabel("prompt (tokens)")
         if place + wide >= len(caches):
             axes.set_xlabel("depth of the answer (%)")
-    figure.colorbar(picture, ax=panels, label="share of answers right", shrink=0.9)
+    figure.colorbar(panels.flat[0].images[0], ax=panels, label="share of answers right", shrink=0.9)
 
 
 def _tasks(figure, rows: Rows) -> None:
@@ -233,7 +231,7 @@ def check_picture(path: Path) -> None:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{path}: cannot be written")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install 'kvqjax[plots]'")
+        raise UserError("--plot needs matplotlib: pip install matplotlib")
 
 
 def _size(kind: str, rows: Rows) -> tuple[float, float]:

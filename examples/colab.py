@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "docs/index.md")
-BADGE = "<!-- badge -->"  # what follows it on its line is written here
+BADGE = "<!-- badge -->"  # begins the line that is written here, below the title
 COLAB = "https://colab.research.google.com"
 
 
@@ -31,19 +31,28 @@ def badge(repository: str, branch: str, notebook: str) -> str:
     return f"{BADGE} [![Open in Colab]({COLAB}/assets/colab-badge.svg)]({link})"
 
 
+def with_badge(text: str, line: str) -> str:
+    """The text with the badge's line: in the place of an earlier one, or below the title."""
+    if BADGE in text:
+        return re.sub(rf"^{re.escape(BADGE)}.*", lambda _: line, text, flags=re.MULTILINE)
+    return re.sub(r"^# .*$", lambda title: f"{title[0]}\n\n{line}", text, count=1, flags=re.MULTILINE)
+
+
 def point(root: Path, repository: str, branch: str) -> None:
     """Write the address into every notebook, and the badges into notebooks and pages."""
-    marked = re.compile(rf"^{re.escape(BADGE)}.*", re.MULTILINE)
     for path in sorted((root / "examples").glob("*.ipynb")):
         book = json.loads(path.read_text(encoding="utf-8"))
+        title = book["cells"][0]
+        text = with_badge("".join(title["source"]), badge(repository, branch, path.name))
+        title["source"] = text.splitlines(keepends=True)
         for cell in book["cells"]:
-            text = marked.sub(lambda _: badge(repository, branch, path.name), "".join(cell["source"]))  # noqa: B023
+            text = "".join(cell["source"])
             text = re.sub(r'^REPOSITORY = ".*?"', f'REPOSITORY = "{repository}"', text, flags=re.MULTILINE)
             cell["source"] = text.splitlines(keepends=True)
         path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for page in PAGES:
         text = (root / page).read_text(encoding="utf-8")
-        text = marked.sub(lambda _: badge(repository, branch, "quickstart.ipynb"), text)
+        text = with_badge(text, badge(repository, branch, "quickstart.ipynb"))
         (root / page).write_text(text, encoding="utf-8")
 
 

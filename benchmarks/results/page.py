@@ -68,8 +68,7 @@ def _shown(cache: str) -> str | None:
 
 
 def draw_picture() -> None:
-    """Draw KL divergence against bits, as README and the home page show it: methods that were measured at several
-    widths on `demo`."""
+    """Draw KL divergence against bits of the methods of CURVES on `demo`, as README and the home page show it."""
     setup = {"context": 32768, "mode": f"in the loop, chunks of {CHUNK}", "windows": f"windows of {LENGTH} tokens"}
     rows = [
         {"cache": _shown(cache), "kld": row["kld"], "bits_stored": row["bits_32k"]} | setup

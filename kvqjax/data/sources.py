@@ -32,7 +32,7 @@ def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise UserError(f"{source.name}: pip install 'kvqjax[eval]' to load it from the hub, or {hint}") from error
+        raise UserError(f"{source.name}: pip install datasets to load it from the hub, or {hint}") from error
     try:
         return iter(load_dataset(**source.hub))
     # The library raises its own, the hub client's and the system's errors; all of them mean "not to be had".

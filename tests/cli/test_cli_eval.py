@@ -13,7 +13,8 @@ import kvqjax as kvq
 from kvqjax.data.corpora import halves
 from kvqjax.eval import measure_perplexity
 from kvqjax.eval.comparison import artifact_folder, kept_path
-from kvqjax.eval.plots import PLOTS, draw, series
+from kvqjax.eval.labels import new_figure, spread
+from kvqjax.eval.plots import PLOTS, draw, series, title_of
 from kvqjax.hardware.planner import parameter_shapes
 from kvqjax.hardware.prompts import prompt_operations
 
@@ -108,22 +109,91 @@ def test_bad_input_is_one_line_and_code_2(call, words, message):
     assert message in err
 
 
-def test_the_picture_that_compares_caches():
-    """A line a method, KL divergence on a log axis, bits at a context that is named, the exact cache as a line."""
-    from matplotlib.figure import Figure
+def drawn(kind, rows):
+    """The figure of a report's picture, laid out."""
+    pytest.importorskip("matplotlib")
+    figure = new_figure(6.4, 4.4)
+    PLOTS[kind](figure, rows)
+    figure.draw_without_rendering()
+    return figure
 
-    figure = Figure()
-    PLOTS["compare"](figure, ROWS["compare"])
+
+def test_the_picture_that_compares_caches():
+    """A line a method, KL divergence on a log axis, bits at a context that is named, the exact cache as a line; names
+    at the lines' ends instead of a legend."""
+    figure = drawn("compare", ROWS["compare"])
     (axes,) = figure.axes
     assert axes.get_yscale() == "log"
     assert "32K tokens" in axes.get_xlabel()
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
-    assert set(lines) == {"kivi", "higgs", "exact (16 bits): 0"}
+    assert set(lines) == {"kivi", "higgs", "exact cache, 16 bits: 0"}
     assert lines["kivi"].tolist() == [[2.4, 0.2], [4.4, 0.01]]
-    (low, _), exact = axes.get_ylim(), lines["exact (16 bits): 0"][:, 1]
+    (low, _), exact = axes.get_ylim(), lines["exact cache, 16 bits: 0"][:, 1]
     assert (exact == low).all()
     assert low < 0.01
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["higgs", "kivi", "exact (16 bits): 0"]
+    assert not figure.legends
+    assert axes.get_legend() is None
+    names = {text.get_text(): text for text in axes.texts}
+    assert set(names) == {"kivi", "higgs", "exact cache, 16 bits: 0"}
+    assert names["kivi"].xy == (4.4, 0.01)
+
+
+CACHES = [f"{name}:group={group}" for group in (32, 64, 128) for name in ("kivi", "higgs", "kvquant", "uniform")]
+
+
+@pytest.mark.parametrize("kind", ["compare", "drift"])
+def test_names_cover_neither_each_other_nor_the_curves(kind):
+    from matplotlib.text import Text
+
+    setup = {"mode": "m", "windows": "w", "context": 32768, "steps": 64}
+    rows = []
+    for number, cache in enumerate(CACHES):
+        curve = [(2.3, 0.2 + number / 100), (4.3, 0.01 + number / 1e4)][: 2 - number % 2]  # every other ends far left
+        kld = [value for _, value in curve]
+        if kind == "drift":
+            rows.append(setup | {"cache": cache, "kld": kld})
+        else:
+            rows += [setup | {"cache": cache, "bits_stored": bits, "kld": value} for bits, value in curve]
+    figure = drawn(kind, rows)
+    (axes,) = figure.axes
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert len(boxes) >= len(CACHES)
+    for number, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:number])
+        assert box.x1 <= figure.bbox.x1 + 1
+        assert box.x0 >= 0
+        for line in axes.lines[: len(CACHES)]:
+            assert not box.contains(*axes.transData.transform(line.get_xydata()[-1]))
+    styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines[: len(CACHES)]}
+    assert len(styles) == len(CACHES)
+
+
+def test_cells_have_numbers_and_one_colour_bar():
+    row = {"mode": "m", "task": "kv", "length": 64, "by_depth": [1.0, 0.25]}
+    figure = drawn("retrieval", [row | {"cache": cache} for cache in ("exact", "kivi:bits=2")])
+    *panels, bar = figure.axes
+    assert [text.get_text() for axes in panels for text in axes.texts] == ["1.0", "0.25"] * 2
+    assert bar.get_ylabel() == "share of answers right"
+    assert panels[0].get_xlabel().endswith("(%)")
+    assert panels[0].get_ylabel().endswith("(tokens)")
+
+
+def test_names_move_apart_by_as_little_as_they_must():
+    assert spread([5.0, 5.0, 20.0], [4.0] * 3, 0.0, 100.0) == [3, 7, 20]
+    assert spread([1.0, 1.0], [4.0] * 2, 0.0, 100.0) == [2, 6]
+    assert spread([98.0, 99.0, 50.0], [4.0] * 3, 0.0, 100.0) == [94, 98, 50]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "title"),
+    [
+        ("demo", "synthetic", "demo on synthetic: KL divergence by bits stored"),
+        ("/", None, "KL divergence by bits stored"),
+        ("owner/name", "/home/me/book.txt", "owner/name on book.txt: KL divergence by bits stored"),
+    ],
+)
+def test_a_title_says_model_text_and_what_is_measured(model, text, title):
+    assert title_of("compare", model, text).endswith(title)
 
 
 def test_rows_of_one_line_differ_in_bits_only():

@@ -9,7 +9,8 @@ from commands import run
 import kvqjax as kvq
 from kvqjax import _tables as tables
 from kvqjax.cli import progress
-from kvqjax.cli.demo import _print_demo
+from kvqjax.cli.demo import _print_demo, explain
+from kvqjax.eval.stamp import ledger_of
 
 CACHES = ("exact", "kivi:bits=4,window=64", "kivi:key_bits=4,value_bits=2,group=64,window=32;0-1=exact:window=128")
 ROWS = [
@@ -82,6 +83,15 @@ def test_the_demonstration_breaks_no_name(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.startswith("kivi:bits=4,window=64") for line in lines) == 2
+
+
+def test_the_demonstration_says_what_its_caches_hold():
+    """Tokens that are codes, and why a short cache has more bits a number than its codes."""
+    model, method = kvq.load("demo"), kvq.parse("kivi:bits=2,window=64")
+    said = explain(model, method, 172, 1024)
+    assert "at least 96 of 172 tokens were read as codes" in said  # 172 less the window, in whole groups of 32
+    bits = [book.bits_stored for book in (ledger_of(model, method, capacity) for capacity in (1024, 32768))]
+    assert f"the window makes that {bits[0]:.3g}, and in a cache for 32768 tokens {bits[1]:.3g}." in said
 
 
 def test_time_left_leaves_the_first_step_out(monkeypatch):

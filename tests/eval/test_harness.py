@@ -14,7 +14,7 @@ import kvqjax as kvq
 from kvqjax.model import decoder
 from kvqjax.model.loading import locate
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install 'kvqjax[eval]')")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install '.[eval]')")
 
 # The harness and what it imports warn about their own dependencies.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -122,7 +122,9 @@ def test_a_policy_within_its_budget_better_than_any_single_one(model, searched, 
     singles = [row for row in others if row["kind"] == "single"]
     assert len(singles) == 6
     assert own["kld"] < min(row["kld"] for row in singles if row["bits_stored"] <= 5.0)
-    write_report(found.method, found.artifact, found.rows, found.about | {"model": "tiny"}, tmp_path)
+    write_report(
+        found.method, found.artifact, found.rows, found.about | {"model": "tiny", "data": {"name": "words"}}, tmp_path
+    )
     assert kvq.parse(tmp_path / "policy.json") == found.method
     assert (tmp_path / "front.png").stat().st_size > 1000
     page = (tmp_path / "report.md").read_text()

@@ -133,7 +133,7 @@ def test_badges_open_the_notebooks(published):
         for notebook in NOTEBOOKS:
             link = f"https://colab.research.google.com/github/owner/name/blob/main/examples/{notebook.name}"
             texts = cells(published / "examples" / notebook.name)
-            assert texts[0].splitlines()[0].endswith(f"]({link})")
+            assert texts[0].splitlines()[2].endswith(f"]({link})")  # below the title
             assert install_cell(notebook) in texts
         for page in ("README.md", "docs/index.md"):
             lines = (published / page).read_text().splitlines()
@@ -142,6 +142,12 @@ def test_badges_open_the_notebooks(published):
     assert point(published, "https://github.com/other/place", "stable").returncode == 0
     assert "/other/place/blob/stable/" in (published / "README.md").read_text()
     assert "owner/name" not in (published / "README.md").read_text()
+
+
+def test_no_page_has_an_empty_badge():
+    """Before the repository is published there is nothing that a badge could open."""
+    for path in (*NOTEBOOKS, ROOT / "README.md", ROOT / "docs" / "index.md"):
+        assert path.read_text().count("<!-- badge -->") == path.read_text().count("<!-- badge --> [![")
 
 
 @pytest.mark.parametrize("words", [("https://example.org/owner/name",), ("owner",), ()])

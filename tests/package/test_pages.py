@@ -1,18 +1,133 @@
-"""Pages whose code is run as it stands, each in a namespace of its own."""
+"""What README and the documentation's pages say to type works as printed: examples, their outputs, commands."""
 
+import itertools
 import re
+import runpy
+import shlex
 import warnings
 from pathlib import Path
 
+import jax
 import pytest
+from commands import run
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+from kvqjax.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+# Words that make a command of README short, behind its own: the command begins with -> what is added.
+SHORTER = {
+    "generate": ["--max-new-tokens", "2"],
+    "eval ppl": ["--window", "96", "--tokens", "96"],
+    "eval retrieval": ["--samples", "2"],
+    "eval compare": ["--window", "96", "--tokens", "96", "--sequences", "1", "--context", "4096", "--store", "kept"],
+    "eval drift": ["--window", "96", "--tokens", "96", "--chunk", "32"],
+    "calibrate": ["--sequences", "1", "--length", "128"],
+}
+# Commands that are only parsed here, and why.
+PARSED = {
+    "eval harness": "needs the network",
+    "plan --model llama-3.1-70b": "compiles a large model for a minute; tests/hardware does it with a small one",
+    "chat": "reads from a terminal; tests/cli/test_cli_chat.py talks with it",
+    "doctor": "compiles every kernel's plain path; tests/hardware runs it",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The `kvqjax` commands in a page's shell blocks, as printed, without comments."""
+    blocks = [
+        body for language, body in BLOCK.findall(page.read_text(encoding="utf-8")) if language in ("", "sh", "bash")
+    ]
+    return [line for body in blocks for line in body.splitlines() if line.startswith("kvqjax ")]
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command, comments=True)[1:]
+
+
+def begins(words: list[str], table: dict) -> str | None:
+    """The key of the table that a command begins with."""
+    return next((key for key in table if words[: len(key.split())] == key.split()), None)
+
+
+def parse(words: list[str]) -> None:
+    """Let the command's own parser read the words, and run nothing."""
+    from typer.main import get_command
+
+    context = get_command(app).make_context("kvqjax", list(words))
+    while hasattr(context.command, "resolve_command"):
+        name, command, rest = context.command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, rest, parent=context)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where README's commands run one after the other: some use what earlier ones wrote."""
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.mark.parametrize("command", commands(README))
+def test_a_command_of_readme(capsys, monkeypatch, folder, command):
+    monkeypatch.chdir(folder)
+    words = words_of(command)
+    parse(words)
+    if begins(words, PARSED):
+        return
+    if "--mesh" in words and words[0] == "generate":
+        assert jax.device_count() >= 4
+    code, out, err = run(capsys, monkeypatch, *words, *SHORTER.get(begins(words, SHORTER), []))
+    assert code == 0, err
+    assert out
+    for option in ("--plot", "--out"):
+        assert option not in words or (folder / words[words.index(option) + 1]).exists()
+
+
+def test_commands_read_nothing_that_is_not_there():
+    """No command of README names a file that no earlier one writes."""
+    written = set()
+    for words in map(words_of, commands(README)):
+        options = dict(itertools.pairwise(words))
+        assert options.get("--data", "synthetic") == "synthetic"
+        assert options.get("--artifact") in {None, *written}
+        written |= {options[name] for name in ("--out", "--plot") if name in options}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page = runpy.run_path(str(ROOT / ".ci" / "readme_example.py"))["run_page"]
+    compared = run_page(ROOT / page)
+    assert compared >= (5 if page == "docs/tutorial.md" else 0)
 
 
 @pytest.mark.parametrize("page", ["howto/own-loop.md", "howto/conversations.md"])
-def test_code_runs(page, capsys):
-    code = "\n".join(BLOCK.findall((DOCS / page).read_text(encoding="utf-8")))
+def test_code_of_a_page_runs(page, capsys):
+    blocks = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    code = "\n".join(body for language, body in blocks if language == "python")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "this model's tokenizer has no chat template")
         exec(compile(code, page, "exec"), {"__name__": page})
+
+
+def test_an_output_that_differs_is_said(tmp_path):
+    run_page = runpy.run_path(str(ROOT / ".ci" / "readme_example.py"))["run_page"]
+    page = tmp_path / "page.md"
+    for shown, ends in (("1 2", False), ("1 ...", False), ("1 3", True)):
+        page.write_text(f"```python\nprint(1, 2)\n```\n\n```text\n{shown}\n```\n")
+        if ends:
+            with pytest.raises(SystemExit, match="line 2"):
+                run_page(page)
+        else:
+            assert run_page(page) == 1
+
+
+def test_nothing_is_installed_by_a_name_that_no_registry_has():
+    """kvqjax is installed from a clone or a repository's address."""
+    sources = [path for name in ("kvqjax", "eval", "calibrate", "examples") for path in (ROOT / name).rglob("*.*")]
+    for path in [*PAGES, *(path for path in sources if path.suffix in (".py", ".ipynb"))]:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "pip install" in line:
+                assert "kvqjax" not in line.partition("pip install")[2] or "@ git+" in line, line
