@@ -152,7 +152,6 @@ def _retrieval(figure, rows: Rows) -> None:
     scale = {"vmin": 0, "vmax": 1, "cmap": "cividis"}
     for axes in panels.flat[len(caches) :]:
         axes.remove()
-    picture = None
     for place, (axes, group) in enumerate(zip(panels.flat, caches.values(), strict=False)):
         # Few samples make few spans: a short row is stretched over the same depths.
         spans = max(len(row["by_depth"]) for row in group)

@@ -118,7 +118,7 @@ def _parquet_records(path: Path, wanted: Callable[[list[str], str], list[str]]) 
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f"{path}: Parquet is read by pyarrow: pip install pyarrow, or 'kvqjax[eval]'") from error
+        raise UserError(f"{path}: Parquet is read by pyarrow: pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns, number = wanted(file.schema_arrow.names, str(path)), itertools.count(1)
@@ -162,7 +162,7 @@ def _datasets(name: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{name}: pip install 'kvqjax[eval]' to read data sets of the library `datasets`") from error
+        raise UserError(f"{name}: data sets of the library `datasets` are read by it: pip install datasets") from error
     return datasets
 
 
