@@ -73,8 +73,7 @@ def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
 
     Ids that a device is still computing are not waited for: a loop of eager steps would lose its head start. They are
     clipped and raise the row's flag, as inside jit."""
-    ready = all(x.is_ready() for x in (tokens, counts) if isinstance(x, jax.Array) and is_known(x))
-    if ready and is_known(tokens, counts):
+    if is_known(tokens, counts) and all(getattr(x, "is_ready", lambda: True)() for x in (tokens, counts)):
         ids = np.asarray(tokens)
         ids = np.where(np.arange(ids.shape[1])[None] < np.asarray(counts)[:, None], ids, 0)
         check_ids("tokens", ids, vocabulary)
