@@ -171,7 +171,6 @@ WRONG = {
     "kvqjax.Session goes on with one": {"chat": True},
     "3 prompts for the 2 rows": {"prompts": [[1], [2], [3]]},
     "row 1 holds 53 tokens; 1 more and 203 new ones do not fit the cache's capacity of 256": {"max_new_tokens": 203},
-    "cache is 5; wanted a Cache": {"cache": 5},
     "made for a model of another config": {"model": tiny(num_layers=1)},
 }
 

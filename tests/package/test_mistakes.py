@@ -34,6 +34,8 @@ MISTAKES = {
     "generate(model, [[1]], 7)": "7 is no method",
     "generate(model, [[1]], 'kivy')": "unknown method 'kivy'; did you mean 'kivi'?",
     "generate('demo', [[1]])": "model is 'demo'; wanted a Model, such as kvqjax.load('demo')",
+    "generate(model, [[1]], cache=5)": "cache is 5; wanted a Cache, such as init_cache gives",
+    "generate(model, [[1]], past_key_values=5)": "write generate(model, more, cache=out.cache)",
     "generate(model, [])": "no prompts; wanted a string, or a list",
     "generate(model, 5)": "no prompts; wanted a string, or a list",
     "generate(model, [1, 2])": "prompt 0 is of type int; wanted a string or a list of token ids",
