@@ -14,7 +14,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache import decoded, reach
 from kvqjax.cache.reach import Reach
-from kvqjax.generation import decoding as generation
+from kvqjax.generation import decoding, loop
 from kvqjax.methods.direct import slots_read
 
 CAPACITY = 8192
@@ -102,15 +102,15 @@ def test_bytes_read_follow_the_length():
 def test_generation_chooses_and_changes_no_token(monkeypatch):
     """A row grows past a static length while it is generated: two programs, and the tokens of one."""
     monkeypatch.setattr(reach, "LEAST", 64)
-    original = generation.init_cache
-    monkeypatch.setattr(generation, "init_cache", functools.partial(original, form="heads"))
+    original = decoding.init_cache
+    monkeypatch.setattr(decoding, "init_cache", functools.partial(original, form="heads"))
     prompt, options = [tokens(1, 100)[0].tolist()], {"max_new_tokens": 60, "capacity": 256}
-    generation.decode_steps.clear_cache()
+    loop.decode_steps.clear_cache()
     found = kvq.generate(tiny(), prompt, "exact", **options).tokens
-    assert generation.decode_steps._cache_size() == 2
+    assert loop.decode_steps._cache_size() == 2
     monkeypatch.setattr(reach, "LEAST", 4096)
     assert kvq.generate(tiny(), prompt, "exact", **options).tokens == found
-    assert generation.decode_steps._cache_size() == 2  # the whole capacity is one of them
+    assert loop.decode_steps._cache_size() == 2  # the whole capacity is one of them
 
 
 SPANS = ("kvquant", "commvq", "xquant-latents", "higgs:bits=2,buffer=32")
