@@ -238,7 +238,9 @@ def test_bodies_dealt_over_a_mesh():
     wanted = forward(model, *next_token, cache)[0]
     for other in (larger, kvq.resize(larger, 1100)):
         np.testing.assert_allclose(forward(model, *next_token, other)[0], wanted, atol=1e-5)
-    with pytest.raises(kvq.UserError, match="a body dealt over 2 devices cannot change from a capacity of 1100 to 10: its blocks"):
+    with pytest.raises(
+        kvq.UserError, match="a body dealt over 2 devices cannot change from a capacity of 1100 to 10: its blocks"
+    ):
         kvq.resize(kvq.init_cache(model, method, 1, 1100), 10)
     with pytest.raises(kvq.UserError, match="dealt over 2 devices cannot be cut"):
         kvq.cut(cache, 64)
