@@ -92,18 +92,16 @@ def _check_arrays(cache: Cache) -> None:
         raise UserError(f"the cache has {len(leaves)} arrays, its layout promises {len(promises)}")
     parts = bool(jax.sharding.get_abstract_mesh().manual_axes)
     for leaf, promise in zip(leaves, promises, strict=True):
-        if not _is_kept(leaf, promise, parts):
-            raise UserError(_broken(leaf, promise, cache.layout.capacity))
+        shape = getattr(leaf, "shape", None)
+        if (shape == promise.shape or (parts and _is_part(shape, promise))) and leaf.dtype == promise.dtype:
+            continue
+        raise UserError(_broken(leaf, promise, cache.layout.capacity))
 
 
-def _is_kept(leaf: Any, promise: _Promise, parts: bool) -> bool:
-    shape = getattr(leaf, "shape", None)
-    if shape is None or leaf.dtype != promise.dtype:
-        return False
-    if parts:
-        rows = promise.row_axis + 1
-        return len(shape) == len(promise.shape) and shape[:rows] == promise.shape[:rows]
-    return shape == promise.shape
+def _is_part(shape: tuple[int, ...] | None, promise: _Promise) -> bool:
+    """Say whether a device's part of an array has all of its layers and rows."""
+    rows = promise.row_axis + 1
+    return shape is not None and len(shape) == len(promise.shape) and shape[:rows] == promise.shape[:rows]
 
 
 def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:

@@ -115,10 +115,16 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept)
 
 
+@functools.lru_cache(maxsize=64)
+def _can_be_deleted(kind: type) -> bool:
+    """Say whether values of a type are arrays with memory of their own. By type: `isinstance` of every array would cost
+    a call of a deep model's cache as much time as its dispatch."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
+
+
 def check_alive(*values: Any) -> None:
     """Raise UserError when an array of a cache, or of pending sources, was donated: a jitted call took its memory."""
-    arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-    if any(array.is_deleted() for array in arrays):
+    if any(_can_be_deleted(type(x)) and x.is_deleted() for x in jax.tree.leaves(values)):
         raise UserError(
             "this cache was donated to an earlier call, or shares arrays with one that was; "
             "go on with what that call returned, or fork the cache before it"
