@@ -24,7 +24,7 @@ def _usage(error: Any) -> str | None:
     context = getattr(error, "ctx", None)
     commands = getattr(getattr(context, "command", None), "commands", None)
     if commands and "No such command" in describe():
-        name = re.search(r"No such command '(.*)'", describe(), re.DOTALL)
+        name = re.search(r"No such command '(.*)'\.", describe(), re.DOTALL)
         wanted = name[1] if name else ""
         return f"No such command {wanted[:40]!r}{command_hint(wanted, commands)}"
     if hasattr(error, "option_name") and context is not None:

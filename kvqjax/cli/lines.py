@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 from kvqjax._errors import UserError
 from kvqjax._files import decode_text
@@ -31,7 +31,9 @@ class Lines(Iterator[str]):
     readable by the user alone). Ctrl-C leaves the line that is being typed; Ctrl-D ends. From a pipe every line is a
     text; the last one needs no line end."""
 
-    def __init__(self, source: TextIO | None):
+    def __init__(self, source: Any):
+        """source: a text file as sys.stdin is one, or None where there is none. No type of `typing` or `io` fits all
+        that may stand there: files, buffers, and what replaces sys.stdin."""
         self.terminal = source is not None and source.isatty()
         self._source = source
         self._editor = _editor() if self.terminal else None

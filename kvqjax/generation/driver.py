@@ -103,7 +103,7 @@ class Generation:
         self._state: LoopState | None = None
         self._unread = False  # nobody has looked at the latest call's tokens yet
         self._owed = self._surplus = np.zeros((cache.batch,), bool)  # rows whose cache lacks a token, or has too many
-        self._seconds, self._first_tokens = 0.0, 0
+        self._calls: list[tuple[int, float]] = []  # new tokens and seconds of every call after the first tokens
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -119,9 +119,11 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rows after their first ones, per second of the steps that made them; 0 where there are none."""
-        made = sum(map(len, self.tokens)) - self._first_tokens
-        return made / self._seconds if made and self._seconds else 0.0
+        """Tokens of all rows after their first ones, per second of the steps that made them; 0 where there are none.
+        The first call of steps may compile them, so it does not count where there are others."""
+        calls = self._calls[1:] or self._calls
+        made, seconds = (sum(column) for column in zip(*calls, strict=True)) if calls else (0, 0.0)
+        return made / seconds if made and seconds else 0.0
 
     @property
     def lost(self) -> bool:
@@ -141,9 +143,9 @@ class Generation:
         self._unread = False
         seconds = time.perf_counter() - begun
         if first:
-            self.seconds_to_first_token, self._first_tokens = seconds, sum(map(len, self.tokens))
+            self.seconds_to_first_token = seconds
         else:
-            self._seconds += seconds
+            self._calls.append((sum(map(len, piece.tokens)), seconds))
         return piece
 
     def close(self) -> None:
