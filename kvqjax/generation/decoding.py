@@ -44,8 +44,8 @@ class Generated:
       stream was closed before).
     - `cache` holds every prompt and all of `tokens`: `generate(model, more, cache=out.cache)` goes on from there.
     - `prompt_tokens[b]` counts the tokens of every prompt. `seconds_to_first_token` includes the prompts and whatever
-      was compiled. `tokens_per_second` counts the tokens of all rows after their first ones; 0 where there are none. The first
-      call of decode steps may compile them, so it is left out where there are others.
+      was compiled. `tokens_per_second` counts the tokens of all rows after their first ones; 0 where there are none.
+      The first call of decode steps may compile them, so it is left out where there are others.
     - `cache_bytes` are those of `cache`, and `bits` what it spends on a number of a key or value, with all it keeps
       beside the codes (`kvqjax.ledger(cache).bits_stored`)."""
 
