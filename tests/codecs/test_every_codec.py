@@ -39,8 +39,7 @@ CODECS = [
     Nuq(bits=2, per="channel", outliers=0.05),
     Nuq(bits=4, per="token", outliers=0.05),
     CommVQKeys(head_dim=32, rounds=4, levels=8),
-    CommVQValues(bits=1, hidden=16),
-    CommVQValues(bits=4, hidden=16),
+    CommVQValues(bits=1, hidden=16),  # more bits of a made-up codebook err more: only a learnt one says anything
 ]
 
 
