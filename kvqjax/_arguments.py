@@ -110,7 +110,7 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     except (TypeError, OverflowError) as error:
         kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
         words = " or ".join(WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in kinds)
-        size = " of at most 32 bits" if isinstance(error, OverflowError) and int in kinds else ""
+        size = f" of at most {MOST}" if isinstance(error, OverflowError) and int in kinds else ""
         size = size or " that is finite" * isinstance(error, OverflowError)
         raise UserError(f"{name}={_written(value)}; wanted {words}{size}") from None
 

@@ -178,7 +178,7 @@ def harness(
     ] = None,
     limit: Annotated[
         float | None,
-        typer.Option("--limit", "-L", help="samples of every task, or below 1 a share of them; default: all"),
+        number("--limit", "-L", least=0, help="samples of every task, or below 1 a share of them; default: all"),
     ] = None,
     samples: Annotated[
         str | None, typer.Option("--samples", "-E", help='JSON, which samples: {"gsm8k": [0, 1, 2]}')

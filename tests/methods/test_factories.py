@@ -66,7 +66,7 @@ def test_a_line_says_what_is_wanted():
         "kivi: key_bits=2.5; wanted a whole number or None": lambda: kvq.kivi(key_bits=2.5),
         "kivi: bits=True; wanted a whole number": lambda: kvq.kivi(bits=True),
         "kivi: window=(1, 2); wanted a whole number": lambda: kvq.kivi(window=(1, 2)),
-        f"kivi: sinks={10**12}; wanted a whole number of at most 32 bits": lambda: kvq.kivi(sinks=10**12),
+        f"kivi: sinks={10**12}; wanted a whole number of at most 2147483647": lambda: kvq.kivi(sinks=10**12),
         "kivi: sinks=-1; it must be a whole number of at least 0": lambda: kvq.kivi(sinks=-1),
         "kivi: bits=7; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits": lambda: kvq.kivi(bits=7),
         "kivi: rope=None; wanted a word": lambda: kvq.kivi(rope=None),

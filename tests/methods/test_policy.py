@@ -153,7 +153,7 @@ def test_typos_give_one_line(source, words):
 def test_a_broken_file_says_where(tmp_path):
     file = tmp_path / "policy.json"
     file.write_text('{"method": "kivi",\n "bits" 2}')
-    with pytest.raises(kvq.UserError, match=r"policy\.json: line 2, column 9"):
+    with pytest.raises(kvq.UserError, match=r"policy\.json: .*line 2, column 9"):
         kvq.parse(Path(file))
     file.write_text("[]")
     with pytest.raises(kvq.UserError, match="wanted an object"):
