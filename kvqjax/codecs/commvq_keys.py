@@ -52,7 +52,7 @@ class CommVQKeys:
             raise UserError(f"levels={self.levels}; a power of two from 2 to 256")
         if self.rounds < 1:
             raise UserError(f"rounds={self.rounds}; at least 1")
-        if self.head_dim % 2 or (self.head_dim // 2) % self.pairs:
+        if self.head_dim % 2 or self.group < 0 or (self.head_dim // 2) % self.pairs:
             raise UserError(f"group={self.group} does not divide the {self.head_dim // 2} pairs of a head")
         if self.dtype not in ("bfloat16", "float32"):
             raise UserError(f"dtype={self.dtype!r}; the prescale is stored as bfloat16 or float32")

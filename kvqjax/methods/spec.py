@@ -48,6 +48,10 @@ class Method:
         check_integer("boundary", self.boundary, 0)
         if not isinstance(self.layer, LayerSpec):
             raise UserError(f"layer is {named(self.layer)}; wanted a layer spec, such as KeysAndValues(...)")
+        pairs = self.overrides if isinstance(self.overrides, tuple) else (None,)
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], LayerSpec)):
+                raise UserError(f"overrides is {named(self.overrides)}; wanted a tuple of (layer, layer spec) pairs")
         if self.keep is not None and not isinstance(self.keep, Keep):
             raise UserError(f"keep is {named(self.keep)}; wanted a Keep, such as Keep('h2o', 512)")
 

@@ -67,7 +67,7 @@ def test_bytes_say_what_the_cache_holds(talk):
     before, held, speed = err.splitlines()
     assert (code, out) == (0, "34\n")
     assert "no answer yet" in before
-    assert held.startswith("kivi:bits=4,window=32: 16 of 256 tokens, ")
+    assert held.startswith("kivi:bits=4,window=32: 15 of 256 tokens, ")
     assert speed.startswith("last answer: 14 tokens fed, first token after ")
 
 
@@ -77,7 +77,7 @@ def test_answers_as_json(talk):
         ("34", "length", 2),
         ("12", "length", 2),
     ]
-    assert [row["kept_tokens"] for row in rows] == [0, 16]
+    assert [row["kept_tokens"] for row in rows] == [0, 15]
 
 
 def test_a_line_may_go_on_and_a_text_may_begin_with_a_slash(talk, monkeypatch):

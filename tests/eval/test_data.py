@@ -210,7 +210,7 @@ def test_what_a_library_is_missing_for_is_named(tmp_path, monkeypatch):
     with pytest.raises(kvq.UserError, match=r"pip install pyarrow"):
         read(tmp_path / "x.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(kvq.UserError, match=r"pip install 'kvqjax\[eval\]'"):
+    with pytest.raises(kvq.UserError, match=r"pip install datasets"):
         read("owner/name")
 
 

@@ -71,7 +71,7 @@ def test_a_line_says_what_is_wanted():
         "kivi: bits=7; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits": lambda: kvq.kivi(bits=7),
         "kivi: rope=None; wanted a word": lambda: kvq.kivi(rope=None),
         "kvquant: outliers=nan; wanted a number that is finite": lambda: kvq.kvquant(outliers=NAN),
-        "kivi: keep=5; wanted a word or Keep or None": lambda: kvq.kivi(keep=5),
+        "kivi: keep is 5; wanted a rule (streaming, h2o) and a count of tokens, such as h2o:512": lambda: kvq.kivi(keep=5),
         "KVShape: head_dim=(32, 64); wanted a whole number": lambda: dataclasses.replace(SHAPE, head_dim=(32, 64)),
         "num_layers=0; it must be a whole number of at least 1": lambda: dataclasses.replace(SHAPE, num_layers=0),
     }
