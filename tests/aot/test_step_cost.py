@@ -28,15 +28,15 @@ STEPS = {
         {"launches": 1497, "syncs": 2, "bytes_over_bound": 0.89, "temp_gb": 0.01},
     ),
     "h100-batch": (
-        {"chip": "h100", "cache": "exact", "context": 32768, "batch": 8, "layers": "1,2"},
+        {"chip": "h100", "cache": "exact", "context": 32768, "batch": 8, "layers": "2,4"},
         {"launches": 1031, "syncs": 2, "bytes_over_bound": 1.11, "temp_gb": 0.055},
     ),
     "h100-decoded": (
-        {"chip": "h100", "cache": "higgs:bits=2", "context": 131072, "layers": "2,3"},
+        {"chip": "h100", "cache": "higgs:bits=2", "context": 131072, "layers": "2,4"},
         {"launches": 1571, "syncs": 2, "bytes_over_bound": 2.33, "temp_gb": 0.55},
     ),
     "h100-chain": (
-        {"chip": "h100", "cache": "aqua:bits=2", "context": 131072, "layers": "4,5"},
+        {"chip": "h100", "cache": "aqua:bits=2", "context": 131072, "layers": "4,6"},
         {"launches": 2402, "syncs": 2, "bytes_over_bound": 9.98, "temp_gb": 1.5},
     ),
     "v6e-kernel": (
