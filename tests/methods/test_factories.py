@@ -20,6 +20,7 @@ from kvqjax.parallel.sharding import rules_for
 
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, rope=kvq.Rope(), width=64)
 NAN, INFINITY = float("nan"), float("inf")
+KEEP = "wanted a rule (streaming, h2o) and a count of tokens, such as h2o:512"
 WRONG = ("2", 2.5, None, (2, 3), -1, 0, 10**30, 2**31 - 1, NAN, INFINITY, True, [2], {}, b"2", object(), "none")
 OPTIONS = [(name, option) for name, make in kvq.METHODS.items() for option in inspect.signature(make).parameters]
 
@@ -71,7 +72,7 @@ def test_a_line_says_what_is_wanted():
         "kivi: bits=7; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits": lambda: kvq.kivi(bits=7),
         "kivi: rope=None; wanted a word": lambda: kvq.kivi(rope=None),
         "kvquant: outliers=nan; wanted a number that is finite": lambda: kvq.kvquant(outliers=NAN),
-        "kivi: keep is 5; wanted a rule (streaming, h2o) and a count of tokens, such as h2o:512": lambda: kvq.kivi(keep=5),
+        f"kivi: keep is 5; {KEEP}": lambda: kvq.kivi(keep=5),
         "KVShape: head_dim=(32, 64); wanted a whole number": lambda: dataclasses.replace(SHAPE, head_dim=(32, 64)),
         "num_layers=0; it must be a whole number of at least 1": lambda: dataclasses.replace(SHAPE, num_layers=0),
     }
