@@ -28,14 +28,14 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("run", "generate", "Continue one or more prompts through a compressed cache."),
     "chat": Command("chat", "chat", "Talk with a model; its compressed cache stays from turn to turn."),
-    "demo": Command("demo", "demo", "The same prompt with the exact cache and with KIVI at 4 and 2 bits."),
-    "eval": Command("compare", "app", "Evaluate caches with the tokens really passing through them."),
+    "demo": Command("demo", "demo", "Continue one prompt with the exact cache and with KIVI at 4 and 2 bits."),
+    "eval": Command("compare", "app", "Measure the quality of caches: every token passes through them."),
     "calibrate": Command("calibrate", "calibrate", "Calibrate a method for a model."),
     "tune": Command("tune", "tune", "Find the cache of least KL divergence within a budget."),
     "bench": Command("bench", "bench", "Time decode steps, against the exact cache in the same run."),
     "methods": Command("info", "methods", "List the methods: bits, what they need, options and defaults."),
     "inspect": Command("info", "inspect", "Show what a calibration artifact or a saved cache holds."),
-    "plan": Command("plan", "plan", "Memory of caches, weights and a step on each device; what fits, how fast."),
+    "plan": Command("plan", "plan", "Say whether a model and its cache fit a device, and how fast they can be."),
     "doctor": Command("doctor", "doctor", "Check this installation and every kernel that concerns this chip."),
 }
 

@@ -55,7 +55,7 @@ def _print_stream(model: Model, prompts: list[Any], method: Method, options: dic
         for piece in parts:
             typer.echo(piece.text[0], nl=False)
     typer.echo("")
-    _announce_figures(parts.result, sum(compiling))
+    _announce_figures(parts.result, sum(compiling, 0.0))
 
 
 def _figures(made: Generated) -> dict[str, Any]:
@@ -212,4 +212,4 @@ def generate(
     with compiling_seconds() as compiling:
         result = generate_text(loaded, prompts, method, **options)
     if speaks():
-        _print_result(prompts, result, method, as_json, chat, sum(compiling))
+        _print_result(prompts, result, method, as_json, chat, sum(compiling, 0.0))

@@ -56,7 +56,7 @@ def test_bad_model_folders(call, tmp_path, change, words):
         (["generate", "-m", "recall", "-p", "ab", "-c", "kivi:bits=7"], "bits=7"),
         (["generate", "-m", "recall", "-p", "ab12ab12", "--capacity", "4"], "capacity of 4"),
         (["generate", "-m", "recall", "-p", ""], "prompt 0 is empty"),
-        (["generate", "-m", "recall"], "--prompt"),
+        (["generate", "-m", "recall"], "give a prompt"),
         (["generate", "--nonsense"], "nonsense"),
         (["generate", "-m", "recall", "-p", "ab", "--temperature", "-1"], "--temperature"),
         (["generate", "-m", "recall", "-p", "ab", "-p", "cd", "--stream"], "--stream shows one prompt"),
