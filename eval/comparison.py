@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
 from kvqjax._options import named_options
@@ -30,6 +31,7 @@ __all__ = ["COMPARED", "Comparison", "artifact_folder", "compare", "comparison",
 
 COMPARED = ("exact", *(f"{name}:bits={b}" for name in ("uniform", "kivi", "kvquant", "higgs", "aqua") for b in (2, 4)))
 LEARNT = 64 * 1024  # words of our own text that are enough for every method's recipe
+MOST_SEED = 2**32 - 1  # what numpy takes
 LONGEST_WINDOW = 1024  # tokens, where none are named and the model has as many positions
 
 Bar = Callable[[str], Callable[[float], None]]
@@ -141,6 +143,9 @@ def comparison(
 ) -> Comparison:
     """Read the text and cut it into the half that is learnt from and the half that is scored. Arguments are those of
     `compare`. Raises UserError for a text that cannot be read."""
+    check_counts(chunk=chunk, window=window, batch=batch, context=context, sequences=sequences)
+    check_integer("tokens", tokens, 0)
+    check_integer("seed", seed, 0, MOST_SEED)
     if isinstance(data, os.PathLike) or (isinstance(data, str) and (is_name(data) or not re.search(r"\s", data))):
         wanted = 2 * max(LEARNT, tokens)
         data = read(data, field=field, split=split, folder=folder, model=model, tokens=wanted, seed=seed)

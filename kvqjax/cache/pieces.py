@@ -10,7 +10,6 @@ this is what a tree of shared prefixes needs. Another order of texts needs anoth
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from kvqjax._arguments import is_known
+from kvqjax._arguments import check_integer, is_known
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.moving import moved_body, moved_window, stored_tile
@@ -68,10 +67,7 @@ def _check_means(layout: CacheLayout, what: str) -> None:
 
 def _place(layout: CacheLayout, tokens: Any) -> int:
     """Find the last place, at `tokens` or before it, where units of all sources of all layers end: in body tokens."""
-    try:
-        number = operator.index(tokens)
-    except TypeError:
-        raise UserError(f"tokens is a {type(tokens).__name__}; wanted a whole number, known before tracing") from None
+    number = check_integer("tokens", tokens, 0)
     if number < layout.method.sinks:
         raise UserError(f"tokens={number}; the {layout.method.sinks} sinks cannot be cut apart")
     return (number - layout.method.sinks) // _grain(layout) * _grain(layout)
@@ -194,7 +190,7 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
     if not isinstance(tail, Piece):
         raise UserError(f"tail is a {type(tail).__name__}; wanted a Piece, which kvqjax.cut gives")
     check_cache(head, tail.cache)
-    capacity = tail.capacity if capacity is None else operator.index(capacity)
+    capacity = tail.capacity if capacity is None else check_integer("capacity", capacity)
     layout = dataclasses.replace(head.layout, capacity=capacity)
     for field in dataclasses.fields(layout):
         wanted, got = getattr(head.layout, field.name), getattr(tail.cache.layout, field.name)

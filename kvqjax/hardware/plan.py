@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax._options import named_options, token_count
 from kvqjax._tables import Table
@@ -106,6 +107,7 @@ def plan(
     Raises:
         UserError: names and numbers that are wrong, and meshes that cannot share out the model.
     """
+    check_counts(batch=batch)
     name, config, coded, own_dtype = _of_model(model)
     named = find_device(device) if device is not None else None
     chip = named.name if named else None

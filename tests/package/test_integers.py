@@ -89,8 +89,8 @@ ARRAYS = {
     ),
     ("crop", "lengths"): (lambda x: kvq.crop(held(), first(x, NEW)), (-1, -(2**31))),
     ("gather", "rows"): (lambda x: kvq.gather(held(), first(x)), (-1, ROWS)),
-    ("insert", "row"): (lambda x: kvq.insert(held(), x, held(), 0), (ROWS, 2**31 - 1)),
-    ("insert", "other_row"): (lambda x: kvq.insert(held(), 0, held(), x), (-1, ROWS)),
+    ("insert", "rows"): (lambda x: kvq.insert(held(), x, held(), 0), (ROWS, 2**31 - 1)),
+    ("insert", "other_rows"): (lambda x: kvq.insert(held(), 0, held(), x), (-1, ROWS)),
 }
 # What returns no cache has no flag to raise: its traced numbers are only clipped.
 UNFLAGGED = {
@@ -121,21 +121,34 @@ STATIC = {
     ("join_hosts", "processes"): (lambda x: kvq.join_hosts("here:1", x, 0), PAST),
     ("join_hosts", "process"): (lambda x: kvq.join_hosts("here:1", 2, x), (-1, 2)),
     ("policy", "overrides"): (lambda x: kvq.policy("kivi", {x: "exact"}), (10_000, -10_000)),
+    ("repeat", "n"): (lambda x: kvq.repeat(held(), x), PAST),
+    ("resize", "capacity"): (lambda x: kvq.resize(held(), x), PAST),
+    ("cut", "tokens"): (lambda x: kvq.cut(held(), x), (-1, 2**40)),
+    ("join", "capacity"): (lambda x: kvq.join(*kvq.cut(held(), 4), capacity=x), PAST),
+    ("plan", "batch"): (number(kvq.plan, "batch", model=TINY.config, cache="exact"), PAST),
+    **{
+        ("compare", name): (number(kvq.compare, name, model=TINY, cache="exact"), values)
+        for name, values in {
+            **dict.fromkeys(("chunk", "window", "batch", "context", "sequences"), PAST),
+            "tokens": (-1,),
+            "seed": (-1, 2**40),
+        }.items()
+    },
     ("speculate", "draft"): (number(kvq.speculate, "draft", **GENERATE), PAST),
     ("speculate", "ngram"): (number(kvq.speculate, "ngram", **GENERATE), PAST),
     ("beam_search", "beams"): (number(kvq.beam_search, "beams", **GENERATE), (*PAST, 51)),
-    ("drift", "chunk"): (number(kvq.eval.drift, "chunk", model=TINY, ids=[1] * 64, method="exact"), PAST),
-    ("drift", "window"): (number(kvq.eval.drift, "window", model=TINY, ids=[1] * 64, method="exact"), PAST),
-    ("drift", "bins"): (number(kvq.eval.drift, "bins", model=TINY, ids=[1] * 64, method="exact"), PAST),
-    ("drift", "tokens"): (number(kvq.eval.drift, "tokens", model=TINY, ids=[1] * 64, method="exact"), (-1,)),
-    ("drift", "ids"): (lambda x: kvq.eval.drift(TINY, [1] * 31 + [x], "exact", window=16, tokens=0), (-1, 50)),
-    ("perplexity", "ids"): (lambda x: kvq.eval.perplexity(TINY, [1] * 31 + [x], "exact", window=16), (-1, 50)),
+    ("drift", "chunk"): (number(kvq.eval.drift, "chunk", model=TINY, texts=[1] * 64, method="exact"), PAST),
+    ("drift", "window"): (number(kvq.eval.drift, "window", model=TINY, texts=[1] * 64, method="exact"), PAST),
+    ("drift", "bins"): (number(kvq.eval.drift, "bins", model=TINY, texts=[1] * 64, method="exact"), PAST),
+    ("drift", "tokens"): (number(kvq.eval.drift, "tokens", model=TINY, texts=[1] * 64, method="exact"), (-1,)),
+    ("drift", "texts"): (lambda x: kvq.eval.drift(TINY, [1] * 31 + [x], "exact", window=16, tokens=0), (-1, 50)),
+    ("perplexity", "texts"): (lambda x: kvq.eval.perplexity(TINY, [1] * 31 + [x], "exact", window=16), (-1, 50)),
     ("calibrate.run", "count"): (lambda x: kvq.calibrate.run(TINY, "kvquant", "a", count=x), PAST),
     ("calibrate.sequences", "count"): (lambda x: kvq.calibrate.sequences(TINY, "a", x, 8), PAST),
     ("calibrate.sequences", "length"): (lambda x: kvq.calibrate.sequences(TINY, "a", 1, x), PAST),
     ("calibrate.run", "length"): (lambda x: kvq.calibrate.run(TINY, "kvquant", "a", length=x), PAST),
     **{
-        ("perplexity", name): (number(kvq.eval.perplexity, name, model=TINY, ids=[1] * 64, method="exact"), values)
+        ("perplexity", name): (number(kvq.eval.perplexity, name, model=TINY, texts=[1] * 64, method="exact"), values)
         for name, values in {"chunk": PAST, "window": PAST, "batch": PAST, "context": PAST, "tokens": (-1,)}.items()
     },
     **{
@@ -184,7 +197,7 @@ def test_a_traced_number_out_of_range_is_clipped_and_raises_the_flag(door):
     traced = jax.jit(take)
     for value in (*values, 0):
         cache = traced(value)
-        row = {"insert-row": ROWS - 1}.get("-".join(door), 0)
+        row = {"insert-rows": ROWS - 1}.get("-".join(door), 0)
         flags = [value != 0 and b == row for b in range(ROWS)]
         assert cache.overflow.tolist() == flags, (value, cache.lengths)
         assert 0 <= int(cache.lengths.min()) <= int(cache.lengths.max()) <= NEW
@@ -241,4 +254,9 @@ def test_every_integer_argument_has_a_row():
         for p in inspect.signature(function).parameters.values()
         if "Int[" in str(p.annotation) or "int" in str(p.annotation).replace("print", "").split("[")[0]
     }
-    assert wanted - {*ARRAYS, *UNFLAGGED, *STATIC} == {("tune", "budget")}
+    assert wanted - {*ARRAYS, *UNFLAGGED, *STATIC} == {
+        ("tune", "budget"),
+        ("plan", "context"),
+        ("plan", "memory"),
+        ("plan", "memory_fraction"),
+    }
