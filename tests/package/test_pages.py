@@ -105,6 +105,7 @@ def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", ["howto/own-loop.md", "howto/conversations.md"])
 def test_code_of_a_page_runs(page, capsys):
+    jax.clear_caches()  # a page counts the programs of its own loop; another page's are of the same functions
     blocks = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
     code = "\n".join(body for language, body in blocks if language == "python")
     with warnings.catch_warnings():
