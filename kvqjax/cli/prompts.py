@@ -1,6 +1,5 @@
 """Where prompts come from: the command itself, a file, standard input, or a file with a prompt a line."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
 from kvqjax._files import decode_text, open_text
+from kvqjax.data.records import Record, json_lines
 
 __all__ = ["STANDARD_INPUT", "Prompts", "read_prompts"]
 
@@ -51,30 +51,28 @@ def _one(path: Path) -> str:
     return text
 
 
-def _from_json(where: str, line: str) -> Any:
+def _prompt_of(record: Record) -> Any:
     """A string, or a list of messages."""
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: {line[:40]!r} is not JSON") from error
+    value = record.value
     if isinstance(value, dict):
         value = value.get("messages", value.get("prompt"))
     messages = isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value)
     if not (isinstance(value, str) or messages):
         wanted = 'a JSON string, or an object with a "prompt" or with "messages" of a role and content each'
-        raise UserError(f"{where}: {line[:40]!r} is not {wanted}")
+        raise UserError(f"{record.where}: {str(record.value)[:40]!r} is not {wanted}")
     return value
 
 
 def _batch(path: Path) -> list[Any]:
     """The prompts of a file: one a line, or in JSON."""
-    text = _piped() if path == STANDARD_INPUT else open_text(path)
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
+    if any(name in JSON_NAMES for name in path.suffixes):
+        prompts = [_prompt_of(record) for record in json_lines(path)]
+    else:
+        text = _piped() if path == STANDARD_INPUT else open_text(path)
+        prompts = [line for line in text.split("\n") if line.strip()]
+    if not prompts:
         raise UserError(f"{path}: empty; there is no prompt in it")
-    if not any(name in JSON_NAMES for name in path.suffixes):
-        return [line for _, line in lines]
-    return [_from_json(f"{path}, line {number}", line) for number, line in lines]
+    return prompts
 
 
 def read_prompts(

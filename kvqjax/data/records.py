@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 from kvqjax._errors import UserError
 from kvqjax._files import open_lines, open_text, parse_json
 
-__all__ = ["SUFFIXES", "Record", "files_of", "is_conversation", "is_saved", "kind_of", "read_records", "saved_records"]
+__all__ = [
+    "SUFFIXES",
+    "Record",
+    "files_of",
+    "is_conversation",
+    "is_saved",
+    "json_lines",
+    "kind_of",
+    "read_records",
+    "saved_records",
+]
 
 TEXTS = (".txt", ".md", ".text", ".raw")
 SUFFIXES = {
@@ -60,7 +70,8 @@ def _loads(text: str) -> Any:
         return None
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
+def json_lines(path: Path) -> Iterator[Record]:
+    """Read a JSON value a line; blank lines are none. Raises UserError, naming the line, for one that is not JSON."""
     for number, line in enumerate(open_lines(path), 1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -93,7 +104,7 @@ def _json_records(path: Path) -> Iterator[Record]:
     lines = (line for line in open_lines(path) if line.strip())
     first, second = _loads(next(lines, "")), next(lines, None)
     if first is not None and (second is not None or _inside(first) is None):
-        yield from _json_lines(path)
+        yield from json_lines(path)
         return
     value = parse_json(open_text(path), str(path))
     several = _inside(value)
