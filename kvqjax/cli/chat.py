@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,14 +12,24 @@ from kvqjax._errors import UserError
 from kvqjax._tables import size
 from kvqjax.cli.common import (
     Artifacts,
+    BeyondTrained,
     Dtype,
     Kernels,
+    MinP,
     ModelName,
+    OneCache,
+    PromptChunk,
+    RepetitionPenalty,
     RopeLength,
     Seed,
+    Stop,
+    Temperature,
     TextOnly,
+    TopK,
+    TopP,
     Weights,
     calibrated,
+    checked_draw,
     methods_of,
     number,
     open_model,
@@ -27,7 +37,6 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.lines import Lines
 from kvqjax.cli.progress import announce
-from kvqjax.generation.sampling import make_sampling
 from kvqjax.generation.session import Answer, Session
 from kvqjax.model.loading import Model
 
@@ -139,7 +148,7 @@ def _guarded(talk: _Chat, lines: Iterator[str]) -> None:
 
 def chat(
     model: ModelName = "demo",
-    cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
+    cache: OneCache = "exact",
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
     artifact: Artifacts = [],  # noqa: B006
     load: Annotated[Path | None, typer.Option(help="go on with a conversation that was saved")] = None,
@@ -147,21 +156,15 @@ def chat(
     capacity: Annotated[
         int | None, token_number(help="most tokens of the conversation, also as 32k; default: grows as needed")
     ] = None,
-    chunk: Annotated[int | None, number(help="feed turns through the cache N tokens at a time")] = None,
-    temperature: Annotated[float, number(least=0, most=10_000, help="0: always the likeliest token")] = 0.0,
-    top_k: Annotated[int, number(least=0, help="draw from the K likeliest; 0: from all")] = 0,
-    top_p: Annotated[
-        float, number(least=0, most=1, help="draw from the likeliest tokens that together have this probability")
-    ] = 1.0,
-    min_p: Annotated[
-        float, number(least=0, most=1, help="leave out tokens less likely than this share of the likeliest")
-    ] = 0.0,
-    repetition_penalty: Annotated[float, number(least=0, most=10_000, help="above 1: against repetition")] = 1.0,
+    chunk: PromptChunk = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = 0,
-    stop: Annotated[list[str], typer.Option(help="end an answer at this text; repeatable")] = [],  # noqa: B006
-    beyond_trained: Annotated[
-        bool, typer.Option("--beyond-trained", help="let the conversation become longer than the model was trained for")
-    ] = False,
+    stop: Stop = [],  # noqa: B006
+    beyond_trained: BeyondTrained = False,
     kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
@@ -174,11 +177,7 @@ def chat(
     """Talk with a model; its compressed cache stays from turn to turn.
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Text piped in is a turn a line."""
-    draw: dict[str, Any] = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }  # fmt: skip
-    make_sampling(**draw)  # says what cannot be, before any work
+    draw = checked_draw(temperature, top_k, top_p, min_p, repetition_penalty)
     method = methods_of([cache])[0]
     loaded = calibrated(open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact)[0][0]
     options = draw | {

@@ -8,7 +8,7 @@ import numpy as np
 import typer
 
 from kvqjax._errors import UserError
-from kvqjax.cli.common import MOST_ROWS, Batch, DataName, Field, Folder, Split, number, token_number
+from kvqjax.cli.common import MOST_ROWS, Batch, DataName, Field, Folder, PromptChunk, Split, number, token_number
 from kvqjax.cli.report import Job, add_command
 from kvqjax.data import read, token_ids
 from kvqjax.eval.stamp import CONTEXT
@@ -24,9 +24,6 @@ Context = Annotated[
     int, token_number("--context", least=32, help="tokens of a row for which bits and bytes are counted, also as 32k")
 ]
 Chunk = Annotated[int, number("--chunk", help="tokens that enter the cache at a time")]
-PromptChunk = Annotated[
-    int | None, number("--chunk", help="prompts pass through the cache, N tokens at a time; default: exact prefill")
-]
 
 
 ROWS = 8  # of a harness's batch, where nothing is said

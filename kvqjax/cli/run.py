@@ -13,16 +13,26 @@ from kvqjax._tables import size
 from kvqjax.cli.common import (
     MOST_HOSTS,
     Artifacts,
+    BeyondTrained,
     Dtype,
     Json,
     Kernels,
     Mesh,
+    MinP,
     ModelName,
+    OneCache,
+    PromptChunk,
+    RepetitionPenalty,
     RopeLength,
     Seed,
+    Stop,
+    Temperature,
     TextOnly,
+    TopK,
+    TopP,
     Weights,
     calibrated,
+    checked_draw,
     methods_of,
     number,
     open_model,
@@ -36,7 +46,6 @@ from kvqjax.generation.decoding import Generated, stream
 from kvqjax.generation.decoding import generate as generate_text
 from kvqjax.generation.prompt_chunks import AUTO
 from kvqjax.generation.prompt_ids import encode_prompts
-from kvqjax.generation.sampling import make_sampling
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -133,35 +142,27 @@ def generate(
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", hidden=True)] = None,
     model: ModelName = "demo",
-    cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")] = "exact",
+    cache: OneCache = "exact",
     artifact: Artifacts = [],  # noqa: B006
     max_new_tokens: New = 64,
     capacity: Annotated[
         int | None, token_number(help="most tokens a row may hold, also as 32k; default: what is needed")
     ] = None,
-    chunk: Annotated[int | None, number(help="feed the prompt through the cache N tokens at a time")] = None,
+    chunk: PromptChunk = None,
     in_chunks: Annotated[
         bool, typer.Option("--in-chunks", help="like --chunk, with N chosen for the chip and its memory")
     ] = False,
-    temperature: Annotated[float, number(least=0, most=10_000, help="0: always the likeliest token")] = 0.0,
-    top_k: Annotated[int, number(least=0, help="draw from the K likeliest; 0: from all")] = 0,
-    top_p: Annotated[
-        float, number(least=0, most=1, help="draw from the likeliest tokens that together have this probability")
-    ] = 1.0,
-    min_p: Annotated[
-        float, number(least=0, most=1, help="leave out tokens less likely than this share of the likeliest")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, number(least=0, most=10_000, help="above 1: tokens that occurred already become less likely")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = 0,
-    stop: Annotated[list[str], typer.Option(help="end at this text; repeatable")] = [],  # noqa: B006
+    stop: Stop = [],  # noqa: B006
     end: Annotated[
         list[str], typer.Option(help="end at this token, an id or its text, not at the model's own; repeatable")
     ] = [],  # noqa: B006
-    beyond_trained: Annotated[
-        bool, typer.Option("--beyond-trained", help="let texts become longer than the model was trained for")
-    ] = False,
+    beyond_trained: BeyondTrained = False,
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
     kernels: Kernels = "auto",
@@ -192,11 +193,7 @@ def generate(
     if coordinator:
         _keep_stdout_ours()
         join_hosts(coordinator, processes, process)
-    draw = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }  # fmt: skip
-    make_sampling(**draw)  # says what cannot be, before any work
+    draw = checked_draw(temperature, top_k, top_p, min_p, repetition_penalty)
     found = open_model(model, dtype, weights, method, mesh, text_only, rope_length)
     loaded = calibrated(found, [method], artifact)[0][0]
     options: dict[str, Any] = draw | {
