@@ -27,7 +27,7 @@ def _kind(value: Any) -> str:
 def _array(given: Any, name: str) -> np.ndarray:
     """Ids as one array of any whole type. A list of lists of different lengths is joined."""
     if isinstance(given, list | tuple) and any(isinstance(x, bool) for x in given):
-        raise UserError(f"{name} has True or False in it; wanted token ids")
+        raise UserError(f"{name} is of type bool; {_WANTED}")
     try:
         if isinstance(given, Sequence) and given and all(isinstance(row, Sequence | np.ndarray) for row in given):
             parts = [np.asarray(row) for row in given if len(row)]
