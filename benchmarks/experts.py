@@ -82,11 +82,11 @@ def counted(chip: str, rows: int, form: str) -> dict:
         model.write_text(json.dumps(config_to_hf(dataclasses.replace(config_of(MODEL), num_layers=LAYERS))))
         try:
             if rows < MANY:
-                found = measure(Row(chip, str(model), "exact", CONTEXT, rows), folder)["full"]
-                moved, spent = found["bytes"]["weights"], found["estimated_ms"]
+                account = measure(Row(chip, str(model), "exact", CONTEXT, rows), folder)["full"]
+                moved, spent = account["bytes"]["weights"], account["estimated_ms"]
                 return {"gigabytes": (moved["read"] + moved["written"]) / 1e9, "estimated_ms": spent}
-            found = measure_chunk(Chunk(chip, str(model), "exact", CONTEXT, rows), folder)
-            return {"gigabytes": found["gigabytes"]["weights"], "estimated_ms": 1e3 * found["estimated_s"]}
+            account = measure_chunk(Chunk(chip, str(model), "exact", CONTEXT, rows), folder)
+            return {"gigabytes": account["gigabytes"]["weights"], "estimated_ms": 1e3 * account["estimated_s"]}
         except (ValueError, KeyError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             return {"refused": (str(error).splitlines() or [type(error).__name__])[0][:120]}
 
@@ -101,9 +101,11 @@ def table(records: dict[str, dict]) -> str:
     lines = ["| chip, rows | form | GB of weights read and written | estimated ms |", "|---|---|--:|--:|"]
     order = lambda key: (CHIPS.index(key[0]), int(key[1]), list(FORMS).index(key[2]))  # noqa: E731
     for chip, rows, form in sorted((key.split("/") for key in records), key=order):
-        found = records[f"{chip}/{rows}/{form}"]
+        account = records[f"{chip}/{rows}/{form}"]
         told = (
-            "cannot be counted | " if "refused" in found else f"{found['gigabytes']:.2f} | {found['estimated_ms']:.2f}"
+            "cannot be counted | "
+            if "refused" in account
+            else f"{account['gigabytes']:.2f} | {account['estimated_ms']:.2f}"
         )
         lines.append(f"| {chip}, {rows} | {form} | {told} |")
     return "\n".join(lines) + "\n"
@@ -130,12 +132,12 @@ def main(
     for key in [] if page_only else [(c, r, f) for c in chip for r in rows for f in form]:
         name = "/".join(map(str, key))
         if anew or name not in recorded():
-            found = counted(*key)
-            records = recorded() | {name: found}  # of chips that another process computes, too
+            account = counted(*key)
+            records = recorded() | {name: account}  # of chips that another process computes, too
             part = RECORDS.with_suffix(".part")
             part.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
             part.replace(RECORDS)
-            typer.echo(f"{name}: {found}")
+            typer.echo(f"{name}: {account}")
     write_page(recorded())
 
 

@@ -99,14 +99,14 @@ class Comparison:
         from kvqjax.calibrate import learns
         from kvqjax.calibrate.ready import with_constants
 
-        given = {load_artifact(path).method for path in folders}
-        missing = [method for method in methods if method not in given and learns(method, self.model.config)]
+        calibrated = {load_artifact(path).method for path in folders}
+        missing = [method for method in methods if method not in calibrated and learns(method, self.model.config)]
         read = self.learnt.text if isinstance(self.learnt, Data) else self.learnt.tobytes().hex()
-        made = [kept_path(self.store, self.model, method, read, self.sequences) for method in missing]
-        for path, method in zip(made, missing, strict=True):
+        kept = [kept_path(self.store, self.model, method, read, self.sequences) for method in missing]
+        for path, method in zip(kept, missing, strict=True):
             update = bar(f"calibrating {method}")
             _calibrate_once(path, self.model, method, self.learnt, self.sequences, update)
-        return with_constants(self.model, methods, [*folders, *made])
+        return with_constants(self.model, methods, [*folders, *kept])
 
     def row(self, model: Model, method: Method, kernels: str, progress: Callable[[float], None]) -> Row:
         """The figures of one cache. `model` holds the method's constants."""
@@ -149,9 +149,9 @@ def comparison(
     if isinstance(data, os.PathLike) or (isinstance(data, str) and (is_name(data) or not re.search(r"\s", data))):
         wanted = 2 * max(LEARNT, tokens)
         data = read(data, field=field, split=split, folder=folder, model=model, tokens=wanted, seed=seed)
-    found = data_or_ids(model, data, "data")
-    about = found.about if isinstance(found, Data) else {"name": "token ids", "tokens": len(found)}
-    learnt, scored = in_halves(found)
+    texts = data_or_ids(model, data, "data")
+    about = texts.about if isinstance(texts, Data) else {"name": "token ids", "tokens": len(texts)}
+    learnt, scored = in_halves(texts)
     return Comparison(
         model=model,
         learnt=learnt,

@@ -71,11 +71,11 @@ def check_codec(spec: CodecSpec, width: int, constants: dict[str, Array] | None 
     Returns the names of the checks. Raises AssertionError where one does not hold, UserError for missing constants."""
     built: list[Codec] = []
     jax.eval_shape(lambda: built.append(spec.build(width)))  # what it keeps from inside a trace must not be a tracer
-    codec, held = built[0], constants or {}
+    codec, stored = built[0], constants or {}
     for name, shape in codec.needs.items():
-        if name not in held or held[name].shape != shape:
+        if name not in stored or stored[name].shape != shape:
             raise UserError(f"{spec}: constant {name!r} of shape {shape} is needed to check it")
-    encode, decode = (jax.jit(functools.partial(f, held)) for f in (codec.encode, codec.decode))
+    encode, decode = (jax.jit(functools.partial(f, stored)) for f in (codec.encode, codec.decode))
     x = _vectors(4 * codec.unit, width)
     tiles = [encode(part) for part in jnp.split(x, 4)]
     assert _equal(tiles[0], encode(x[: codec.unit])), "encode: equal vectors give different words"
@@ -190,8 +190,8 @@ def _layers(subject: _Subject) -> None:
 
 def _bytes(subject: _Subject) -> None:
     cache = init_cache(subject.model, subject.method, ROWS, CAPACITY)
-    held = array_bytes(cache)
-    assert ledger(cache).bytes == held, f"the ledger counts {ledger(cache).bytes} bytes, the arrays hold {held}"
+    stored = array_bytes(cache)
+    assert ledger(cache).bytes == stored, f"the ledger counts {ledger(cache).bytes} bytes, the arrays hold {stored}"
 
 
 def _tracers(subject: _Subject) -> None:

@@ -102,17 +102,17 @@ def measure(
     """Compile one case and give its account. `folder` is where `tpu.prepare` has libtpu put its listings. With two
     `depths`, models of so many layers are compiled and numbers extrapolated. The longest row holds `held` tokens, if
     not the context."""
-    config, found = config_of(row.model), []
+    config, results = config_of(row.model), []
     for depth in depths or (config.num_layers,):
         for old in folder.iterdir():
             old.unlink()
         part = dataclasses.replace(config, num_layers=depth, sliding_window=config.windows[:depth])
-        made = [compile_row(row, part, lengths, dump) for lengths in programs(row, layout_of(row, part), held)]
-        found.append(accounts(row, made, folder, held))
+        compiled = [compile_row(row, part, lengths, dump) for lengths in programs(row, layout_of(row, part), held)]
+        results.append(accounts(row, compiled, folder, held))
     if not depths:
-        return found[0] | about(row)
+        return results[0] | about(row)
     share = (config.num_layers - depths[0]) / (depths[1] - depths[0])
-    return _line(*found, share) | about(row) | {"layers": list(depths)}
+    return _line(*results, share) | about(row) | {"layers": list(depths)}
 
 
 def about(row: Row) -> dict:

@@ -29,8 +29,8 @@ Tile = Callable[[str, str, Field, Number, Number, Number, int], Array]
 
 def _as_bits(field: Field) -> Field:
     """Let 16-bit numbers travel as the integers that hold their bits."""
-    alone = field.packed or field.heads or not is_half(field.dtype)
-    return field if alone else dataclasses.replace(field, dtype="uint16")
+    unchanged = field.packed or field.heads or not is_half(field.dtype)
+    return field if unchanged else dataclasses.replace(field, dtype="uint16")
 
 
 def stored_tile(
@@ -90,11 +90,11 @@ def moved_body(run: RunLayout, encoded: tuple[Int[Array, " B"], ...], tile: Tile
 def padded_body(old: RunLayout, new: RunLayout, body: dict) -> dict:
     """Give the body of a run that keeps all tokens in their order more or fewer slots, on every device that blocks are
     dealt over. The fields must be stored alike."""
-    parts = old.deal.parts
+    devices = old.deal.parts
 
     def resized(field: Field, x: Array) -> Array:
         axis = x.ndim + field.slots_axis
-        shape = (*x.shape[:axis], parts, x.shape[axis] // parts, *x.shape[axis + 1 :])
+        shape = (*x.shape[:axis], devices, x.shape[axis] // devices, *x.shape[axis + 1 :])
         wanted = shape[axis + 1] * new.slots // old.slots
         x = x.reshape(shape)
         if wanted < shape[axis + 1]:
@@ -102,7 +102,7 @@ def padded_body(old: RunLayout, new: RunLayout, body: dict) -> dict:
         else:
             more = (*shape[: axis + 1], wanted - shape[axis + 1], *shape[axis + 2 :])
             x = jnp.concatenate([x, jnp.zeros(more, x.dtype)], axis + 1)
-        return x.reshape(*shape[:axis], parts * wanted, *shape[axis + 2 :])
+        return x.reshape(*shape[:axis], devices * wanted, *shape[axis + 2 :])
 
     def fields_of(source: str, fields: dict) -> dict:
         about = old.wiring.storage.codecs[source].fields

@@ -131,8 +131,8 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
         shift = min(shift, int(np.asarray(encoded).min()) // grain * grain)
     bad = (encoded < shift) | (cache.lengths < sinks)
     if (row := _refuse(bad, cache)) is not None:
-        held = int(np.asarray(cache.lengths)[row])
-        raise UserError(f"row {row} holds {held} tokens, fewer than the {sinks} sinks, which cannot be cut apart")
+        length = int(np.asarray(cache.lengths)[row])
+        raise UserError(f"row {row} holds {length} tokens, fewer than the {sinks} sinks, which cannot be cut apart")
     start = shift + sinks
     head = crop(cache, jnp.full_like(cache.lengths, start))
     return _emptied(head, bad), Piece(_emptied(_cut(cache, start), bad), start, cache.layout.capacity)
@@ -147,7 +147,7 @@ def _cut(cache: Cache, start: int) -> Cache:
     # With so much room more, as much can be encoded as a row may have encoded: a crop leaves no exact tokens.
     small = dataclasses.replace(layout, capacity=layout.capacity - shift + windows)
     lengths = cache.lengths - shift
-    held = lengths - layout.method.sinks
+    body_lengths = lengths - layout.method.sinks
 
     def one(old: RunLayout, new: RunLayout, state: Run) -> Run:
         clocks = old.wiring.storage.clocks
@@ -156,7 +156,7 @@ def _cut(cache: Cache, start: int) -> Cache:
             old, state, source, name, layer, row, token + shift, size
         )
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
-        window = {name: moved_window(old.ring, new.ring, held, shift, x) for name, x in state.window.items()}
+        window = {name: moved_window(old.ring, new.ring, body_lengths, shift, x) for name, x in state.window.items()}
         body = moved_body(new, encoded, tile) if old.slots else {}
         return Run(body=body, sinks=jax.tree.map(jnp.zeros_like, state.sinks), window=window, flushed=flushed)
 
@@ -229,7 +229,7 @@ def _encoded_in(layout: CacheLayout) -> list[tuple[RunLayout, Any]]:
 def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
     """Shift the piece up to its place behind the head."""
     part, shift = tail.cache, tail.start - layout.method.sinks
-    held = part.lengths + shift - layout.method.sinks
+    body_lengths = part.lengths + shift - layout.method.sinks
 
     def one(first: RunLayout, second: RunLayout, new: RunLayout, before: Run, after: Run) -> Run:
         clocks = new.wiring.storage.clocks
@@ -247,7 +247,9 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
 
         flushed = tuple(count + shift // clock.unit for count, clock in zip(after.flushed, clocks, strict=True))
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
-        window = {name: moved_window(second.ring, new.ring, held, -shift, x) for name, x in after.window.items()}
+        window = {
+            name: moved_window(second.ring, new.ring, body_lengths, -shift, x) for name, x in after.window.items()
+        }
         body = moved_body(new, encoded, tile) if new.slots and second.slots else {}
         return Run(body=body, sinks=before.sinks, window=window, flushed=flushed)
 

@@ -70,10 +70,10 @@ def excess(cache: Cache, layout: CacheLayout) -> tuple[Int[Array, " B"], Bool[Ar
 @jax.enable_x64(False)
 def with_layout(cache: Cache, layout: CacheLayout) -> Cache:
     """Move a cache, whose rows fit, to a layout that differs from its own in the capacity alone."""
-    held = cache.lengths - layout.method.sinks
-    kept, order = _kept(cache, layout, held)
+    body_lengths = cache.lengths - layout.method.sinks
+    kept, order = _kept(cache, layout, body_lengths)
     runs = tuple(
-        _run(old, new, state, held, order)
+        _run(old, new, state, body_lengths, order)
         for old, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
     )
     return cache.replace(runs=runs, kept=kept, layout=layout)
@@ -112,10 +112,10 @@ def _body_of_groups(old: RunLayout, new: RunLayout, state: Run, order: Int[Array
         def group(number):
             return stored_tile(old, state, source, name, layer, row, order[row, token // unit + number] * unit, unit)
 
-        parts = jax.vmap(group)(jnp.arange(size // unit))
+        groups_read = jax.vmap(group)(jnp.arange(size // unit))
         if field.kind == "token":
-            return jnp.moveaxis(parts, 0, 1).reshape(field.width, -1)
-        return parts.reshape(-1, parts.shape[-1])
+            return jnp.moveaxis(groups_read, 0, 1).reshape(field.width, -1)
+        return groups_read.reshape(-1, groups_read.shape[-1])
 
     return moved_body(new, (jnp.full((order.shape[0],), new.slots, jnp.int32),), tile)
 

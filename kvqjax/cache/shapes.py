@@ -90,10 +90,10 @@ def _check_arrays(cache: Cache) -> None:
     leaves, promises = jax.tree.leaves(cache), _promised(cache.layout, lengths[0])
     if len(leaves) != len(promises):
         raise UserError(f"the cache has {len(leaves)} arrays, its layout promises {len(promises)}")
-    parts = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    inside_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
     for leaf, promise in zip(leaves, promises, strict=True):
         shape = getattr(leaf, "shape", None)
-        if (shape == promise.shape or (parts and _is_part(shape, promise))) and leaf.dtype == promise.dtype:
+        if (shape == promise.shape or (inside_shard_map and _is_part(shape, promise))) and leaf.dtype == promise.dtype:
             continue
         raise UserError(_broken(leaf, promise, cache.layout.capacity))
 

@@ -157,8 +157,8 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     UserError unless `rows` marks each of the B rows by True or False."""
     check_cache(cache)
     if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
-        given = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, jax.Array | np.ndarray) else named(rows)
-        raise UserError(f"rows is {given}; wanted bool[{cache.batch}]: True for each row to empty")
+        kind = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, jax.Array | np.ndarray) else named(rows)
+        raise UserError(f"rows is {kind}; wanted bool[{cache.batch}]: True for each row to empty")
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
     kept = forget(cache.kept, rows)
@@ -272,10 +272,10 @@ def _fitting(cache: Cache, layout: CacheLayout) -> Cache:
     over = np.asarray(excess(cache, layout)[1])
     if over.any():
         row = int(over.argmax())
-        held = int(np.asarray(cache.lengths)[row])
-        if held > layout.capacity:
+        length = int(np.asarray(cache.lengths)[row])
+        if length > layout.capacity:
             raise UserError(
-                f"row {row} holds {held} tokens; a capacity of {layout.capacity} is too small: crop it first"
+                f"row {row} holds {length} tokens; a capacity of {layout.capacity} is too small: crop it first"
             )
         raise UserError(
             f"row {row} has more tokens encoded than a cache of capacity {layout.capacity} ever encodes; "

@@ -125,9 +125,11 @@ class _Chat:
         if last is None:
             announce(f"{session!r}: no answer yet")
             return
-        held = last.kept_tokens + last.prompt_tokens + last.tokens
+        tokens = last.kept_tokens + last.prompt_tokens + last.tokens
         room = session.cache.layout.capacity if session.cache is not None else 0
-        announce(f"{session.method}: {held} of {room} tokens, {size(last.cache_bytes)}, {last.bits:.4g} bits a number")
+        announce(
+            f"{session.method}: {tokens} of {room} tokens, {size(last.cache_bytes)}, {last.bits:.4g} bits a number"
+        )
         announce(
             f"last answer: {last.prompt_tokens} tokens fed, first token after {last.seconds_to_first_token:.2f} s, "
             f"{last.tokens} made at {last.tokens_per_second:.1f} a second"

@@ -33,9 +33,9 @@ _command = functools.partial(add_command, app)
 
 def _encoded(model: Model, data: str, tokens: int, **how: Any) -> tuple[np.ndarray, dict[str, Any]]:
     """Token ids of data, and what the report says of it. `how`: the other arguments of `kvqjax.data.read`."""
-    found = read(data, model=model, tokens=tokens, **how)
-    ids = token_ids(model, found)
-    return ids, {"data": found.about | {"tokens": len(ids)}}
+    texts = read(data, model=model, tokens=tokens, **how)
+    ids = token_ids(model, texts)
+    return ids, {"data": texts.about | {"tokens": len(ids)}}
 
 
 @_command("demo")
@@ -107,8 +107,8 @@ def retrieval(
     fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths, "hay": hay}
 
     def evaluate(model, method, bar, kernels):
-        given: dict[str, Any] = fixed | {"kernels": kernels}
-        return [run(model, method, length=size, progress=bar(f"{method} {size}"), **given) for size in length]
+        options_of_run: dict[str, Any] = fixed | {"kernels": kernels}
+        return [run(model, method, length=size, progress=bar(f"{method} {size}"), **options_of_run) for size in length]
 
     return Job(max(length), evaluate, {"data": about}, sum(length) * samples, length=max(length))
 
@@ -213,8 +213,8 @@ def harness(
 
     def evaluate(model, method, bar, kernels):
         update, sizes = bar(str(method)), bytes_of(model, method, length)
-        given = {"chunk": chunk, "batch": rows_at_once, "max_length": length, "cut": cut, "kernels": kernels}
-        rows = run_harness(CacheLM(model, method, **given), tasks, **options)
+        options_of_run = {"chunk": chunk, "batch": rows_at_once, "max_length": length, "cut": cut, "kernels": kernels}
+        rows = run_harness(CacheLM(model, method, **options_of_run), tasks, **options)
         update(1.0)
         return [row | sizes for row in rows]
 

@@ -60,11 +60,11 @@ New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at m
 def _print_stream(model: Model, prompts: list[Any], method: Method, options: dict) -> None:
     """Print the only row token by token. What a later token may still change comes with a later piece."""
     with compiling_seconds() as compiling:
-        parts = stream(model, prompts, method, stride=1, **options)
-        for piece in parts:
+        pieces = stream(model, prompts, method, stride=1, **options)
+        for piece in pieces:
             typer.echo(piece.text[0], nl=False)
     typer.echo("")
-    _announce_figures(parts.result, sum(compiling, 0.0))
+    _announce_figures(pieces.result, sum(compiling, 0.0))
 
 
 def _figures(made: Generated) -> dict[str, Any]:
@@ -91,9 +91,10 @@ def _print_result(
     prompts: list[Any], result: Generated, method: Method, as_json: bool, chat: bool, compiling: float
 ) -> None:
     if as_json:
-        made = zip(prompts, result.text, result.tokens, result.finish_reasons, result.prompt_tokens, strict=True)
+        columns = zip(prompts, result.text, result.tokens, result.finish_reasons, result.prompt_tokens, strict=True)
         rows = [
-            {"prompt": p, "text": t, "tokens": len(k), "finish_reason": r, "prompt_tokens": n} for p, t, k, r, n in made
+            {"prompt": p, "text": t, "tokens": len(k), "finish_reason": r, "prompt_tokens": n}
+            for p, t, k, r, n in columns
         ]
         # Of all rows together.
         about = {"cache": str(method), **_figures(result), "seconds_compiling": round(compiling, 3)}

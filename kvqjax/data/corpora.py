@@ -138,8 +138,8 @@ def read(
 
 def read_text(data: str, tokens: int, seed: int, folder: Path | None = None) -> tuple[str, dict[str, Any]]:
     """Data as one text, and its name, hash and number of characters; the arguments are those of `read`."""
-    found = read(data, tokens=tokens, seed=seed, folder=folder)
-    return found.text, {key: found.about[key] for key in ("name", "sha256", "characters")}
+    texts = read(data, tokens=tokens, seed=seed, folder=folder)
+    return texts.text, {key: texts.about[key] for key in ("name", "sha256", "characters")}
 
 
 def halves(text: str) -> tuple[str, str]:

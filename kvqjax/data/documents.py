@@ -53,18 +53,18 @@ def described(name: str, documents: Sequence[str], **about: Any) -> Data:
     """Data with its description. Half a surrogate pair, which JSON can spell and no tokenizer reads, becomes U+FFFD.
     Raises UserError where there is no text."""
     whole = tuple(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in documents)
-    found = Data(whole, {})
-    if not found.text.strip():
+    data = Data(whole, {})
+    if not data.text.strip():
         raise UserError(f"{name}: no text")
-    facts = {"name": name, "sha256": digest(found.text), "characters": len(found.text), "documents": len(whole)}
+    facts = {"name": name, "sha256": digest(data.text), "characters": len(data.text), "documents": len(whole)}
     changed = sum(new != old for new, old in zip(whole, documents, strict=True))
     facts |= {"repaired documents": changed} if changed else {}
-    return found._replace(about=facts | {key: value for key, value in about.items() if value})
+    return data._replace(about=facts | {key: value for key, value in about.items() if value})
 
 
 def _turns(messages: list[dict[str, Any]], where: str) -> list[dict[str, str]]:
     """Messages as role and content, from either of the common spellings."""
-    found = []
+    turns = []
     for message in messages:
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
@@ -75,8 +75,8 @@ def _turns(messages: list[dict[str, Any]], where: str) -> list[dict[str, str]]:
             content = "".join(part.get("text") or "" for part in content)
         if not isinstance(role, str) or not isinstance(content, str | None):
             raise UserError(f"{where}: a message has no usable role and content")
-        found.append({"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content or ""})
-    return found
+        turns.append({"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content or ""})
+    return turns
 
 
 def _conversation(messages: list[dict[str, Any]], where: str, model: Model | None) -> str:
@@ -98,11 +98,11 @@ def _chosen(names: Iterable[str], field: str | None, where: str) -> str:
     known = list(names)
     if field is not None and field not in known:
         raise UserError(f"{where}: no field {field!r}; it has {', '.join(known) or 'none'}")
-    found = field or next((name for name in FIELDS if name in known), None)
-    if found is None:
+    name_of_text = field or next((name for name in FIELDS if name in known), None)
+    if name_of_text is None:
         fields = ", ".join(known)[:200] or "none"
         raise UserError(f"{where}: none of the fields {', '.join(FIELDS)}; name one with field=... (--field): {fields}")
-    return found
+    return name_of_text
 
 
 def _text_of(value: Any, where: str, model: Model | None) -> str:
@@ -127,17 +127,17 @@ def _document(record: Record, field: str | None, used: set[str], model: Model | 
 
 def _up_to(documents: Iterable[str], most: int | None) -> tuple[list[str], bool]:
     """Documents that are not blank, until they have `most` characters in all; and whether that left any out."""
-    found: list[str] = []
+    texts: list[str] = []
     size = 0
     for text in documents:
         if not text.strip():
             continue
         room = None if most is None else most - size
         if room is not None and len(text) > room:
-            return [*found, text[:room]] if room else found, True
-        found.append(text)
+            return [*texts, text[:room]] if room else texts, True
+        texts.append(text)
         size += len(text)
-    return found, False
+    return texts, False
 
 
 def read_documents(

@@ -152,14 +152,14 @@ def read_records(path: Path, wanted: Callable[[list[str], str], list[str]]) -> I
 def files_of(folder: Path) -> list[Path]:
     """List the files of a folder and of its subfolders that hold data, by name: those with records, or, where there are
     none, those with text. Hidden files and descriptions of data sets are left out. Raises UserError for none."""
-    found: dict[bool, list[Path]] = {True: [], False: []}
+    by_kind: dict[bool, list[Path]] = {True: [], False: []}
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
         kind = SUFFIXES.get(name.suffix.lower())
         if kind and not hidden and path.name not in _ABOUT and path.is_file():
-            found[kind != "text"].append(path)
-    if not (files := found[True] or found[False]):
+            by_kind[kind != "text"].append(path)
+    if not (files := by_kind[True] or by_kind[False]):
         raise UserError(f"{folder}: no data in this folder; read are files that end in {', '.join(SUFFIXES)}, or .gz")
     return files
 
@@ -197,15 +197,15 @@ def saved_records(name: str, split: str | None, wanted: Callable[[list[str], str
     library, local = _datasets(name), Path(name).is_dir()
     try:
         if local:
-            found = library.load_from_disk(name)
+            rows = library.load_from_disk(name)
         else:
             path, _, config = name.partition(":")
-            found = library.load_dataset(path, config or None, streaming=True)
-        found = _split(found, name, split)
-        names: Iterable[str] | None = getattr(found, "column_names", None)
-        if names is not None and hasattr(found, "select_columns"):
-            found = found.select_columns(wanted(list(names), name))
-        for number, row in enumerate(found, 1):
+            rows = library.load_dataset(path, config or None, streaming=True)
+        rows = _split(rows, name, split)
+        names: Iterable[str] | None = getattr(rows, "column_names", None)
+        if names is not None and hasattr(rows, "select_columns"):
+            rows = rows.select_columns(wanted(list(names), name))
+        for number, row in enumerate(rows, 1):
             yield Record(row, f"{name}, record {number}")
     except UserError:
         raise

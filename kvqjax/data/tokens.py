@@ -30,9 +30,9 @@ def _array(given: Any, name: str) -> np.ndarray:
         raise UserError(f"{name} is of type bool; {_WANTED}")
     try:
         if isinstance(given, Sequence) and given and all(isinstance(row, Sequence | np.ndarray) for row in given):
-            parts = [np.asarray(row) for row in given if len(row)]
-            if all(np.issubdtype(part.dtype, np.integer) and part.ndim == 1 for part in parts) and parts:
-                return np.concatenate(parts)
+            rows = [np.asarray(row) for row in given if len(row)]
+            if all(np.issubdtype(part.dtype, np.integer) and part.ndim == 1 for part in rows) and rows:
+                return np.concatenate(rows)
         return np.asarray(given)
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{name} is {_kind(given)} that is no array; {_WANTED}") from error
@@ -103,15 +103,15 @@ def encoded(model: Model, text: str) -> list[int]:
 def token_ids(model: Model, given: TextLike, name: str = "texts") -> Int[np.ndarray, " T"]:
     """One stream of ids for evaluation: documents are joined by blank lines and encoded as one text. Arguments and
     errors are those of `data_or_ids`."""
-    found = data_or_ids(model, given, name)
-    return np.asarray(encoded(model, found.text), np.int32) if isinstance(found, Data) else found
+    texts = data_or_ids(model, given, name)
+    return np.asarray(encoded(model, texts.text), np.int32) if isinstance(texts, Data) else texts
 
 
 def document_ids(model: Model, given: TextLike, most: int, name: str = "texts") -> Int[np.ndarray, " T"]:
     """At most `most` ids for calibration: each document is encoded by itself, until there are enough. Arguments and
     errors are those of `data_or_ids`."""
-    found = data_or_ids(model, given, name)
-    if not isinstance(found, Data):
-        return found[:most]
-    every = itertools.chain.from_iterable(encoded(model, text) for text in found.documents)
+    texts = data_or_ids(model, given, name)
+    if not isinstance(texts, Data):
+        return texts[:most]
+    every = itertools.chain.from_iterable(encoded(model, text) for text in texts.documents)
     return np.fromiter(itertools.islice(every, most), np.int32)

@@ -160,12 +160,18 @@ def _begun(
     if chunk != AUTO:
         check_counts(chunk=chunk)
     check_integer("seed", seed, 0)
-    held = None
+    lengths_before = None
     if cache is not None:
         _check_continues(model, cache, method, capacity, kernels, chat)
-        held = fetched(cache.lengths)[0]
-    ids = encode_prompts(model, prompts, chat, held=() if held is None else held, add_special_tokens=add_special_tokens)
-    before = [0] * len(ids) if held is None else held.tolist()
+        lengths_before = fetched(cache.lengths)[0]
+    ids = encode_prompts(
+        model,
+        prompts,
+        chat,
+        held=() if lengths_before is None else lengths_before,
+        add_special_tokens=add_special_tokens,
+    )
+    before = [0] * len(ids) if lengths_before is None else lengths_before.tolist()
     lengths = [count + len(prompt) for count, prompt in zip(before, ids, strict=False)]
     require_trained(model, lengths, max_new_tokens, beyond_trained)
     end, draw, stop = end_ids(model, eos_ids), make_sampling(**sampling), stop_strings(stop)
@@ -179,7 +185,7 @@ def _begun(
     if len(ids) != cache.batch:
         raise UserError(f"{len(ids)} prompts for the {cache.batch} rows of cache=; wanted one for each")
     _check_room(cache, before, ids, max_new_tokens)
-    return Generation(model, ids, fork(cache), settings, held=held if any(before) else None)
+    return Generation(model, ids, fork(cache), settings, held=lengths_before if any(before) else None)
 
 
 @named_options
@@ -279,12 +285,12 @@ def generate(
     Raises:
         UserError: Prompts that are empty, too long or do not fit, options that do not exist or exclude each other."""
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    made = _begun(
+    generation = _begun(
         model, prompts, method, cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, kernels=kernels,
         chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed, stride=stride,
         beyond_trained=beyond_trained,
         progress=progress, sampling=sampling | {"repetition_penalty": repetition_penalty},
     )  # fmt: skip
-    while made.advance() is not None:
+    while generation.advance() is not None:
         pass
-    return _generated(made)
+    return _generated(generation)

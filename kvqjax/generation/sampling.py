@@ -35,8 +35,8 @@ def make_sampling(
     """Check and pack the parameters. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch each
     off. The others apply as in transformers: the penalty, temperature, top-k, top-p and min-p, each to what the ones
     before it left. Raises UserError for what is out of its range."""
-    given = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    for name, value in given.items():
+    numbers = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    for name, value in numbers.items():
         typed(name, value, float)
     check_integer("top_k", top_k, 0)
     bounds = {

@@ -150,8 +150,8 @@ class Session:
             warnings.warn(NO_TEMPLATE, stacklevel=3)
 
     def __repr__(self) -> str:
-        held = f"{len(self._ids)} tokens" if self._cache is None else f"{len(self._ids)} of {self._capacity} tokens"
-        return f"Session({self.method}: {len(self._history)} messages, {held} in the cache)"
+        room = f"{len(self._ids)} tokens" if self._cache is None else f"{len(self._ids)} of {self._capacity} tokens"
+        return f"Session({self.method}: {len(self._history)} messages, {room} in the cache)"
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -240,9 +240,9 @@ class Session:
             raise UserError(f"{path}: description.json is damaged: {reason}") from error
         if (path / "cache").exists():
             session._cache = load_cache(path / "cache", model, kernels=session._options["kernels"])
-        held = 0 if session._cache is None else int(fetched(session._cache.lengths)[0][0])
-        if held != len(session._ids):
-            raise UserError(f"{path}: the cache holds {held} tokens, description.json names {len(session._ids)}")
+        length = 0 if session._cache is None else int(fetched(session._cache.lengths)[0][0])
+        if length != len(session._ids):
+            raise UserError(f"{path}: the cache holds {length} tokens, description.json names {len(session._ids)}")
         return session
 
     @property
@@ -331,25 +331,25 @@ class Answer(Iterator[str]):
 
     def close(self) -> None:
         """End the answer here, with what was made of it."""
-        made = self._made
+        generation = self._made
         if self._over:
             return
-        if made is None:  # nothing was asked for yet, or an interrupt came before the cache was ready
+        if generation is None:  # nothing was asked for yet, or an interrupt came before the cache was ready
             self._over = True
             if self._session._open is self:
                 self._session._open = None
             return
         try:
-            made.close()
-            cache = None if made.lost else made.cache()
+            generation.close()
+            cache = None if generation.lost else generation.cache()
         except Exception:
             self._end(None, [])
             raise
-        tokens, reason = made.tokens[0], made.reasons[0] or "closed"
+        tokens, reason = generation.tokens[0], generation.reasons[0] or "closed"
         said = bool(tokens) or reason != "closed"
         self._end(cache, [*self._ids, *tokens] if said else self._ids[: self._kept])
         if said:
-            self._add(made, reason)
+            self._add(generation, reason)
 
     def _begun(self) -> Generation:
         session = self._session
@@ -357,9 +357,9 @@ class Answer(Iterator[str]):
         cache, kept = session._ready(self._ids, len(self._ids) + self._new)
         self._kept = kept
         settings = session._settings._replace(max_new_tokens=self._new, seed=session._settings.seed + self._number)
-        held = np.asarray([kept], np.int32) if kept else None
+        lengths = np.asarray([kept], np.int32) if kept else None
         prompt, before = [self._ids[kept:]], [self._ids[:kept]]
-        return Generation(session.model, prompt, cache, settings, held=held, before=before)
+        return Generation(session.model, prompt, cache, settings, held=lengths, before=before)
 
     def _end(self, cache: Cache | None, ids: list[int]) -> None:
         """Give the session its cache back, or none: the next turn then feeds everything anew."""
@@ -390,10 +390,10 @@ def _messages(message: Any) -> list[Message]:
     if isinstance(message, str):
         message = {"role": "user", "content": message} if message else ()
     given = [message] if isinstance(message, Mapping) else message
-    found: list[Any] = list(given) if isinstance(given, Iterable) else []
-    if not found or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in found):
+    messages: list[Any] = list(given) if isinstance(given, Iterable) else []
+    if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
         raise UserError('no message; wanted a text, or messages such as {"role": "user", "content": "Hello"}')
-    return [{**m} for m in found]
+    return [{**m} for m in messages]
 
 
 def _answer_part(model: Model, before: Sequence[int], text: str, tokens: Sequence[int]) -> _Part:

@@ -25,13 +25,13 @@ def stop_strings(stop: str | Sequence[Any]) -> tuple[str, ...]:
     """The stop strings of an option: one string is one of them.
 
     Raises UserError for an empty one, and for what is no string."""
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
-    for text in found:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in texts:
         if not isinstance(text, str):
             raise UserError(f"stop has {text!r}; wanted strings (eos_ids takes the ids of tokens)")
         if not text:
             raise UserError("an empty stop string would end every text before its first token")
-    return found
+    return texts
 
 
 def _flag(tokenizer) -> bool:
@@ -150,20 +150,20 @@ class _Window:
 
 def _context(tokenizer, prompt: Sequence[int]) -> list[int]:
     """The last ids of a prompt that say something, from one on that is not part of a character."""
-    found = []
+    ids = []
     for token in reversed(prompt[-_FARTHEST:]):
         if not _silent(tokenizer, token):
-            found.append(token)
+            ids.append(token)
             text = _decode(tokenizer, (token,))
-            if len(found) >= _CONTEXT and text and _BROKEN not in text:
+            if len(ids) >= _CONTEXT and text and _BROKEN not in text:
                 break
-    return found[::-1]
+    return ids[::-1]
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
     """(end, start) of the stop string that is complete first, and of these the longest."""
-    found = [(place + len(s), place) for s in stop if (place := text.find(s)) >= 0]
-    return min(found, default=None)
+    places = [(place + len(s), place) for s in stop if (place := text.find(s)) >= 0]
+    return min(places, default=None)
 
 
 def _beginning(text: str, stop: Sequence[str]) -> int:
@@ -293,12 +293,12 @@ class Detokenizer:
 
     def _end(self, text: str) -> int | None:
         """Where the first stop string begins."""
-        found = [_first_stop(text, self._stop)]
+        places = [_first_stop(text, self._stop)]
         if self._marks:
             marked, spans = self._marked(text)
             hit = _first_stop(marked, self._special())
-            found.append(hit and (self._unmarked(hit[0], spans), self._unmarked(hit[1], spans)))
-        return min((hit for hit in found if hit is not None), default=(0, None))[1]
+            places.append(hit and (self._unmarked(hit[0], spans), self._unmarked(hit[1], spans)))
+        return min((hit for hit in places if hit is not None), default=(0, None))[1]
 
     def _waiting(self, text: str) -> int:
         """How many characters at the end may belong to a stop string that is not complete. Special tokens before it

@@ -99,8 +99,8 @@ def _first_token(case: Case, chip: str, fits: bool) -> Row:
     as compiled prompts were counted."""
     peak = DEVICES[chip].tflops * 1e12 * case.mesh.devices
     least = case.batch * prompt_operations(case.config, 0, case.context) / peak
-    alone = case.mesh.devices == 1
-    estimated = estimated_seconds(case.config, case.context, case.batch, chip) if alone else None
+    one_device = case.mesh.devices == 1
+    estimated = estimated_seconds(case.config, case.context, case.batch, chip) if one_device else None
     row = {"seconds_to_first_token": least} | (
         {} if estimated is None else {"seconds_to_first_token_estimated": estimated}
     )
@@ -130,9 +130,9 @@ def compiled_row(case: Case, method: Method, chip: str) -> Row:
     from kvqjax.hardware.aot import compile_decode, layout_for
 
     planned = case.planned(method, case.context, case.batch)
-    made = compile_decode(case.config, method, case.context, case.batch, chip, case.mesh, case.weights)
-    row: Row = {"bytes_arguments_compiled": made.arguments}
-    row["compiled_to_planned"] = made.arguments / (planned.weights + planned.constants + planned.cache)
-    row |= {"bytes_temporaries_compiled": made.temporaries, "bytes_cache_copied": made.cache_copied}
+    compiled = compile_decode(case.config, method, case.context, case.batch, chip, case.mesh, case.weights)
+    row: Row = {"bytes_arguments_compiled": compiled.arguments}
+    row["compiled_to_planned"] = compiled.arguments / (planned.weights + planned.constants + planned.cache)
+    row |= {"bytes_temporaries_compiled": compiled.temporaries, "bytes_cache_copied": compiled.cache_copied}
     layout = layout_for(case.config, method, case.context, chip)
-    return row | {"compile_seconds": made.seconds, "kernels": layout.kernels.text(layout.target)}
+    return row | {"compile_seconds": compiled.seconds, "kernels": layout.kernels.text(layout.target)}

@@ -140,5 +140,5 @@ def _compiled(rows: list[Row]) -> Section | None:
 
 def sections(case: Case, rows: list[Row], note: str) -> list[Section]:
     """The parts of the printed plan; `note` says what was taken for granted about the device."""
-    parts = (_memory(case, rows, note), _speed(case, rows), _compiled(rows), _cache(case, rows))
-    return [Section(_title(case), []), *filter(None, parts)]
+    sections = (_memory(case, rows, note), _speed(case, rows), _compiled(rows), _cache(case, rows))
+    return [Section(_title(case), []), *filter(None, sections)]

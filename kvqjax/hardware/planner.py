@@ -91,9 +91,9 @@ def _share(rules: Rules, params: dict) -> dict:
         if not isinstance(x, CodedWeight):
             return x
         axes = (*spec, None, None)[x.codes.ndim - 2]
-        parts = 1 if axes is None else rules.size((axes,) if isinstance(axes, str) else tuple(axes))
+        devices = 1 if axes is None else rules.size((axes,) if isinstance(axes, str) else tuple(axes))
         *lead, groups, outputs = x.scale.shape
-        shape = (*lead, math.lcm(groups, parts), outputs)
+        shape = (*lead, math.lcm(groups, devices), outputs)
         return x.replace(scale=jax.ShapeDtypeStruct(shape, x.scale.dtype))
 
     is_coded = lambda x: isinstance(x, CodedWeight)  # noqa: E731

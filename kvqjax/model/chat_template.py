@@ -59,9 +59,9 @@ def is_plain(value: Any) -> bool:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without its empty fields, its reasoning under each name that templates read."""
-    given = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((given[key] for key in REASONING if key in given), None)
-    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[key] for key in REASONING if key in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

@@ -105,10 +105,10 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
 
 def _calibration(method: Method, model: str) -> str:
     """How to make the artifact of a method. model: what --model takes for it; "" where that is not known."""
-    made = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
+    folder = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
     source = shlex.quote(model) if model else "MODEL"
-    command = f"kvqjax calibrate --model {source} --cache {shlex.quote(str(method))} --out {made}"
-    return f"`{command}` makes it; `--artifact {made}` or model.with_artifact(load_artifact({made!r})) takes it"
+    command = f"kvqjax calibrate --model {source} --cache {shlex.quote(str(method))} --out {folder}"
+    return f"`{command}` makes it; `--artifact {folder}` or model.with_artifact(load_artifact({folder!r})) takes it"
 
 
 def run_constants(given, layout: CacheLayout, model: str = "") -> tuple[dict, ...]:

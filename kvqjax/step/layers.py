@@ -101,18 +101,18 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: s
     """Do `attend_layer` after its checks, on one device or on every device's part of the cache's mesh."""
     attend, rules = functools.partial(_attend_here, within=within), cache.layout.rules
     below = below.flow if isinstance(below, New) else below
-    given = q, k, v, counts, below, run_constants(constants, cache.layout)
+    sources = q, k, v, counts, below, run_constants(constants, cache.layout)
     if rules is None:
-        return attend(layer, cache, *given)
+        return attend(layer, cache, *sources)
     run = runs_of(cache.layout)[_place(runs_of(cache.layout), layer)[0]]
     heads, new = PartitionSpec(rules.batch, None, rules.kv_heads), _specs(rules, run.wiring.storage.sources)
     flow = PartitionSpec() if below is None else new.flow
-    specs = heads, heads, heads, PartitionSpec(rules.batch), flow, of_constants(rules, given[-1])
+    specs = heads, heads, heads, PartitionSpec(rules.batch), flow, of_constants(rules, sources[-1])
     if isinstance(layer, int):
         attend = functools.partial(attend, layer)
-        return on_parts(attend, rules, cache, *given, specs=specs, out=(heads, new))
-    attend_traced = lambda cache, layer, *given: attend(layer, cache, *given)  # noqa: E731
-    return on_parts(attend_traced, rules, cache, layer, *given, specs=(PartitionSpec(), *specs), out=(heads, new))
+        return on_parts(attend, rules, cache, *sources, specs=specs, out=(heads, new))
+    attend_traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
+    return on_parts(attend_traced, rules, cache, layer, *sources, specs=(PartitionSpec(), *specs), out=(heads, new))
 
 
 def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:

@@ -43,8 +43,8 @@ def test_how_many_tokens_are_wanted_is_data():
     kvq.generate(model, [[1] * 180], METHOD, max_new_tokens=65, eos_ids=())
     before = programs(*functions)
     for length, new in ((180, 66), (180, 80), (180, 100), (180, 128), (130, 20), (250, 1)):
-        made = kvq.generate(model, [[1] * length], METHOD, max_new_tokens=new, eos_ids=())
-        assert [len(row) for row in made.tokens] == [new]
+        out = kvq.generate(model, [[1] * length], METHOD, max_new_tokens=new, eos_ids=())
+        assert [len(row) for row in out.tokens] == [new]
     assert programs(*functions) == before
 
 
@@ -53,15 +53,15 @@ def test_beams_and_drafts_share_their_programs_too():
     kvq.speculate(model, [[1] * 20], METHOD, max_new_tokens=65, eos_ids=())
     before = programs(*functions)
     for new in (66, 80, 100):
-        made = kvq.speculate(model, [[1] * 20], METHOD, max_new_tokens=new, eos_ids=())
-        assert [len(row) for row in made.tokens] == [new]
+        out = kvq.speculate(model, [[1] * 20], METHOD, max_new_tokens=new, eos_ids=())
+        assert [len(row) for row in out.tokens] == [new]
     assert programs(*functions) == before
     functions = beam._prefill, beam._begin, beam._search
     kvq.beam_search(model, [[1] * 20], METHOD, beams=2, max_new_tokens=33, eos_ids=())
     before = programs(*functions)
     for new in (34, 50, 64):
-        made = kvq.beam_search(model, [[1] * 20], METHOD, beams=2, max_new_tokens=new, eos_ids=())
-        assert [len(row) for row in made.tokens[0]] == [new, new]
+        out = kvq.beam_search(model, [[1] * 20], METHOD, beams=2, max_new_tokens=new, eos_ids=())
+        assert [len(row) for row in out.tokens[0]] == [new, new]
     assert programs(*functions) == before
 
 
@@ -71,11 +71,11 @@ def test_a_few_short_prompts_share_a_batch():
     prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
     whole = kvq.generate(model, prompts, METHOD, max_new_tokens=40, eos_ids=())
     before = programs(*functions)
-    made = kvq.generate(model, prompts[:3], METHOD, max_new_tokens=40, eos_ids=())
+    out = kvq.generate(model, prompts[:3], METHOD, max_new_tokens=40, eos_ids=())
     assert programs(*functions) == before
-    assert made.tokens == whole.tokens[:3]
-    assert (made.cache.batch, made.cache.lengths.tolist()) == (3, whole.cache.lengths.tolist()[:3])
-    assert not made.cache.overflow.any()
+    assert out.tokens == whole.tokens[:3]
+    assert (out.cache.batch, out.cache.lengths.tolist()) == (3, whole.cache.lengths.tolist()[:3])
+    assert not out.cache.overflow.any()
     rows = lambda count, length, capacity: padded_rows(model, [[1] * length] * count, capacity)  # noqa: E731
     assert [rows(n, 512, 4096) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 9]
     assert (rows(3, 513, 4096), rows(3, 512, 4097)) == (3, 3)

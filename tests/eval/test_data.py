@@ -85,21 +85,21 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_documents_however_they_are_kept(tmp_path, name):
     KINDS[name](tmp_path / name)
-    found = read(tmp_path / name)
-    assert found.documents == DOCUMENTS
-    assert found.about["name"] == str(tmp_path / name)
-    assert found.about["documents"] == 2
-    assert found.about.get("field", "text") == "text"
-    assert found.about["sha256"] == documents_module.digest("\n\n".join(DOCUMENTS))
+    data = read(tmp_path / name)
+    assert data.documents == DOCUMENTS
+    assert data.about["name"] == str(tmp_path / name)
+    assert data.about["documents"] == 2
+    assert data.about.get("field", "text") == "text"
+    assert data.about["sha256"] == documents_module.digest("\n\n".join(DOCUMENTS))
     if name == "folder":
-        assert found.about["files"] == ["b.jsonl", "part/a.json"]
+        assert data.about["files"] == ["b.jsonl", "part/a.json"]
 
 
 def test_fields_are_found_or_named(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(lines([{"id": 1, "prompt": "Who came?", "body": "The old man."}]))
     assert read(tmp_path / "x.jsonl").documents == ("Who came?",)
-    found = read(tmp_path / "x.jsonl", field="body")
-    assert (found.documents, found.about["field"]) == (("The old man.",), "body")
+    data = read(tmp_path / "x.jsonl", field="body")
+    assert (data.documents, data.about["field"]) == (("The old man.",), "body")
     for field in ("absent", "id"):
         with pytest.raises(kvq.UserError, match=field):
             read(tmp_path / "x.jsonl", field=field)
@@ -131,8 +131,8 @@ def test_conversations_go_through_the_chat_template(tmp_path):
     template = "{{ '<s>' }}{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ missing() }}"
     (tmp_path / "model" / "chat_template.jinja").write_text(template.replace("{{ missing() }}", ""))
     (tmp_path / "x.jsonl").write_bytes(lines([{"messages": MESSAGES}]))
-    found = read(tmp_path / "x.jsonl", model=kvq.load(tmp_path / "model"))
-    assert found.documents == ("<s>user=Who came?;assistant=The old man.;",)
+    data = read(tmp_path / "x.jsonl", model=kvq.load(tmp_path / "model"))
+    assert data.documents == ("<s>user=Who came?;assistant=The old man.;",)
     shutil.copytree(tmp_path / "model", tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text(template)
     with pytest.raises(kvq.UserError, match=r"x\.jsonl, line 1, field 'messages': the model's chat template refuses"):
@@ -141,9 +141,9 @@ def test_conversations_go_through_the_chat_template(tmp_path):
 
 def test_half_a_surrogate_pair_is_repaired_and_said(tmp_path):
     (tmp_path / "x.jsonl").write_text(r'{"text": "a \ud83d b \ud83d\ude42"}' "\n")
-    found = read(tmp_path / "x.jsonl")
-    assert found.documents == ("a \ufffd b \U0001f642",)
-    assert found.about["repaired documents"] == 1
+    data = read(tmp_path / "x.jsonl")
+    assert data.documents == ("a \ufffd b \U0001f642",)
+    assert data.about["repaired documents"] == 1
 
 
 UNUSABLE = {
@@ -229,9 +229,9 @@ def test_names_that_are_nearly_right_are_answered(tmp_path):
 def test_large_data_are_read_up_to_a_limit_unless_all_is_wanted(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_module, "MOST_CHARACTERS", 30)
     (tmp_path / "x.jsonl").write_bytes(lines(RECORDS))
-    found = read(tmp_path / "x.jsonl", tokens=100)
-    assert sum(map(len, found.documents)) == 30
-    assert found.about["read"] == "the first 30 characters"
+    data = read(tmp_path / "x.jsonl", tokens=100)
+    assert sum(map(len, data.documents)) == 30
+    assert data.about["read"] == "the first 30 characters"
     assert read(tmp_path / "x.jsonl").documents == DOCUMENTS
 
 
@@ -256,9 +256,9 @@ def test_every_door_takes_text_paths_and_ids_alike(tmp_path, recall):
     method = kvq.higgs(bits=3, centre="mean")
     wanted = kvq.calibrate.run(recall, method, ids, count=2, length=64)
     for way in ways:
-        found = kvq.calibrate.run(recall, method, way, count=2, length=64)
-        assert found.about == wanted.about
-        for got, want in zip(found.constants, wanted.constants, strict=True):
+        data = kvq.calibrate.run(recall, method, way, count=2, length=64)
+        assert data.about == wanted.about
+        for got, want in zip(data.constants, wanted.constants, strict=True):
             for group in want:
                 for name in want[group]:
                     np.testing.assert_array_equal(got[group][name], want[group][name])

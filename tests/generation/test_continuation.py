@@ -63,11 +63,11 @@ def test_a_stop_string_leaves_no_token_behind_it(name):
     letters = model.tokenizer.convert_ids_to_tokens
     found = {token: free[0].index(token) for token in free[0] if free[0].index(token) > 8}
     end = min(found, key=lambda token: abs(found[token] - 30))
-    made = kept(model, method, PROMPTS, NEW, stop=letters([end]), stride=16)
-    for row, whole, reason in zip(made.tokens, free, made.finish_reasons, strict=True):
+    out = kept(model, method, PROMPTS, NEW, stop=letters([end]), stride=16)
+    for row, whole, reason in zip(out.tokens, free, out.finish_reasons, strict=True):
         assert row == (whole[: whole.index(end) + 1] if end in whole else whole)
         assert reason == ("stop" if end in whole else "length")
-    assert_continues(model, method, PROMPTS, made)
+    assert_continues(model, method, PROMPTS, out)
 
 
 def test_strides_end_before_anything_that_a_stop_string_may_take_back_is_encoded():
@@ -84,8 +84,8 @@ def test_strides_end_before_anything_that_a_stop_string_may_take_back_is_encoded
 def test_evicting_caches_continue():
     for keep in ("streaming:32", "h2o:32"):
         method = kvq.parse(f"exact:sinks=2,window=32,keep={keep}")
-        made = kept(spelling(tiny()), method, PROMPTS, NEW, stop=["a"])
-        assert_continues(spelling(tiny()), method, PROMPTS, made)
+        out = kept(spelling(tiny()), method, PROMPTS, NEW, stop=["a"])
+        assert_continues(spelling(tiny()), method, PROMPTS, out)
 
 
 def test_a_given_cache_stays_as_it_is():
@@ -103,8 +103,8 @@ def test_a_given_cache_stays_as_it_is():
 def test_an_empty_cache_is_prefilled_exactly():
     model, method = model_and_method("kivi2")
     cache = kvq.init_cache(model, method, 2, 256)
-    made = kvq.generate(model, PROMPTS, cache=cache, max_new_tokens=24)
-    assert made.tokens == kvq.generate(model, PROMPTS, method, max_new_tokens=24, capacity=256).tokens
+    out = kvq.generate(model, PROMPTS, cache=cache, max_new_tokens=24)
+    assert out.tokens == kvq.generate(model, PROMPTS, method, max_new_tokens=24, capacity=256).tokens
 
 
 def test_a_continuing_text_does_not_begin_again():
@@ -123,18 +123,18 @@ def test_reasons_counts_and_bytes():
     free = kvq.generate(model, PROMPTS, max_new_tokens=24, eos_ids=()).tokens
     place = max(free[0].index(token) for token in free[0])
     counts = [row.index(free[0][place]) if free[0][place] in row else 24 for row in free]
-    made = kvq.generate(model, PROMPTS, max_new_tokens=24, eos_ids=[free[0][place]])
-    assert made.finish_reasons == ["length" if count == 24 else "eos" for count in counts]
-    assert made.finish_reasons[0] == "eos"
-    assert made.cache.lengths.tolist() == [32 + counts[0], 45 + counts[1]]
-    assert made.prompt_tokens == [32, 45]
-    book = kvq.ledger(made.cache)
-    assert (made.cache_bytes, made.bits, made.cache.batch) == (book.bytes, book.bits_stored, 2)
-    assert made.seconds_to_first_token > 0
-    assert made.tokens_per_second > 0
+    out = kvq.generate(model, PROMPTS, max_new_tokens=24, eos_ids=[free[0][place]])
+    assert out.finish_reasons == ["length" if count == 24 else "eos" for count in counts]
+    assert out.finish_reasons[0] == "eos"
+    assert out.cache.lengths.tolist() == [32 + counts[0], 45 + counts[1]]
+    assert out.prompt_tokens == [32, 45]
+    book = kvq.ledger(out.cache)
+    assert (out.cache_bytes, out.bits, out.cache.batch) == (book.bytes, book.bits_stored, 2)
+    assert out.seconds_to_first_token > 0
+    assert out.tokens_per_second > 0
     assert kvq.generate(model, PROMPTS, max_new_tokens=1).tokens_per_second == 0
     with pytest.raises(AttributeError):
-        made.text = []
+        out.text = []
 
 
 def test_pieces_are_what_is_new():
@@ -201,8 +201,8 @@ def test_token_ids_need_no_tokenizer(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(locate("recall") / name)
     model, ids = kvq.load(tmp_path), [[14, 4, 5, 2, 3, 14]]
     wanted = kvq.generate(kvq.load("recall"), ids, max_new_tokens=4)
-    made = kvq.generate(model, ids, max_new_tokens=4)
-    assert (made.tokens, made.text) == (wanted.tokens, [""])
+    out = kvq.generate(model, ids, max_new_tokens=4)
+    assert (out.tokens, out.text) == (wanted.tokens, [""])
     assert [piece.text for piece in kvq.stream(model, ids, max_new_tokens=4)] == [[""], [""]]
     assert kvq.speculate(model, ids, max_new_tokens=4).tokens == wanted.tokens
     assert kvq.beam_search(model, ids, beams=1, max_new_tokens=4).tokens[0] == wanted.tokens

@@ -297,12 +297,12 @@ def model(tmp_path_factory):
 def test_generated_text_goes_on_from_its_prompt(model):
     tokenizer = model.tokenizer
     prompts = [ids_of(tokenizer, "the old"), ids_of(tokenizer, "it is d\u00e9j")]
-    made = kvq.generate(model, prompts, max_new_tokens=24, eos_ids=())
-    for prompt, ids, text in zip(prompts, made.tokens, made.text, strict=True):
+    out = kvq.generate(model, prompts, max_new_tokens=24, eos_ids=())
+    for prompt, ids, text in zip(prompts, out.tokens, out.text, strict=True):
         assert text == answer(tokenizer, prompt, ids, 24)[1].text
     pieces = [part.text for part in kvq.stream(model, prompts, max_new_tokens=24, eos_ids=(), stride=1)]
-    assert ["".join(row) for row in zip(*pieces, strict=True)] == made.text
-    stop = made.text[0][4:7]
+    assert ["".join(row) for row in zip(*pieces, strict=True)] == out.text
+    stop = out.text[0][4:7]
     cut = kvq.generate(model, prompts[:1], max_new_tokens=24, eos_ids=(), stop=stop)
-    assert cut.text[0] == made.text[0][: made.text[0].index(stop)]
-    assert cut.tokens[0] == made.tokens[0][: len(cut.tokens[0])]
+    assert cut.text[0] == out.text[0][: out.text[0].index(stop)]
+    assert cut.tokens[0] == out.tokens[0][: len(cut.tokens[0])]

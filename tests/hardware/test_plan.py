@@ -121,14 +121,16 @@ def test_coded_weights_are_the_bytes_of_what_load_makes(bits):
     matrices = {"q", "k", "v", "o", "gate", "up", "down"}
     layers = {name: code_weight(x, bits) if name in matrices else x for name, x in params["layers"].items()}
     assert sum(isinstance(x, CodedWeight) for x in layers.values()) == 7
-    made = sum(x.nbytes for x in jax.tree.leaves(params | {"layers": layers}))
+    planned_bytes = sum(x.nbytes for x in jax.tree.leaves(params | {"layers": layers}))
     planned = plan_memory(TINY, "exact", 64, 1, weights=f"int{bits}")
-    assert planned.weights == made
+    assert planned.weights == planned_bytes
     plain = plan_memory(TINY, "exact", 64, 1)
     assert planned.multiplied == plain.multiplied  # as many products
     assert plain.weights - planned.weights == plain.read - planned.read
     spread = plan_memory(TINY, "exact", 64, 1, MeshSize(model=2), weights=f"int{bits}")
-    assert made / 2 <= spread.weights < 0.6 * made  # norms are on both, and scales where a group is shared out
+    assert (
+        planned_bytes / 2 <= spread.weights < 0.6 * planned_bytes
+    )  # norms are on both, and scales where a group is shared out
 
 
 def test_coded_experts():

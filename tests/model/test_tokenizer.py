@@ -33,16 +33,16 @@ CHAT = ["<|im_start|>", "<|im_end|>"]
 
 def byte_level(normalizer=None, split=None):
     """Byte-level BPE as of Llama 3 and of Qwen."""
-    made = Tokenizer(models.BPE())
-    made.normalizer = normalizer
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizer
     regex = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*regex, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
-    return made
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    return tokenizer
 
 
 def with_bos(made, bos="<s>"):
@@ -51,59 +51,59 @@ def with_bos(made, bos="<s>"):
 
 
 def llama3():
-    made = byte_level()
-    made.add_special_tokens(["<s>", "</s>", "<unk>", *CHAT])
-    made.add_tokens([AddedToken("house", lstrip=True)])
-    return with_bos(made)
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>", *CHAT])
+    tokenizer.add_tokens([AddedToken("house", lstrip=True)])
+    return with_bos(tokenizer)
 
 
 def qwen():
-    made = byte_level(normalizers.NFC(), subject.QWEN_PATTERN)
-    made.add_special_tokens(["<|endoftext|>", *CHAT])
-    return made
+    tokenizer = byte_level(normalizers.NFC(), subject.QWEN_PATTERN)
+    tokenizer.add_special_tokens(["<|endoftext|>", *CHAT])
+    return tokenizer
 
 
 def sentencepiece():
     """BPE with byte fallback as of Llama 2, its space put before by a normalizer."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys("▁" + TEXT)]
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
-    made.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=200))
-    trained = json.loads(made.to_str())["model"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=200))
+    trained = json.loads(tokenizer.to_str())["model"]
     merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in trained["merges"]]
     names = dict.fromkeys([*pieces, *trained["vocab"], *("".join(pair) for pair in merges)])
     vocab = {piece: number for number, piece in enumerate(names)}
-    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    made.decoder = decoders.Sequence(steps)
-    made.add_special_tokens(["<unk>", "<s>", "</s>", *CHAT])
-    return with_bos(made)
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", *CHAT])
+    return with_bos(tokenizer)
 
 
 def unigram():
     scores = [("<unk>", 0.0), ("▁", -2.0), *((piece, -3.0) for piece in dict.fromkeys("".join(WORDS))), ("▁the", -1.0)]
-    made = Tokenizer(models.Unigram(scores, unk_id=0))
-    made.normalizer = normalizers.NFKC()
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    made.add_special_tokens(["<s>", "</s>", "<unk>", *CHAT])
-    return with_bos(made)
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>", *CHAT])
+    return with_bos(tokenizer)
 
 
 def wordpiece():
     vocab = {word: number for number, word in enumerate(dict.fromkeys(["<unk>", *WORDS, "##s", ".", "'", "s"]))}
-    made = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    made.add_special_tokens(["<s>", "</s>", "<unk>"])
-    return made
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
+    return tokenizer
 
 
 def truncating():
     """What trainers leave in tokenizer.json."""
-    made = llama3()
-    made.enable_truncation(4)
-    made.enable_padding(length=16, pad_token="</s>", pad_id=made.token_to_id("</s>"))
-    return made
+    tokenizer = llama3()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16, pad_token="</s>", pad_id=tokenizer.token_to_id("</s>"))
+    return tokenizer
 
 
 # name -> the tokenizer, model_type, tokenizer_config.json
@@ -176,10 +176,10 @@ def write(folder, kind):
 @pytest.fixture(scope="module", params=[*KINDS, *FOLDERS])
 def pair(request, tmp_path_factory):
     """(ours, transformers') of one folder."""
-    made = request.param in KINDS
+    tokenizer = request.param in KINDS
     folder = FOLDERS.get(request.param) or write(tmp_path_factory.mktemp("tokenizer"), KINDS[request.param])
     ours = subject.open_tokenizer(str(folder))
-    assert isinstance(ours, subject.Tokenizer), made
+    assert isinstance(ours, subject.Tokenizer), tokenizer
     return ours, subject._transformers(str(folder))
 
 
@@ -214,9 +214,9 @@ def test_tokens(pair):
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_is_not_repeated_goes_to_transformers(tmp_path, kind):
-    made = subject.open_tokenizer(str(write(tmp_path, OTHERS[kind])))
-    assert not isinstance(made, subject.Tokenizer)
-    assert made("the old house")["input_ids"]
+    tokenizer = subject.open_tokenizer(str(write(tmp_path, OTHERS[kind])))
+    assert not isinstance(tokenizer, subject.Tokenizer)
+    assert tokenizer("the old house")["input_ids"]
 
 
 CHATML = (
@@ -284,18 +284,18 @@ def test_templates_in_files_of_their_own(tmp_path):
     folder = write(tmp_path, (make, model_type, settings | {"chat_template": several}))
     assert subject._read(folder).template == "A"
     (folder / "chat_template.jinja").write_text("C{{ messages[0].role }}")
-    made = subject.open_tokenizer(str(folder))
-    assert made.apply_chat_template(TALK, tokenize=False) == "Csystem"
+    tokenizer = subject.open_tokenizer(str(folder))
+    assert tokenizer.apply_chat_template(TALK, tokenize=False) == "Csystem"
 
 
 def test_what_the_library_lacks_comes_from_transformers(tmp_path):
-    made = subject.open_tokenizer(str(write(tmp_path, KINDS["llama 3"])))
-    assert made("the", return_tensors="np")["input_ids"].shape[0] == 1
-    assert made._other is not None
-    assert made.convert_ids_to_tokens([1]) == made._other.convert_ids_to_tokens([1])
+    tokenizer = subject.open_tokenizer(str(write(tmp_path, KINDS["llama 3"])))
+    assert tokenizer("the", return_tensors="np")["input_ids"].shape[0] == 1
+    assert tokenizer._other is not None
+    assert tokenizer.convert_ids_to_tokens([1]) == tokenizer._other.convert_ids_to_tokens([1])
     again = subject.Tokenizer(str(tmp_path), subject._read(tmp_path))
     again.pad_token = "</s>"
-    assert again.pad_token_id == made.eos_token_id
+    assert again.pad_token_id == tokenizer.eos_token_id
     with pytest.raises(AttributeError, match="nothing"):
         _ = again.nothing
 

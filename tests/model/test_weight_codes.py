@@ -40,13 +40,13 @@ def test_error_is_half_a_step_of_its_own_group(bits):
     rng = np.random.default_rng(0)
     weight = rng.normal(size=(2, 256, 24)) + 0.5
     weight[0, 3, 5], weight[1, 128:, 7] = -50, 0
-    found = code_weight(jnp.asarray(weight, jnp.float32), bits)
+    coded = code_weight(jnp.asarray(weight, jnp.float32), bits)
     scale = np.abs(weight).reshape(2, 2, 128, 24).max(2) / (127 if bits == 8 else 7)
-    np.testing.assert_allclose(found.scale, scale, rtol=1e-6)
+    np.testing.assert_allclose(coded.scale, scale, rtol=1e-6)
     step = np.repeat(scale, 128, axis=1)
-    assert (np.abs(found.decoded() - weight) <= 0.5 * step + 1e-5).all()
-    assert (np.abs(found.decoded() - weight) > 0.4 * step).any()  # nearest, and no finer than stated
-    assert found.codes.nbytes == weight.size * bits // 8
+    assert (np.abs(coded.decoded() - weight) <= 0.5 * step + 1e-5).all()
+    assert (np.abs(coded.decoded() - weight) > 0.4 * step).any()  # nearest, and no finer than stated
+    assert coded.codes.nbytes == weight.size * bits // 8
 
 
 def test_nibbles_come_back_in_order():
@@ -57,11 +57,11 @@ def test_nibbles_come_back_in_order():
 
 def test_scales_keep_the_compute_dtype():
     weight = jax.random.normal(jax.random.key(0), (1, 64, 8)).astype(jnp.bfloat16)
-    found = code_weight(weight, 4)
-    assert (found.scale.dtype, found.decoded().dtype) == (jnp.bfloat16, jnp.bfloat16)
+    coded = code_weight(weight, 4)
+    assert (coded.scale.dtype, coded.decoded().dtype) == (jnp.bfloat16, jnp.bfloat16)
     # Codes are made for the scale as stored; half a step, the clipped largest entry, and the product's own rounding.
-    bound = (0.5 + 7 * 2**-8) * np.asarray(found.scale, np.float32)
-    assert (np.abs(np.asarray(found.decoded() - weight, np.float32)) <= bound).all()
+    bound = (0.5 + 7 * 2**-8) * np.asarray(coded.scale, np.float32)
+    assert (np.abs(np.asarray(coded.decoded() - weight, np.float32)) <= bound).all()
     with pytest.raises(kvq.UserError, match="bits=3; weights are coded in 8 or 4 bits"):
         code_weight(jnp.ones((1, 12, 8)), 3)
 
@@ -71,15 +71,15 @@ def test_scales_keep_the_compute_dtype():
 def test_any_width_is_coded(inputs, bits):
     """Within half a step of its group, which has at most 128 inputs; scales take less than the codes do from 8 on."""
     weight = np.random.default_rng(inputs).normal(size=(2, inputs, 5)).astype(np.float32)
-    found = code_weight(jnp.asarray(weight), bits)
-    assert found.decoded().shape == weight.shape
-    count = found.scale.shape[1]
+    coded = code_weight(jnp.asarray(weight), bits)
+    assert coded.decoded().shape == weight.shape
+    count = coded.scale.shape[1]
     group = -(-inputs // count)
     assert group <= 128
     assert count <= -(-inputs // 8)
-    step = np.repeat(np.asarray(found.scale), group, axis=1)[:, :inputs]
-    assert (np.abs(found.decoded() - weight) <= 0.5 * step + 1e-5).all()
-    assert found.codes.nbytes == 2 * 5 * (inputs if bits == 8 else 4 * -(-inputs // 8))
+    step = np.repeat(np.asarray(coded.scale), group, axis=1)[:, :inputs]
+    assert (np.abs(coded.decoded() - weight) <= 0.5 * step + 1e-5).all()
+    assert coded.codes.nbytes == 2 * 5 * (inputs if bits == 8 else 4 * -(-inputs // 8))
 
 
 def test_shares_of_an_odd_width_keep_their_scales():
@@ -87,8 +87,8 @@ def test_shares_of_an_odd_width_keep_their_scales():
     mesh = jax.make_mesh((2,), ("model",))
     spread = NamedSharding(mesh, PartitionSpec(None, "model"))
     weight = jax.random.normal(jax.random.key(0), (2, 258, 6))
-    found = code_weight(weight, 8)
-    np.testing.assert_array_equal(place_codes(found, spread).decoded(), found.decoded())
+    coded = code_weight(weight, 8)
+    np.testing.assert_array_equal(place_codes(coded, spread).decoded(), coded.decoded())
     with pytest.raises(kvq.UserError, match="2 devices cannot share out 33 rows of codes of int4 weights"):
         place_codes(code_weight(weight, 4), spread)
     with pytest.raises(kvq.UserError, match="2 devices cannot share out 2 rows of codes of int4 weights"):
@@ -110,13 +110,13 @@ def test_a_model_of_odd_widths_loads_in_every_option(tmp_path, weights, layers, 
     """Its logits are those of a model of the decoded matrices."""
     model = tiny(**ODD, **experts)
     save_params(tmp_path, model.params, model.config)
-    found = kvq.load(tmp_path, weights=weights, dtype="f32", layers=layers)
+    coded = kvq.load(tmp_path, weights=weights, dtype="f32", layers=layers)
     is_coded = lambda x: isinstance(x, CodedWeight)  # noqa: E731
-    assert sum(map(is_coded, jax.tree.leaves(found.params, is_leaf=is_coded))) >= 7
-    meant = jax.tree.map(lambda x: x.decoded() if is_coded(x) else x, found.params, is_leaf=is_coded)
+    assert sum(map(is_coded, jax.tree.leaves(coded.params, is_leaf=is_coded))) >= 7
+    meant = jax.tree.map(lambda x: x.decoded() if is_coded(x) else x, coded.params, is_leaf=is_coded)
     one, other = (
         kvq.forward(m, tokens(1, 5), jnp.asarray([5]), kvq.init_cache(m, "exact", 1, 16))[0]
-        for m in (found, found.replace(params=meant))
+        for m in (coded, coded.replace(params=meant))
     )
     assert np.abs(one - other).max() < 1e-4  # the same products in another fusion
 

@@ -215,7 +215,7 @@ def test_where_there_is_no_flag_traced_numbers_are_clipped(door):
 
 def said() -> dict[str, str]:
     """What every static door says of a number out of range or of another type; "" where it says nothing."""
-    found = {}
+    texts = {}
     for (function, name), (take, values) in STATIC.items():
         for value in (*values, *(x for x in OTHER_TYPES if name not in ("overrides", "ids", "eos_ids"))):
             try:
@@ -225,8 +225,8 @@ def said() -> dict[str, str]:
                 text = str(error)
             except Exception as error:
                 text = f"{type(error).__name__}\n{error}"
-            found[f"{function} {name} {value!r}"] = text
-    return found
+            texts[f"{function} {name} {value!r}"] = text
+    return texts
 
 
 def test_a_static_number_of_another_type_or_range_is_one_line():
