@@ -47,6 +47,11 @@ def _room(case: Case) -> str:
     )
 
 
+def _unbroken(line: Row) -> Row:
+    """A line whose sizes stay together where a narrow terminal breaks the others."""
+    return {name: text.replace(" GiB", "\u00a0GiB").replace(" MiB", "\u00a0MiB") for name, text in line.items()}
+
+
 def _memory(case: Case, rows: list[Row], note: str) -> Section:
     """Bytes on one device, what fits there, and the limits."""
     shown = []
@@ -66,9 +71,7 @@ def _memory(case: Case, rows: list[Row], note: str) -> Section:
             limit = " (the model's)" if row["context_limited_by"] == "the model" else ""
             line["longest context"] = f"{row['largest_context']}{limit}" if row["largest_context"] else "none fits"
             line["largest batch"] = str(row["largest_batch"]) if row["largest_batch"] else "none fits"
-        shown.append(
-            {name: text.replace(" GiB", "\u00a0GiB").replace(" MiB", "\u00a0MiB") for name, text in line.items()}
-        )
+        shown.append(_unbroken(line))
     shares = [
         f"{row['cache']} fits with --memory-fraction {row['fits_with_memory_fraction']:g}."
         for row in rows
@@ -108,7 +111,7 @@ def _speed(case: Case, rows: list[Row]) -> Section | None:
     if case.config.experts is not None:
         note += " Of the experts, a step reads those that one token passes through; more rows read more."
     if "seconds_to_first_token_estimated" in rows[0]:
-        note += " The estimate uses the shares of the peak that compiled prompts reach (docs/prefill.md)."
+        note += " The estimate uses the shares of the peak that compiled prompts reach (docs/speed.md)."
     return Section("Speed at best", shown, note, across=True)
 
 
@@ -120,9 +123,7 @@ def _cache(case: Case, rows: list[Row]) -> Section:
         line: Row = {"cache": row["cache"], "bytes": size(row["bytes"]), "bits per number": f"{row['bits_stored']:.4g}"}
         line["times smaller"] = f"{row['bytes_exact'] / row['bytes']:.3g}"
         line |= {ROLES.get(role, role): size(row["classes"].get(role, 0)) for role in roles}
-        shown.append(
-            {name: text.replace(" GiB", "\u00a0GiB").replace(" MiB", "\u00a0MiB") for name, text in line.items()}
-        )
+        shown.append(_unbroken(line))
     exact = f"A number is one channel of a key or value; in {case.dtype} they take {size(rows[0]['bytes_exact'])}."
     if rows[0]["beyond_model"]:
         exact += f" {case.context} tokens are beyond the {case.config.max_position} that this model was made for."
@@ -140,5 +141,5 @@ def _compiled(rows: list[Row]) -> Section | None:
 
 def sections(case: Case, rows: list[Row], note: str) -> list[Section]:
     """The parts of the printed plan; `note` says what was taken for granted about the device."""
-    sections = (_memory(case, rows, note), _speed(case, rows), _compiled(rows), _cache(case, rows))
-    return [Section(_title(case), []), *filter(None, sections)]
+    tables = (_memory(case, rows, note), _speed(case, rows), _compiled(rows), _cache(case, rows))
+    return [Section(_title(case), []), *filter(None, tables)]
