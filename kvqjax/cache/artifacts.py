@@ -20,8 +20,6 @@ from kvqjax._files import read_json
 from kvqjax._version import __version__
 from kvqjax.cache.show import arrays_text
 from kvqjax.methods import Method, parse, spelled_out
-from kvqjax.methods.grammar import read_text
-from kvqjax.model.config import KVShape
 
 __all__ = [
     "FORMAT",
@@ -29,15 +27,13 @@ __all__ = [
     "flatten",
     "load_artifact",
     "read_description",
-    "read_method",
     "unflatten",
     "write_folder",
 ]
 
-# Raised when a stored folder can no longer be read as before. Format 1 left out options at their defaults, so those
-# whose default is another one now are given what they had then.
+# Raised when a stored folder can no longer be read as before. Every option of a method is stored, so that a later
+# version with other defaults reads the method that was meant.
 FORMAT = 2
-FIRST_DEFAULTS = {name: {"centre": "none"} for name in ("aqua", "commvq", "higgs")}
 
 # What each kind of folder says about itself, and as what.
 KINDS: dict[str, dict[str, type]] = {
@@ -125,23 +121,12 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
         raise UserError(f"{path}: description.json is not kvqjax's")
     if text["kind"] != kind:
         raise UserError(f"{path} holds a {text.get('kind')}, not a {kind}")
-    if text.get("format") not in range(1, FORMAT + 1):
-        raise UserError(f"{path} has format {text.get('format')}; this version reads 1 to {FORMAT}")
+    if text.get("format") != FORMAT:
+        raise UserError(f"{path} has format {text.get('format')}; this version reads {FORMAT}")
     for name, wanted in KINDS[kind].items():
         if not isinstance(text.get(name), wanted):
             raise UserError(f"{path}: description.json has no usable {name!r}")
     return text
-
-
-def read_method(text: dict[str, Any], shape: KVShape | None = None) -> Method:
-    """Read the method that a description names, its options as they were when it was written. For a model of this
-    `shape` they are spelled as today where they mean the same."""
-    if text["format"] > 1 or (shape is not None and not shape.known_key_bias):
-        return parse(text["method"])
-    tree = read_text(text["method"])
-    as_then = lambda part: FIRST_DEFAULTS.get(part["method"], {}) | part  # noqa: E731
-    layers = {numbers: as_then(part) for numbers, part in tree.get("layers", {}).items()}
-    return parse(as_then(tree) | {"layers": layers})
 
 
 def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -178,4 +163,4 @@ def load_artifact(path: str | os.PathLike) -> Artifact:
     path = Path(path)
     text = read_description(path, "artifact")
     constants = unflatten({name: jnp.asarray(x) for name, x in read_arrays(path).items()}, text["runs"])
-    return Artifact(read_method(text), constants, text["fingerprint"], text["about"])
+    return Artifact(parse(text["method"]), constants, text["fingerprint"], text["about"])

@@ -13,11 +13,9 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, CacheLayout, allocate_cache
 from kvqjax.cache.artifacts import (
-    FORMAT,
     flatten,
     read_arrays,
     read_description,
-    read_method,
     read_shapes,
     write_folder,
 )
@@ -25,7 +23,7 @@ from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.cache.redeal import dealt_anew
 from kvqjax.cache.shapes import check_cache
-from kvqjax.methods import Method, spelled_out
+from kvqjax.methods import Method, parse, spelled_out
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import is_unrolled
@@ -40,27 +38,14 @@ from kvqjax.verdicts.choose import choose, over_devices
 __all__ = ["load_cache", "save_cache"]
 
 
-# What format 1 digested: every field of the config, in this order.
-FIRST_FIELDS = (
-    "vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "norm_eps",
-    "qkv_bias", "qk_norm", "tied_embeddings", "windows", "max_position", "eos_ids", "bos_id", "architecture", "split",
-    "gathered",
-)  # fmt: skip
+def _digest(shape: KVShape) -> str:
+    """Digest what a cache must know of a model."""
+    return hashlib.sha256(repr(dataclasses.asdict(shape, dict_factory=_stored_fields)).encode()).hexdigest()[:16]
 
 
-def _as_before(fields: list) -> dict:
-    """Give fields as a dict, without those of a rope by length where they are empty: older caches were saved without
-    them."""
+def _stored_fields(fields: list) -> dict:
+    """Give fields as a dict, without those of a rope by length where they are empty: so they were always digested."""
     return {name: x for name, x in fields if x or name not in ("length", "short_factor", "long_factor")}
-
-
-def _digest(config: KVShape, form: int = FORMAT) -> str:
-    """Digest what a cache must know of a model; in format 1, all of its config."""
-    fields = dataclasses.asdict(config.kv_shape, dict_factory=_as_before)
-    if form == 1:
-        every = dataclasses.asdict(config, dict_factory=_as_before) | {"windows": config.windows}
-        fields = {name: every[name] for name in FIRST_FIELDS}
-    return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 
 def _constants(constants) -> str:
@@ -72,12 +57,12 @@ def _constants(constants) -> str:
     return digest.hexdigest()[:16]
 
 
-def _about(model: Model | KVShape, constants, method: Method, form: int = FORMAT) -> dict[str, str]:
+def _about(model: Model | KVShape, constants, method: Method) -> dict[str, str]:
     """Describe what a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
     if isinstance(model, KVShape):
         return {"config": _digest(model.alone), "constants": _constants(constants)}
     own = _constants(with_own_constants(model, method).constants if constants is None else constants)
-    return {"fingerprint": model.fingerprint, "config": _digest(model.config, form), "constants": own}
+    return {"fingerprint": model.fingerprint, "config": _digest(model.config.kv_shape), "constants": own}
 
 
 def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Cache:
@@ -119,7 +104,7 @@ def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
     shape = model.alone if alone else model.config.kv_shape
     return CacheLayout(
         shape=shape,
-        method=read_method(text, shape),
+        method=parse(text["method"]),
         capacity=text["capacity"],
         dtype=text["dtype"],
         target=target_of(jnp.zeros(()) if alone else model.params["embed"]),
@@ -182,7 +167,7 @@ def load_cache(
     path, (held, rules, layers) = Path(path), _home(model, sharding)
     text = read_description(path, "cache")
     stored = _layout(path, text, model)
-    _check_owner(path, text, model, _about(model, constants, stored.method, text["format"]))
+    _check_owner(path, text, model, _about(model, constants, stored.method))
     layout = dataclasses.replace(stored, dealt=1)
     if rules is not None:
         layout = rules.cache_layout(layout, text["batch"])

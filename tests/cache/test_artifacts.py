@@ -10,8 +10,9 @@ from cases import _constants
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.artifacts import Artifact
+from kvqjax.cache.artifacts import FORMAT, Artifact
 from kvqjax.cli.common import calibrated
+from kvqjax.methods import spelled_out
 from kvqjax.methods.spec import calibrated_part
 
 
@@ -32,6 +33,19 @@ def test_round_trip(saved):
         ours, theirs = back.constants[0][group][name], artifact.constants[0][group][name]
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_every_option_is_stored(tmp_path):
+    """A later version may have other defaults; what was stored keeps its meaning."""
+    model, method = tiny(), kvq.parse("higgs:bits=3,group=head,buffer=32")
+    Artifact(method, (), "", {}).save(tmp_path / "artifact")
+    kvq.save_cache(tmp_path / "cache", kvq.init_cache(model, method, 1, 64), model)
+    for name in ("artifact", "cache"):
+        about = json.loads((tmp_path / name / "description.json").read_text())
+        assert (about["format"], about["method"]) == (FORMAT, spelled_out(method))
+        assert "centre=auto" in about["method"]
+    assert kvq.load_artifact(tmp_path / "artifact").method == method
+    assert str(kvq.load_cache(tmp_path / "cache", model).layout.method) == str(method)
 
 
 def test_printed_it_says_what_it_is_and_no_numbers(saved):
