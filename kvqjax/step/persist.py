@@ -40,12 +40,7 @@ __all__ = ["load_cache", "save_cache"]
 
 def _digest(shape: KVShape) -> str:
     """Digest what a cache must know of a model."""
-    return hashlib.sha256(repr(dataclasses.asdict(shape, dict_factory=_stored_fields)).encode()).hexdigest()[:16]
-
-
-def _stored_fields(fields: list) -> dict:
-    """Give fields as a dict, without those of a rope by length where they are empty: so they were always digested."""
-    return {name: x for name, x in fields if x or name not in ("length", "short_factor", "long_factor")}
+    return hashlib.sha256(repr(dataclasses.asdict(shape)).encode()).hexdigest()[:16]
 
 
 def _constants(constants) -> str:
@@ -113,14 +108,9 @@ def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
     )
 
 
-# Caches from before `finite` was stored held nothing else: it equals their lengths.
-FINITE, LENGTHS = "0/.finite", "0/.lengths"
-
-
 def _check(path: Path, shape: Cache) -> None:
     """Compare what the folder holds with what the layout wants."""
     arrays = read_shapes(path)
-    arrays = arrays | {FINITE: arrays.get(FINITE, arrays.get(LENGTHS))}
     for name, leaf in flatten((shape,)).items():
         got = arrays.get(name)
         if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
@@ -175,8 +165,6 @@ def load_cache(
     _check(path, shape)
     places = None if rules is None else rules.places(target)
     arrays = read_arrays(path, flatten((places,)) if stored == layout and places is not None else None)
-    if FINITE not in arrays:  # a copy, for two leaves may not share a buffer
-        arrays[FINITE] = jnp.copy(arrays[LENGTHS])
     leaves = [arrays[name] for name in flatten((shape,))]
     cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     if stored != layout:

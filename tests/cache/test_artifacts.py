@@ -71,7 +71,7 @@ def test_refusals(saved, tmp_path):
     with pytest.raises(kvq.UserError, match="format 99"):
         kvq.load_artifact(folder)
     (folder / "description.json").write_text("{")
-    with pytest.raises(kvq.UserError, match="cannot be read"):
+    with pytest.raises(kvq.UserError, match="not readable as JSON"):
         kvq.load_artifact(folder)
     with pytest.raises(kvq.UserError, match="cannot be written"):
         artifact.save(folder / "description.json" / "inside-a-file")

@@ -27,24 +27,11 @@ def test_comes_back(name, tmp_path):
     check_row(name, extend(name, back, [[1, 2], [3] * 40]), 1, list(range(33)) + [3] * 40)
 
 
-def test_digests_are_those_of_earlier_releases():
-    """Fields that a later rope has beside others change nothing where they are empty."""
+def test_digests_differ_by_the_length_of_a_rope():
     config = tiny(rope=RopeConfig(theta=500.0)).config
-    assert (persist._digest(config), persist._digest(config, 1)) == ("652effe088a153b3", "827c3fc5e36a67fe")
     longer = dataclasses.replace(config.rope, kind="dynamic", factor=2.0, original_max_position=64)
-    digests = {persist._digest(tiny(rope=longer.for_length(n)).config) for n in (64, 128, 256)}
-    assert len(digests) == 3
-
-
-def test_a_cache_from_before_rows_counted_their_finite_tokens(tmp_path, monkeypatch):
-    model, _ = model_and_method("kivi2")
-    cache, stored = fresh("kivi2", [list(range(50))]), persist._stored
-    monkeypatch.setattr(persist, "_stored", lambda c: {n: x for n, x in stored(c).items() if n != "0/.finite"})
-    kvq.save_cache(tmp_path / "cache", cache, model)
-    monkeypatch.undo()
-    back = kvq.load_cache(tmp_path / "cache", model)
-    jax.tree.map(np.testing.assert_array_equal, cache, back)
-    assert back.finite.unsafe_buffer_pointer() != back.lengths.unsafe_buffer_pointer()
+    ropes = [config.rope, *(longer.for_length(n) for n in (64, 128, 256))]
+    assert len({persist._digest(tiny(rope=rope).config.kv_shape) for rope in ropes}) == 4
 
 
 def test_refused_by_another_model(tmp_path):
