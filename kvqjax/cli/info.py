@@ -23,8 +23,8 @@ __all__ = ["inspect", "methods"]
 NOTE = (
     "\nbits counts codes and what is stored beside them. KIVI's codes of 2 bits take 3:\n"
     "every 32 numbers share a scale and a minimum of 16 bits each, 1 bit a number.\n"
-    "Groups of 64 take 2.5 bits and groups of 128 take 2.25 (kivi:group=128), for less\n"
-    "precision."
+    "Groups of 64 take 2.5 bits and groups of 128 take 2.25 (kivi:group=128), for\n"
+    "less precision."
 )
 
 
