@@ -45,8 +45,8 @@ class Curve(NamedTuple):
     """A drawn curve: its name, its points in the order of x in units of the axes, its colour."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Sequence[int | float]
+    y: Sequence[int | float]
     colour: str
 
 
@@ -112,7 +112,7 @@ def spread(places: Sequence[float], sizes: Sequence[float], low: float, high: fl
     return moved
 
 
-def _pixels(axes, x: Sequence[float], y: Sequence[float]) -> np.ndarray:
+def _pixels(axes, x: Sequence[int | float], y: Sequence[int | float]) -> np.ndarray:
     """Points of a curve on the canvas, with many between each two [N, 2]."""
     points = axes.transData.transform(np.column_stack([x, y]).astype(float))
     if len(points) == 1:

@@ -99,7 +99,7 @@ def facts(layout: CacheLayout, held: list[int]) -> dict[str, np.ndarray]:
         "state.cache.lengths": rows,
         "state.cache.overflow": np.zeros(rows.shape, bool),
         "state.done": np.zeros(rows.shape, bool),
-        "state.owed": np.zeros(rows.shape, bool),
+        "state.owed": np.ones(rows.shape, bool),
         "state.made": np.ones(rows.shape, np.int32),
         "limit": np.int32(16),
     }

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax._tables import size
 from kvqjax.cli.common import (
@@ -112,7 +113,7 @@ def _end_ids(model: Model, given: list[str]) -> list[int] | None:
         number = [int(text)] if text.isdecimal() else model.encode(text, add_special_tokens=False)
         if len(number) != 1:
             raise UserError(f"--end {text!r} is {len(number)} tokens; wanted one, by its id or text; --stop takes text")
-        ids += number
+        ids.append(check_integer("--end", number[0], 0, model.config.vocab_size - 1))
     return ids or None
 
 

@@ -53,7 +53,7 @@ def make_sampling(
     least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     return Sampling(
         temperature=jnp.float32(min(max(temperature, least), most) if temperature else 1.0),
-        top_k=jnp.int32(min(top_k, np.iinfo(np.int32).max)),
+        top_k=jnp.int32(top_k),
         left_out=jnp.float32(1 - top_p),
         min_p=jnp.float32(min_p),
         repetition_penalty=jnp.float32(min(max(repetition_penalty, least), most)),

@@ -39,7 +39,7 @@ def test_end_tokens_by_id_and_by_text(call):
     ("words", "said"),
     [
         (["--end", "ab"], "--end 'ab' is 2 tokens; wanted one"),
-        (["--end", "64"], "64 is no token id of this model"),
+        (["--end", "64"], "--end=64; it must be a whole number from 0 to 63"),
         (["-n", "2048"], "go beyond the 2048 that this model was trained for"),
     ],
 )

@@ -218,7 +218,7 @@ def test_rope_by_length_of_caches(name, tmp_path):
     for refused in (lambda: kvq.init_cache(short, "exact", 1, 49), lambda: PLAIN(short.params, text, short.config)):
         with pytest.raises(UserError, match=said):
             refused()
-    with pytest.raises(UserError, match="rope_length=0; at least 1"):
+    with pytest.raises(UserError, match="rope_length=0; it must be a whole number of at least 1"):
         load(tmp_path, rope_length=0)
 
 

@@ -89,7 +89,7 @@ BROKEN = {
     "index names a path": (outside_index, "is not a file name in this folder"),
     "index is no index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[]"),
-        "not a safetensors index",
+        "model.safetensors.index.json: wanted a JSON object, got list",
     ),
 }
 
