@@ -4,7 +4,8 @@
 #             environment of its own, for Hopper; skipped without libtpu, without the CUDA plugin or ptxas
 # make results  the pages of figures: what is missing of their records is measured first (DATA=text.txt for the demo
 #             model, CALIBRATION=other.txt for its ablations)
-# make gate   measure a sample of the gate's recorded rows again and judge its bounds (ROWS=6)
+# make gate   measure the gate's recorded rows again (ROWS=6: so many of them) and judge its bounds
+# make nightly  what .ci/run leaves out because it takes an hour and more
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
 # make notebooks  set up .venv with Jupyter's kernel and run the notebooks in examples/
 # make colab  write the repository's address (REPOSITORY, or the git remote origin) into the notebooks and their badges
@@ -24,13 +25,13 @@ TORCH := $(TORCH)+cpu
 endif
 PYTEST_ARGS ?=
 DATA ?= synthetic
-ROWS ?= 6
+ROWS ?= 0
 FOLDERS := kvqjax pallas_kernels calibrate eval
 # Folders count as sources too: their time changes when a file in them is deleted.
 SOURCES := pyproject.toml setup.py README.md LICENSE \
 	$(shell find $(FOLDERS) -not -name '__pycache__' -not -name '*.pyc' -not -name '*.swp')
 
-.PHONY: demo test docs notebooks colab aot results gate clean
+.PHONY: demo test docs notebooks colab aot results gate nightly clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -73,6 +74,9 @@ results: $(VENV)/.package $(VENV)/.with-plots
 
 gate: $(VENV)/.package
 	$(BENCHMARK) benchmarks.gate --check $(ROWS)
+
+nightly:
+	bash .ci/nightly
 
 $(VENV)/.base:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv and ensurepip found (Debian: apt install python3-venv)"; exit 1; }

@@ -22,7 +22,6 @@ import argparse
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -175,16 +174,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose cache begins so")
     parser.add_argument("--mode", default="", choices=("", "copy", "long decode"))
     parser.add_argument("--out", type=Path, default=RECORD)
-    parser.add_argument("--check", type=int, metavar="N", help="measure N recorded rows again")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the sample; default: another every time")
+    parser.add_argument("--check", type=int, metavar="N", help="measure N recorded rows again; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample of N rows")
     given = parser.parse_args()
     done = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
     shapes = given.shape or SHAPES
     fits = lambda row: row["cache"].startswith(given.only) and given.mode in ("", row["mode"])  # noqa: E731
     if given.check is not None:
-        print(f"seed {given.seed}")
         among = [row for row in done if fits(row) and row["shape"] in shapes]
-        problems = check(done, random.Random(given.seed).sample(among, min(given.check, len(among))))
+        count = min(given.check or len(among), len(among))
+        problems = check(done, random.Random(given.seed).sample(among, count))
         sys.exit("\n".join(problems) or None)
     known = {key_of(row) for row in done if row["windows"] == given.windows}
     wanted = [row for row in plan(shapes) if key_of(row) not in known and fits(row)]

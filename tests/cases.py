@@ -4,9 +4,11 @@ A calibrated method gets made-up constants of the shapes it asks for: valid, ran
 """
 
 import functools
+from collections.abc import Collection, Iterable
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny import tiny
 
 import kvqjax as kvq
@@ -45,8 +47,16 @@ CASES: dict[str, tuple[str, dict]] = {
 SAME = ("kivi4-float32", "kivi8", "kivi-wide-groups", "sliding", "kivi-rotated", "kvarn4")
 GENERAL = tuple(name for name in CASES if name not in SAME)
 
+# One of every family: the tests of general behaviour run over these with every change, and over the others nightly.
+CORE = ("exact", "kivi2", "mixed", "sliding-mixed", "kvquant", "commvq", "aqua", "xquant-cl")
+
 # A few that differ most, for tests that compile much.
 FEW = ("exact", "kivi2", "kivi-published", "mixed")
+
+
+def with_nightly(names: Iterable[str], often: Collection[str] = CORE) -> list:
+    """Parameters of a test: the names that are in `often`, and the others marked nightly."""
+    return [name if name in often else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import BAD, all_finite, check_row, empty, extend, fresh
-from cases import CASES, FEW, GENERAL, model_and_method
+from cases import CASES, FEW, GENERAL, model_and_method, with_nightly
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
@@ -85,7 +85,7 @@ def with_bad_field(field, stored, end, slots: int):
     return (jnp.where(dead, bad_like(x, field.dtype), x),)
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_dead_slots_may_hold_anything(name):
     """Whatever is put into the arrays themselves: a row that is long, one that was cropped, and one that is new."""
     cache = crop(fresh(name, ROWS), jnp.asarray([170, 60, 17], jnp.int32))
@@ -96,7 +96,7 @@ def test_dead_slots_may_hold_anything(name):
         same(attend(model, TOKENS, COUNTS, with_bad_dead_slots(cache), within=within)[0], want)
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
     """Appended: the row is flagged, its logits are NaN, nothing of it is stored; others are as they would be alone.
     Cropped or evicted: an ordinary row."""

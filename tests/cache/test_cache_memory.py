@@ -5,7 +5,7 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, model_and_method
+from cases import CASES, model_and_method, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -19,7 +19,7 @@ def abstract(name: str, batch: int, capacity: int):
     return model, jax.eval_shape(lambda: kvq.init_cache(model, method, batch, capacity))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_nightly(CASES))
 def test_ledger_is_the_live_buffers(name):
     model, method = model_and_method(name)
     cache = kvq.init_cache(model, method, 2, 512)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import check_row, empty, extend
-from cases import FEW, GENERAL, model_and_method
+from cases import FEW, GENERAL, model_and_method, with_nightly
 from jax.sharding import PartitionSpec
 from tiny import tiny, tokens
 
@@ -19,7 +19,7 @@ ROWS = [list(range(200)), list(range(50, 90))]
 LAYERS = "its axis 0 counts layers, and tree code along axis 0 changed them; for rows use kvqjax.repeat"
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_tree_code_along_the_row_axes_is_repeat(name):
     cache = empty(name, 2)
     axes = kvq.row_axes(cache)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import CAPACITY, PAD, all_finite, check_row, empty, encoded, extend, fresh
-from cases import CASES, FEW, GENERAL, model_and_method
+from cases import CASES, FEW, GENERAL, model_and_method, with_nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ BROKEN = -1
 ROWS = [list(range(330)), list(range(100, 331)), list(range(40, 57))]
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_crop_inside_the_window_is_exact(name):
     """No encoded token is cut: the length is kept to the token, and other tokens follow as if nothing had been
     there."""
@@ -32,7 +32,7 @@ def test_crop_inside_the_window_is_exact(name):
         check_row(name, grown, row, tokens[: lengths[row]] + other)
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_deep_crop_ends_on_whole_units(name):
     cache = fresh(name, ROWS)
     for wish in (0, 3, 70, 200):
@@ -160,7 +160,7 @@ def test_random_sequences(name, operations):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_nightly(CASES))
 @settings(max_examples=10_000)
 @given(operations=SEQUENCES)
 def test_many_random_sequences(name, operations):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GENERAL, model_and_method
+from cases import GENERAL, model_and_method, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -94,7 +94,7 @@ def test_the_variable_of_the_environment():
     assert found.stdout.split("\n")[0] == str(wanted)
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_a_plan_made_inside_a_trace_serves_outside(name):
     """What a plan's functions hold belongs to no trace."""
     model, method = model_and_method(name)
