@@ -6,7 +6,7 @@ from schedule import estimate
 from step_cost.hlo import Computation, parse
 
 from kvqjax.cache import at_layer
-from kvqjax.cache.segments import attend_body
+from kvqjax.cache.readers import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 
 
@@ -59,6 +59,6 @@ def by_blocks(run, kv_heads: int):
     def attend(q, state, weights, constants, new, layer, positions):
         view = LayerView(run, state, layer, weights, at_layer(constants, layer), new, 0)
         counts = positions[:, 0] * 0 + positions.shape[1]
-        return attend_body(q, kv_heads, view, NewTokens(positions, counts, positions[:, 0]), {})[0]
+        return attend_body(q, view, NewTokens(positions, counts, positions[:, 0]), {})[0]
 
     return attend

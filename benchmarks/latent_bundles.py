@@ -92,7 +92,7 @@ def _through_kernel(run, chip: str):
     import jax.numpy as jnp
 
     from kvqjax.cache import at_layer
-    from kvqjax.cache.at_once import recent_of
+    from kvqjax.cache.readers.kernel import recent_of
     from kvqjax.pallas_kernels.exact import ExactSpec, room
 
     def beside(q, cache, new, carry):

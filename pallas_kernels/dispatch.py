@@ -27,7 +27,6 @@ from kvqjax.pallas_kernels.support import COMPILED, lookup
 
 __all__ = ["MODULES", "at_once", "packed_attention", "path"]
 
-MOST_PLAIN = 64  # new tokens that the reference takes: of more, decoding keys costs less than its scores' order
 MOST_CALLS = 8  # of a kernel, for query rows of a KV head that it takes one after the other
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # The module of `tpu` or `gpu` that has the kernels for a type of spec.
@@ -91,22 +90,23 @@ def packed_attention(
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
     spec: Spec,
-    general: Callable[[], Any] | None = None,
+    without_kernel: Callable[[], Any] | None = None,
     trusted: bool = False,
     **also: Any,
 ) -> Any:
     """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries to bfloat16.
-    `general()` computes the same where the spec is not `plain`, or for many queries; `trusted` as in `path`. A TPU's
-    kernel for exact bodies, and `general`, also attend to `recent` tokens beside the body. Those for bodies of layers
-    that feed each other take the `carry` too, and return (partial, carry)."""
+    `without_kernel()` computes the same on chips without one; bodies that are `plain` have it in `reference`.
+    `trusted` as in `path`. A TPU's kernel for exact bodies, and `without_kernel`, also attend to `recent` tokens beside
+    the body. Those for bodies of layers that feed each other take the `carry` too, and return (partial, carry)."""
     length, group = q.shape[1], q.shape[2] // spec.kv_heads
     chosen = path(spec, group, body.slots, length, trusted)
-    if isinstance(spec, PackedSpec) and spec.plain and (length <= MOST_PLAIN or general is None):
-        plain: Callable[..., Partial] = functools.partial(reference.packed_attention, spec=spec)
-    elif general is None:
-        raise ValueError(f"{spec}: only the caller can read this form")
+    if without_kernel is not None:
+        plain: Callable[..., Any] = lambda *_: without_kernel()  # noqa: E731
+    elif isinstance(spec, PackedSpec) and spec.plain:
+        by_reference: Any = reference.packed_attention
+        plain = lambda *arguments: by_reference(*arguments, spec)  # noqa: E731
     else:
-        plain = lambda *_: general()  # noqa: E731
+        raise ValueError(f"{spec}: only the caller can read this form")
     if chosen == "reference":
         return plain(q, body, layer, start, stop)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvqjax.ops import lines
-from kvqjax.ops.attention import Partial
+from kvqjax.ops.attention import Partial, capped
 from kvqjax.ops.layout import PLANE, from_bits, split_bits, unpack
 from kvqjax.ops.xla import exp_in_loops, floor_divide, kept_apart, known_after, row_major
 from kvqjax.pallas_kernels import few_queries
@@ -29,6 +29,7 @@ def packed_attention(
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
     spec: PackedSpec,
+    softcap: float | None = None,
 ) -> Partial:
     """Attend to the packed tokens of one layer. Query t of row b sees body tokens start[b, t] <= s < stop[b, t] (none
     where start >= stop). `start` is 0 without a sliding window, `stop` the row's valid tokens for a decoding step. `q`
@@ -49,9 +50,9 @@ def packed_attention(
         slot = (token + _numbers(block))[None, None]
         low, high = (x[..., None, None] for x in (start, stop))
         seen = (slot >= low) & (slot < high) & (slot >= j * block)
-        return _attend_block(state, grouped, _Block(body, layer, token, block, spec, *reach), seen)
+        return _attend_block(state, grouped, _Block(body, layer, token, block, spec, *rows), seen, softcap)
 
-    reach = start.min(1), stop.max(1)
+    rows = start.min(1), stop.max(1)
     shape, apart = grouped.shape[:-1], PLANE if _are_few(grouped.shape[2], spec) else 1
     state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*grouped.shape, apart)))
     return _finish(jax.lax.fori_loop(first, last, step, state), q.shape)
@@ -196,11 +197,15 @@ def _weighted(
     return jnp.einsum("bkms,bksd->bkmd", flat, codes * scale + low)[..., None]
 
 
-def _attend_block(state, q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B T n 32"]):
+def _attend_block(
+    state, q: Float[Array, "B K M D"], block: _Block, seen: Bool[Array, "B T n 32"], softcap: float | None
+):
     """Fold one block into the online softmax (running maximum, running sum of the weights, running sums of the
     values)."""
     peak, total, acc = state
     scores = _scores(q, block, jnp.repeat(seen, q.shape[2] // seen.shape[1], axis=1))
+    if softcap is not None:  # scores are finite where they are seen
+        scores = jnp.where(jnp.isneginf(scores), scores, capped(scores, softcap))
     raised = jnp.maximum(peak, scores.max((-1, -2)))
     # A finite stand-in for the peak of a row that has seen nothing keeps exp(-inf - -inf) from becoming NaN.
     safe = jnp.where(jnp.isneginf(raised), 0.0, raised)

@@ -95,10 +95,12 @@ def splash_attention(
     sliding: int | None = None,
     interpret: bool = False,
     oldest: Int[Array, " T"] | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """Attend with T queries of every row to S keys, by head: N = B * K. Query t sees the keys up to `newest[t]` (-1:
     none), and of these the last `sliding`, or those from `oldest[t]` on. `oldest` is possible with fewer than
-    MOST_LIMITED keys. The output is rounded to the queries' dtype."""
+    MOST_LIMITED keys. `softcap` as in `kvqjax.ops.attention.ScoreOptions`. The output is rounded to the
+    queries' dtype."""
     # Imported where it is wanted: not every jaxlib has the compiler of TPU kernels.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
@@ -120,7 +122,7 @@ def splash_attention(
         is_mqa=False,
         save_residuals=True,
         mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
+        attn_logits_soft_cap=softcap,
         residual_checkpoint_name=None,
         mask_function=sees,
         interpret=interpret,

@@ -13,7 +13,7 @@ from benchmarks.step_cost.account import account, target_of
 from benchmarks.step_cost.bound import CLOCKS, NAMES, cache_bytes, make_layout, row_lengths
 from benchmarks.step_cost.hlo import Program, parse
 from kvqjax.cache import CacheLayout
-from kvqjax.cache.reach import reach_for
+from kvqjax.cache.length_bound import bound_for
 from kvqjax.hardware.aot import lower_decode
 from kvqjax.methods import parse as parse_method
 from kvqjax.model.catalogue import config_of
@@ -54,7 +54,7 @@ def programs(row: Row, layout: CacheLayout, held: int | None = None) -> list[lis
     """Lengths of rows that differ in the program that `generate` chooses for them: full rows, whose longest holds
     `held` tokens if not the context, and ragged ones if those have one of their own."""
     full, ragged = (row_lengths(held or row.context, row.batch, ragged) for ragged in (False, True))
-    return [full] if reach_for(layout, full) == reach_for(layout, ragged) else [full, ragged]
+    return [full] if bound_for(layout, full) == bound_for(layout, ragged) else [full, ragged]
 
 
 def layout_of(row: Row, config: ModelConfig) -> CacheLayout:

@@ -55,7 +55,7 @@ def _empty_carry(runs, size: int, dtype) -> dict:
 def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
     """Say whether every row's one new token is encoded at once, in a form of GPUs, with nothing to carry."""
     one = all(x.shape[2] == 1 for new in news for x in new.values())
-    fine = all(run.static and not run.wiring.chain.carry and are_written_at_once(run) for run in runs)
+    fine = all(run.static_loops and not run.wiring.chain.carry and are_written_at_once(run) for run in runs)
     return one and fine and len(schedules) == 1 and schedules[0].clock.unit == 1 and not schedules[0].clock.window
 
 
@@ -160,12 +160,12 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
 
     def into_window(name, old):
         if new[name].shape[2] == 1:
-            put = _put_one_at_once if run.static else _put_one
+            put = _put_one_at_once if run.static_loops else _put_one
             return put(old, new[name], modulo(held, run.ring), (counts > 0) & (held >= 0))
         return _put(old, new[name], oldest, wanted(slots), held)
 
     def into_sinks(name, old):
-        if run.static and new[name].shape[2] == 1:
+        if run.static_loops and new[name].shape[2] == 1:
             return _put_one_at_once(old, new[name], lengths, (counts > 0) & (held < 0))
         return _put(old, new[name], held, wanted(sink_tokens), held)
 

@@ -1,7 +1,7 @@
 """One frozen value of all that is static about a cache."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
 from kvqjax.methods.spec import Method
@@ -9,9 +9,17 @@ from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["CacheLayout"]
+__all__ = ["CacheLayout", "LengthBound"]
 
 FORMS = ("planes", "heads", "stripes")
+
+
+class LengthBound(NamedTuple):
+    """A promise: no row holds more than `row` tokens, all rows together no more than `total` (None: as many as `row`
+    allows). Rows that break it get NaN."""
+
+    row: int
+    total: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,8 @@ class CacheLayout:
       which of its kernels may read the body.
     - `dealt`: over how many devices the body's blocks are dealt. Inside `shard_map`, `dealt_over` names their mesh
       axes, and `heads_over` those that share out heads.
+    - `bound`: a promise of how many tokens rows hold, for as long as programs are to read no further
+      (kvqjax/cache/length_bound.py).
     - `rules` say how a cache that belongs to no model of ours lies on a mesh (kvqjax/parallel/rules.py)."""
 
     shape: KVShape
@@ -41,6 +51,7 @@ class CacheLayout:
     dealt_over: tuple[str, ...] = ()
     heads_over: tuple[str, ...] = ()
     rules: Any = None
+    bound: LengthBound | None = None
 
     def __post_init__(self):
         if self.layers not in ("scan", "unroll"):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.methods.keep import Keep
+from kvqjax.ops.attention import capped
 
 __all__ = ["Chosen", "Moves", "Received", "allocate_kept", "choose", "crop_kept", "enter", "forget", "received"]
 
@@ -57,7 +58,11 @@ def allocate_kept(keep: Keep | None, batch: int, slots: int, unit: int, ring: in
 
 
 def received(
-    q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], mask: Bool[Array, "B T S"], lse: Float[Array, "B T H"]
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    mask: Bool[Array, "B T S"],
+    lse: Float[Array, "B T H"],
+    softcap: float | None = None,
 ) -> Float[Array, "B S"]:
     """Sum the attention probability that all queries and heads together give each key; `lse` is the log-sum-exp over
     all segments."""
@@ -65,7 +70,7 @@ def received(
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, length, kv_heads, -1, dim) * jnp.asarray(dim**-0.5, q.dtype)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores - lse.reshape(batch, length, kv_heads, -1).transpose(0, 2, 3, 1)[..., None]
+    scores = capped(scores, softcap) - lse.reshape(batch, length, kv_heads, -1).transpose(0, 2, 3, 1)[..., None]
     share = jnp.exp(scores)  # NaN from queries that see what is not finite
     return jnp.where(mask[:, None, None] & jnp.isfinite(share), share, 0.0).sum((1, 2, 3))
 

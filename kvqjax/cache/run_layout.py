@@ -11,8 +11,9 @@ from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.xla import floor_divide, modulo
 
-__all__ = ["AT_ONCE", "MOST_ROWS", "Deal", "RunLayout", "few_block"]
+__all__ = ["AT_ONCE", "MANY_QUERIES", "MOST_ROWS", "Deal", "RunLayout", "few_block"]
 
+MANY_QUERIES = 128  # new tokens a row, at least: products with them pay for decoding large tiles
 MOST_ROWS = 128  # queries of all heads that meet all heads' channels at once
 AT_ONCE = 16384  # tokens that a GPU decodes at a turn of a loop over data: few turns, and not a layer's whole body
 
@@ -68,13 +69,13 @@ class RunLayout(NamedTuple):
       It is a ring of blocks if it `wraps`: layers that see only `sliding` tokens keep no more. With eviction it never
       holds more than `budget` tokens (0: no eviction).
     - The window is a ring of `ring` tokens.
-    - `static`: how many blocks a few new tokens read is bounded by the slots and not by data, because a GPU's host
-      decides on every turn of a loop that data bounds.
+    - `static_loops`: how many blocks a few new tokens read is bounded by the slots and not by data, because a GPU's
+      host decides on every turn of a loop that data bounds.
     - `lanes`: so many tokens are read at a time by a few queries, which meet all heads' channels in one product (0:
       head by head).
     - `carrying`: so many tokens of all rows are read at a time by a few queries where layers feed each other
       (0: elsewhere).
-    - `joint`: a kernel may take the tokens beside the body as well (`kvqjax.cache.at_once`)."""
+    - `tiles`: how many new tokens meet large tiles of the body (kvqjax/cache/readers/tiles.py)."""
 
     first: int
     count: int
@@ -86,10 +87,10 @@ class RunLayout(NamedTuple):
     wraps: bool
     deal: Deal = Deal()
     budget: int = 0
-    static: bool = False
+    static_loops: bool = False
     lanes: int = 0
     carrying: int = 0
-    joint: bool = False
+    tiles: str = "off"
 
     @property
     def sliding(self) -> int | None:
@@ -104,7 +105,7 @@ class RunLayout(NamedTuple):
     def reading(self) -> int:
         """Choose how many tokens are read at a time: as many blocks as divide the body, up to what the wiring or a GPU
         asks for; one block where it is a ring."""
-        wanted = max(self.wiring.fast.reading, AT_ONCE if self.static else 1)
+        wanted = max(self.wiring.fast.reading, AT_ONCE if self.static_loops else 1)
         most = 1 if self.wraps else max(1, wanted // self.block)
         return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
 

@@ -1,6 +1,7 @@
 """Plan a layout's runs: which layers are one run, how large their arrays are, how blocks are dealt over devices, how
 many tokens are read at a time, and which layers are encoded together."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,10 +14,10 @@ from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.allocation import block_tokens
-from kvqjax.pallas_kernels.exact import ExactSpec
+from kvqjax.pallas_kernels.forms import SPLASH
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["chains", "runs_for", "runs_of"]
+__all__ = ["chains", "runs_for", "runs_of", "tiles_of"]
 
 TPU_LANES = 2**14  # of one row of a plain body
 CPU_LANES = 2**10  # keys and values of a few heads, which stay in its caches
@@ -53,10 +54,10 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape,
         ring=ring,
         wraps=blocks < whole,
         budget=budget,
-        static=keep is None and layout.form == "heads",
+        static_loops=keep is None and layout.form == "heads",
         lanes=lanes,
         carrying=_carrying(layout, wiring),
-        joint=_is_joint(layout, wiring),
+        tiles=tiles_of(layout),
     )
 
 
@@ -79,10 +80,13 @@ def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
     return CARRIED[kind] // (max if kind == "tpu" else sum)(wiring.chain.carry.values())
 
 
-def _is_joint(layout: CacheLayout, wiring: Wiring) -> bool:
-    """Say whether a TPU's kernel for this body takes tokens beside it."""
-    packed = wiring.fast.packed
-    return family(layout.target) == "tpu" and packed is not None and isinstance(packed.spec, ExactSpec)
+def tiles_of(layout: CacheLayout) -> str:
+    """Choose how many new tokens attend: "off" (in blocks as small as for few), "tiles" (large blocks of plain
+    products, on GPUs) or "splash" (on TPUs, where the layout lets it run)."""
+    kind = family(layout.target)
+    if kind == "gpu":
+        return "tiles"
+    return "splash" if kind == "tpu" and layout.kernels.allow(SPLASH) else "off"
 
 
 def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
@@ -100,9 +104,14 @@ def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
     return runs
 
 
-@functools.lru_cache(maxsize=64)
 def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
-    """Plan the runs of a layout, in layer order. Cached, so that wirings are built once."""
+    """Plan the runs of a layout, in layer order. They do not depend on the bound of its rows' lengths."""
+    return _runs_of(layout if layout.bound is None else dataclasses.replace(layout, bound=None))
+
+
+@functools.lru_cache(maxsize=64)
+def _runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
+    """Do `runs_of`. Cached, so that wirings are built once."""
     runs = _plan_runs(layout, 1)
     if any(run.wiring.chain.rebuilt for run in runs):  # a block is then read from all layers below at once
         runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))

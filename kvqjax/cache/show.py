@@ -20,12 +20,13 @@ def arrays_text(tree) -> str:
     return f"{array_bytes(leaves):,} bytes in {len(leaves)} arrays"
 
 
-def run_text(first: int, count: int, parts: dict) -> str:
-    """Print a run's arrays by name, `layers 0-2: body.k.codes uint32[..], ...`, without those that hold nothing."""
+def run_text(first: int, count: int, reader: str, parts: dict) -> str:
+    """Print what reads a run's body and its arrays by name, `layers 0-2, read by blocks: body.k.codes uint32[..], ...`,
+    without those that hold nothing."""
     layers = f"layers {first}-{first + count - 1}" if count > 1 else f"layer {first}"
     named = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]:
         if getattr(leaf, "size", 1):
             name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
             named.append(f"{name} {_array(leaf)}")
-    return f"{layers}: {', '.join(named)}"
+    return f"{layers}, read by {reader}: {', '.join(named)}"

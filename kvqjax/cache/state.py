@@ -17,6 +17,7 @@ from kvqjax._arguments import clipped
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import allocate_kept
+from kvqjax.cache.reading import readers_text
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
@@ -83,7 +84,8 @@ class Cache(struct.PyTreeNode):
         chosen = layout.kernels.text(layout.target)
         head = f"Cache({layout.method}, {layout.dtype}, capacity {layout.capacity}): {arrays_text(self)}; {chosen}"
         parts = [{"body": r.body, "sinks": r.sinks, "window": r.window} for r in self.runs]
-        lines = [run_text(p.first, p.count, part) for p, part in zip(runs_of(layout), parts, strict=False)]
+        plans = zip(runs_of(layout), readers_text(layout, self.batch), parts, strict=False)
+        lines = [run_text(run.first, run.count, reader, part) for run, reader, part in plans]
         return "\n  ".join([head, *lines])
 
 

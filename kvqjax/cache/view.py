@@ -5,17 +5,18 @@ tokens of the first two may be dealt over devices, and slots are then those that
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvqjax.cache.cache_layout import LengthBound
 from kvqjax.cache.encoding import at_layer
-from kvqjax.cache.reach import Reach
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.run_layout import MANY_QUERIES, RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
-from kvqjax.methods.direct import MOST_QUERIES
+from kvqjax.codecs.kernel_form import Packed
+from kvqjax.methods.direct import FEW_QUERIES
 from kvqjax.ops.attention import visible
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.layout import read
@@ -25,10 +26,12 @@ __all__ = [
     "BodyView",
     "LayerView",
     "NewTokens",
+    "PackedView",
     "alike",
     "beside",
     "body_view",
     "expanded",
+    "packed_view",
     "payload_of",
     "reached",
     "seen",
@@ -51,9 +54,8 @@ class NewTokens(NamedTuple):
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
 
-    `below` are (run, state, constants, layers) of the runs up to this layer, where their carry is rebuilt. `chunks`
-    says how many queries attend at once, "off" for few of them (kvqjax/cache/chunk_paths.py). Rows hold no
-    more than `reach` promises."""
+    `below` are (run, state, constants, layers) of the runs up to this layer, where their carry is rebuilt. Rows hold no
+    more than `bound` promises."""
 
     run: RunLayout
     state: Run
@@ -63,8 +65,7 @@ class LayerView(NamedTuple):
     new: dict
     sinks: int
     below: tuple[tuple[RunLayout, Run, dict, Int[Array, ""] | int], ...] = ()
-    chunks: str = "off"
-    reach: Reach | None = None
+    bound: LengthBound | None = None
 
 
 Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
@@ -114,7 +115,31 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int) -> dict:
 def reached(view: LayerView) -> int:
     """Bound the body tokens that any row may have here, by what is static."""
     run = view.run
-    return run.slots_here if view.reach is None else run.deal.most(min(view.reach.row, run.slots))
+    return run.slots_here if view.bound is None else run.deal.most(min(view.bound.row, run.slots))
+
+
+class PackedView(NamedTuple):
+    """A body as kernels on packed words take it. Query t of row b sees its tokens `start[b, t]` to `stop[b, t]` - 1,
+    numbered as they lie here."""
+
+    packed: Packed
+    body: Any
+    start: Int[Array, "B T"]
+    stop: Int[Array, "B T"]
+
+
+def packed_view(view: LayerView, tokens: NewTokens) -> PackedView:
+    """View a body as it is packed. There must be a kernel form of it."""
+    run, packed = view.run, view.run.wiring.fast.packed
+    assert packed is not None
+    first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
+    body = packed.body(view.weights, view.constants, view.state.body, first)
+    stop = jnp.broadcast_to(body_tokens(run, view.state)[:, None], tokens.positions.shape)
+    if run.sliding is None:
+        start = jnp.zeros_like(stop)
+    else:
+        start = run.deal.share(jnp.maximum(tokens.positions - run.sliding + 1 - view.sinks, 0))
+    return PackedView(packed, body, start, run.deal.share(stop))
 
 
 Number = Int[Array, ""] | int
@@ -158,8 +183,9 @@ def alike(view: LayerView, tokens: NewTokens) -> bool:
 
 def _is_static(view: LayerView, tokens: NewTokens) -> bool:
     """Say whether data may not bound how many blocks are read."""
-    tiled = view.chunks == "tiles" and alike(view, tokens)
-    return tiled or (view.run.static and tokens.positions.shape[1] <= MOST_QUERIES)
+    length = tokens.positions.shape[1]
+    tiled = view.run.tiles == "tiles" and length >= MANY_QUERIES and alike(view, tokens)
+    return tiled or (view.run.static_loops and length <= FEW_QUERIES)
 
 
 def _in_reach(view: LayerView, tokens: NewTokens, size: int) -> tuple[Number, Number]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kvqjax._timing import machine, median_seconds, product_rate
 from kvqjax.cache import Cache, runs_of
 from kvqjax.cache.accounting import array_bytes
+from kvqjax.cache.reading import readers_text
 from kvqjax.cli.common import (
     MOST_ROWS,
     Artifacts,
@@ -179,6 +180,7 @@ def bench(
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         row["kernels"] = chosen.kernels.text(chosen.target)
+        row["read_by"] = "; ".join(dict.fromkeys(readers_text(chosen, batch)))
         row |= {"ms_per_step": spent, "speed_against_exact": first / spent}
         if prompt:
             waited = first_token_milliseconds(ready, method, prompt, batch, repeats, own)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.cache import Cache, CacheLayout, runs_of
-from kvqjax.cache.reach import reach_for
+from kvqjax.cache.length_bound import bound_for, bounded
 from kvqjax.cache.surgery import crop, gather
 from kvqjax.generation.loop import STRIDE, LoopState, Progress, decode_steps, fetched, require_finite, shared, start
 from kvqjax.generation.sampling import Sampling
@@ -191,10 +191,11 @@ class Generation:
         lengths[: len(self.tokens)] += [len(made) for made in self.tokens]
         if self._settings.stop and not done.all():
             steps = min(steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps)
-        reach = reach_for(self._layout, (lengths + self._settings.stride).tolist())
+        bound = bound_for(self._layout, (lengths + self._settings.stride).tolist())
         done, owed, limit = shared(self._model, (done, self._owed, np.int32(steps)))
-        state = state.replace(done=done, owed=owed)
-        return decode_steps(self._model, state, self._sampling, self._eos, limit, reach)
+        state = state.replace(done=done, owed=owed, cache=bounded(state.cache, bound))
+        state = decode_steps(self._model, state, self._sampling, self._eos, limit)
+        return state.replace(cache=bounded(state.cache, None))
 
     def _read(self, state: LoopState) -> Piece:
         """Look at what the latest call made: new text, and which rows end."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, Leaf
-from kvqjax.cache.reach import Reach, reach_for
+from kvqjax.cache.length_bound import bound_for, bounded
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
 from kvqjax.generation.prompt_ids import bucket, padded
 from kvqjax.generation.sampling import Sampling, sample
@@ -41,7 +41,7 @@ class LoopState(struct.PyTreeNode):
 
 
 _prefill = jax.jit(prefill, donate_argnames="cache")
-_forward = jax.jit(forward, static_argnames=("last", "reach"), donate_argnames="cache")
+_forward = jax.jit(forward, static_argnames=("last",), donate_argnames="cache")
 
 
 def shared(model: Model, tree):
@@ -78,13 +78,13 @@ def prefill_chunks(
         here = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
-        reach = reach_for(cache.layout, (held + np.minimum(counts, start)).tolist())
-        logits, cache = _forward(model, *shared(model, (piece, here)), cache, last=True, reach=reach)
+        cache = bounded(cache, bound_for(cache.layout, (held + np.minimum(counts, start)).tolist()))
+        logits, cache = _forward(model, *shared(model, (piece, here)), cache, last=True)
         last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
         if progress is not None:
             jax.block_until_ready(last)
             progress(min(1.0, (start + chunk) / longest))
-    return last, cache
+    return last, bounded(cache, None)
 
 
 def unbegun(cache: Cache, room: int = STRIDE, place: Callable = jnp.asarray) -> LoopState:
@@ -123,7 +123,7 @@ def _first(state: LoopState, logits, sampling: Sampling, eos) -> LoopState:
     return _record(state.replace(key=key), sample(draw, logits, state.seen, sampling), eos)
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="reach")
+@functools.partial(jax.jit, donate_argnames="state")
 @jax.enable_x64(False)
 def decode_steps(
     model: Model,
@@ -131,16 +131,15 @@ def decode_steps(
     sampling: Sampling,
     eos: Int[Array, " N"],
     limit: Int[Array, ""],
-    reach: Reach | None = None,
 ) -> LoopState:
     """Up to `limit` decode steps in one while_loop, at most as many as `state.tokens` has room for. A row takes part as
     long as the cache lacks its newest token: once it is done its last token still enters the cache. `state` is donated.
-    Rows may not come to hold more than `reach` promises (kvqjax/cache/reach.py)."""
+    A cache that is `bounded` (kvqjax/cache/length_bound.py) is read no further."""
 
     def step(loop):
         count, state = loop
         counts = state.owed.astype(jnp.int32)
-        logits, cache = forward(model, state.newest[:, None], counts, state.cache, last=True, reach=reach)
+        logits, cache = forward(model, state.newest[:, None], counts, state.cache, last=True)
         key, draw = jax.random.split(state.key)
         state = state.replace(cache=cache, key=key)
         return count + 1, _record(state, sample(draw, logits, state.seen, sampling), eos)

@@ -17,7 +17,7 @@ from jax.stages import Lowered
 from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout, allocate_cache, runs_of
 from kvqjax.cache.cache_layout import stored_form
-from kvqjax.cache.reach import reach_for
+from kvqjax.cache.length_bound import bound_for, bounded
 from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.hardware.chips import chip_devices, target_name
@@ -156,9 +156,11 @@ def lower_decode(
     """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices. Weights are in 16 bits, or the
     layers' matrices `weights` codes. Rows hold at most `held` tokens each, if not the whole context."""
     rules = rules_for(config, method, mesh, chip_devices(chip, mesh.devices))
-    arguments = decode_arguments(config, method, context, batch, rules, chip, weights)
-    reach = reach_for(layout_for(config, method, context, chip), held) if held else None
-    return decode_steps.lower(*arguments, reach)
+    model, state, *options = decode_arguments(config, method, context, batch, rules, chip, weights)
+    if held:
+        bound = bound_for(layout_for(config, method, context, chip), held)
+        state = state.replace(cache=bounded(state.cache, bound))
+    return decode_steps.lower(model, state, *options)
 
 
 def compile_decode(

@@ -4,6 +4,7 @@ import dataclasses
 
 from kvqjax._tables import Row, size
 from kvqjax.cache.cache_layout import stored_form
+from kvqjax.cache.reading import readers_text
 from kvqjax.hardware.chips import target_name
 from kvqjax.hardware.devices import DEVICES, GIB, Device
 from kvqjax.hardware.planner import Plan, headroom, largest, plan_memory, step_bounds
@@ -135,4 +136,5 @@ def compiled_row(case: Case, method: Method, chip: str) -> Row:
     row["compiled_to_planned"] = compiled.arguments / (planned.weights + planned.constants + planned.cache)
     row |= {"bytes_temporaries_compiled": compiled.temporaries, "bytes_cache_copied": compiled.cache_copied}
     layout = layout_for(case.config, method, case.context, chip)
-    return row | {"compile_seconds": compiled.seconds, "kernels": layout.kernels.text(layout.target)}
+    row |= {"compile_seconds": compiled.seconds, "kernels": layout.kernels.text(layout.target)}
+    return row | {"read_by": "; ".join(dict.fromkeys(readers_text(layout, case.batch)))}

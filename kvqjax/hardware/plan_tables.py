@@ -17,6 +17,7 @@ COMPILED = {
     "bytes_cache_copied": "cache copied",
     "compile_seconds": "seconds to compile",
     "kernels": "compiled with",
+    "read_by": "read by",
 }
 REFUSED = "does not fit"
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from kvqjax._errors import UserError
 from kvqjax.cache.accounting import Ledger, array_bytes, ledger
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.decoded import read_at_a_time
+from kvqjax.cache.readers.decoded import read_at_a_time
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache
@@ -138,7 +138,7 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
         block = batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
         if run.wiring.fast.direct is not None:
             block = _whole(run, batch, item)
-        elif run.static:  # as keys or values are looked up, multiplied and rotated
+        elif run.static_loops:  # as keys or values are looked up, multiplied and rotated
             tokens = batch * run.slots_here
             block = min(read_at_a_time(tokens), tokens) * 3 * config.kv_width * item
         carried = batch * min(run.carried, run.slots_here) * sum(run.wiring.chain.carry.values()) * item

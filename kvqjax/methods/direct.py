@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from kvqjax.ops.attention import Partial
+from kvqjax.ops.attention import Partial, capped
 from kvqjax.ops.head_major import HALF
 from kvqjax.ops.xla import kept_apart
 
 __all__ = [
-    "MOST_QUERIES",
+    "FEW_QUERIES",
     "PIECE",
     "Direct",
     "Stored",
@@ -35,7 +35,7 @@ __all__ = [
     "summed",
 ]
 
-MOST_QUERIES = 16  # new tokens; more would make the scores of a whole body too large
+FEW_QUERIES = 16  # new tokens a row, at most: of more, the scores of a whole body, [B, H, T, S] float32, are too large
 # Stored rows that are summed in one product: a sum over tokens is cut, so that a GPU has work for all its cores. Always
 # after as many rows, so that sums over more tokens are the same where what is added has no weight.
 PIECE = 512
@@ -124,12 +124,13 @@ def attend_whole(
     kv_heads: int,
     piece: int = PIECE,
     cut: Callable[[Stored], Stored] | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """Attend with few new tokens, `scaled`, to S slots of one layer's body; query t of row b sees the slots in
     `mask[b, t]`. Where values have more slots than keys, `cut` returns the first S of them. `piece` as in `Direct`."""
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
-    scores = direct.scores(rows, body["k"])
+    scores = [capped(x, softcap) for x in direct.scores(rows, body["k"])]
     seen = by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
     # Finite even where nothing is seen: exp(-inf - -inf) would be NaN.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvqjax._errors import UserError
 from kvqjax.codecs import CENTRES, Uniform, centred
 from kvqjax.codecs.higgs import Higgs, mixed_form, summed_form
-from kvqjax.methods.direct import MOST_QUERIES
+from kvqjax.methods.direct import FEW_QUERIES
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import Method, given, method_factory
@@ -74,7 +74,7 @@ def _summed_points(spec: Higgs, config: KVShape) -> SharedValues:
         own = jnp.eye(heads, dtype=bool)[None, None, :, None, :, None]
         return jnp.where(own, found, 0).sum(4).reshape(*means.shape[:3], config.head_dim)
 
-    return SharedValues(width, MOST_QUERIES, read, finish)
+    return SharedValues(width, FEW_QUERIES, read, finish)
 
 
 @method_factory

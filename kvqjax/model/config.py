@@ -79,13 +79,20 @@ def _common(values: Any) -> Any:
     return values
 
 
+def check_softcap(softcap: float | None) -> None:
+    """Raise UserError for a cap of scores that is not above 0."""
+    if softcap is not None and not softcap > 0:
+        raise UserError(f"softcap={softcap}; wanted a number above 0, or None")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVShape:
     """What a cache must know of a model. Static and hashable.
 
     Axis letters: L layers, H query heads, K KV heads, D head dim, E width. `rope`, `sliding_window` (in tokens) and
     `scale` hold for every layer, or are a tuple with one entry a layer. `rope=None`: queries and keys come rotated.
-    `sliding_window=None`: full attention. `scale` multiplies the scores; None means D^-1/2.
+    `sliding_window=None`: full attention. `scale` multiplies the scores; None means D^-1/2. `softcap` caps them: a
+    score s counts as softcap * tanh(s / softcap).
 
     The last four matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
     width of that input, and what the model does between its projections and attention.
@@ -98,6 +105,7 @@ class KVShape:
     rope: RopeConfig | tuple[RopeConfig | None, ...] | None = None
     sliding_window: int | tuple[int | None, ...] | None = None
     scale: float | tuple[float | None, ...] | None = None
+    softcap: float | None = None
     width: int | None = None
     norm_eps: float = 1e-5
     qkv_bias: bool = False
@@ -112,6 +120,7 @@ class KVShape:
             if isinstance(values, tuple) and len(values) != self.num_layers:
                 raise UserError(f"{name} has {len(values)} entries for {self.num_layers} layers")
             object.__setattr__(self, name, _alike(values))
+        check_softcap(self.softcap)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:

@@ -198,7 +198,7 @@ def causal_mask(length: int, index: Int[Array, ""] | int, config: ModelConfig) -
 def attend_plainly(q, k, v, index: Int[Array, ""] | int, config: ModelConfig) -> Float[Array, "B T H D"]:
     """Attend among T tokens that no cache holds, as layer `index` does; keys are rotated."""
     mask = causal_mask(q.shape[1], index, config)
-    return segment_attention(q, k, v, jnp.broadcast_to(mask, (q.shape[0], *mask.shape))).out
+    return segment_attention(q, k, v, jnp.broadcast_to(mask, (q.shape[0], *mask.shape)), config.softcap).out
 
 
 def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:

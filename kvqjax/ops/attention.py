@@ -17,7 +17,9 @@ from kvqjax.ops.xla import all_lanes, own_lanes, scores_of, sums_of
 __all__ = [
     "Partial",
     "Running",
+    "ScoreOptions",
     "blockwise_attention",
+    "capped",
     "combined",
     "finish",
     "grouped",
@@ -26,6 +28,7 @@ __all__ = [
     "segment_attention",
     "total_lse",
     "visible",
+    "with_sinks",
 ]
 
 
@@ -36,12 +39,37 @@ class Partial(NamedTuple):
     lse: Float[Array, "B T H"]
 
 
+class ScoreOptions(NamedTuple):
+    """What turns scores into softmax weights, beside their scale and the mask.
+
+    - `softcap`: a score s counts as softcap * tanh(s / softcap), before the mask (Gemma 2, arXiv 2408.00118, section
+      2). It is static. A reader that cannot serve it does not take the body.
+    - `sinks`: a logit for every query head, which takes its share of the softmax and gives nothing (gpt-oss). It is one
+      more term of the merge of segments, so that no reader sees it (`with_sinks`)."""
+
+    softcap: float | None = None
+    sinks: Float[Array, " H"] | None = None
+
+
 class Running(NamedTuple):
     """Online-softmax state: running maximum, denominator and un-normalised output, heads grouped as [K, G]."""
 
     peak: Float[Array, "B K G T"]
     total: Float[Array, "B K G T"]
     acc: Float[Array, "B K G T D"]
+
+
+def capped(scores: Float[Array, "*S"], softcap: float | None) -> Float[Array, "*S"]:
+    """Cap scores that are not masked yet: a masked one would become finite."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def with_sinks(part: Partial, sinks: Float[Array, " H"] | None) -> Partial:
+    """Add the sink logits of every head to what all segments together gave."""
+    if sinks is None:
+        return part
+    lse = jnp.logaddexp(part.lse, sinks.astype(jnp.float32)[None, None])
+    return Partial(part.out * jnp.exp(part.lse - lse)[..., None], lse)
 
 
 def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
@@ -64,11 +92,12 @@ def _accumulate(
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S J N"],
     mask: Bool[Array, "B T S"],
+    softcap: float | None,
 ) -> Running:
     """Fold one block of keys and values into the running softmax. With J = 1 all heads share the values. A value that
     no query sees is replaced by 0: it may be infinite, and 0 x inf is NaN."""
     v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
-    scores = scores_of(q, k)
+    scores = capped(scores_of(q, k), softcap)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(-1))
     # A finite stand-in for the peak of an all-masked row keeps exp(-inf - -inf) from becoming NaN.
@@ -96,11 +125,15 @@ def finish(state: Running) -> Partial:
 
 
 def segment_attention(
-    q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], v: Float[Array, "B S K D"], mask: Bool[Array, "B T S"]
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    mask: Bool[Array, "B T S"],
+    softcap: float | None = None,
 ) -> Partial:
     """Attend to S exact tokens at once. `mask[b, t, s]` is True where query t may see token s."""
     by_head = grouped(q, k.shape[2])
-    return finish(_accumulate(_start(by_head, v.shape[-1]), by_head, k, v, mask))
+    return finish(_accumulate(_start(by_head, v.shape[-1]), by_head, k, v, mask, softcap))
 
 
 def blockwise_attention(
@@ -113,6 +146,7 @@ def blockwise_attention(
     width: int | None = None,
     lanes: bool = False,
     mix: np.ndarray | None = None,
+    softcap: float | None = None,
 ) -> tuple[Partial, Any]:
     """Attend to blocks `first <= j < last` one at a time, so that only one block of K and V ever exists.
 
@@ -129,7 +163,7 @@ def blockwise_attention(
         state, carry = loop
         k, v, mask, carry = read(j, carry)
         k, v = (x.reshape(*x.shape[:2], 1, -1) for x in (k, v)) if lanes else (k, v)
-        return _accumulate(state, by_head, k, v, mask), carry
+        return _accumulate(state, by_head, k, v, mask, softcap), carry
 
     state, carry = jax.lax.fori_loop(first, last, step, (_start(by_head, width or by_head.shape[-1]), carry))
     return finish(_own_lanes(state, kv_heads, width is None) if lanes else state), carry

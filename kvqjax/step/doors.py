@@ -195,4 +195,4 @@ def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], 
     return over_mesh(step, model, cache, *arguments, out=out)
 
 
-run_step = kept_program(_placed, static_argnums=(0,), static_argnames=("out", "within", "last", "reach"))
+run_step = kept_program(_placed, static_argnums=(0,), static_argnames=("out", "within", "last"))

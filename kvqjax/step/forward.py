@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._arguments import clipped
-from kvqjax.cache.reach import Reach
 from kvqjax.cache.state import Cache
 from kvqjax.model import decoder
 from kvqjax.model.config import ModelConfig
@@ -33,7 +32,6 @@ def attend(
     *,
     within: str = "chunk",
     last: bool = False,
-    reach: Reach | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Pending]:
     """Compute logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache
     stays as it is.
@@ -45,22 +43,19 @@ def attend(
     `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple.
 
     Raises UserError for counts outside 0 to T and token ids outside the vocabulary. Those that a trace hides are
-    clipped; `commit`, for token ids `forward`, then raises the row's flag `cache.overflow[b]`.
-
-    `reach` promises how many tokens rows of the cache hold, so that a body that is read without a loop is read only so
-    far (`kvqjax.cache.reach`); rows that break it get NaN."""
+    clipped; `commit`, for token ids `forward`, then raises the row's flag `cache.overflow[b]`."""
     check_new_tokens(model, tokens, counts, cache)
     out = ("logits" if last else "chunk", "pending")
-    return run_step(_attend, model, cache, tokens, counts, out=out, within=within, last=last, reach=reach)
+    return run_step(_attend, model, cache, tokens, counts, out=out, within=within, last=last)
 
 
-def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool, reach: Reach | None):
+def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
     """Do `attend` on one device's part."""
     constants = run_constants(model.constants, cache.layout)
-    call = begin(cache, counts, tokens.shape[1], constants, within, reach)
+    call = begin(cache, counts, tokens.shape[1], constants, within)
     positions, config = call.tokens.positions, model.config
     tokens = known_ids(tokens, counts, config)[0]
-    alone = positions.size == 1 and call.runs[0].static
+    alone = positions.size == 1 and call.runs[0].static_loops
 
     def project(weights, h):
         make = functools.partial(decoder.project, weights, config=config)
@@ -135,10 +130,9 @@ def forward(
     cache: Cache,
     *,
     last: bool = False,
-    reach: Reach | None = None,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Cache]:
     """Compute logits of T new tokens, and the cache that holds them: `attend`, then `commit`. Pure; works inside and
-    outside jit. `reach` as in `attend`.
+    outside jit.
 
     Positions beyond those that the model was trained for (`model.config.trained_length`) are computed like any others,
     without a word: how many tokens a row holds is known inside jit alone. Logits mean less and less there. `generate`
@@ -150,10 +144,10 @@ def forward(
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     out = ("logits" if last else "chunk", "cache")
-    return run_step(_forward, model, cache, tokens, counts, out=out, last=last, reach=reach)
+    return run_step(_forward, model, cache, tokens, counts, out=out, last=last)
 
 
-def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool, reach: Reach | None):
-    out, pending = _attend(model, cache, tokens, counts, within="chunk", last=last, reach=reach)
+def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
+    out, pending = _attend(model, cache, tokens, counts, within="chunk", last=last)
     done = _commit(model, cache, pending, counts)
     return out, done.replace(overflow=done.overflow | known_ids(tokens, counts, model.config)[1])

@@ -11,19 +11,17 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax import cache as caches
 from kvqjax._arguments import clipped, is_known
 from kvqjax._errors import UserError
-from kvqjax.cache.at_once import attend_in_one, seen_beside
-from kvqjax.cache.chunk_paths import MANY_QUERIES, kernels_of
+from kvqjax.cache.attention import attend_tokens, received_by_tokens
+from kvqjax.cache.cache_layout import LengthBound
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.keeping import no_mass, read_as
-from kvqjax.cache.reach import Reach
 from kvqjax.cache.recoding import recoded_units
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
-from kvqjax.cache.segments import attend_parts, weigh
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.model.decoder import Projected
-from kvqjax.ops.attention import merge, total_lse
+from kvqjax.ops.attention import ScoreOptions
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla import row_major
 
@@ -42,23 +40,19 @@ class Flow(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded.
-    `reach` promises how many tokens rows hold (None: the capacity). `beside`: for every run, what queries see
-    beside the body (`seen_beside`)."""
+    """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded."""
 
     cache: Cache
     runs: tuple[RunLayout, ...]
     constants: tuple[dict, ...]
     tokens: NewTokens
     recode: bool
-    reach: Reach | None = None
-    beside: tuple[Int[Array, "B T N"] | None, ...] = ()
 
 
-def _beyond(lengths: Int[Array, " B"], reach: Reach) -> Bool[Array, " B"]:
+def _beyond(lengths: Int[Array, " B"], bound: LengthBound) -> Bool[Array, " B"]:
     """Mark rows that break a promise: one that holds too much, and all if they do together."""
-    together = False if reach.total is None else lengths.sum() > reach.total
-    return (lengths > reach.row) | together
+    together = False if bound.total is None else lengths.sum() > bound.total
+    return (lengths > bound.row) | together
 
 
 def check_capacity(cache: Cache, counts) -> None:
@@ -83,10 +77,9 @@ def begin(
     length: int,
     constants: tuple[dict, ...],
     within: str,
-    reach: Reach | None = None,
 ) -> Call:
     """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `constants` are
-    each run's, `within` and `reach` as in `kvqjax.attend`."""
+    each run's, `within` as in `kvqjax.attend`."""
     if within not in ("chunk", "step"):
         raise UserError(f"within={within!r}; known: chunk, step")
     runs, sinks = runs_of(cache.layout), cache.layout.method.sinks
@@ -94,12 +87,7 @@ def begin(
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
-    cache = _in_step(cache)
-    beside = tuple(
-        seen_beside(LayerView(run, state, jnp.int32(0), {}, {}, {}, sinks), tokens) if run.joint else None
-        for run, state in zip(runs, cache.runs, strict=True)
-    )
-    return Call(cache, runs, constants, tokens, recode, reach, beside)
+    return Call(_in_step(cache), runs, constants, tokens, recode)
 
 
 def _in_step(cache: Cache) -> Cache:
@@ -124,34 +112,29 @@ def first_flow(call: Call) -> Flow:
 
 
 def attend_one(
-    call: Call, number: int, index, weights: dict, projected: Projected, flow: Flow
+    call: Call, number: int, index, weights: dict, projected: Projected, flow: Flow, options: ScoreOptions | None = None
 ) -> tuple[Float[Array, "B T H D"], dict, Flow]:
     """Attend in layer `index` of run `number`: (output in float32, new sources [B, T, W], what flows on).
 
-    `projected.q` holds the queries of all heads that attend here. From a token on whose source is not finite, the
-    output of its row is NaN."""
+    `projected.q` holds the queries of all heads that attend here. `options` of the scores are by default the shape's.
+    From a token on whose source is not finite, the output of its row is NaN."""
     run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
+    options = options or ScoreOptions(run.shape.softcap)
     fixed = caches.at_layer(call.constants[number], index)
     new = run.wiring.maps.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
-    if call.reach is not None:
-        broken = broken | _beyond(call.cache.lengths, call.reach)[:, None]
-    below = _below(call, number, index)
-    state, many = call.cache.runs[number], positions.shape[1] >= MANY_QUERIES
-    chunks = kernels_of(call.cache.layout) if many else "off"
-    view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, below, chunks, call.reach)
-    visible, tile, body = call.beside[number], flow.tile, flow.body
-    if visible is None:
-        parts, tile, body = attend_parts(projected.q, view, call.tokens, call.recode, tile, body)
-    else:
-        parts = [attend_in_one(projected.q, view, call.tokens, call.recode, visible)]
+    bound, below = call.cache.layout.bound, _below(call, number, index)
+    if bound is not None:
+        broken = broken | _beyond(call.cache.lengths, bound)[:, None]
+    view = LayerView(run, call.cache.runs[number], index, weights, fixed, zeroed(dtype, new), sinks, below, bound)
+    (out, lse), tile, body = attend_tokens(projected.q, view, call.tokens, options, call.recode, flow.tile, flow.body)
     mass = flow.mass
     if mass is not None:
-        more = weigh(projected.q, view, call.tokens, total_lse(*parts), flow.body)
+        more = received_by_tokens(projected.q, view, call.tokens, lse, flow.body, options.softcap)
         mass = jax.tree.map(jnp.add, mass, more)
     new = {name: row_major(x) for name, x in new.items()}
-    out = jnp.where(broken[:, :, None, None], jnp.nan, merge(*parts))
+    out = jnp.where(broken[:, :, None, None], jnp.nan, out)
     return out, new, Flow(body, tile, mass)
 
 

@@ -15,16 +15,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
-from kvqjax._arguments import check_index, check_integer, clipped
+from kvqjax._arguments import check_index, check_integer, clipped, named, typed
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache, Leaf
-from kvqjax.model.config import KVShape
+from kvqjax.model.config import KVShape, check_softcap
 from kvqjax.model.decoder import Projected
 from kvqjax.model.rope import rotate
+from kvqjax.ops.attention import ScoreOptions
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import depending_on
 from kvqjax.parallel.rules import Rules
@@ -77,6 +78,8 @@ def attend_layer(
     below: New | Flow | None = None,
     constants=None,
     within: str = "chunk",
+    softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> tuple[Float[Array, "B T H D"], New]:
     """Attend to what layer `layer` of the cache holds and to the new tokens: (output in q's dtype, the new tokens for
     `append`). The cache stays as it is.
@@ -85,8 +88,10 @@ def attend_layer(
     the cache's shape, q and k come unrotated; without one they come rotated. `below` is what the layer beneath
     returned; methods whose layers depend on each other need it (AQUA-KV, keep=h2o). `constants` are an artifact's.
     `layer` may be traced where all layers are stored as one stack. `within="chunk"`: new tokens attend to each other
-    exactly; "step": each sees what decoding one token at a time would have shown it. Pure; works inside and outside
-    jit. Raises UserError for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist
+    exactly; "step": each sees what decoding one token at a time would have shown it. `softcap` caps the scores, by
+    default as the cache's shape says: a score s counts as softcap * tanh(s / softcap) (Gemma 2). `sinks` are logits of
+    each query head that take their share of the softmax and give nothing (gpt-oss). Pure; works inside and outside jit.
+    Raises UserError for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist
     and counts outside 0 to T. A layer or count that a trace hides is clipped; for a count, `append` then raises the
     row's flag `cache.overflow[b]`."""
     check_cache(cache)
@@ -94,20 +99,26 @@ def attend_layer(
     check_numbers(counts, cache.batch, q.shape[1])
     check_capacity(cache, counts)
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
-    return _attend_layer(cache, q, k, v, counts, below, constants, layer=layer, within=within)
+    softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
+    check_softcap(softcap)
+    if sinks is not None and getattr(sinks, "shape", None) != (q.shape[2],):
+        raise UserError(f"sinks is {named(sinks)}; wanted an array [{q.shape[2]}], a logit for each query head")
+    return _attend_layer(cache, q, k, v, counts, below, constants, sinks, layer=layer, within=within, softcap=softcap)
 
 
-def _attend(cache: Cache, q, k, v, counts, below, constants, *, layer, within: str):
+def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, within: str, softcap: float | None):
     """Do `attend_layer` after its checks, on one device or on every device's part of the cache's mesh."""
-    attend, rules = functools.partial(_attend_here, within=within), cache.layout.rules
+    attend, rules = functools.partial(_attend_here, within=within, softcap=softcap), cache.layout.rules
     below = below.flow if isinstance(below, New) else below
-    sources = q, k, v, counts, below, run_constants(constants, cache.layout)
+    sources = q, k, v, counts, below, run_constants(constants, cache.layout), sinks
     if rules is None:
         return attend(layer, cache, *sources)
     run = runs_of(cache.layout)[_place(runs_of(cache.layout), layer)[0]]
     heads, new = PartitionSpec(rules.batch, None, rules.kv_heads), _specs(rules, run.wiring.storage.sources)
     flow = PartitionSpec() if below is None else new.flow
-    specs = heads, heads, heads, PartitionSpec(rules.batch), flow, of_constants(rules, sources[-1])
+    sink_heads = PartitionSpec() if sinks is None else PartitionSpec(rules.kv_heads)
+    fixed = of_constants(rules, sources[-2])
+    specs = heads, heads, heads, PartitionSpec(rules.batch), flow, fixed, sink_heads
     if isinstance(layer, int):
         attend = functools.partial(attend, layer)
         return on_parts(attend, rules, cache, *sources, specs=specs, out=(heads, new))
@@ -122,18 +133,19 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
     return New(sources=dict.fromkeys(names, tokens), flow=Flow._make((body, rows, rows)))
 
 
-def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, *, within: str):
+def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, *, within: str, softcap: float | None):
     """Do `_attend` on one device's part."""
     counts = counts.astype(jnp.int32)
     call = begin(cache, counts, q.shape[1], constants, within)
     number, index = _place(call.runs, layer)
     flow = _flow_below(call, layer, below)
     projected = Projected(ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None)
-    out, new, flow = attend_one(call, number, index, {}, projected, flow)
+    options = ScoreOptions(softcap, sinks)
+    out, new, flow = attend_one(call, number, index, {}, projected, flow, options)
     return saturated(out, q.dtype), New(depending_on(out, new), flow)
 
 
-_attend_layer = kept_program(_attend, static_argnames=("layer", "within"))
+_attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softcap"))
 
 
 def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shape: KVShape) -> Float[Array, "B T H D"]:

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.cache import at_layer
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.chunk_paths import kernels_of
+from kvqjax.cache.readers.tiles import SPLASH_KINDS
 from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import tiles_of
 from kvqjax.model import decoder
 from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model
@@ -40,8 +41,9 @@ class Path(NamedTuple):
 
 def path_of(layout: CacheLayout, batch: int, length: int) -> Path:
     """Choose how `batch` prompts, padded to `length` tokens, attend to themselves on the chip that a cache is for."""
-    small, kernels = Path("off", min(CHUNK, length)), kernels_of(layout)
-    if kernels == "off" or length <= CHUNK:
+    small, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
+    capped = layout.shape.softcap is not None  # a large product takes no cap between a score and its exponential
+    if kernels == "off" or length <= CHUNK or (kernels == "tiles" and capped):
         return small
     numbers = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
     most = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
@@ -122,7 +124,9 @@ def exact_layer(
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
     kept, attending = kept_apart((keep(new, finite), attending))
-    attend = _attention(Prompt(attending["k"], attending["v"], counts, run.sliding), q, path, weighing)
+    attend = _attention(
+        Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap), q, path, weighing
+    )
     broken = spoiled(finite, counts)
 
     def attended(loop, start):
@@ -149,7 +153,7 @@ def _attention(prompt: Prompt, queries, path: Path, weighing: bool) -> Callable:
             older = jax.tree.map(lambda x: cut(x, start), before)
             return merge(near(cut(queries, start), start, prompt), older), mass
         q = make()
-        if path.kernels in ("splash", "interpret"):
+        if path.kernels in SPLASH_KINDS:
             return splashed(q, start, prompt, by_head, path.kernels), mass
         (out, lse), blocks = by_blocks(q, start, prompt)
         return out, add_received(q, start, prompt, lse, blocks, mass) if weighing else mass

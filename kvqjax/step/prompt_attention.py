@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax.cache.chunk_paths import by_splash
 from kvqjax.cache.eviction import received
+from kvqjax.cache.readers.tiles import by_splash
 from kvqjax.ops.attention import Partial, blockwise_attention, segment_attention, visible
 from kvqjax.ops.large_tiles import tiled_attention
 from kvqjax.pallas_kernels import splash
@@ -20,13 +20,14 @@ PARTS = 8  # of a chunk, among which a large tile's keys are masked
 
 
 class Prompt(NamedTuple):
-    """What one layer's queries attend to: keys and values of all T tokens, how many of a row are its own, and the
-    sliding window."""
+    """What one layer's queries attend to: keys and values of all T tokens, how many of a row are its own, the
+    sliding window, and the cap of the scores."""
 
     k: Float[Array, "B T K D"]
     v: Float[Array, "B T K D"]
     counts: Int[Array, " B"]
     sliding: int | None
+    softcap: float | None = None
 
     def mask(self, queries: Int[Array, " t"], keys: Int[Array, " s"]):
         """Mark which keys the queries see, [B, t, s]; both are numbered by their places in the prompt."""
@@ -85,7 +86,7 @@ def by_blocks(q, start, prompt: Prompt) -> tuple[Partial, tuple]:
         return *prompt.block(j * chunk, chunk), _block_mask(prompt, start, j, chunk), carry
 
     first = jnp.int32(0) if prompt.sliding is None else jnp.maximum(start - prompt.sliding + 1, 0) // chunk
-    found, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1)
+    found, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1, softcap=prompt.softcap)
     return found, (first, start // chunk + 1)
 
 
@@ -100,7 +101,11 @@ def add_received(q, start, prompt: Prompt, lse, blocks, mass):
 
     def add(j, mass):
         part = received(
-            q, next(prompt.block(j * chunk, chunk)), _block_mask(prompt, start, j, chunk) & valid[:, :, None], lse
+            q,
+            next(prompt.block(j * chunk, chunk)),
+            _block_mask(prompt, start, j, chunk) & valid[:, :, None],
+            lse,
+            prompt.softcap,
         )
         part = part + jax.lax.dynamic_slice_in_dim(mass, j * chunk, chunk, 1)
         return jax.lax.dynamic_update_slice_in_dim(mass, part, j * chunk, 1)
@@ -116,7 +121,7 @@ def splashed(q, start, prompt: Prompt, by_head, kernels: str):
     newest = jnp.where(places < prompt.counts.max(), places, -1)
 
     def kernel(q, newest, k, v, interpret):
-        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret).out
+        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret, softcap=prompt.softcap).out
 
     plain = lambda q, *_: by_blocks(q, start, prompt)[0].out  # noqa: E731
     return by_splash(kernels, kernel, plain, q, newest, *by_head)

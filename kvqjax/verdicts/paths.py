@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._timing import alternating_seconds
-from kvqjax.cache.at_once import attend_in_one, seen_beside
+from kvqjax.cache.attention import attend_tokens
 from kvqjax.cache.encoding import at_layer
-from kvqjax.cache.segments import attend_body, attend_parts
+from kvqjax.cache.readers import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
-from kvqjax.ops.attention import Partial, merge, total_lse
+from kvqjax.ops.attention import Partial, ScoreOptions
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.dispatch import at_once
+from kvqjax.pallas_kernels.exact import ExactSpec
+from kvqjax.pallas_kernels.packed import family
 from kvqjax.verdicts.examine import Attention, Speed
 from kvqjax.verdicts.trial import SINKS, Trial, full
 
@@ -38,20 +40,17 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
     new = {name: draw(width).astype(q.dtype) for name, width in run.wiring.storage.sources.items()}
     constants = at_layer(trial.constants, 0)
     view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS)
-    if not run.joint:
+    packed = run.wiring.fast.packed
+    if packed is None or not isinstance(packed.spec, ExactSpec) or family(cache.layout.target) != "tpu":
         return _through_layers(q, view, tokens)
-    visible = seen_beside(view, tokens)
-    if visible is not None:
-        return attend_in_one(q, view, tokens, False, visible)
-    parts, *_ = attend_parts(q, view, tokens, False, {}, {})
-    return Partial(merge(*parts), total_lse(*parts))
+    return attend_tokens(q, view, tokens, ScoreOptions(), False, {}, {})[0]
 
 
 def _through_layers(q: jax.Array, view: LayerView, tokens: NewTokens) -> Partial:
     """Attend to the body alone. Where layers feed each other, attend in two of them, both this one: what the first one
     hands on is checked by what the second one finds."""
     run, chain = view.run, view.run.wiring.chain
-    attend = functools.partial(attend_body, q, run.shape.num_kv_heads, view, tokens)
+    attend = functools.partial(attend_body, q, view, tokens)
     if not (chain.carry and chain.held):
         return attend({})[0]
     draw = lambda width: jax.random.normal(jax.random.key(width), (len(q), run.slots_here, width), jnp.bfloat16)  # noqa: E731

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import CAPACITY, body, check_row, empty, encoded, extend, fresh, same_words
-from cases import CASES, FEW, GENERAL
+from cases import CASES, FEW, GENERAL, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
-from kvqjax.cache.segments import attend_body
+from kvqjax.cache.readers import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.codecs import Exact
 
@@ -38,7 +38,7 @@ def ragged_steps(seed: int):
     return steps
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_words_do_not_depend_on_chunks(name):
     whole = fed(name, empty(name, 3), ROWS, [[200] * 3] * 2)
     pieces = fed(name, empty(name, 3), ROWS, ragged_steps(0))
@@ -70,7 +70,7 @@ def test_one_token_at_a_time(name):
     jax.tree.map(np.testing.assert_array_equal, cache, fresh(name, rows))
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_encoded_once(name):
     """Stored words never change while a row grows, as long as a ring keeps them."""
     cache, tokens = fresh(name, [list(range(150))]), list(range(150))
@@ -89,7 +89,7 @@ def test_encoded_once(name):
                     np.testing.assert_array_equal(x[:, 0, kept], new[source][field][:, 0, kept])
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_cleared_before_written(name):
     """A row that is evicted and used again holds what it would in a new cache."""
     cache = kvq.evict(fresh(name, ROWS), jnp.asarray([True, False, True]))
@@ -101,7 +101,7 @@ def test_cleared_before_written(name):
     check_row(name, cache, 2, again[2])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "exact"])
+@pytest.mark.parametrize("name", with_nightly(name for name in CASES if name != "exact"))
 def test_no_full_precision_body(name):
     """Whatever is no packed word holds at most one number for 16 channels' worth of tokens (an outlier and its channel
     count as one); only exact layers hold vectors."""
@@ -147,7 +147,7 @@ def test_several_blocks_read_at_once_are_the_same_tokens(capacity, blocks):
 
     def attend(run):
         view = LayerView(run, state, jnp.int32(0), {}, {}, new, 0)
-        return attend_body(q, config.num_kv_heads, view, tokens, {})[0]
+        return attend_body(q, view, tokens, {})[0]
 
     together, alone = (
         jax.jit(lambda run=r: attend(run))() for r in (run, run._replace(wiring=run.wiring.having(fast={"reading": 1})))

@@ -11,8 +11,9 @@ from cases import CASES, model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import decoded, run_layout, runs, runs_of
+from kvqjax.cache import run_layout, runs, runs_of
 from kvqjax.cache.convert import CANONICAL, convert
+from kvqjax.cache.readers import decoded
 from kvqjax.ops.allocation import allocate, logical_bits
 from kvqjax.ops.layout import Field, read, write
 
@@ -99,7 +100,7 @@ def as_on_gpus(model, method, monkeypatch):
     monkeypatch.setattr(run_layout, "AT_ONCE", 1)
     monkeypatch.setattr(decoded, "PASSED", (1, 1))
     monkeypatch.setitem(runs.CARRIED, "gpu", 2**15)  # several turns, the last from within the one before it
-    runs_of.cache_clear()
+    runs._runs_of.cache_clear()
     chosen = lambda *x, default=None, cuda=None, **others: (cuda or default)(*x)  # noqa: E731
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     run = [jax.jit(lambda *x, f=f: f(*x)) for f in (kvq.prefill, kvq.forward)]
@@ -129,7 +130,7 @@ def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
     assert got[1].runs[0].body
     assert runs[-1].slots >= 2 * runs[-1].block
     assert name != "read-as-it-flows" or runs[-1].wiring.chain.read_in is None
-    assert name != "summed" or all(run.static and run.wiring.fast.summed is not None for run in runs)
+    assert name != "summed" or all(run.static_loops and run.wiring.fast.summed is not None for run in runs)
     np.testing.assert_allclose(got[0], wanted[0], atol=5 * BOUND * max(1.0, np.abs(wanted[0]).max()))
 
 

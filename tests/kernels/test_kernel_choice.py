@@ -11,8 +11,9 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.cache import runs_of, whole_body
+from kvqjax.cache import runs_of
 from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.forms import KernelForm
@@ -204,7 +205,7 @@ def interpreted(q, body, layer, start, stop, spec, general, trusted, recent=None
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    monkeypatch.setattr(whole_body, "packed_attention", interpreted)
+    monkeypatch.setattr(kernel_reader, "packed_attention", interpreted)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -250,7 +251,7 @@ def swapped(words):
     ],
 )
 def test_small_mistakes_are_found(monkeypatch, change):
-    monkeypatch.setattr(whole_body, "packed_attention", spoilt(change))
+    monkeypatch.setattr(kernel_reader, "packed_attention", spoilt(change))
     jax.clear_caches()
     found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(300,))
     jax.clear_caches()

@@ -9,7 +9,7 @@ from kernel_forms import rope
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import whole_body
+from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.tpu import packed as tpu
 
@@ -30,7 +30,7 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
         calls.append(spec)
         return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
-    monkeypatch.setattr(whole_body, "packed_attention", kernel)
+    monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
     found = logits(model, for_chip(cache, "v6e"))
     assert calls
     check_outputs(found, plain)

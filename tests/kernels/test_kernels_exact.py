@@ -16,7 +16,8 @@ from kernel_cases import check_second_row_sees_nothing
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import runs, runs_of, whole_body
+from kvqjax.cache import runs, runs_of
+from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.ops.attention import segment_attention
 from kvqjax.ops.layout import to_bits
 from kvqjax.pallas_kernels import dispatch, support
@@ -104,7 +105,7 @@ def test_one_call_takes_all_tokens(method, length, within, sliding, monkeypatch)
         calls.append(recent is None)
         return exact.packed_attention(q, body, layer, start, stop, spec, recent, interpret=True)
 
-    monkeypatch.setattr(whole_body, "packed_attention", kernel)
+    monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
     found = _whole(for_chip(cache, "v6e"), length, within)
     assert calls == [False]
     np.testing.assert_allclose(found, want, atol=4e-3, rtol=2**-7)  # both round to bfloat16
@@ -113,9 +114,9 @@ def test_one_call_takes_all_tokens(method, length, within, sliding, monkeypatch)
 @pytest.fixture
 def fresh_runs():
     """Plans of layouts made with the constants that a test sets, and forgotten after it."""
-    runs_of.cache_clear()
+    runs._runs_of.cache_clear()
     yield
-    runs_of.cache_clear()
+    runs._runs_of.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_runs")
@@ -136,7 +137,7 @@ def test_a_few_queries_take_all_heads_at_once(spec, sliding, monkeypatch):
     _, cache = forward(model, text, jnp.asarray([690, 203]), cache)
     for target, heads in (("cpu", 0), ("cpu", 4), ("v6e", 0)):
         monkeypatch.setattr(runs, "MOST_HEADS", heads)
-        runs_of.cache_clear()
+        runs._runs_of.cache_clear()
         one, decoded = for_chip(cache, target), jax.jit(lambda *given: kvq.forward(*given))
         assert bool(runs_of(one.layout)[0].lanes) == (heads > 0 or target == "v6e")
         step, one = decoded(model, text[:, :1], jnp.asarray([1, 1]), one)

@@ -26,7 +26,7 @@ from kernel_cases import (
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import whole_body
+from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
@@ -184,7 +184,7 @@ def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
         calls.append(spec.target)
         return tpu_higgs.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
-    monkeypatch.setattr(whole_body, "packed_attention", kernel)
+    monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
     found = logits(for_tpu)
     assert calls == ["v6e"]
     check_outputs(found, plain)

@@ -17,7 +17,7 @@ from kernel_cases import BATCH, LLAMA31_8B, QUERY, QUICK, check_outputs, check_s
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import whole_body
+from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.rope import rotate
@@ -248,7 +248,7 @@ def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
         jax.debug.callback(lambda *pair: outputs.append(pair), found[0].out, general()[0].out)
         return found
 
-    monkeypatch.setattr(whole_body, "packed_attention", kernel)
+    monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
     logits(model, for_chip(cache, "v6e"))
     jax.effects_barrier()
     assert (calls, len(outputs)) == ([False, True], 3)

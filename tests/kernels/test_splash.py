@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvqjax as kvq
-from kvqjax.cache.chunk_paths import kernels_of
+from kvqjax.cache.runs import tiles_of
 from kvqjax.ops.attention import segment_attention
 from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
 from kvqjax.step import new_cache
@@ -141,9 +141,9 @@ def tpu(tmp_path, monkeypatch):
 def test_a_cache_says_whether_chunks_take_it(tpu):
     make = functools.partial(kvq.init_cache, SHAPE, "exact", 1, 2048)
     tpu("faster")
-    assert kernels_of(make().layout) == "splash"
+    assert tiles_of(make().layout) == "splash"
     assert make().layout.kernels.text("v6e") == "kernels auto: splash for chunks (checked)"
-    assert kernels_of(make(kernels="off").layout) == "off"
+    assert tiles_of(make(kernels="off").layout) == "off"
     assert make(kernels="splash").layout.kernels.basis == "forced"
     other = dataclasses.replace(SHAPE, head_dim=80)
     with pytest.raises(kvq.UserError, match="here are 80, for v6e"):
@@ -154,5 +154,5 @@ def test_what_it_was_found_to_be_counts(tpu):
     tpu("wrong")
     with pytest.warns(UserWarning, match="kernel for splash, 2 KV heads of 64, 2 queries each is not used"):
         layout = kvq.init_cache(SHAPE, "exact", 1, 2048).layout
-    assert kernels_of(layout) == "off"
-    assert kernels_of(dataclasses.replace(layout, target="cpu")) == "off"
+    assert tiles_of(layout) == "off"
+    assert tiles_of(dataclasses.replace(layout, target="cpu")) == "off"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvqjax.cache import CacheLayout, allocate_cache, at_layer, commit, runs_of
-from kvqjax.cache.segments import attend_body, attend_exact
+from kvqjax.cache.attention import attend_exact
+from kvqjax.cache.readers import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.methods import METHODS, exact, kivi, parse, policy
 from kvqjax.model.config import ModelConfig
@@ -57,7 +58,7 @@ def attend_once(cache, q, k, v):
     view = LayerView(run, state, jnp.int32(0), {}, {}, new, 0)
     tokens = NewTokens(cache.lengths[:, None], jnp.ones(1, jnp.int32), cache.lengths)
     parts, _ = attend_exact(q, view, tokens, False, {})
-    body, _ = attend_body(q, k.shape[2], view, tokens, {})
+    body, _ = attend_body(q, view, tokens, {})
     return merge(*parts, body)
 
 

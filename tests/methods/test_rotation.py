@@ -14,7 +14,8 @@ from kernel_cases import check_outputs
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import runs_of, whole_body
+from kvqjax.cache import runs_of
+from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.calibrate import rotation as fitting
 from kvqjax.calibrate.fisher import activations
 from kvqjax.codecs import Exact
@@ -293,7 +294,7 @@ def test_kivis_tpu_kernel_reads_a_rotated_body(monkeypatch):
         calls.append(spec)
         return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
-    monkeypatch.setattr(whole_body, "packed_attention", kernel)
+    monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
     found = logits(model, for_chip(cache, "v6e"))
     assert calls
     check_outputs(found, plain)

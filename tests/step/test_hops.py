@@ -36,5 +36,5 @@ def files_of(spec: str) -> set[str]:
 @pytest.mark.parametrize(("spec", "most"), [("exact", 24), ("kivi:bits=2,window=32", 27)])
 def test_a_decode_step_passes_through_few_files(spec, most):
     found = files_of(spec)
-    assert {"kvqjax.step.forward", "kvqjax.cache.segments", "kvqjax.cache.append"} <= found
+    assert {"kvqjax.step.forward", "kvqjax.cache.attention", "kvqjax.cache.append"} <= found
     assert len(found) <= most, "\n".join(sorted(found))

@@ -10,8 +10,9 @@ from cases import model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import chunk_paths
-from kvqjax.step import forward, layer_step, prefill
+from kvqjax.cache import runs
+from kvqjax.cache.readers import tiles
+from kvqjax.step import forward, prefill
 from kvqjax.step.prompt import Path, path_of
 
 
@@ -79,10 +80,12 @@ def test_chunks_agree(monkeypatch, kernels, name):
     _, cache = kvq.prefill(model, prompt, jnp.asarray(held), cache)
     arguments = model, cache, tokens(3, length, seed=2), jnp.asarray(new, jnp.int32)
     wanted, _ = kvq.attend(*(arguments[0], *arguments[2:], arguments[1]))
-    monkeypatch.setattr(layer_step, "kernels_of", lambda layout: kernels)
-    monkeypatch.setattr(chunk_paths, "DECODED", 3 * 2048)
-    monkeypatch.setattr(chunk_paths, "SCORES", 4 * 3 * 4 * length * 2048)
-    found, _ = jax.jit(lambda *a: forward._attend(*a, within="chunk", last=False, reach=None))(*arguments)
+    monkeypatch.setattr(runs, "tiles_of", lambda layout: kernels)
+    runs._runs_of.cache_clear()
+    monkeypatch.setattr(tiles, "DECODED", 3 * 2048)
+    monkeypatch.setattr(tiles, "SCORES", 4 * 3 * 4 * length * 2048)
+    found, _ = jax.jit(lambda *a: forward._attend(*a, within="chunk", last=False))(*arguments)
+    runs._runs_of.cache_clear()
     for row, count in enumerate(new):
         # KIVI's plain path folds scales into queries, so it rounds otherwise: 2e-5 were seen.
         np.testing.assert_allclose(found[row, :count], wanted[row, :count], atol=4e-5)

@@ -1,4 +1,4 @@
-"""Static lengths (kvqjax/cache/reach.py): what is read follows the longest row, results stay the same but for
+"""Static lengths (kvqjax/cache/length_bound.py): what is read follows the longest row, results stay the same but for
 rounding, and programs are few."""
 
 import dataclasses
@@ -12,13 +12,15 @@ from cases import model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import decoded, reach
-from kvqjax.cache.reach import Reach
+from kvqjax.cache import length_bound
+from kvqjax.cache.cache_layout import LengthBound
+from kvqjax.cache.length_bound import bound_for, bounded
+from kvqjax.cache.readers import decoded
 from kvqjax.generation import decoding, loop
 from kvqjax.methods.direct import slots_read
 
 CAPACITY = 8192
-forward = jax.jit(kvq.forward, static_argnames=("reach", "last"))
+forward = jax.jit(kvq.forward, static_argnames="last")
 SPECS = ("exact", "kivi:bits=2,group=32,window=32", "kivi:bits=4,group=32,window=32,sinks=4")
 
 
@@ -44,7 +46,7 @@ def test_equal_but_for_rounding(spec, length):
     whole, after = forward(model, new, counts, cache)
     assert np.isfinite(np.asarray(whole)[:, 0]).all()
     for few in (1024, 3000, 5000):
-        got, own = forward(model, new, counts, cache, reach=Reach(few))
+        got, own = forward(model, new, counts, bounded(cache, LengthBound(few)))
         same(got[0], whole[0])
         same(got[1, :1], whole[1, :1])
         for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(after), strict=True):
@@ -54,13 +56,13 @@ def test_equal_but_for_rounding(spec, length):
 def test_equal_in_bfloat16():
     model, cache = held(SPECS[1], dtype="bf16")
     one = tokens(2, 701)[:, 700:], jnp.asarray([1, 1])
-    whole, few = (forward(model, *one, cache, reach=n)[0] for n in (None, Reach(1024)))
+    whole, few = (forward(model, *one, bounded(cache, n))[0] for n in (None, LengthBound(1024)))
     np.testing.assert_array_equal(few, whole)
 
 
 def test_a_row_that_is_longer_than_promised_gets_nan():
     model, cache = held("exact")
-    logits, _ = forward(model, tokens(2, 1), jnp.asarray([1, 1]), cache, reach=Reach(600), last=True)
+    logits, _ = forward(model, tokens(2, 1), jnp.asarray([1, 1]), bounded(cache, LengthBound(600)), last=True)
     assert np.isnan(logits[0]).all()
     assert np.isfinite(logits[1]).all()
 
@@ -70,18 +72,19 @@ def test_on_a_mesh():
     model = kvq.shard(tiny(), spec, data=2, seq=2, model=2)
     cache = kvq.init_cache(model, spec, 2, 16384, form="heads")
     _, cache = kvq.forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
-    found = [kvq.forward(model, text[:, 320:], jnp.asarray([1, 1]), cache, reach=n)[0] for n in (None, Reach(512))]
+    token = text[:, 320:], jnp.asarray([1, 1])
+    found = [kvq.forward(model, *token, bounded(cache, bound))[0] for bound in (None, LengthBound(512))]
     np.testing.assert_allclose(*found, atol=1e-5)  # one row and head a device: XLA:CPU chooses loops by the length
 
 
 def test_lengths_are_few_and_hold_what_they_must():
     layout = dataclasses.replace(held("exact")[1].layout, capacity=131072)
-    found = [reach.reach_for(layout, [n]) for n in range(1, 131073, 997)]
+    found = [bound_for(layout, [n]) for n in range(1, 131073, 997)]
     assert {n.row for n in found if n} == {4096, 8192, 16384, 32768, 65536}
     for n, one in zip(range(1, 131073, 997), found, strict=True):
-        assert n <= (one.row if one else 131072) <= max(2 * n, reach.LEAST)
-    assert reach.reach_for(held("exact", "planes")[1].layout, [1]) is None
-    assert reach.reach_for(dataclasses.replace(layout, capacity=100), [1]) is None
+        assert n <= (one.row if one else 131072) <= max(2 * n, length_bound.LEAST)
+    assert bound_for(held("exact", "planes")[1].layout, [1]) is None
+    assert bound_for(dataclasses.replace(layout, capacity=100), [1]) is None
     assert slots_read(8192, 256, 131072) == (8192, True)
     assert slots_read(60000, 256, 131072) == (61440, False)
     assert slots_read(131072, 256, 131072) == (131072, False)
@@ -92,23 +95,23 @@ def test_bytes_read_follow_the_length():
     model = tiny()
     one = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     cache = jax.eval_shape(functools.partial(kvq.init_cache, model, "exact", 2, 65536, form="heads"))
-    step = jax.jit(kvq.forward, donate_argnames="cache", static_argnames="reach")
-    lengths = Reach(2048), Reach(4096), None
-    flops = [step.lower(model, *one, cache, reach=n).compile().cost_analysis()["flops"] for n in lengths]
+    step = jax.jit(kvq.forward, donate_argnames="cache")
+    lengths = LengthBound(2048), LengthBound(4096), None
+    flops = [step.lower(model, *one, bounded(cache, n)).compile().cost_analysis()["flops"] for n in lengths]
     assert flops[0] < 0.6 * flops[1]
     assert flops[1] < 0.1 * flops[2]
 
 
 def test_generation_chooses_and_changes_no_token(monkeypatch):
     """A row grows past a static length while it is generated: two programs, and the tokens of one."""
-    monkeypatch.setattr(reach, "LEAST", 64)
+    monkeypatch.setattr(length_bound, "LEAST", 64)
     original = decoding.init_cache
     monkeypatch.setattr(decoding, "init_cache", functools.partial(original, form="heads"))
     prompt, options = [tokens(1, 100)[0].tolist()], {"max_new_tokens": 60, "capacity": 256}
     loop.decode_steps.clear_cache()
     found = kvq.generate(tiny(), prompt, "exact", **options).tokens
     assert loop.decode_steps._cache_size() == 2
-    monkeypatch.setattr(reach, "LEAST", 4096)
+    monkeypatch.setattr(length_bound, "LEAST", 4096)
     assert kvq.generate(tiny(), prompt, "exact", **options).tokens == found
     assert loop.decode_steps._cache_size() == 2  # the whole capacity is one of them
 
@@ -135,16 +138,16 @@ def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
     monkeypatch.setattr(decoded, "MOST_SPAN", 256)
     monkeypatch.setattr(decoded, "PASSED", (1024, 1024))
     new, counts = tokens(4, 710)[:, 700 : 700 + length], jnp.asarray([length, 1, length, 1])
-    step = lambda reach: jax.jit(lambda *x: kvq.forward(*x, reach=reach))(model, new, counts, cache)  # noqa: E731
+    step = lambda bound: jax.jit(kvq.forward)(model, new, counts, bounded(cache, bound))  # noqa: E731
     whole, used = step(None)[0], []
     by_rows = decoded._by_rows
     monkeypatch.setattr(decoded, "_by_rows", lambda *x: (used.append(x[1].parts.mask.shape[0]), by_rows(*x))[1])
-    found = step(Reach(4096, 1100))[0]
+    found = step(LengthBound(4096, 1100))[0]
     assert min(used) > 1
     for row, count in enumerate(counts):
         np.testing.assert_allclose(found[row, :count], whole[row, :count], rtol=0, atol=1e-5)
     assert np.isfinite(np.asarray(whole)[:, 0]).all()
-    assert np.isnan(step(Reach(4096, 1000))[0]).all()  # less than they hold
+    assert np.isnan(step(LengthBound(4096, 1000))[0]).all()  # less than they hold
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -154,7 +157,8 @@ def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):
     a row lie in both."""
     model, cache = ragged(spec)
     new, counts = tokens(4, 710)[:, 700:701], jnp.ones(4, jnp.int32)
-    step = lambda: jax.jit(lambda *x: kvq.forward(*x, reach=Reach(1280)))(model, new, counts, cache)[0]  # noqa: E731
+    short = bounded(cache, LengthBound(1280))
+    step = lambda: jax.jit(lambda *x: kvq.forward(*x))(model, new, counts, short)[0]  # noqa: E731
     whole = step()
     monkeypatch.setattr(decoded, "PASSED", (4 * blocks * 256,) * 2)
     np.testing.assert_allclose(step(), whole, rtol=0, atol=1e-5)
@@ -163,9 +167,9 @@ def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):
 def test_totals_are_few_and_for_bodies_that_are_decoded():
     layout = dataclasses.replace(ragged(SPANS[-1])[1].layout, capacity=131072)
     evenly = [131072 * (row + 1) // 8 for row in range(8)]
-    assert reach.reach_for(layout, evenly) == Reach(131072, 8 * 131072 * 9 // 16)
-    assert reach.reach_for(layout, [131072] * 8) is None
-    assert reach.reach_for(layout, [5000, 100]) == Reach(8192, 5 * 1024)
-    assert reach.reach_for(dataclasses.replace(held("exact")[1].layout, capacity=131072), evenly) is None
-    some = {reach.reach_for(layout, [131072, n]) for n in range(1, 131073, 997)}
-    assert len(some) <= reach.PARTS
+    assert bound_for(layout, evenly) == LengthBound(131072, 8 * 131072 * 9 // 16)
+    assert bound_for(layout, [131072] * 8) is None
+    assert bound_for(layout, [5000, 100]) == LengthBound(8192, 5 * 1024)
+    assert bound_for(dataclasses.replace(held("exact")[1].layout, capacity=131072), evenly) is None
+    some = {bound_for(layout, [131072, n]) for n in range(1, 131073, 997)}
+    assert len(some) <= length_bound.PARTS

@@ -1,9 +1,9 @@
-"""One layer's attention to an encoded body that is decoded on GPUs, in loops whose number of turns is static: at every
-turn of another loop the host would decide.
+"""Reader `decoded`: the body is decoded a large part at a time, in loops whose number of turns is static. A GPU's host
+decides on every turn of any other loop, which takes longer than a turn.
 
-A body is read in parts, each attended to by itself and merged by log-sum-exp. A part holds either the same slots of
-every row, or, where rows together hold fewer tokens than the longest one would make them (`Reach.total`), spans of
-rows, each from a row and a slot that are data: a batch costs what its rows hold, rounded up to a span each."""
+A part holds either the same slots of every row, or, where rows together hold fewer tokens than the longest one would
+make them (`LengthBound.total`), spans of rows, each from a row and a slot that are data: a batch costs what its rows
+hold, rounded up to a span each. Parts are merged by log-sum-exp."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.readers.blocks import put_into_carry
+from kvqjax.cache.readers.reader import BodyCall, Carry
+from kvqjax.cache.run_layout import RunLayout, few_block
 from kvqjax.cache.state import Run, body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, summed
-from kvqjax.methods.wiring import SharedValues
 from kvqjax.model.rope import Waves, back, steps, turned_back
 from kvqjax.ops.allocation import spans_of
 from kvqjax.ops.attention import Partial, combined
@@ -34,7 +35,7 @@ from kvqjax.ops.xla import (
     row_major,
 )
 
-__all__ = ["attend_decoded", "passed", "read_at_a_time", "replaced"]
+__all__ = ["attend_decoded", "read_at_a_time"]
 
 PASSED = 3 * 2**16, 3 * 2**17  # the fewest body tokens of all rows that are cut in parts, and the most of a part
 PARTS = 2  # that a body is read in, between those
@@ -55,24 +56,33 @@ class Part(NamedTuple):
     waves: Waves | None = None
 
 
-def attend_decoded(
-    q, kv_heads: int, view: LayerView, tokens: NewTokens, shared: SharedValues | None, carry: dict
-) -> Partial:
+def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
+    """Attend to the body part by part. Where layers feed each other, the carry of all tokens is computed first, and is
+    what keys and values are made of."""
+    run, (batch, length, heads, _) = call.view.run, call.q.shape
+    if not run.wiring.chain.carry:
+        return _attend_parts(call, {}), carry
+    carry = _carry_through(call.view, call.tokens, few_block(run, batch, length * heads), carry, call.q)
+    return _attend_parts(call, carry), carry
+
+
+def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
     """Attend to the body, a part decoded at a time. A `carry` is the body decoded."""
     if carry:  # or XLA would copy all of it beside the exact tokens, for one product by a matrix that both share
-        view = view._replace(weights=kept_apart(view.weights))
+        call = call._replace(view=call.view._replace(weights=kept_apart(call.view.weights)))
+    view, tokens, q = call.view, call.tokens, call.q
     constants = view.run.wiring.maps.prepare(view.constants)
     spans = None if carry else _spans(view, tokens, q.shape[0])
     parts = _parts(view, tokens, q.shape[0]) if spans is None else spans.parts
     q, table = scaled(q), None
-    if q.shape[1] * q.shape[2] <= MOST_SUMS * kv_heads:
+    if q.shape[1] * q.shape[2] <= MOST_SUMS * call.kv_heads:
         parts, table = _with_waves(view, parts)
         q = q.astype(jnp.float32)  # as sums want them, once for all parts
-    attend = lambda part, after: _attend_part(q, kv_heads, view, constants, part, shared, carry, table, after)  # noqa: E731
-    found = _each(attend, parts, q)
+    call = call._replace(q=q)
+    partial = _each(lambda part, after: _attend_part(call, constants, part, carry, table, after), parts, q)
     if spans is None:
-        return Partial(combined(found.lse, found.out), jax.nn.logsumexp(found.lse, axis=0))
-    return _by_rows(Partial(*(x.reshape(-1, *x.shape[2:]) for x in found)), spans)
+        return Partial(combined(partial.lse, partial.out), jax.nn.logsumexp(partial.lse, axis=0))
+    return _by_rows(Partial(*(x.reshape(-1, *x.shape[2:]) for x in partial)), spans)
 
 
 def _each(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
@@ -108,10 +118,9 @@ def _with_waves(view: LayerView, parts: Part) -> tuple[Part, Waves | None]:
     return parts._replace(waves=back(parts.positions[..., ::size], run.shape)), steps(size, run.shape)
 
 
-def _attend_part(
-    q, kv_heads: int, view: LayerView, constants, part: Part, shared, carry: dict, table: Waves | None, after
-) -> Partial:
+def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, table: Waves | None, after) -> Partial:
     """Attend to one part, which is not read before `after` is there. With a `table`, queries are turned back."""
+    q, view, shared = call.q, call.view, call.shared
     run, size = view.run, part.positions.shape[-1]
     dtype = jnp.result_type(*view.new.values())  # of products with values: queries may be float32 by now
     if part.rows is not None:
@@ -143,7 +152,8 @@ def _attend_part(
         return summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights[0].shape[:3], -1)
 
     piece = math.gcd(PIECE, run.slots_here // 2)
-    return attend_whole(q, {"k": {}, "v": {}}, part.mask, Direct(scores, values), kv_heads, piece)
+    direct = Direct(scores, values)
+    return attend_whole(q, {"k": {}, "v": {}}, part.mask, direct, call.kv_heads, piece, softcap=call.ask.softcap)
 
 
 def _sums(q: list[Float[Array, "B ones K D"]], k: Float[Array, "B S K D"]) -> Float[Array, "B K X S"]:
@@ -209,12 +219,12 @@ class Spans(NamedTuple):
 def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
     """Cut a body into spans of what its rows hold. None where that is no less than the same slots of every row."""
     run = view.run
-    if view.reach is None or view.reach.total is None:
+    if view.bound is None or view.bound.total is None:
         return None
     blocks = run.slots_here // run.block
     size = run.block * max(n for n in range(1, max(1, MOST_SPAN // run.block) + 1) if blocks % n == 0)
     most = min(-(-reached(view) // size), run.slots_here // size)
-    number = -(-min(view.reach.total, run.slots_here * batch) // size) + batch
+    number = -(-min(view.bound.total, run.slots_here * batch) // size) + batch
     count = -(-number * size // read_at_a_time(number * size))
     number = count * -(-number // count)
     if number >= most * batch:
@@ -247,28 +257,19 @@ def _by_rows(found: Partial, spans: Spans) -> Partial:
     return Partial(combined(lse, out), jax.nn.logsumexp(lse, axis=0))
 
 
-def passed(view: LayerView, tokens: NewTokens, size: int, carry: dict, after: jax.Array) -> dict:
+def _carry_through(view: LayerView, tokens: NewTokens, size: int, carry: Carry, after: jax.Array) -> Carry:
     """Pass the carry of all body tokens through this layer, `size` tokens of every row at a time and not before
     `after` is there: XLA would copy it for the layer below, which reads it."""
     run, body = view.run, body_view(view, tokens)
     state, constants = _read_after(run, view.state, after, size), run.wiring.maps.prepare(view.constants)
     zero = known_after(after, 0)
 
-    def one(j, carry):
+    def block_step(j, carry):
         at = body.at(j, size) + zero
         payload = payload_of(run, state, view.layer, at, size)
         part = {name: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for name, c in carry.items()}
         part = run.wiring.maps.decode(constants, payload, part)[1]
         done = j * size if run.slots_here % size else at
-        return {name: replaced(c, part[name], at, done) for name, c in carry.items()}
+        return {name: put_into_carry(c, part[name], at, done) for name, c in carry.items()}
 
-    return jax.lax.fori_loop(*body.blocks(size), one, carry)
-
-
-def replaced(carry, part, at, done):
-    """Put `part` into the carry [B, S, W] from slot `at` on, but for slots below `done`, which hold theirs already."""
-    part, size = saturated(part, carry.dtype), part.shape[1]
-    if done is not at:
-        old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)
-        part = jnp.where((at + jnp.arange(size) < done)[None, :, None], old, part)
-    return jax.lax.dynamic_update_slice_in_dim(carry, part, at, 1)
+    return jax.lax.fori_loop(*body.blocks(size), block_step, carry)

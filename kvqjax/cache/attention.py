@@ -1,0 +1,113 @@
+"""One layer's attention: to the tokens that are held exactly (sinks, window, new ones), to the body by a reader
+(kvqjax/cache/readers/), and their merge."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvqjax.cache.eviction import Received, received
+from kvqjax.cache.readers import ask_of, attend_body
+from kvqjax.cache.readers.blocks import body_blocks
+from kvqjax.cache.readers.kernel import attend_with_recent
+from kvqjax.cache.readers.reader import Carry
+from kvqjax.cache.readers.tiles import SPLASH_KINDS, attend_segment
+from kvqjax.cache.reading import takes_recent
+from kvqjax.cache.recoding import recoded
+from kvqjax.cache.run_layout import MANY_QUERIES
+from kvqjax.cache.state import due
+from kvqjax.cache.view import LayerView, NewTokens, expanded, seen, side_by_side
+from kvqjax.ops.attention import Partial, ScoreOptions, merge, merge_over, segment_attention, total_lse, with_sinks
+
+__all__ = ["attend_exact", "attend_tokens", "received_by_tokens"]
+
+
+def attend_tokens(
+    q: Float[Array, "B T H D"],
+    view: LayerView,
+    tokens: NewTokens,
+    options: ScoreOptions,
+    recode: bool,
+    tile: Carry,
+    body: Carry,
+) -> tuple[Partial, Carry, Carry]:
+    """Attend to all tokens of a layer.
+
+    Args:
+        q: Queries with their rotation, and without the D^-1/2.
+        recode: As in `attend_exact`.
+        tile, body: What flows in from the layer below: of the tokens that fall due in this call, and of the body's.
+
+    Returns:
+        (attention, `tile` and `body` for the layer above)."""
+    if takes_recent(ask_of(q, view, tokens, options.softcap), view.sinks):
+        without_kernel = lambda: _attend_parts(q, view, tokens, options.softcap, recode, {}, {})[0]  # noqa: E731
+        partial = attend_with_recent(q, view, tokens, without_kernel)
+    else:
+        partial, tile, body = _attend_parts(q, view, tokens, options.softcap, recode, tile, body)
+    return with_sinks(partial, options.sinks), tile, body
+
+
+def _attend_parts(
+    q, view: LayerView, tokens: NewTokens, softcap: float | None, recode: bool, tile: Carry, body: Carry
+) -> tuple[Partial, Carry, Carry]:
+    """Attend to the exact tokens and to the body, and merge both."""
+    parts, tile = attend_exact(q, view, tokens, recode and view.run.slots > 0, tile, softcap)
+    if view.run.slots:
+        part, body = attend_body(q, view, tokens, body, softcap)
+        parts.append(merge_over(part, view.run.deal.axes))
+    return Partial(merge(*parts), total_lse(*parts)), tile, body
+
+
+def attend_exact(
+    q, view: LayerView, tokens: NewTokens, recode: bool, carry: Carry, softcap: float | None = None
+) -> tuple[list[Partial], Carry]:
+    """Attend to the tokens that are held exactly. With `recode`, a token that decoding one by one would have encoded
+    before query t is shown to query t as encoded (docs/design.md, idea 2); `carry` then flows from layer to layer for
+    those."""
+    run = view.run
+    sources, positions, valid = side_by_side(view, tokens)
+    mask = seen(view, tokens, positions, valid)
+
+    def part(sources, mask):
+        k, v = expanded(view, sources, positions)
+        return segment_attention(q, k, v, mask, softcap)
+
+    if not recode and run.tiles in SPLASH_KINDS and q.shape[1] >= MANY_QUERIES:
+        k, v = expanded(view, sources, positions)
+        old = k.shape[1] - q.shape[1]
+        new = attend_segment(q, k[:, old:], v[:, old:], mask[:, :, old:], run.tiles, softcap)
+        return [segment_attention(q, k[:, :old], v[:, :old], mask[:, :, :old], softcap), new], carry
+    if not recode:
+        return [part(sources, mask)], carry
+    parts, index = [], (positions - view.sinks)[:, None, :]
+    for clock, flushed in zip(run.wiring.storage.clocks, view.state.flushed, strict=True):
+        encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
+        left = (index >= 0) & (index < encoded[:, :, None])
+        parts.append(part(sources, mask & ~left))
+        sources, carry = recoded(view, tokens, sources, clock, flushed, carry)
+        mask = mask & left
+    return [*parts, part(sources, mask)], carry
+
+
+def received_by_tokens(
+    q, view: LayerView, tokens: NewTokens, lse, carry: Carry, softcap: float | None = None
+) -> Received:
+    """Sum the softmax weights that the valid queries gave each token, in a second pass over the scores with the known
+    log-sum-exp `lse`. `carry` is what `attend_tokens` was given of the body."""
+    valid = (jnp.arange(q.shape[1])[None] < tokens.counts[:, None])[:, :, None]
+    sources, positions, real = side_by_side(view, tokens)
+    k, _ = expanded(view, sources, positions)
+    exact = received(q, k, seen(view, tokens, positions, real) & valid, lse, softcap)
+    read_block, first, last = body_blocks(view, tokens, view.run.reading)
+    frame = view.run.wiring.maps.frame
+    turned = q if frame is None else frame.queries(view.constants, q)
+
+    def step(j, loop):
+        body, carry = loop
+        k, _, mask, carry = read_block(j, carry)
+        part = received(turned, k, mask & valid, lse, softcap)
+        return jax.lax.dynamic_update_slice_in_dim(body, part, j * view.run.reading, 1), carry
+
+    body = jnp.zeros((q.shape[0], view.run.slots))
+    body, _ = jax.lax.fori_loop(first, last, step, (body, carry))
+    return Received(exact, body[:, : tokens.stored.shape[1]])

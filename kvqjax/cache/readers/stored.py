@@ -1,0 +1,54 @@
+"""Reader `stored`: XLA meets the codes where they lie, and nothing is decoded into memory.
+
+Two stored forms allow it. Fields that lie head by head are read whole, in a handful of products
+(kvqjax/methods/direct_forms.py): what a GPU wants. Words of uniform codes are read a block at a time by sums that
+decode as they go (pallas_kernels/reference.py): what a CPU wants."""
+
+import functools
+import math
+
+import jax
+
+from kvqjax.cache.readers.reader import BodyCall, Carry
+from kvqjax.cache.reading import reads_by_heads
+from kvqjax.cache.view import body_view, packed_view, reached, seen
+from kvqjax.methods.direct import PIECE, attend_whole, scaled, slots_read
+from kvqjax.ops.allocation import leading_slots
+from kvqjax.ops.attention import Partial
+from kvqjax.ops.xla import cut_along
+from kvqjax.pallas_kernels import reference
+from kvqjax.pallas_kernels.packed import PackedSpec
+
+__all__ = ["attend_stored"]
+
+
+def attend_stored(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
+    """Attend to the body by products with all of it, or by sums over its words."""
+    return (_attend_by_heads if reads_by_heads(call.ask) else _attend_by_words)(call), carry
+
+
+def _attend_by_heads(call: BodyCall) -> Partial:
+    """Attend to a body that lies head by head; where rows are short, to a first part of it."""
+    view, run, slots = call.view, call.view.run, call.view.run.slots_here
+    direct = run.wiring.fast.direct
+    assert direct is not None  # or this reader would not have taken the body
+    count, cut_values = slots_read(reached(view), run.block, slots)
+    body = jax.tree.map(lambda a: cut_along(a, view.layer, 1, 0), view.state.body)
+
+    def first_slots(source, stored):
+        fields = run.wiring.storage.codecs[source].fields
+        return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
+
+    body = body | {"k": first_slots("k", body["k"])}
+    if count < slots and direct.part is not None:
+        direct = direct._replace(scores=direct.part)
+    mask = seen(view, call.tokens, *body_view(view, call.tokens).places(0, count))
+    cut = functools.partial(first_slots, "v") if cut_values else None
+    piece = math.gcd(PIECE, slots // 2)
+    return attend_whole(scaled(call.q), body, mask, direct, call.kv_heads, piece, cut, call.ask.softcap)
+
+
+def _attend_by_words(call: BodyCall) -> Partial:
+    packed, body, start, stop = packed_view(call.view, call.tokens)
+    assert isinstance(packed.spec, PackedSpec)
+    return reference.packed_attention(call.q, body, call.view.layer, start, stop, packed.spec, softcap=call.ask.softcap)
