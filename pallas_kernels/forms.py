@@ -1,5 +1,6 @@
 """Kernel forms: which kernel reads which body. A form is the key of everything that is known of a kernel: its row of
-the table (`support`), what a cache may use (`choice`), its verdicts (`kvqjax.verdicts`) and its recorded bundles."""
+the table (`support`), what a cache may use (`choice`), its verdicts (`kvqjax.kernel_checks`) and its recorded
+bundles."""
 
 import dataclasses
 from collections.abc import Callable

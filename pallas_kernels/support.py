@@ -7,8 +7,8 @@ Levels:
 - simulated: as compiled, and the kernel as it is equals the plain path in Pallas' interpreter.
 - verified on <chip>: as simulated, and `kvqjax doctor` found it right on a chip of that name.
 
-A chip that is there uses a kernel only after checking it (`kvqjax.verdicts`), or where the user forces it. The table
-decides for programs that are compiled ahead of time: they take kernels of every level but `compiled`.
+A chip that is there uses a kernel only after checking it (`kvqjax.kernel_checks`), or where the user forces it. The
+table decides for programs that are compiled ahead of time: they take kernels of every level but `compiled`.
 """
 
 from typing import NamedTuple

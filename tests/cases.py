@@ -13,7 +13,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
-from kvqjax.verdicts.trial import made_up
+from kvqjax.kernel_checks.trial import made_up
 
 # name -> (spec string, changes to the tiny model). Widths are tiny, so groups of channels are 32 at most.
 CASES: dict[str, tuple[str, dict]] = {

@@ -17,14 +17,13 @@ from kvqjax.cache.accounting import array_bytes, ledger
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cli.bench import decoding as decode_steps
 from kvqjax.hardware.planner import DEVICES
+from kvqjax.kernel_checks import report
+from kvqjax.kernel_checks.check import verdict_folder
+from kvqjax.kernel_checks.choose import choose
+from kvqjax.kernel_checks.trial import Candidate, decoding, full, make
 from kvqjax.model import weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.pallas_kernels.packed import family, target_of
-from kvqjax.verdicts import survey
-from kvqjax.verdicts.check import verdict_folder
-from kvqjax.verdicts.choose import choose
-from kvqjax.verdicts.paths import decoding
-from kvqjax.verdicts.trial import Candidate, full, make
 
 __all__ = ["FULL", "STAGES", "TINY", "Sizes", "items"]
 
@@ -68,7 +67,7 @@ FULL = Sizes(
     dtype="bfloat16",
     copy=2**31,
     product=8192,
-    doctor=survey.FULL,
+    doctor=report.FULL,
     repeats=10,
 )
 SMALL = {"vocab_size": 64, "width": 128, "mlp_width": 128, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
@@ -98,11 +97,11 @@ def _chip() -> str:
 def _doctor(sizes: Sizes) -> Iterator[Item]:
     target, chip = target_of(jnp.zeros(())), jax.local_devices()[0].device_kind
     if target == "cpu":
-        yield "plain paths", lambda: list(survey.plain_rows(sizes.methods))
+        yield "plain paths", lambda: list(report.plain_rows(sizes.methods))
         return
     for shape in sizes.doctor:
         name = f"{shape.num_heads} heads, {shape.num_kv_heads} KV heads of {shape.head_dim}, norm {shape.qk_norm}"
-        yield name, lambda shape=shape: list(survey.kernel_rows(target, chip, (shape,), verdict_folder(), print))
+        yield name, lambda shape=shape: list(report.kernel_rows(target, chip, (shape,), verdict_folder(), print))
 
 
 def _ceiling(sizes: Sizes) -> Iterator[Item]:

@@ -10,10 +10,10 @@ import typer
 from kvqjax.cli.common import Json
 from kvqjax.cli.progress import announce
 from kvqjax.cli.tables import show, size
+from kvqjax.hardware.install import Finding, Machine, findings, this_machine
+from kvqjax.kernel_checks import report, store
+from kvqjax.kernel_checks.check import verdict_folder
 from kvqjax.pallas_kernels.packed import target_of
-from kvqjax.verdicts import store, survey
-from kvqjax.verdicts.check import verdict_folder
-from kvqjax.verdicts.install import Finding, Machine, findings, this_machine
 
 __all__ = ["doctor"]
 
@@ -24,10 +24,10 @@ def _rows(machine: Machine, full: bool) -> tuple[list[dict[str, Any]], list[Find
     if target == "cpu" and machine.platform != "cpu":
         return [], [Finding(False, f"no kernels for {machine.devices[0]}; the plain path serves")]
     if target == "cpu":
-        return list(survey.plain_rows(survey.ON_CPU if full else survey.FEW_ON_CPU)), []
-    shapes = survey.FULL if full else survey.SHAPES
+        return list(report.plain_rows(report.ON_CPU if full else report.FEW_ON_CPU)), []
+    shapes = report.FULL if full else report.SHAPES
     tell = lambda line: told.append(Finding(False, line))  # noqa: E731
-    return list(survey.kernel_rows(target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell)), told
+    return list(report.kernel_rows(target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell)), told
 
 
 def _is_sound(found: list[Finding], rows: list[dict[str, Any]]) -> bool:
@@ -44,7 +44,7 @@ def _print(machine: Machine, found: list[Finding], rows: list[dict[str, Any]], s
         typer.echo(("wrong: " if one.bad else "note: ") + one.text)
     if rows:
         show(rows, False)
-    typer.echo(survey.unchecked(machine.platform))
+    typer.echo(report.unchecked(machine.platform))
     typer.echo(f"verdicts: {verdict_folder()}")
     typer.echo("all is sound" if sound else "something is wrong")
 
@@ -68,7 +68,7 @@ def doctor(
         about = machine._asdict() | {"verdicts": str(verdict_folder())}
         listed = [one._asdict() for one in found]
         text = {"sound": sound, "machine": about, "findings": listed, "rows": rows}
-        typer.echo(json.dumps(text | {"unchecked": survey.unchecked(machine.platform)}, indent=1))
+        typer.echo(json.dumps(text | {"unchecked": report.unchecked(machine.platform)}, indent=1))
     else:
         _print(machine, found, rows, sound)
     if not sound:

@@ -13,6 +13,7 @@ from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cache.state import Cache, allocate_cache
+from kvqjax.kernel_checks.choose import choose, over_devices
 from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.methods.advice import bias_advice
 from kvqjax.model import weight_trees
@@ -23,7 +24,6 @@ from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.parallel.rules import Rules
 from kvqjax.step.doors import check_model, run_constants, with_own_constants
-from kvqjax.verdicts.choose import choose, over_devices
 
 __all__ = ["ITS_OWN_PLACE", "check_constants", "empty_cache", "init_cache", "planned_layout"]
 

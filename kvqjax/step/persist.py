@@ -23,6 +23,7 @@ from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.cache.redeal import dealt_anew
 from kvqjax.cache.shapes import check_cache
+from kvqjax.kernel_checks.choose import choose, over_devices
 from kvqjax.methods import Method, parse, spelled_out
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
@@ -33,7 +34,6 @@ from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import on_parts
 from kvqjax.step.doors import with_own_constants
 from kvqjax.step.new_cache import ITS_OWN_PLACE
-from kvqjax.verdicts.choose import choose, over_devices
 
 __all__ = ["load_cache", "save_cache"]
 

@@ -20,8 +20,8 @@ from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.codecs.scaled import Scaled
+from kvqjax.kernel_checks.trial import made_up
 from kvqjax.testing import check_codec
-from kvqjax.verdicts.trial import made_up
 
 WIDTH = 64
 TOKENS, CHANNELS = ({"along": along, "group": 32} for along in ("tokens", "channels"))

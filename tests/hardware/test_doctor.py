@@ -8,11 +8,12 @@ import pytest
 from commands import run
 
 from kvqjax.cli import doctor
-from kvqjax.verdicts import install, survey
-from kvqjax.verdicts.check import verdict_folder
-from kvqjax.verdicts.install import Machine, findings
-from kvqjax.verdicts.paths import by_kernel
-from kvqjax.verdicts.store import Verdict
+from kvqjax.hardware import install
+from kvqjax.hardware.install import Machine, findings
+from kvqjax.kernel_checks import report
+from kvqjax.kernel_checks.check import verdict_folder
+from kvqjax.kernel_checks.store import Verdict
+from kvqjax.kernel_checks.trial import by_kernel
 
 VERSIONS = {"kvqjax": "1.0", "jax": "0.10.2", "jaxlib": "0.10.2"}
 SOUND = Machine(VERSIONS, "cpu", ("cpu",), 2**34, nvidia=False, tpu=False, driver="", x64=False)
@@ -56,7 +57,7 @@ def test_a_tpu_without_libtpu(monkeypatch):
 
 
 def test_plain_paths_are_sound_here_and_a_wrong_one_is_found():
-    (row,) = survey.plain_rows(("kivi:bits=2",))
+    (row,) = report.plain_rows(("kivi:bits=2",))
     assert row["verdict"] == "sound"
     assert 0 < row["error"] < 1e-5
 
@@ -64,12 +65,12 @@ def test_plain_paths_are_sound_here_and_a_wrong_one_is_found():
         attend = by_kernel(trial)
         return lambda q: attend(q)._replace(out=attend(q).out * 1.001)
 
-    (row,) = survey.plain_rows(("kivi:bits=2",), off)
+    (row,) = report.plain_rows(("kivi:bits=2",), off)
     assert (row["verdict"], row["error"]) == ("wrong", pytest.approx(1e-3, rel=0.01))
 
 
 def test_every_chip_has_forms_to_check():
-    found = {target: survey.all_candidates(target, survey.SHAPES) for target in ("v5e", "v7x", "sm90", "sm80", "cpu")}
+    found = {target: report.all_candidates(target, report.SHAPES) for target in ("v5e", "v7x", "sm90", "sm80", "cpu")}
     assert found["cpu"] == found["sm80"] == []
     assert {one.form for one in found["v5e"]} > {one.form for one in found["sm90"]}
     assert len({one.name for one in found["v7x"]}) == len(found["v7x"]) > 15
@@ -81,7 +82,7 @@ def chip(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "target_of", lambda x: "v6e")
     monkeypatch.setattr(doctor, "this_machine", lambda: TPU)
-    monkeypatch.setattr(survey, "exact_milliseconds", lambda shape, target: 4.0)
+    monkeypatch.setattr(report, "exact_milliseconds", lambda shape, target: 4.0)
     outcomes, checked = {}, []
 
     def one(candidate, target, stored):
@@ -89,8 +90,8 @@ def chip(tmp_path, monkeypatch):
         outcome = outcomes.get(str(candidate.form), "faster")
         return Verdict(outcome=outcome, error=0.003, kernel_ms=1.0, plain_ms=2.0, seconds=1.0, note=f"it {outcome}")
 
-    rows = survey.kernel_rows
-    monkeypatch.setattr(survey, "kernel_rows", lambda *arguments: rows(*arguments, one))
+    rows = report.kernel_rows
+    monkeypatch.setattr(report, "kernel_rows", lambda *arguments: rows(*arguments, one))
     return outcomes, checked
 
 
@@ -123,7 +124,7 @@ def test_a_wrong_kernel_exits_with_1_and_a_slow_one_with_0(chip, capsys, monkeyp
 
 def test_on_a_cpu_it_says_what_cannot_be_checked(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(survey, "FEW_ON_CPU", ("exact",))
+    monkeypatch.setattr(report, "FEW_ON_CPU", ("exact",))
     code, out, _ = run(capsys, monkeypatch, "doctor")
     assert code == 0
     assert "not checked on a CPU: Pallas kernels" in out
@@ -132,7 +133,7 @@ def test_on_a_cpu_it_says_what_cannot_be_checked(capsys, monkeypatch, tmp_path):
 
 
 def test_a_broken_installation_exits_with_1(capsys, monkeypatch):
-    monkeypatch.setattr(survey, "FEW_ON_CPU", ())
+    monkeypatch.setattr(report, "FEW_ON_CPU", ())
     monkeypatch.setattr(doctor, "this_machine", lambda: GPU._replace(packages=VERSIONS, platform="cpu"))
     code, out, _ = run(capsys, monkeypatch, "doctor")
     assert code == 1

@@ -14,18 +14,17 @@ import kvqjax as kvq
 from kvqjax.cache import runs_of
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.readers import kernel as kernel_reader
+from kvqjax.kernel_checks import check as check_module
+from kvqjax.kernel_checks import choose
+from kvqjax.kernel_checks.check import check, verdict_folder
+from kvqjax.kernel_checks.compare import Speed
+from kvqjax.kernel_checks.store import Verdict
+from kvqjax.kernel_checks.trial import by_kernel, by_plain_path, candidates, make, queries
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.step import new_cache, persist
-from kvqjax.verdicts import check as check_module
-from kvqjax.verdicts import choose
-from kvqjax.verdicts.check import check, verdict_folder
-from kvqjax.verdicts.examine import Speed
-from kvqjax.verdicts.paths import by_kernel, by_plain_path, queries
-from kvqjax.verdicts.store import Verdict
-from kvqjax.verdicts.trial import candidates, make
 
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=1, head_dim=128)
 METHOD = "kivi:bits=4,group=128,window=0"

@@ -10,12 +10,13 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.cache.runs import tiles_of
+from kvqjax.kernel_checks import check, choose
+from kvqjax.kernel_checks import splash as splash_check
+from kvqjax.kernel_checks.compare import Speed
+from kvqjax.kernel_checks.store import Verdict
 from kvqjax.ops.attention import segment_attention
 from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
 from kvqjax.step import new_cache
-from kvqjax.verdicts import check, choose, splash_trial
-from kvqjax.verdicts.examine import Speed
-from kvqjax.verdicts.store import Verdict
 
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
 
@@ -112,11 +113,11 @@ def test_it_is_checked_as_our_kernels_are(fault, outcome):
     """In the interpreter as it is, and with every output 2 % too large."""
 
     def kernel(body, q):
-        found = splash_trial._by_splash(body, q, interpret=True)
+        found = splash_check._by_splash(body, q, interpret=True)
         return found._replace(out=found.out * (1 + fault))
 
-    form = splash_trial.Splash(num_heads=4, num_kv_heads=2, head_dim=64)
-    found = splash_trial.check_splash(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
+    form = splash_check.Splash(num_heads=4, num_kv_heads=2, head_dim=64)
+    found = splash_check.check_splash(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
     assert found.outcome == outcome
     assert outcome == "wrong" or found.error < 0.01
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import kvqjax as kvq
+from kvqjax.kernel_checks import store
+from kvqjax.kernel_checks.check import obtain
+from kvqjax.kernel_checks.compare import Speed, examine, worst_error
+from kvqjax.kernel_checks.store import Key, Verdict
 from kvqjax.ops.attention import Partial
-from kvqjax.verdicts import store
-from kvqjax.verdicts.check import obtain
-from kvqjax.verdicts.examine import Speed, examine, worst_error
-from kvqjax.verdicts.store import Key, Verdict
 
 QUERIES = [jnp.asarray(np.random.default_rng(t).normal(size=(3, t, 4, 8)), jnp.float32) for t in (1, 3)]
 KEY = Key("NVIDIA H100 80GB HBM3", "0.10.2", "0.10.2", "1.0", "kivi 2 bits, 8 KV heads of 128, 4 queries each")
@@ -186,7 +186,7 @@ def marker(folder, process: int, since: float, host: str | None = None):
 
 def test_a_check_that_killed_its_process_is_not_repeated(tmp_path):
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom kvqjax.verdicts import store\n"
+        "import os, sys\nfrom pathlib import Path\nfrom kvqjax.kernel_checks import store\n"
         "store.begin(Path(sys.argv[1]), store.Key(*sys.argv[2:]))\nos.abort()"
     )
     dead = subprocess.run([sys.executable, "-c", code, str(tmp_path), *KEY], capture_output=True)
@@ -211,7 +211,7 @@ def test_a_check_under_way_elsewhere_is_no_crash(tmp_path):
 
 WRITER = """
 import pathlib, sys
-from kvqjax.verdicts.store import Key, Verdict, keep
+from kvqjax.kernel_checks.store import Key, Verdict, keep
 folder, number, *key = sys.argv[1:]
 for _ in range(50):
     verdict = Verdict(outcome="faster", error=float(number), note="x" * 5000 * int(number))
@@ -236,7 +236,7 @@ def test_processes_that_write_at_once_leave_whole_files(tmp_path):
 def test_no_home_is_one_line(monkeypatch):
     from pathlib import Path
 
-    from kvqjax.verdicts.check import verdict_folder
+    from kvqjax.kernel_checks.check import verdict_folder
 
     def none():
         raise RuntimeError("Could not determine home directory.")

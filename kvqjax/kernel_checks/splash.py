@@ -14,13 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._timing import alternating_seconds
 from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.kernel_checks.compare import Attention, Speed, examine
+from kvqjax.kernel_checks.store import Verdict
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, segment_attention
 from kvqjax.pallas_kernels.forms import SPLASH, KernelForm
 from kvqjax.pallas_kernels.packed import family
 from kvqjax.pallas_kernels.splash import HEAD_DIMS, splash_attention
-from kvqjax.verdicts.examine import Attention, Speed, examine
-from kvqjax.verdicts.store import Verdict
 
 __all__ = ["Splash", "check_splash", "splash_form"]
 

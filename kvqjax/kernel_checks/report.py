@@ -13,18 +13,17 @@ import numpy as np
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.state import body_tokens
+from kvqjax.kernel_checks.check import TIMED, Checker, check_either, key_of, obtain
+from kvqjax.kernel_checks.compare import Attention, worst_error
+from kvqjax.kernel_checks.splash import Splash, splash_form
+from kvqjax.kernel_checks.store import Verdict
+from kvqjax.kernel_checks.trial import SINKS, Candidate, Trial, by_kernel, candidates, make, speed
 from kvqjax.methods import exact, parse
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.layout import read
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.support import COMPILED, lookup, verified
-from kvqjax.verdicts.check import TIMED, Checker, check_either, key_of, obtain
-from kvqjax.verdicts.examine import Attention, worst_error
-from kvqjax.verdicts.paths import by_kernel, speed
-from kvqjax.verdicts.splash_trial import Splash, splash_form
-from kvqjax.verdicts.store import Verdict
-from kvqjax.verdicts.trial import SINKS, Candidate, Trial, candidates, make
 
 __all__ = ["CLOSE", "FEW_ON_CPU", "FULL", "METHODS", "ON_CPU", "SHAPES", "all_candidates", "in_float64", "kernel_rows"]
 __all__ += ["plain_rows", "unchecked"]

@@ -16,16 +16,16 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.kernel_checks.check import check_either, key_of, obtain, verdict_folder
+from kvqjax.kernel_checks.splash import Splash, splash_form
+from kvqjax.kernel_checks.store import find
+from kvqjax.kernel_checks.trial import Candidate, candidates
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels, check_name
 from kvqjax.pallas_kernels.forms import SPLASH, KernelForm
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.parallel.rules import Rules
-from kvqjax.verdicts.check import check_either, key_of, obtain, verdict_folder
-from kvqjax.verdicts.splash_trial import Splash, splash_form
-from kvqjax.verdicts.store import find
-from kvqjax.verdicts.trial import Candidate, candidates
 
 __all__ = ["choose", "over_devices"]
 

@@ -11,12 +11,11 @@ import jaxlib
 
 from kvqjax._folders import user_folder
 from kvqjax._version import __version__
+from kvqjax.kernel_checks.compare import Attention, Speed, examine
+from kvqjax.kernel_checks.splash import Splash, check_splash
+from kvqjax.kernel_checks.store import Key, Verdict, begin, died, find, keep
+from kvqjax.kernel_checks.trial import LENGTHS, Candidate, Trial, by_kernel, by_plain_path, make, queries, speed
 from kvqjax.pallas_kernels.choice import OFF, Kernels
-from kvqjax.verdicts.examine import Attention, Speed, examine
-from kvqjax.verdicts.paths import LENGTHS, by_kernel, by_plain_path, queries, speed
-from kvqjax.verdicts.splash_trial import Splash, check_splash
-from kvqjax.verdicts.store import Key, Verdict, begin, died, find, keep
-from kvqjax.verdicts.trial import Candidate, Trial, make
 
 __all__ = ["TIMED", "Checker", "check", "check_either", "key_of", "obtain", "verdict_folder"]
 

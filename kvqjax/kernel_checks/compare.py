@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from kvqjax.kernel_checks.store import Verdict
 from kvqjax.ops.attention import Partial
-from kvqjax.verdicts.store import Verdict
 
 __all__ = ["MOST", "Speed", "examine", "worst_error"]
 
