@@ -236,6 +236,7 @@ def test_compare_calibrates_once_and_draws(call, monkeypatch, tmp_path):
     assert "<svg" in (tmp_path / "again.svg").read_text()
 
 
+@pytest.mark.nightly
 def test_compare_in_python_gives_the_rows_of_the_shell(call, monkeypatch, tmp_path):
     """The same text, figures and calibrations; a table in print, a data frame, and the stamp beside the rows."""
     monkeypatch.chdir(tmp_path)

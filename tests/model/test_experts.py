@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import _constants
+from cases import _constants, thinned
 from greedy import reference
 from jax.sharding import NamedSharding
 from quick_commvq import METHOD, QUICK
@@ -55,7 +55,7 @@ def by_hand(model: kvq.Model, layer: int, x: np.ndarray) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalised", thinned([True, False], 3))
 @pytest.mark.parametrize("count", [1, 3, 70])
 def test_experts_are_what_the_formula_says(count, normalised):
     model = mixed()
@@ -68,7 +68,7 @@ def test_experts_are_what_the_formula_says(count, normalised):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("count", [1, 4, 70, 600])
+@pytest.mark.parametrize("count", thinned([1, 4, 70, 600], 2))
 def test_ways_of_computing_agree(count):
     """The loop over tiles, that of CPUs and TPUs, and the products without a loop, that of GPUs."""
     weights = decoder.layer(mixed().params, 0)
@@ -144,7 +144,7 @@ def ready(model: kvq.Model, spec: str) -> tuple[kvq.Model, kvq.Method]:
     return made, method
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", thinned(SPECS, 4))
 def test_every_kind_of_cache(spec):
     """What is cached comes before the experts, so that all methods work, stacked or layer by layer: exact logits of the
     exact cache, and near them where most bits are stored."""
@@ -167,7 +167,7 @@ def test_every_kind_of_cache(spec):
         assert 1e-4 < typical < (0.6 if "_cl" in spec else 0.1) * np.std(wanted)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", thinned([8, 4], 3))
 @pytest.mark.parametrize("form", ["scan", "unroll"])
 def test_coded_experts(bits, form):
     model, names = mixed(), {"q", "k", "v", "o", "gate", "up", "down", *experts.BY_EXPERT}
