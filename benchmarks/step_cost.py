@@ -3,10 +3,12 @@
     python -m benchmarks.step_cost --chip h100 --cache kivi:bits=2,group=128 --context 131072
 
 The bound is what an ideal cache of 16-bit numbers takes: weights once, and every row's keys and values once, at the
-chip's bandwidth. GPUs need JAX's CUDA plugin and ptxas, TPUs libtpu; `make aot` makes environments with both.
+chip's bandwidth. `--held 8192` counts rows that hold fewer tokens than fit, by the static length that `generate` would
+choose then. GPUs need JAX's CUDA plugin and ptxas, TPUs libtpu; `make aot` makes environments with both.
 """
 
 import os
+from typing import Annotated
 
 import typer
 
@@ -22,14 +24,15 @@ def main(
     chip: Chip = "h100",
     model: Model = "llama-3.1-8b",
     cache: CacheText = "exact",
-    context: int = 131072,
+    context: Annotated[int, typer.Option(help="tokens that a row has room for, and holds")] = 131072,
+    held: Annotated[int | None, typer.Option(min=1, help="tokens that a row holds, if fewer")] = None,
     batch: int = 1,
     layers: Layers = "",
     dump: Dump = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile one decode step of full rows and print its account."""
-    run(Case(chip, model, cache, context, batch), layers, dump, as_json)
+    """Compile one decode step and print its account."""
+    run(Case(chip, model, cache, context, batch, filled=held), layers, dump, as_json)
 
 
 if __name__ == "__main__":

@@ -215,16 +215,16 @@ def step_costs(program: Program, chip: str, layout: CacheLayout, rows: list[int]
     return costs(walk(program, known_arguments(layout, rows)), chip, price, STRIDE)
 
 
-def step_record(program: Program, chip: str, layout: CacheLayout, batch: int, folder: Path) -> dict:
-    """Return the costs of one step of full rows, and what encoding adds to it on average.
+def step_record(program: Program, chip: str, layout: CacheLayout, lengths: list[int], folder: Path) -> dict:
+    """Return the costs of one step of rows of one length, and what encoding adds to it on average.
 
     A unit of several tokens falls due in one step of many, at another step in every row.
     """
-    rest = [resting(layout, layout.capacity)] * batch
-    result, added = step_costs(program, chip, layout, rest, folder), 0.0
-    for tokens, unit in encoding(layout, layout.capacity):
-        due = step_costs(program, chip, layout, [*rest[1:], tokens], folder)
-        added += max(0.0, due.total - result.total) / unit * batch
+    rows = [resting(layout, length) for length in lengths]
+    result, added = step_costs(program, chip, layout, rows, folder), 0.0
+    for tokens, unit in encoding(layout, lengths[-1]):
+        due = step_costs(program, chip, layout, [*rows[1:], tokens], folder)
+        added += max(0.0, due.total - result.total) / unit * len(rows)
     return as_record(result) | {"encoding_seconds": added}
 
 

@@ -42,6 +42,7 @@ class Case(NamedTuple):
     Attributes:
         context: Tokens of a row: a decode step's room, a prompt's tokens, or the tokens before a chunk.
         new: None for a decode step, 0 for a prompt of `context` tokens at once, else the tokens of a chunk.
+        filled: Tokens that a decode step's rows hold, where fewer than they have room for.
     """
 
     chip: str
@@ -50,6 +51,12 @@ class Case(NamedTuple):
     context: int
     batch: int = 1
     new: int | None = None
+    filled: int | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of a decode step's rows, by which `generate` chooses a program of static lengths."""
+        return [self.filled or self.context] * self.batch
 
     @property
     def is_tpu(self) -> bool:
@@ -64,8 +71,7 @@ class Case(NamedTuple):
 def _lower(case: Case, config: ModelConfig) -> Lowered:
     method = parse_method(case.cache)
     if case.new is None:
-        rows = [case.context] * case.batch
-        return lower_decode(config, method, case.context, case.batch, case.chip, held=rows)
+        return lower_decode(config, method, case.context, case.batch, case.chip, held=case.lengths)
     if case.new:
         return lower_chunk(config, method, case.context, case.new, case.batch, case.chip)
     return lower_prompt(config, method, case.context, case.batch, case.chip)
@@ -82,7 +88,7 @@ def _compile(case: Case, config: ModelConfig, folder: Path, dump: Path | None) -
     if dump is not None:
         dump.write_text(text, encoding="utf-8")
     if case.new is None:
-        record = account.step_record(parse(text), case.chip, layout, case.batch, folder)
+        record = account.step_record(parse(text), case.chip, layout, case.lengths, folder)
     else:
         record = account.prompt_record(parse(text), case.chip, config, layout, *case.tokens, folder)
     cache = array_bytes(jax.eval_shape(functools.partial(allocate_cache, layout, case.batch)))
@@ -98,7 +104,7 @@ def measure(case: Case, folder: Path, depths: tuple[int, ...] = (), dump: Path |
 
     Args:
         case: The case.
-        folder: An empty folder where libtpu writes its schedules (`schedules`).
+        folder: An empty folder where libtpu writes its schedules (`tpu.write_schedules`).
         depths: Two numbers of layers: models of so many are compiled, and figures extrapolated to all layers.
         dump: Where to write the compiled program.
     """
@@ -113,8 +119,9 @@ def measure(case: Case, folder: Path, depths: tuple[int, ...] = (), dump: Path |
         record = extrapolate(*records, (config.num_layers - depths[0]) / (depths[1] - depths[0]))
         # Layers run one after the other: memory that two depths share does not shrink with a third.
         record |= {name: max(record[name], records[1][name]) for name in ("temp_gb", "peak_gb")}
+        record["compile_s"] = sum(part["compile_s"] for part in records)
     if case.new is None:
-        record |= account.step_summary(record, case.chip, config, [case.context] * case.batch)
+        record |= account.step_summary(record, case.chip, config, case.lengths)
     else:
         estimated = sum(record["seconds"].values())
         least = case.batch * prompt_operations(config, *case.tokens) / account.peak(case.chip)
@@ -137,7 +144,7 @@ def extrapolate(low, high, share: float):
 def report(case: Case, record: dict) -> str:
     """Return a case's account as lines of text."""
     rows = f"{case.batch} x {case.context} tokens"
-    kinds = {None: f"a decode step of {rows}", 0: f"prompts of {rows}"}
+    kinds = {None: f"a decode step of {case.batch} x {case.lengths[0]} tokens", 0: f"prompts of {rows}"}
     kind = kinds.get(case.new, f"chunks of {case.new} tokens after {rows}")
     lines = [f"{case.chip} {case.model} {case.cache}: {kind}"]
     for part, moved in record["bytes"].items():
@@ -154,6 +161,8 @@ def run(case: Case, layers: str, dump: Path | None, as_json: bool) -> None:
     """Compile one case and print its account. A mistake of the user's is one line and exit code 2."""
     if case.chip not in CHIPS:
         raise typer.BadParameter(f"{case.chip}; known: {', '.join(CHIPS)}", param_hint="--chip")
+    if case.lengths[0] > case.context:
+        raise typer.BadParameter(f"{case.filled} is more than the context, {case.context}", param_hint="--held")
     depths = numbers(layers) if re.fullmatch(r"(\d+,\d+)?", layers) else (0,)
     if depths and not 0 < depths[0] < depths[-1]:
         raise typer.BadParameter(f"{layers}; wanted two depths, the smaller one first: 2,4", param_hint="--layers")

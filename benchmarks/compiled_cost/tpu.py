@@ -59,13 +59,13 @@ def schedule(folder: Path, instruction: Instruction) -> str:
 def packed_cost(visit: Visit, folder: Path, chip: str, tokens: list[int], token_bytes: float) -> tuple[float, Bytes]:
     """Return the cycles and bytes of one call of a kernel that reads encoded tokens.
 
-    A grid step fetches one tile while it works off the one before. Every tile of a row takes the longer of the two.
+    A grid step fetches one tile while it works off the one before. Each tile of a row takes the longer of the two.
 
     Args:
         visit: The call. The name of the kernel ends with the tokens of a tile.
         folder: Where libtpu wrote its schedules.
         chip: The chip.
-        tokens: Encoded tokens of every row.
+        tokens: Encoded tokens of each row.
         token_bytes: Bytes of one encoded token in one layer.
     """
     name, aliases = visit.instruction.name, r"\{(\d+)\}: \(\d+, \{\}\)"  # output_to_operand_aliasing
@@ -103,14 +103,14 @@ def seen(queries: int, keys: int, prompt: int, sliding: int | None) -> tuple[flo
         sliding: The sliding window, if any.
     """
     blocks = block_sizes(queries, keys)
-    every = queries // blocks.queries * (keys // blocks.keys)
+    total = queries // blocks.queries * (keys // blocks.keys)
     if not prompt:
-        return float(every), every
+        return float(total), total
     counts = []
     for start in range(0, prompt, queries):
         first, last = seen_blocks(jnp.arange(start, start + queries), keys, blocks, sliding)
         counts.append(int((last - first).sum()))
-    return sum(counts) / len(counts), every
+    return sum(counts) / len(counts), total
 
 
 def splash_cost(visit: Visit, folder: Path, chip: str, chunk: int, sliding: int | None) -> tuple[float, Bytes]:
@@ -118,8 +118,8 @@ def splash_cost(visit: Visit, folder: Path, chip: str, chunk: int, sliding: int 
     _, _, query, key, *_ = visit.computation.shapes(visit.instruction)
     (heads, queries, _), keys = dimensions(query), max(dimensions(key)[1:])
     active, idle = block_bundles(schedule(folder, visit.instruction))
-    used, every = seen(queries, keys, keys if not chunk or keys == queries else 0, sliding)
+    used, total = seen(queries, keys, keys if not chunk or keys == queries else 0, sliding)
     fetched = 2 * block_sizes(queries, keys).keys * size(key) / keys / dimensions(key)[0]  # keys and values
     busy = max(active, cycles_of(fetched, chip))
     moved = Bytes(heads * used * fetched + size(query), size(visit.instruction.shape))
-    return heads * (used * busy + (every - used) * idle), moved
+    return heads * (used * busy + (total - used) * idle), moved

@@ -197,7 +197,7 @@ def _read(program: Program, fused: Computation, parameter: Instruction) -> float
 
 def _used(program: Program, fused: Computation, parameter: Instruction) -> float:
     """Return how many elements of a parameter a fusion reads."""
-    every = elements(parameter.shape)
+    length = elements(parameter.shape)
 
     def used(name: str, in_place: bool) -> float:
         total = 0.0
@@ -219,11 +219,11 @@ def _used(program: Program, fused: Computation, parameter: Instruction) -> float
                 places = [place for place, operand in enumerate(user.operands) if operand == name]
                 total += sum(_used(program, called, called.parameters[place]) for place in places)
             else:
-                return every
+                return length
         # A root that only moves its operand reads all of it.
-        return every if name == fused.root and name != parameter.name else total
+        return length if name == fused.root and name != parameter.name else total
 
-    return min(every, used(parameter.name, True))
+    return min(length, used(parameter.name, True))
 
 
 def _written(fused: Computation, name: str) -> float:
