@@ -252,4 +252,4 @@ def prompt_record(
     """Return the costs of `new` tokens of one row that holds `tokens`."""
     price = lambda visit: tpu.splash_cost(visit, folder, chip, tokens and new, config.windows[0])  # noqa: E731
     known = known_arguments(layout, [tokens], new)
-    return as_record(costs(walk(program, known, a_step=False), chip, price))
+    return as_record(costs(walk(program, known, per_step=False), chip, price))

@@ -95,8 +95,10 @@ class Program(NamedTuple):
         lines = computation.instructions
         operands = [lines[name] for name in instruction.operands if name in lines]
         users = [line for line in lines.values() if instruction.name in line.operands]
-        near = sorted(operands, key=lambda operand: size(operand.shape), reverse=True) + users
-        parts = [self.parts.get(line.attribute("stack_frame_id="), "") for line in near if line.op not in CARRIERS]
+        neighbours = sorted(operands, key=lambda operand: size(operand.shape), reverse=True) + users
+        parts = [
+            self.parts.get(line.attribute("stack_frame_id="), "") for line in neighbours if line.op not in CARRIERS
+        ]
         return next(filter(None, parts), default)
 
 

@@ -117,17 +117,17 @@ class Walk:
             self.unsure += costliest.unsure
 
 
-def walk(program: Program, known: Mapping[str, np.ndarray], a_step: bool = True) -> Walk:
+def walk(program: Program, known: Mapping[str, np.ndarray], per_step: bool = True) -> Walk:
     """Walk a program.
 
     Args:
         program: The program.
         known: Arguments whose values are known, by their names in the program, such as "state.cache.lengths".
-        a_step: Walk one turn of the outermost loop, a decode step; otherwise all that one call runs.
+        per_step: Walk one turn of the outermost loop, a decode step; otherwise all that one call runs.
     """
     result = Walk(program)
     arguments = [_argument(parameter, known) for parameter in program.computations[program.entry].parameters]
-    result.computation(program.entry, Values(program, program.entry, arguments), 1, "rest", a_step)
+    result.computation(program.entry, Values(program, program.entry, arguments), 1, "rest", per_step)
     return result
 
 

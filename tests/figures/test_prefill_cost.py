@@ -32,7 +32,7 @@ def test_products_of_a_loop_are_counted_by_its_trips(counter):
 
     made = jax.jit(chain).lower(jnp.zeros((8, 16)), jnp.zeros((16, 16)), jnp.int32(0)).compile()
     program, operations = counter("hlo").parse(made.as_text()), counter("account").operations
-    walked = counter("walk").walk(program, {"count": np.asarray(3, np.int32)}, a_step=False)
+    walked = counter("walk").walk(program, {"count": np.asarray(3, np.int32)}, per_step=False)
     products = [visit.times * operations(program, visit.instruction, visit.computation) for visit in walked.visits]
     assert sum(products) == 3 * 2 * 8 * 16 * 16
     assert walked.syncs == 3 + 1
