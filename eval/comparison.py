@@ -21,8 +21,8 @@ from kvqjax.cache.artifacts import load_artifact
 from kvqjax.data.corpora import is_name, read
 from kvqjax.data.documents import Data, digest
 from kvqjax.data.tokens import TextLike, data_or_ids, in_halves, token_ids
-from kvqjax.eval.measure_perplexity import perplexity
-from kvqjax.eval.stamp import CONTEXT, ledger_of, stamp, stamp_line
+from kvqjax.eval.stamp import CONTEXT, Bar, ledger_of, silent, stamp, stamp_line
+from kvqjax.eval.windows import perplexity
 from kvqjax.methods import Method, MethodLike
 from kvqjax.methods.registry import parse_all
 from kvqjax.model.loading import Model, load
@@ -33,12 +33,6 @@ COMPARED = ("exact", *(f"{name}:bits={b}" for name in ("uniform", "kivi", "kvqua
 LEARNT = 64 * 1024  # words of our own text that are enough for every method's recipe
 MOST_SEED = 2**32 - 1  # what numpy takes
 LONGEST_WINDOW = 1024  # tokens, where none are named and the model has as many positions
-
-Bar = Callable[[str], Callable[[float], None]]
-
-
-def _silent(label: str) -> Callable[[float], None]:
-    return lambda fraction: None
 
 
 def artifact_folder() -> Path:
@@ -186,7 +180,7 @@ def compare(
     sequences: int | None = None,
     store: str | Path | None = None,
     kernels: str = "auto",
-    bar: Bar = _silent,
+    bar: Bar = silent,
 ) -> Table:
     """Compare several caches on one text: bits, bytes, perplexity, KL divergence from the exact cache, and the share of
     positions at which both put the same token first. `kvqjax eval compare` gives the same rows.

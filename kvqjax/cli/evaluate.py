@@ -60,8 +60,7 @@ def ppl(
     context: Context = CONTEXT,
 ) -> Job:
     """Measure perplexity, KL divergence from the exact cache, and how often both put the same token first."""
-    from kvqjax.eval.measure_perplexity import check_mode, perplexity
-    from kvqjax.eval.windows import style
+    from kvqjax.eval.windows import check_mode, perplexity, style
     from kvqjax.eval.windows import windows as cut
 
     length = style(windows).length if window is None else window
@@ -127,7 +126,7 @@ def drift(
     bins: Annotated[int, number(help="how many spans of steps are reported")] = 8,
 ) -> Job:
     """Measure how the KL divergence from the exact cache grows with the number of decoding steps."""
-    from kvqjax.eval.measure_drift import drift as run
+    from kvqjax.eval.windows import drift as run
     from kvqjax.eval.windows import windows
 
     ids, about = _encoded(loaded, data, tokens, field=field, split=split, folder=folder, seed=seed)

@@ -68,7 +68,7 @@ def tune(
     The search uses the first half of the text; the report is made on the second half. If the command is stopped, the
     same command continues."""
     from kvqjax.eval.tune import Settings
-    from kvqjax.eval.tune.estimate import estimated
+    from kvqjax.eval.tune.run import estimated
 
     settings = Settings(context=context, window=window, chunk=chunk, batch=batch, seed=seed)
     if estimate:
@@ -117,7 +117,7 @@ def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str 
     """The model, on a mesh that any candidate's cache can be dealt over."""
     from kvqjax.cli.common import open_model
     from kvqjax.eval.tune.candidates import named, sorted_out
-    from kvqjax.eval.tune.trial import choice_of
+    from kvqjax.eval.tune.trials import choice_of
     from kvqjax.model.hf_config import read_config
     from kvqjax.model.loading import locate
 
