@@ -90,8 +90,7 @@ class Comparison:
 
     def ready(self, methods: Sequence[Method], folders: Sequence[Path], bar: Bar) -> list[tuple[Model, Method]]:
         """Pair every method with a model that holds its constants, and calibrate those that `folders` do not bring."""
-        from kvqjax.calibrate import learns
-        from kvqjax.calibrate.ready import with_constants
+        from kvqjax.calibrate import learns, with_constants
 
         calibrated = {load_artifact(path).method for path in folders}
         missing = [method for method in methods if method not in calibrated and learns(method, self.model.config)]

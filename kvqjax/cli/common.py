@@ -183,7 +183,7 @@ def open_model(
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
     """Pair every --cache with a model that holds its constants, from its --artifact where it needs one."""
-    from kvqjax.calibrate.ready import with_constants
+    from kvqjax.calibrate import with_constants
 
     return with_constants(model, methods, folders)
 

@@ -16,7 +16,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache import runs_of, whole_body
 from kvqjax.calibrate import rotation as fitting
-from kvqjax.calibrate.fisher import activations
+from kvqjax.calibrate.activations import activations
 from kvqjax.codecs import Exact
 from kvqjax.methods import KeysAndValues, Method
 from kvqjax.methods import rotation as rotations
