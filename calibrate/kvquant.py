@@ -198,7 +198,7 @@ class _Task:
     rope: str
 
     @property
-    def kept(self) -> int:
+    def entries(self) -> int:
         """Entries of a channel that pass 1 sees."""
         skipped = 0 if self.recipe.sinks_in_thresholds else self.sinks
         return self.data.count * (self.data.length - skipped)
@@ -230,7 +230,7 @@ def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
 
 def _fresh_state(task: _Task) -> dict[str, Any]:
     shape = task.data.shape
-    r = max(rank(task.kept, pair[0].outliers) for pair in task.specs if pair)
+    r = max(rank(task.entries, pair[0].outliers) for pair in task.specs if pair)
     extremes = empty_extremes(shape.num_layers, shape.kv_width, r)
     shapes = [_tally_shape(run.count) if pair else {} for run, pair in zip(task.runs, task.specs, strict=True)]
     return {"done": np.int64(0), "extremes": extremes, "tallies": shapes}
@@ -245,7 +245,7 @@ def _tally_shape(layers: int) -> Tally:
 def _bounds(task: _Task, run: RunLayout, pair: tuple[Nuq, Nuq], extremes) -> dict:
     """Key thresholds of one run, [L_run, W]."""
     of_run = jax.tree.map(lambda a: a[run.first : run.first + run.count], extremes)
-    upper, lower = thresholds(of_run, task.kept, pair[0].outliers)
+    upper, lower = thresholds(of_run, task.entries, pair[0].outliers)
     return {"upper": upper, "lower": lower}
 
 

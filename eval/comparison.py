@@ -95,11 +95,11 @@ class Comparison:
         calibrated = {load_artifact(path).method for path in folders}
         missing = [method for method in methods if method not in calibrated and learns(method, self.model.config)]
         read = self.learnt.text if isinstance(self.learnt, Data) else self.learnt.tobytes().hex()
-        kept = [kept_path(self.store, self.model, method, read, self.sequences) for method in missing]
-        for path, method in zip(kept, missing, strict=True):
+        stored = [kept_path(self.store, self.model, method, read, self.sequences) for method in missing]
+        for path, method in zip(stored, missing, strict=True):
             update = bar(f"calibrating {method}")
             _calibrate_once(path, self.model, method, self.learnt, self.sequences, update)
-        return with_constants(self.model, methods, [*folders, *kept])
+        return with_constants(self.model, methods, [*folders, *stored])
 
     def row(self, model: Model, method: Method, kernels: str, progress: Callable[[float], None]) -> Row:
         """The figures of one cache. `model` holds the method's constants."""

@@ -199,14 +199,14 @@ def fast_enough(
 
     exact = seconds(parse("exact"))
     ratios = {str(method): seconds(method) / exact for method in methods}
-    kept = [method for method in methods if ratios[str(method)] <= slowdown]
-    if not kept:
+    fast = [method for method in methods if ratios[str(method)] <= slowdown]
+    if not fast:
         least = min(ratios.values())
         raise UserError(
             f"on {device} no method's decode step is estimated at {slowdown:g} times the exact cache's or less; the "
             f"fastest takes {least:.3g} times as long"
         )
-    return kept, ratios
+    return fast, ratios
 
 
 def layer_bytes(model: Model, candidates: Candidates, context: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.data.corpora import halves
+from kvqjax.data.tokens import halves
 from kvqjax.eval import windows
 from kvqjax.eval.comparison import artifact_folder, kept_path
 from kvqjax.eval.labels import new_figure, spread
