@@ -48,7 +48,7 @@ PEAK_RATE = 2e-3  # Adam's, at the start of a cosine schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """`damping` of the ridge, on `centred` moments or as released (see `moments.ridge`); the last `held_out` share of
+    """`damping` of the ridge, on `centred` moments or as released (see `ridge`); the last `held_out` share of
     the sequences only measures. `body_only` leaves out what the cache keeps exact (sinks, window). `clean` fits on the
     exact layer below (the paper's quantiser-agnostic ablation)."""
 

@@ -18,9 +18,6 @@ from kvqjax.model.loading import Model
 
 __all__ = ["CORPORA", "GSM8K", "Source", "find", "is_name", "read", "read_text", "records"]
 
-_C4 = "c4-validation.00000-of-00008.json"
-_C4_DOCUMENTS = 1100  # of the first validation shard, as GPTQ joins them
-
 # --- Published data sets: a folder in their official format, or the hub, through `datasets`
 
 
@@ -67,6 +64,9 @@ def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
         raise UserError(f"{folder}: {names} is not there; get it from {source.where} and put it there")
     yield from (record.value for record in read_records(path, lambda names, where: names))
 
+
+_C4 = "c4-validation.00000-of-00008.json"
+_C4_DOCUMENTS = 1100  # of the first validation shard, as GPTQ joins them
 
 WIKITEXT2 = Source(
     "wikitext2",
