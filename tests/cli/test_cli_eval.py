@@ -10,8 +10,8 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.data.corpora import halves
-from kvqjax.eval import measure_perplexity
+from kvqjax.data.tokens import halves
+from kvqjax.eval import windows
 from kvqjax.eval.comparison import artifact_folder, kept_path
 from kvqjax.eval.labels import new_figure, spread
 from kvqjax.eval.plots import PLOTS, draw, series, title_of
@@ -70,7 +70,7 @@ def test_every_mode_with_every_chunk(call, monkeypatch):
     def row(model, ids, method, *, mode, chunk, **options):
         return {"cache": str(method), "mode": mode, "chunk": chunk, "windows": options["cut"], "bits_stored": 16.0}
 
-    monkeypatch.setattr(measure_perplexity, "perplexity", row)
+    monkeypatch.setattr(windows, "perplexity", row)
     words = ["--mode", "loop", "--mode", "prefill", "--chunk", "1", "--chunk", "512", "--windows", "aqua", "--json"]
     code, out, err = call("eval", "ppl", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", *words)
     assert code == 0, err

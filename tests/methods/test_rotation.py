@@ -17,7 +17,7 @@ import kvqjax as kvq
 from kvqjax.cache import runs_of
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.calibrate import rotation as fitting
-from kvqjax.calibrate.fisher import activations
+from kvqjax.calibrate.activations import activations
 from kvqjax.codecs import Exact
 from kvqjax.methods import KeysAndValues, Method
 from kvqjax.methods import rotation as rotations

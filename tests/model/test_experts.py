@@ -17,7 +17,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.calibrate import needed
 from kvqjax.calibrate.xquant import prepared
-from kvqjax.eval.measure_perplexity import perplexity
+from kvqjax.eval.windows import perplexity
 from kvqjax.model import decoder, experts, weight_trees
 from kvqjax.model.config import ExpertConfig
 from kvqjax.model.experts import Row, Rows
