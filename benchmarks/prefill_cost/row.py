@@ -15,8 +15,8 @@ from benchmarks.step_cost.row import Row as Step
 from benchmarks.step_cost.row import about
 from kvqjax.hardware.aot import lower_chunk, lower_prompt
 from kvqjax.methods import parse as parse_method
-from kvqjax.model.catalogue import config_of
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.loading import config_of
 
 
 class Row(NamedTuple):

@@ -16,8 +16,8 @@ from kvqjax.cache import CacheLayout
 from kvqjax.cache.reach import reach_for
 from kvqjax.hardware.aot import lower_decode
 from kvqjax.methods import parse as parse_method
-from kvqjax.model.catalogue import config_of
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.loading import config_of
 
 CHIPS = ("h100", "h200", "a100-80", "v6e", "v5e", "v7x")
 SAME = {"h200": "h100"}  # chips whose programs are compiled as another's

@@ -25,7 +25,7 @@ from kvqjax.cli.evaluate import Chunk, Context
 from kvqjax.cli.progress import announce, duration, progress_bar
 from kvqjax.cli.tables import show
 from kvqjax.hardware.devices import DEVICES
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 
 __all__ = ["tune"]
 

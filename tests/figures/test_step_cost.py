@@ -254,7 +254,7 @@ def test_shares_of_a_schedules_slots(counter):
 @pytest.mark.parametrize(("context", "milliseconds"), [(8192, 4.80), (32768, 5.76), (131072, 9.61)])
 def test_bound(counter, context, milliseconds):
     """Llama-3.1-8B on an h100: 7.504 billion weights that are read, 65 536 keys and values a token, 3.35 TB/s."""
-    config = importlib.import_module("kvqjax.model.catalogue").config_of("llama-3.1-8b")
+    config = importlib.import_module("kvqjax.model.loading").config_of("llama-3.1-8b")
     bounds = counter("bound")
     found = bounds.bound(config, [context])
     assert found.attention == context * 65536 * 2
