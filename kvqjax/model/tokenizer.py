@@ -31,8 +31,10 @@ LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 # Models whose tokenizer.json transformers takes as it is, whatever class the folder names.
 AS_STORED = ("mistral", "mistral3", "ministral", "ministral3", "mixtral")
+# Classes that take tokenizer.json as it is. The first one stands for all of them.
 PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
+# How transformers splits a text for Qwen's tokenizers.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -49,7 +51,13 @@ FULL_OPTIONS = frozenset({
 
 
 class _Parts(NamedTuple):
-    """What `Tokenizer` is made of. named: special tokens by their names; template: the chat template, or None."""
+    """What `Tokenizer` is made of.
+
+    Attributes:
+        backend: the tokenizer of the `tokenizers` library.
+        named: special tokens by their names.
+        template: the chat template, or None.
+    """
 
     backend: Any
     named: dict[str, str]
@@ -107,16 +115,21 @@ def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
     split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
     wanted = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
     model = stored.get("model", {})
-    plain = not any(model.get(key) for key in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges"))
-    affixes = not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
-    prefix = [part.get("add_prefix_space") for part in (stored.get("pre_tokenizer") or {}).get("pretokenizers", [])]
+    unwanted = (
+        "dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges",
+        "continuing_subword_prefix", "end_of_word_suffix",
+    )  # fmt: skip
+    steps = (stored.get("pre_tokenizer") or {}).get("pretokenizers", [])
+    prefixes = [step.get("add_prefix_space") for step in steps]
     return (
-        model.get("type") == "BPE" and plain and affixes and not any(prefix)
+        model.get("type") == "BPE"
+        and not any(model.get(key) for key in unwanted)
+        and not any(prefixes)
         and not settings.get("add_prefix_space")
         and stored.get("normalizer") == {"type": "NFC"}
         and _without_defaults(stored.get("pre_tokenizer")) == wanted
         and (stored.get("decoder") or {}).get("type") == "ByteLevel"
-    )  # fmt: skip
+    )
 
 
 def _build_llama(backend: Any, stored: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -364,8 +377,9 @@ class Tokenizer:
         Returns:
             `input_ids` and `attention_mask`, of each text for a list.
         """
-        simple = isinstance(text, str) or (isinstance(text, list) and all(isinstance(item, str) for item in text))
-        if self._substitute is not None or arguments or options or not simple:
+        texts = [text] if isinstance(text, str) else text
+        readable = isinstance(texts, list) and all(isinstance(item, str) for item in texts)
+        if self._substitute is not None or arguments or options or not readable:
             return self._take_substitute()(text, *arguments, add_special_tokens=add_special_tokens, **options)
         if isinstance(text, list):
             ids = [item.ids for item in self._parts.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
@@ -455,9 +469,10 @@ class Tokenizer:
             UserError: for a conversation that the template refuses.
         """
         messages = conversation if isinstance(conversation, list) else None
-        simple = bool(messages) and all(type(message) is dict for message in messages or ())
-        simple = simple and _is_plain(messages) and _is_plain(options) and not FULL_OPTIONS & options.keys()
-        if self._substitute is not None or not simple or not isinstance(self.chat_template, str):
+        readable = bool(messages) and all(type(message) is dict for message in messages or ())
+        readable = readable and _is_plain(messages) and _is_plain(options)
+        readable = readable and not FULL_OPTIONS & options.keys()
+        if self._substitute is not None or not readable or not isinstance(self.chat_template, str):
             options |= {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
             return self._take_substitute().apply_chat_template(conversation, return_dict=return_dict, **options)
         variables = self.special_tokens_map | options | {"add_generation_prompt": add_generation_prompt}
@@ -470,7 +485,10 @@ class Tokenizer:
 
 @functools.lru_cache(maxsize=8)
 def open_tokenizer(folder: str) -> Any:
-    """The tokenizer of a model's folder.
+    """Open the tokenizer of a model's folder.
+
+    Args:
+        folder: the folder.
 
     Returns:
         A `Tokenizer`, or transformers' own where the folder needs it.
