@@ -18,7 +18,7 @@ from kvqjax.hardware.aot import compile_decode
 from kvqjax.hardware.chips import slice_of, target_name
 from kvqjax.hardware.planner import DEVICES, GIB, plan_memory
 from kvqjax.methods import parse
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.mesh_size import MeshSize
 
 RECORD = Path(__file__).parent / "records" / "compiled_plans.json"

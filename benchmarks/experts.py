@@ -28,8 +28,8 @@ from jaxtyping import Array, Float, Int
 from benchmarks.compiled_cost import tpu
 from benchmarks.compiled_cost.case import CHIPS, Case, measure
 from kvqjax.model import experts
-from kvqjax.model.catalogue import config_of
 from kvqjax.model.hf_config import config_to_hf
+from kvqjax.model.loading import config_of
 
 MODEL, LAYERS, CONTEXT = "qwen3-30b-a3b", 4, 4096
 MANY = 64  # rows from which on they are a chunk of one prompt
@@ -45,7 +45,7 @@ def grouped(weights: dict, x: Float[Array, "N E"], chosen: Int[Array, "N k"]) ->
     pairs = chosen.reshape(-1)
     order = jnp.argsort(pairs)
     sizes = (pairs[:, None] == jnp.arange(held)[None]).sum(0, dtype=jnp.int32)
-    gate, up, down = (weights[name].whole() for name in experts.BY_EXPERT)
+    gate, up, down = (weights[name].read() for name in experts.BY_EXPERT)
     rows = x[order // k]
     inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
     out = jax.lax.ragged_dot(inner, down, sizes)

@@ -41,8 +41,7 @@ from kvqjax.eval.tune.measure import divergence
 from kvqjax.eval.tune.report import line_at
 from kvqjax.eval.tune.run import estimated
 from kvqjax.methods import parse
-from kvqjax.model.catalogue import config_of
-from kvqjax.model.loading import load
+from kvqjax.model.loading import config_of, load
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "tune.json"

@@ -22,8 +22,8 @@ from kvqjax.cache.accounting import array_bytes
 from kvqjax.hardware.aot import layout_for, lower_chunk, lower_decode, lower_prompt
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import parse as parse_method
-from kvqjax.model.catalogue import config_of
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.loading import config_of
 
 CHIPS = ("h100", "h200", "a100-80", "l4", "t4", "v6e", "v5e", "v7x")
 

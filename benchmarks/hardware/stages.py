@@ -120,7 +120,7 @@ def _ceiling(sizes: Sizes) -> Iterator[Item]:
 
 
 def _geometry(sizes: Sizes) -> ModelConfig:
-    from kvqjax.model.catalogue import config_of
+    from kvqjax.model.loading import config_of
 
     return config_of(sizes.model) if isinstance(sizes.model, str) else sizes.model
 

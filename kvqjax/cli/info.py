@@ -15,7 +15,7 @@ from kvqjax.cli.common import Json, ModelName
 from kvqjax.cli.output import show
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import METHODS
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.mesh_size import MeshSize
 
 __all__ = ["inspect", "methods"]

@@ -34,9 +34,8 @@ from kvqjax.eval.tune.report import commands, write_report
 from kvqjax.eval.tune.run import estimated
 from kvqjax.eval.tune.trials import choice_of
 from kvqjax.hardware.devices import DEVICES
-from kvqjax.model.catalogue import config_of
 from kvqjax.model.hf_config import read_config
-from kvqjax.model.loading import Model, locate
+from kvqjax.model.loading import Model, config_of, locate
 
 __all__ = ["tune"]
 

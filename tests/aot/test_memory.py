@@ -13,7 +13,7 @@ from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments, lower_prompt
 from kvqjax.hardware.chips import chip_devices
 from kvqjax.hardware.planner import ALONE, GIB
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.sharding import rules_for
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def check(compiled, cache, limit: float) -> None:
         ("v5p", "commvq:bits=1", 2, 65536, 0.25, "packed_attention_commvq_k6v1"),
         ("v6e", "higgs:bits=2", 2, 65536, 0.25, "packed_attention_higgs_k4v4"),
         ("v6e", "xquant:bits=2", 2, 65536, 0.25, "packed_attention_latents_k2v2"),
-        # Matrices lie as they are multiplied (kvqjax/model/weight_tiles.py): laid out anew at a call they took 14 GiB.
+        # Matrices lie as they are multiplied (kvqjax/model/weight_trees.py): laid out anew at a call they took 14 GiB.
         ("v7x", "exact", 1, 32768, 0.02, None),
         ("v7x", "kivi:bits=2,group=128", 8, 32768, 0.02, "packed_attention_k2v2"),
         # The carry: one layer's keys and values, 0.25 GiB

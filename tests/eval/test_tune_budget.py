@@ -15,7 +15,7 @@ from kvqjax.eval.tune.candidates import fast_enough
 from kvqjax.eval.tune.report import line_at
 from kvqjax.eval.tune.run import estimated
 from kvqjax.eval.tune.search import Budget, read_budget
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from tiny import tiny
 
 from kvqjax.hardware.planner import DEVICES
 from kvqjax.hardware.prompts import REACHED, estimated_seconds, prompt_operations
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from kvqjax.cache import runs_of
 from kvqjax.generation.loop import STRIDE, decode_steps
 from kvqjax.hardware.aot import decode_arguments, layout_for
 from kvqjax.hardware.planner import ALONE
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.pallas_kernels.reference import at_once
 from kvqjax.parallel.sharding import rules_for
 

@@ -10,8 +10,8 @@ from commands import run
 import kvqjax as kvq
 from kvqjax.hardware.devices import DEVICES, GIB, find_device, program_share
 from kvqjax.hardware.planner import plan_memory
-from kvqjax.model.catalogue import config_of
 from kvqjax.model.config import ModelConfig, RopeConfig
+from kvqjax.model.loading import config_of
 from kvqjax.model.weight_codes import CodedWeight, code_weight
 from kvqjax.model.weight_trees import init_params
 from kvqjax.parallel.mesh_size import MeshSize

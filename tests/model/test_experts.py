@@ -20,8 +20,8 @@ from kvqjax.calibrate.xquant import prepared
 from kvqjax.eval.windows import perplexity
 from kvqjax.model import decoder, experts, weight_trees
 from kvqjax.model.config import ExpertConfig
-from kvqjax.model.experts import Row, Rows
 from kvqjax.model.weight_codes import code_weight
+from kvqjax.model.weight_trees import Row, Rows
 
 SPARSE = ExpertConfig(count=8, per_token=2, width=24, shared_width=16)
 MIXED = dataclasses.replace(SPARSE, dense_layers=(1,), normalised=False)
@@ -73,7 +73,7 @@ def test_ways_of_computing_agree(count):
     """The loop over tiles, that of CPUs and TPUs, and the products without a loop, that of GPUs."""
     weights = decoder.layer(mixed().params, 0)
     x = jax.random.normal(jax.random.key(0), (count, 32))
-    chosen, _ = experts.route(x, weights["router"].whole(), mixed().config)
+    chosen, _ = experts.route(x, weights["router"].read(), mixed().config)
     wanted = jax.jit(functools.partial(experts._in_turn, alone=True))(weights, x, chosen)
     np.testing.assert_allclose(jax.jit(experts._at_once)(weights, x, chosen), wanted, rtol=0, atol=1e-5)
     elsewhere = jnp.where(chosen < 4, chosen, 8)  # of another device
@@ -83,7 +83,7 @@ def test_ways_of_computing_agree(count):
 
 def test_ties_go_to_the_expert_with_the_lower_number():
     model = mixed()
-    router = decoder.layer(model.params, 0)["router"].whole()
+    router = decoder.layer(model.params, 0)["router"].read()
     twins = jnp.concatenate([router[:, :2]] * 4, axis=1)  # experts 0, 2, 4, 6 score alike, and 1, 3, 5, 7
     chosen, shares = experts.route(jax.random.normal(jax.random.key(0), (50, 32)), twins, model.config)
     assert {tuple(row) for row in np.asarray(chosen).tolist()} == {(0, 2), (1, 3)}
