@@ -6,7 +6,7 @@ from compiled_cost.hlo import Computation, parse
 from schedule import estimate
 
 from kvqjax.cache import at_layer
-from kvqjax.cache.readers import attend_body
+from kvqjax.cache.attention import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 
 

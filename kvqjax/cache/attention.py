@@ -6,19 +6,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax.cache.eviction import Received, received
-from kvqjax.cache.readers import ask_of, attend_body
-from kvqjax.cache.readers.blocks import body_blocks
-from kvqjax.cache.readers.kernel import attend_with_recent
-from kvqjax.cache.readers.reader import Carry
-from kvqjax.cache.readers.tiles import SPLASH_KINDS, attend_segment
-from kvqjax.cache.reading import takes_recent
+from kvqjax.cache.readers.blocks import attend_by_blocks, body_blocks
+from kvqjax.cache.readers.decoded import attend_decoded
+from kvqjax.cache.readers.kernel import attend_by_kernel, attend_with_recent
+from kvqjax.cache.readers.reader import Attend, BodyCall, Carry
+from kvqjax.cache.readers.stored import attend_stored
+from kvqjax.cache.readers.tiles import SPLASH_KINDS, attend_in_tiles, attend_segment
+from kvqjax.cache.reading import Ask, reader_of, reader_without_kernel, shared_values, takes_recent
 from kvqjax.cache.recoding import recoded
 from kvqjax.cache.run_layout import MANY_QUERIES
 from kvqjax.cache.state import due
 from kvqjax.cache.view import LayerView, NewTokens, expanded, seen, side_by_side
 from kvqjax.ops.attention import Partial, ScoreOptions, merge, merge_over, segment_attention, total_lse, with_sinks
 
-__all__ = ["attend_exact", "attend_tokens", "received_by_tokens"]
+__all__ = ["attend_body", "attend_exact", "attend_tokens", "received_by_tokens"]
 
 
 def attend_tokens(
@@ -87,6 +88,47 @@ def attend_exact(
         sources, carry = recoded(view, tokens, sources, clock, flushed, carry)
         mask = mask & left
     return [*parts, part(sources, mask)], carry
+
+
+def _attend_without_kernel(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
+    return ATTEND[reader_without_kernel(call.ask)](call, carry)
+
+
+ATTEND: dict[str, Attend] = {
+    "kernel": lambda call, carry: attend_by_kernel(call, carry, _attend_without_kernel),
+    "stored": attend_stored,
+    "decoded": attend_decoded,
+    "tiles": attend_in_tiles,
+    "blocks": attend_by_blocks,
+}
+
+
+def ask_of(q, view: LayerView, tokens: NewTokens, softcap: float | None = None) -> Ask:
+    """Say what is known of a layer's attention to its body."""
+    dtype = next(iter(view.new.values())).dtype.name
+    return Ask(view.run, *q.shape[:2], evicted=tokens.stored is not None, softcap=softcap, dtype=dtype)
+
+
+def attend_body(
+    q, view: LayerView, tokens: NewTokens, carry: Carry, softcap: float | None = None
+) -> tuple[Partial, Carry]:
+    """Attend to the encoded tokens of one layer that lie here.
+
+    Args:
+        q: [B, T, H, D] queries with their rotation, and without the D^-1/2.
+        carry: What the layer below reconstructed of every body token, [B, slots_here, W] per name; this layer's takes
+            its place in what is returned."""
+    ask = ask_of(q, view, tokens, softcap)
+    shared = shared_values(ask)
+    frame = view.run.wiring.maps.frame
+    if frame is not None:  # once for all of the body, here and at the end
+        q = frame.queries(view.constants, q)
+    partial, carry = ATTEND[reader_of(ask)](BodyCall(ask, q, view, tokens, shared), carry)
+    if shared is not None:
+        partial = partial._replace(out=shared.finish(view.weights, view.constants, partial.out))
+    if frame is not None:
+        partial = partial._replace(out=frame.outputs(view.constants, partial.out))
+    return partial, carry
 
 
 def received_by_tokens(

@@ -17,10 +17,9 @@ import numpy as np
 
 from kvqjax._timing import alternating_seconds
 from kvqjax.cache.append import commit
-from kvqjax.cache.attention import attend_tokens
+from kvqjax.cache.attention import attend_body, attend_tokens
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.encoding import at_layer
-from kvqjax.cache.readers import attend_body
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, allocate_cache

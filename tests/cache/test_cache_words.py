@@ -11,7 +11,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
-from kvqjax.cache.readers import attend_body
+from kvqjax.cache.attention import attend_body
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.codecs import Exact
 

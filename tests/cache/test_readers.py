@@ -13,8 +13,8 @@ from cases import CASES, model_and_method, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax.cache import attention
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
-from kvqjax.cache.readers import body as reading_body
 from kvqjax.cache.readers.blocks import body_blocks
 from kvqjax.cache.reading import READERS, Ask, reader_of
 from kvqjax.cache.runs import runs_of
@@ -108,7 +108,7 @@ def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
     found = attend(*new)
     uncapped = attend(plain, *new[1:3], kvq.init_cache(plain, method, 2, 512, form=form))
     assert np.abs(np.asarray(found[0]) - np.asarray(uncapped[0])).max() > 1e-2
-    monkeypatch.setattr(reading_body, "ATTEND", dict.fromkeys(READERS, attend_densely))
+    monkeypatch.setattr(attention, "ATTEND", dict.fromkeys(READERS, attend_densely))
     for got, wanted in zip(found, attend(*new), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-5)
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvqjax.cache import CacheLayout, allocate_cache, at_layer, commit, runs_of
-from kvqjax.cache.attention import attend_exact
-from kvqjax.cache.readers import attend_body
+from kvqjax.cache.attention import attend_body, attend_exact
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.methods import METHODS, exact, kivi, parse, policy
 from kvqjax.model.config import ModelConfig
