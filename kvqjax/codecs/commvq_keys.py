@@ -69,7 +69,7 @@ class CommVQKeys:
         groups = width // (2 * self.pairs)
         bits = self.levels.bit_length() - 1
         fields = {
-            "codes": Field(kind="columns", width=2 * self.rounds * groups, bits=bits, role="payload"),
+            "codes": Field(kind="codes", form="columns", width=2 * self.rounds * groups, bits=bits, role="payload"),
             "prescale": Field(kind="token", width=1, role="scales", dtype=self.dtype),
         }
 
