@@ -29,10 +29,10 @@ __all__ = [
     "chosen",
     "convert",
     "cut_tokens",
+    "entry_index",
     "pieces",
     "placed",
-    "scatter_entries",
-    "scattered_entries",
+    "with_entries",
 ]
 
 Stored = tuple  # the arrays of one field: one for each plane set, else a single one
@@ -274,7 +274,7 @@ def placed(codes: Num[Array, "u W"], offset: Number, count: int) -> tuple[Num[Ar
     return put_at(blank, codes, (offset, 0)), (place >= offset) & (place < offset + len(codes))
 
 
-def scattered_entries(array: Array, layer: Number, place: Int[Array, " B"], lanes: bool) -> tuple:
+def entry_index(array: Array, layer: Number, place: Int[Array, " B"], lanes: bool) -> tuple:
     """Index one entry of every row, [B, W]. With `lanes` entries are on the last axis: then every number is one of its
     own, because XLA would turn an array whose scattered axes are not the first."""
     rows = jnp.arange(array.shape[1])
@@ -283,7 +283,7 @@ def scattered_entries(array: Array, layer: Number, place: Int[Array, " B"], lane
     return layer, rows[:, None], jnp.arange(array.shape[2])[None], place[:, None]
 
 
-def scatter_entries(
+def with_entries(
     array: Array,
     layer: Number,
     place: Int[Array, " B"],
@@ -293,6 +293,6 @@ def scatter_entries(
 ) -> Array:
     """Return `array` with one new entry of every wanted row."""
     place = jnp.where(wanted, place, array.shape[-1 if lanes else -2])  # beyond the end: dropped
-    return array.at[scattered_entries(array, layer, place, lanes)].set(
+    return array.at[entry_index(array, layer, place, lanes)].set(
         new, mode="drop", unique_indices=True, wrap_negative_indices=False
     )

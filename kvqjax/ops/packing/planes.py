@@ -17,10 +17,10 @@ from kvqjax.ops.packing.base import (
     WordPacking,
     chosen,
     cut_tokens,
+    entry_index,
     pieces,
     placed,
-    scatter_entries,
-    scattered_entries,
+    with_entries,
 )
 from kvqjax.ops.packing.words import FEW, PLANE, unpack
 from kvqjax.ops.xla import cut_at, floor_divide, kept_apart, modulo, put_at, row_major
@@ -107,13 +107,13 @@ class Planes(WordPacking):
     def scatter(self, stored, layer, slots, tile, wanted):
         lanes, arrays = self.axes[-1] == TOKENS, []
         for words, part, bits in self.by_set(stored, tile.astype(jnp.uint32)):
-            per = 1024 // bits
+            per = PLANE * 32 // bits
             place = jnp.asarray(floor_divide(slots, per) * PLANE + modulo(slots, PLANE))
             shift = jnp.asarray(floor_divide(modulo(slots, per), PLANE) * bits, jnp.uint32)[:, None]
             # Read in a kernel of its own, so that none reads the array that it writes in place.
-            old = kept_apart(words[scattered_entries(words, layer, place, lanes)])
+            old = kept_apart(words[entry_index(words, layer, place, lanes)])
             new = (old & ~(jnp.uint32((1 << bits) - 1) << shift)) | part << shift
-            arrays.append(scatter_entries(words, layer, place, new, wanted, lanes))
+            arrays.append(with_entries(words, layer, place, new, wanted, lanes))
         return tuple(arrays)
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.packing.base import CHANNELS, TOKENS, Packing, chosen, cut_tokens, scatter_entries
+from kvqjax.ops.packing.base import CHANNELS, TOKENS, Packing, chosen, cut_tokens, with_entries
 from kvqjax.ops.packing.words import from_bits, is_half, to_bits
 from kvqjax.ops.xla import cut_at, floor_divide, put_at, row_major
 
@@ -66,4 +66,4 @@ class Tokens(Rows):
 
     def scatter(self, stored, layer, slots, tile, wanted):
         numbers = to_bits(saturated(tile, self.dtype)).T
-        return (scatter_entries(stored[0], layer, slots, numbers, wanted, lanes=True),)
+        return (with_entries(stored[0], layer, slots, numbers, wanted, lanes=True),)
