@@ -17,7 +17,7 @@ from kvqjax.methods.wiring import Clock
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing import Stored
 from kvqjax.ops.packing.words import FEW, PLANE
-from kvqjax.ops.xla import cut_along, cut_at, given_to_gpus, modulo, row_major
+from kvqjax.ops.xla_workarounds import cut_along, cut_at, given_to_gpus, modulo, row_major
 
 __all__ = [
     "Schedule",

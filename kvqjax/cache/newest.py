@@ -4,7 +4,7 @@ import functools
 
 from kvqjax.cache.encoding import Schedule, at_layer, each_layer, store_fields
 from kvqjax.cache.run_layout import RunLayout
-from kvqjax.ops.xla import given_to_gpus, modulo
+from kvqjax.ops.xla_workarounds import given_to_gpus, modulo
 
 __all__ = ["are_written_at_once", "flush_newest"]
 

@@ -23,7 +23,7 @@ from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.methods.wiring import Clock
 from kvqjax.ops.packing import Stored
-from kvqjax.ops.xla import floor_divide, modulo
+from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 __all__ = [
     "Cache",

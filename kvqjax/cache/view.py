@@ -19,7 +19,7 @@ from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import FEW_QUERIES
 from kvqjax.ops.attention import visible
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import floor_divide, modulo
+from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 __all__ = [
     "BodyView",

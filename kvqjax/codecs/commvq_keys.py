@@ -25,7 +25,7 @@ from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "ungroup_pairs"]
 

@@ -31,7 +31,7 @@ from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.xla import kept_apart, rounded
+from kvqjax.ops.xla_workarounds import kept_apart, rounded
 
 __all__ = ["UNIT", "AquaLayer", "encode_source", "predictor_inputs", "reconstruct"]
 

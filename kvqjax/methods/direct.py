@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvqjax.ops.attention import Partial, capped
 from kvqjax.ops.packing.heads import HALF
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = [
     "FEW_QUERIES",

@@ -27,7 +27,7 @@ from kvqjax.methods.direct import Direct, Stored, by_plane, filled, in_planes, s
 from kvqjax.model.config import KVShape
 from kvqjax.ops.packing.heads import HALF, offset, tokens_per_row
 from kvqjax.ops.packing.words import from_bits
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["direct_form", "key_form", "value_form"]
 

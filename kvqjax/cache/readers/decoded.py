@@ -22,7 +22,7 @@ from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, summed
 from kvqjax.model.rope import Waves, back, steps, turned_back
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import (
+from kvqjax.ops.xla_workarounds import (
     cut_along,
     cut_at,
     depending_on,

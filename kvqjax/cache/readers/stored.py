@@ -14,7 +14,7 @@ from kvqjax.cache.reading import reads_by_heads
 from kvqjax.cache.view import body_view, packed_view, reached, seen
 from kvqjax.methods.direct import PIECE, attend_whole, scaled, slots_read
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.xla import cut_along
+from kvqjax.ops.xla_workarounds import cut_along
 from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.packed import PackedSpec
 

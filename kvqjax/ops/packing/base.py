@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
 from kvqjax.ops.packing.words import BLOCK, PLANE, split_bits
-from kvqjax.ops.xla import cut_at, floor_divide, put_at, row_major
+from kvqjax.ops.xla_workarounds import cut_at, floor_divide, put_at, row_major
 
 __all__ = [
     "CHANNELS",

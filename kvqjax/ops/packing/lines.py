@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, UInt
 
 from kvqjax.ops.packing.base import CHANNELS, TOKENS, WordPacking
-from kvqjax.ops.xla import cut_at, floor_divide, modulo, put_at, row_major
+from kvqjax.ops.xla_workarounds import cut_at, floor_divide, modulo, put_at, row_major
 
 __all__ = ["Lines", "unpack_lines", "words_shape"]
 

@@ -23,7 +23,7 @@ from kvqjax.ops.packing.base import (
     with_entries,
 )
 from kvqjax.ops.packing.words import FEW, PLANE, unpack
-from kvqjax.ops.xla import cut_at, floor_divide, kept_apart, modulo, put_at, row_major
+from kvqjax.ops.xla_workarounds import cut_at, floor_divide, kept_apart, modulo, put_at, row_major
 
 __all__ = ["Columns", "Planes"]
 

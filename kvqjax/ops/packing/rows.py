@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.packing.base import CHANNELS, TOKENS, Packing, chosen, cut_tokens, with_entries
 from kvqjax.ops.packing.words import from_bits, is_half, to_bits
-from kvqjax.ops.xla import cut_at, floor_divide, put_at, row_major
+from kvqjax.ops.xla_workarounds import cut_at, floor_divide, put_at, row_major
 
 __all__ = ["Rows", "Tokens"]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvqjax.ops.packing.base import CHANNELS, TOKENS
 from kvqjax.ops.packing.planes import Planes
 from kvqjax.ops.packing.words import PLANE
-from kvqjax.ops.xla import modulo
+from kvqjax.ops.xla_workarounds import modulo
 
 __all__ = ["Stripes"]
 
