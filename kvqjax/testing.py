@@ -28,7 +28,6 @@ from kvqjax.methods import MethodLike, parse
 from kvqjax.model import weight_trees
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
-from kvqjax.ops.allocation import logical_bits
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
@@ -85,7 +84,7 @@ def check_codec(spec: CodecSpec, width: int, constants: dict[str, Array] | None 
     both = decode(jax.tree.map(lambda *parts: jnp.stack(parts), *tiles))
     assert _equal(both, jnp.stack(single)), "decode: tiles with an axis in front come back otherwise than one by one"
     error, variance = float(((both.reshape(x.shape) - x) ** 2).mean()), float(x.var(0).mean())
-    bits = max(1.0, sum(logical_bits(f) for f in codec.fields.values() if f.role == "payload") / width)
+    bits = max(1.0, sum(f.packing.token_bits for f in codec.fields.values() if f.role == "payload") / width)
     # Codes of few bits may err by more than the variance, but not by more than a step of such codes between the least
     # and the greatest number. Twice the variance, because these vectors suit no codec in particular.
     step = float(x.max() - x.min()) / (2**bits - 1)

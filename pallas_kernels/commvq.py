@@ -16,7 +16,7 @@ __all__ = ["CommVQBody", "CommVQSpec", "decoding_matrix"]
 
 
 class CommVQBody(NamedTuple):
-    """The stored fields of one run of layers as `kvqjax.ops.layout` writes them, S slots. Words of key codes lie along
+    """The stored fields of one run of layers as `kvqjax.ops.packing` writes them, S slots. Words of key codes lie along
     the lanes in rows (round, A or B, head), one array per plane set; words of value bits along the rows. bfloat16
     numbers are the integers that hold their bits. `matrix` is from `decoding_matrix`; `positions` as in
     `PackedBody`."""

@@ -5,9 +5,9 @@ than to decode the codes anew for each of a few queries. The sums are written ou
 along another axis than the last.
 
 A word has P = 32/b codes, and S tokens are n stretches of 32. Keys come in lines, one array for each of the D/P words
-of a token's head; values in stripes, one array for each 32 words of a channel (`kvqjax.ops.layout`). XLA reads words of
-up to 8 codes where they are stored, and copies others array by array. Either way memory is read in the order in which
-it lies: a processor fetches ahead what follows, and waits for what it did not expect."""
+of a token's head; values in stripes, one array for each 32 words of a channel (`kvqjax.ops.packing.stripes`). XLA reads
+words of up to 8 codes where they are stored, and copies others array by array. Either way memory is read in the order
+in which it lies: a processor fetches ahead what follows, and waits for what it did not expect."""
 
 import functools
 import operator
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt
 
-from kvqjax.ops.layout import PLANE, split_bits
+from kvqjax.ops.packing.words import PLANE, split_bits
 
 __all__ = ["MOST", "scores", "weighted"]
 

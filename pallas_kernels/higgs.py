@@ -15,7 +15,7 @@ __all__ = ["HiggsBody", "HiggsSpec", "HiggsStored"]
 
 
 class HiggsStored(NamedTuple):
-    """The stored fields of one run of layers: V = K*D/2 codes of a token, packed as in `kvqjax.ops.layout`, one array
+    """The stored fields of one run of layers: V = K*D/2 codes of a token, in planes (`kvqjax.ops.packing`), one array
     per plane set; a scale per group, as the integer that holds its bits."""
 
     key_codes: tuple[UInt[Array, "L B _ V"], ...]

@@ -11,7 +11,7 @@ Uniform keys may be multiplied by factors of their token, one for all KV heads (
 values by factors per channel of every `key_group` tokens (KVarN).
 
 Keys may be stored before RoPE (`PackedSpec.rope`); the body then says where each stretch of tokens begins. The arrays
-are laid out as `kvqjax.ops.layout` writes them, all KV heads side by side: head h lies in lanes h*D to (h+1)*D - 1."""
+lie in planes (`kvqjax.ops.packing.planes`), all KV heads side by side: head h lies in lanes h*D to (h+1)*D - 1."""
 
 import dataclasses
 import math
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from kvqjax.ops import lines
-from kvqjax.ops.layout import slot_rows, split_bits
+from kvqjax.ops.packing import lines
+from kvqjax.ops.packing.words import slot_rows, split_bits
 
 __all__ = ["KINDS", "TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "family", "target_of"]
 
@@ -75,7 +75,7 @@ class Signposts(NamedTuple):
 class PackedBody(NamedTuple):
     """The stored fields of one run of layers; W = K*D lanes, S slots.
 
-    Codes of b bits have S*b/32 rows of words, one array per plane set (`kvqjax.ops.layout.split_bits`). Where the spec
+    Codes of b bits have S*b/32 rows of words, one array per plane set (`split_bits`). Where the spec
     is `striped`, keys are lines [L, B, K, S/32, D*b/32, 32] and values stripes [L, B, S/1024, W, 32*b]. Scales and
     minima have the dtype `scales` of the spec, 16-bit ones as the integers that hold their bits. Where `key_group` is
     0, those of keys are the layer's constants, [W] float32.
@@ -176,7 +176,7 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         for words, part in zip(codes, parts, strict=True):
             shape = (slots * part // 32, spec.width)
             if spec.striped:
-                keys = lines.shape(spec.kv_heads, spec.head_dim, part, slots)
+                keys = lines.words_shape(spec.kv_heads, spec.head_dim, part, slots)
                 shape = keys if name == "key" else (slots // 1024, spec.width, 32 * part)
             yield f"{name}_codes", words, (*lead, *shape)
     for name in ("key_scale", "key_low"):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from kvqjax.ops import lines
 from kvqjax.ops.attention import Partial, capped
-from kvqjax.ops.layout import PLANE, from_bits, split_bits, unpack
-from kvqjax.ops.xla import exp_in_loops, floor_divide, kept_apart, known_after, row_major
+from kvqjax.ops.packing.lines import unpack_lines
+from kvqjax.ops.packing.words import PLANE, from_bits, split_bits, unpack
+from kvqjax.ops.xla_workarounds import exp_in_loops, floor_divide, kept_apart, known_after, row_major
 from kvqjax.pallas_kernels import few_queries
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check, family
 
@@ -158,7 +158,7 @@ def _codes(words: tuple[UInt[Array, "B ..."], ...], bits: int, spec: PackedSpec)
 def _unpacked(words: UInt[Array, "B ..."], bits: int, spec: PackedSpec) -> UInt[Array, "B K S D"]:
     """Unpack the codes of one plane set, each head by itself, so that words are transposed and not codes."""
     if words.ndim == 5:  # lines
-        return lines.unpack(words, bits)
+        return unpack_lines(words, bits)
     plane = PLANE * bits if spec.striped else PLANE
     rows = words.swapaxes(2, 3).reshape(len(words), -1, spec.width) if spec.striped else words
     return unpack(rows.reshape(*rows.shape[:2], spec.kv_heads, -1).swapaxes(1, 2), bits, plane)

@@ -9,7 +9,6 @@ from cases import model_and_method
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
-from kvqjax.ops.layout import read
 
 CAPACITY = 512
 PAD = 200  # tokens of one append: one program for every chunk size
@@ -76,7 +75,9 @@ def _stored(body, layout, number: int):
 
     def one(source, name):
         field = run.wiring.storage.codecs[source].fields[name]
-        layers = [read(field, body[source][name], jnp.int32(i), jnp.int32(0), run.slots) for i in range(run.count)]
+        layers = [
+            field.packing.read(body[source][name], jnp.int32(i), jnp.int32(0), run.slots) for i in range(run.count)
+        ]
         x = jnp.stack(layers)
         return x.swapaxes(2, 3) if field.kind == "token" else x
 

@@ -18,7 +18,7 @@ SOURCES = {
     "attention.py": "attention",
     "large_tiles.py": "attention",
     "direct.py": "attention",
-    "head_major.py": "attention",
+    "heads.py": "attention",
     "pallas_kernels": "attention",
     "decoder.py": "weights",
 }

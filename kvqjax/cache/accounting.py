@@ -17,7 +17,7 @@ from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
-from kvqjax.ops.allocation import array_bytes, number_bits
+from kvqjax.ops.packing.words import array_bytes, number_bits
 
 __all__ = ["ROLES", "Entry", "Ledger", "array_bytes", "ledger"]
 

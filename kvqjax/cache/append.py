@@ -15,7 +15,7 @@ from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
 from kvqjax.ops.finite import found_finite, leading, saturated, zeroed
-from kvqjax.ops.xla import entering_after, modulo, row_major, rows_if
+from kvqjax.ops.xla_workarounds import entering_after, modulo, row_major, rows_if
 
 __all__ = ["commit", "flush_chain", "flush_layer", "remember"]
 

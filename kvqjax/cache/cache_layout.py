@@ -29,8 +29,8 @@ class CacheLayout:
     - `shape` of the model, `method`, `capacity` in tokens a row, and the `dtype` of sinks and window.
     - `layers`: those that cache alike are one stack ("scan"), or each is stored by itself ("unroll").
     - `form`: bodies are planes of words ("planes"), head by head where they can be ("heads",
-      kvqjax/ops/head_major.py), or planes but for uniform codes of long bodies, in lines and stripes for CPUs
-      ("stripes", kvqjax/ops/layout.py).
+      kvqjax/ops/packing/heads.py), or planes but for uniform codes of long bodies, in lines and stripes for CPUs
+      ("stripes", kvqjax/ops/packing/stripes.py).
     - `target`: the chip that programs on the cache are for (`kvqjax.pallas_kernels.packed.TARGETS`). `kernels` says
       which of its kernels may read the body.
     - `dealt`: over how many devices the body's blocks are dealt. Inside `shard_map`, `dealt_over` names their mesh

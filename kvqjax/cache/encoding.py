@@ -14,8 +14,10 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.methods.wiring import Clock
-from kvqjax.ops.layout import FEW, PLANE, Field, Stored, write
-from kvqjax.ops.xla import cut_along, cut_at, given_to_gpus, modulo, row_major
+from kvqjax.ops.layout import Field
+from kvqjax.ops.packing import Stored
+from kvqjax.ops.packing.words import FEW, PLANE
+from kvqjax.ops.xla_workarounds import cut_along, cut_at, given_to_gpus, modulo, row_major
 
 __all__ = [
     "Schedule",
@@ -109,7 +111,7 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
     the slot is taken modulo its length. Returns (body, reconstruction, carry)."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
     here, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
-    put = lambda field, stored, tile: write(field, stored, at, slot, tile, here)  # noqa: E731
+    put = lambda field, stored, tile: field.packing.write(stored, at, slot, tile, here)  # noqa: E731
     return store_fields(run, body, clock, payload, put), recon, carry
 
 

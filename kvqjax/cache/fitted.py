@@ -10,7 +10,7 @@ from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.model.rope import following
-from kvqjax.ops.layout import PLANE, split_bits
+from kvqjax.ops.packing.words import PLANE, split_bits
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
 from kvqjax.pallas_kernels.packed import PackedSpec, family
@@ -61,9 +61,8 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
         return wiring.having(fast={"direct": None})
 
     def by_head(codec):
-        wide = {n: f for n, f in codec.fields.items() if f.kind in ("codes", "plain")}
-        heads = {n: dataclasses.replace(f, heads=shape.num_kv_heads) for n, f in wide.items()}
-        return codec._replace(fields=codec.fields | heads)
+        fields = codec.fields.items()
+        return codec._replace(fields={n: f.by_head(shape.num_kv_heads) for n, f in fields})
 
     codecs = {name: by_head(codec) for name, codec in wiring.storage.codecs.items()}
     return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
@@ -86,7 +85,7 @@ def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
         return codec._replace(fields=codec.fields | {"codes": codes})
 
     codecs = wiring.storage.codecs
-    keys, values = stored(codecs["k"], kind="lines", heads=shape.num_kv_heads), stored(codecs["v"], kind="stripes")
+    keys, values = stored(codecs["k"], form="lines", heads=shape.num_kv_heads), stored(codecs["v"], form="stripes")
     codecs = codecs | {"k": keys, "v": values}
     packed = packed._replace(spec=dataclasses.replace(packed.spec, striped=True))
     return wiring.having(storage={"codecs": codecs}, fast={"packed": packed})

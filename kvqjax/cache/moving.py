@@ -3,7 +3,6 @@
 Nothing is decoded or encoded: codes, scales and vectors are unpacked from where they stand and packed where they
 belong, so that equal tokens keep equal words. What no row holds in the new arrays is undefined, as in every cache."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -13,8 +12,8 @@ from jaxtyping import Array, Int, Shaped
 
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.state import Run, ring_tokens
-from kvqjax.ops.allocation import allocate, spans_of
-from kvqjax.ops.layout import Field, Stored, is_half, read, write
+from kvqjax.ops.layout import Field
+from kvqjax.ops.packing import Packing, Stored
 
 __all__ = ["Tile", "moved_body", "moved_window", "padded_body", "stored_tile"]
 
@@ -23,14 +22,8 @@ MOST_AT_ONCE = 2048  # tokens of a row that are unpacked at a time: a few MB of 
 Number = Int[Array, ""] | int
 
 # tile(source, name, field, layer, row, token, size): body tokens `token` to `token + size - 1` of one row of one layer,
-# as `kvqjax.ops.layout.write` takes them.
+# as packings write them.
 Tile = Callable[[str, str, Field, Number, Number, Number, int], Array]
-
-
-def _as_bits(field: Field) -> Field:
-    """Let 16-bit numbers travel as the integers that hold their bits."""
-    unchanged = field.packed or field.heads or not is_half(field.dtype)
-    return field if unchanged else dataclasses.replace(field, dtype="uint16")
 
 
 def stored_tile(
@@ -39,22 +32,19 @@ def stored_tile(
     """Read `size` body tokens of one row of one layer from body token `token` on, which begins a group.
 
     Tokens that the row does not hold, below 0 and beyond the end too, come as whatever stands somewhere."""
-    field, stored = _as_bits(run.wiring.storage.codecs[source].fields[name]), state.body[source][name]
+    field, stored = run.wiring.storage.codecs[source].fields[name], state.body[source][name]
+    packing = field.packing.in_bits  # 16-bit numbers travel as the integers that hold their bits
     first = jnp.floor_divide(token, run.block)
     blocks = jnp.mod(first + jnp.arange(size // run.block + 1), run.slots // run.block)
     rows = jnp.broadcast_to(jnp.asarray(row, jnp.int32), blocks.shape)
-    span = spans_of(field, stored, run.slots, layer, rows, blocks * run.block, run.block)
-    tiles = read(field, span, 0, 0, run.block)
-    start = token - first * run.block
-    if field.kind == "token":
-        line = jnp.moveaxis(tiles, 0, 1).reshape(field.width, -1)
-        return jax.lax.dynamic_slice_in_dim(line, start, size, 1)
-    lines = tiles.reshape(-1, tiles.shape[-1])
-    return jax.lax.dynamic_slice_in_dim(lines, start // field.group, size // field.group, 0)
+    span = packing.spans(stored, run.slots, layer, rows, blocks * run.block, run.block)
+    tiles = packing.read(span, 0, 0, run.block)
+    return field.cut_tile(field.join_tiles(tiles), token - first * run.block, size)
 
 
 def _moved_field(run: RunLayout, field: Field, encoded: Int[Array, " B"], tile: Callable) -> Stored:
     """Write the field of all rows and layers, tile by tile in the order of slots, as far as the longest row reaches."""
+    packing = field.packing
     count, batch, blocks = run.count, encoded.shape[0], run.slots // run.block
     at_once = max(n for n in range(1, blocks + 1) if blocks % n == 0 and (n == 1 or n * run.block <= MOST_AT_ONCE))
     size = run.block * (1 if run.wraps else at_once)
@@ -69,9 +59,9 @@ def _moved_field(run: RunLayout, field: Field, encoded: Int[Array, " B"], tile: 
         if run.wraps:  # the newest block of the row that belongs here
             last = jnp.floor_divide(encoded[row] - 1, size)
             token = (last - jnp.mod(last - chunk, chunks)) * size
-        return write(_as_bits(field), out, (layer, row), chunk * size, tile(layer, row, token, size))
+        return packing.in_bits.write(out, (layer, row), chunk * size, tile(layer, row, token, size))
 
-    return jax.lax.fori_loop(0, needed * count * batch, put, allocate(field, (count, batch), run.slots))
+    return jax.lax.fori_loop(0, needed * count * batch, put, packing.allocate((count, batch), run.slots))
 
 
 def moved_body(run: RunLayout, encoded: tuple[Int[Array, " B"], ...], tile: Tile) -> dict:
@@ -92,21 +82,15 @@ def padded_body(old: RunLayout, new: RunLayout, body: dict) -> dict:
     dealt over. The fields must be stored alike."""
     devices = old.deal.parts
 
-    def resized(field: Field, x: Array) -> Array:
-        axis = x.ndim + field.slots_axis
-        shape = (*x.shape[:axis], devices, x.shape[axis] // devices, *x.shape[axis + 1 :])
-        wanted = shape[axis + 1] * new.slots // old.slots
-        x = x.reshape(shape)
-        if wanted < shape[axis + 1]:
-            x = jax.lax.slice_in_dim(x, 0, wanted, axis=axis + 1)
-        else:
-            more = (*shape[: axis + 1], wanted - shape[axis + 1], *shape[axis + 2 :])
-            x = jnp.concatenate([x, jnp.zeros(more, x.dtype)], axis + 1)
-        return x.reshape(*shape[:axis], devices * wanted, *shape[axis + 2 :])
+    def resized(packing: Packing, x: Array) -> Array:
+        axis = packing.token_axis
+        shares = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
+        resize = jax.vmap(lambda x: packing.resized((x,), old.slots, new.slots)[0], axis, axis)
+        return resize(shares).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def fields_of(source: str, fields: dict) -> dict:
         about = old.wiring.storage.codecs[source].fields
-        return {name: tuple(resized(about[name], x) for x in stored) for name, stored in fields.items()}
+        return {name: tuple(resized(about[name].packing, x) for x in stored) for name, stored in fields.items()}
 
     return {source: fields_of(source, fields) for source, fields in body.items()}
 

@@ -240,10 +240,7 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
             if not shift:
                 return behind
             ahead = stored_tile(first, before, source, name, layer, row, token, size)
-            if field.kind == "token":
-                return jnp.where((token + jnp.arange(size) < shift)[None], ahead, behind)
-            tokens = token + jnp.arange(0, size, field.group)
-            return jnp.where((tokens < shift)[:, None], ahead, behind)
+            return field.choose(token + jnp.arange(size) < shift, ahead, behind)
 
         flushed = tuple(count + shift // clock.unit for count, clock in zip(after.flushed, clocks, strict=True))
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))

@@ -49,7 +49,7 @@ def _run(old: RunLayout, new: RunLayout, state: Run) -> Run:
         for source in clock.sources if state.body else ():
             fields = old.wiring.storage.codecs[source].fields
             body[source] = {
-                name: tuple(_moved(old, new, flushed * clock.unit, x, x.ndim + fields[name].slots_axis) for x in part)
+                name: tuple(_moved(old, new, flushed * clock.unit, x, fields[name].packing.token_axis) for x in part)
                 for name, part in state.body[source].items()
             }
     return dataclasses.replace(state, body=body)

@@ -14,7 +14,6 @@ from kvqjax.cache.moving import moved_body, moved_window, padded_body, stored_ti
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run
-from kvqjax.ops.allocation import allocate
 
 __all__ = ["check_means", "excess", "with_layout"]
 
@@ -89,7 +88,10 @@ def _body(old: RunLayout, new: RunLayout, state: Run, order: Int[Array, "B G"] |
         return {}
     if not old.slots:  # nothing is encoded yet
         lead, codecs = (new.count, state.flushed[0].shape[0]), new.wiring.storage.codecs.items()
-        return {source: {n: allocate(f, lead, new.slots) for n, f in codec.fields.items()} for source, codec in codecs}
+        return {
+            source: {n: f.packing.allocate(lead, new.slots) for n, f in codec.fields.items()}
+            for source, codec in codecs
+        }
     if _is_padded(old, new):
         return padded_body(old, new, state.body)
     if order is not None:
@@ -112,10 +114,7 @@ def _body_of_groups(old: RunLayout, new: RunLayout, state: Run, order: Int[Array
         def group(number):
             return stored_tile(old, state, source, name, layer, row, order[row, token // unit + number] * unit, unit)
 
-        groups_read = jax.vmap(group)(jnp.arange(size // unit))
-        if field.kind == "token":
-            return jnp.moveaxis(groups_read, 0, 1).reshape(field.width, -1)
-        return groups_read.reshape(-1, groups_read.shape[-1])
+        return field.join_tiles(jax.vmap(group)(jnp.arange(size // unit)))
 
     return moved_body(new, (jnp.full((order.shape[0],), new.slots, jnp.int32),), tile)
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
-from kvqjax.ops.xla import floor_divide, modulo
+from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 __all__ = ["AT_ONCE", "MANY_QUERIES", "MOST_ROWS", "Deal", "RunLayout", "few_block"]
 

@@ -13,7 +13,7 @@ from kvqjax.cache.run_layout import Deal, RunLayout
 from kvqjax.methods.spec import Method
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
-from kvqjax.ops.allocation import block_tokens
+from kvqjax.ops.layout import block_tokens
 from kvqjax.pallas_kernels.forms import SPLASH
 from kvqjax.pallas_kernels.packed import family
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from kvqjax.ops.allocation import array_bytes
+from kvqjax.ops.packing.words import array_bytes
 
 __all__ = ["arrays_text", "run_text"]
 

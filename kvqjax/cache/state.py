@@ -22,9 +22,8 @@ from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
 from kvqjax.methods.wiring import Clock
-from kvqjax.ops.allocation import allocate
-from kvqjax.ops.layout import Stored
-from kvqjax.ops.xla import floor_divide, modulo
+from kvqjax.ops.packing import Stored
+from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 __all__ = [
     "Cache",
@@ -93,7 +92,7 @@ def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
     lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     sinks = layout.method.sinks
     body = {
-        name: {f: allocate(field, lead, run.slots) for f, field in codec.fields.items()}
+        name: {f: field.packing.allocate(lead, run.slots) for f, field in codec.fields.items()}
         for name, codec in run.wiring.storage.codecs.items()
     }
     return Run(

@@ -19,8 +19,7 @@ from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import FEW_QUERIES
 from kvqjax.ops.attention import visible
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.layout import read
-from kvqjax.ops.xla import floor_divide, modulo
+from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 __all__ = [
     "BodyView",
@@ -107,7 +106,7 @@ def expanded(view: LayerView, sources: dict, positions):
 def payload_of(run: RunLayout, state: Run, layer, at, size: int) -> dict:
     """Read and unpack `size` tokens of every row of one layer, whole blocks."""
     return {
-        source: {name: read(f, state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
+        source: {name: f.packing.read(state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
         for source, codec in run.wiring.storage.codecs.items()
     }
 

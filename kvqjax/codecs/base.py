@@ -3,7 +3,7 @@
     spec (frozen, hashable) --build--> Codec(fields, unit, encode, decode)
 
 A tile is `[u, W]`: u tokens (a multiple of `unit`, the number of tokens the codec must see at once) of W channels.
-`encode(constants, x)` gives one entry per field, shaped as `kvqjax.ops.layout.write` takes it; `decode(constants,
+`encode(constants, x)` gives one entry per field, shaped as its kind says (kvqjax/ops/layout.py); `decode(constants,
 tile)` inverts it for any number of leading axes and any multiple of `unit` tokens. Constants are the calibrated arrays
 of one layer (codebooks, scales); codecs without calibration ignore them. Encoding is deterministic.
 """
@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 
-from kvqjax.ops.allocation import logical_bits
 from kvqjax.ops.layout import Field
 
 __all__ = ["Codec", "CodecSpec", "Fit", "bits_per_value"]
@@ -62,4 +61,4 @@ class CodecSpec(Protocol):
 def bits_per_value(codec: Codec) -> float:
     """Count stored bits per channel and token: codes, scales, minima and outliers, without sinks, window, padding or
     codebooks."""
-    return sum(logical_bits(field) for field in codec.fields.values()) / codec.width
+    return sum(field.packing.token_bits for field in codec.fields.values()) / codec.width

@@ -25,7 +25,7 @@ from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "ungroup_pairs"]
 
@@ -69,7 +69,7 @@ class CommVQKeys:
         groups = width // (2 * self.pairs)
         bits = self.levels.bit_length() - 1
         fields = {
-            "codes": Field(kind="columns", width=2 * self.rounds * groups, bits=bits, role="payload"),
+            "codes": Field(kind="codes", form="columns", width=2 * self.rounds * groups, bits=bits, role="payload"),
             "prescale": Field(kind="token", width=1, role="scales", dtype=self.dtype),
         }
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 from kvqjax.codecs.higgs_tpu import Plan
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["inverse"]
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["Plan", "inverse", "plan"]
 

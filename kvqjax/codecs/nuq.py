@@ -41,7 +41,8 @@ from kvqjax.codecs.nuq_range import channel_range, divisor, normalise_keys, stor
 from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
-from kvqjax.ops.layout import Field, slot_rows
+from kvqjax.ops.layout import Field
+from kvqjax.ops.packing.words import slot_rows
 from kvqjax.pallas_kernels.packed import PackedBody, Signposts
 
 __all__ = ["Nuq", "read_signposts", "signposts"]

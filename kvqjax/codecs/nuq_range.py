@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs.uniform import round_toward
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["channel_range", "divisor", "excess", "normalise_keys", "stored_range", "token_range"]
 

@@ -21,7 +21,6 @@ from kvqjax.kernel_checks.trial import SINKS, Candidate, Trial, by_kernel, candi
 from kvqjax.methods import exact, parse
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.layout import read
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.support import COMPILED, lookup, verified
 
@@ -124,7 +123,7 @@ def in_float64(trial: Trial, q: jax.Array) -> Partial:
     constants = run.wiring.maps.prepare(at_layer(trial.constants, 0))
     body = cache.runs[0].body
     payload = {
-        source: {name: read(field, body[source][name], 0, 0, run.slots) for name, field in codec.fields.items()}
+        source: {name: field.packing.read(body[source][name], 0, 0, run.slots) for name, field in codec.fields.items()}
         for source, codec in run.wiring.storage.codecs.items()
     }
     positions = jnp.broadcast_to(SINKS + jnp.arange(run.slots)[None], (cache.batch, run.slots))

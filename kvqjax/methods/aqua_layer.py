@@ -31,7 +31,7 @@ from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.xla import kept_apart, rounded
+from kvqjax.ops.xla_workarounds import kept_apart, rounded
 
 __all__ = ["UNIT", "AquaLayer", "encode_source", "predictor_inputs", "reconstruct"]
 
@@ -157,15 +157,7 @@ def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
     """Reshape a payload [B, ...] of n tokens to [B * n / unit, ...] tiles of `unit` tokens, the shapes that `encode`
     makes."""
 
-    def split(field: Field, x):
-        if field.kind == "token":  # [B, w, n]
-            x = x.reshape(*x.shape[:2], -1, unit).transpose(0, 2, 1, 3)
-        else:
-            rows = unit // field.group if field.kind == "group" else unit
-            x = x.reshape(x.shape[0], -1, rows, x.shape[2])
-        return x.reshape(-1, *x.shape[2:])
-
-    return {name: split(field, payload[name]) for name, field in codec.fields.items()}
+    return {name: field.split_tiles(payload[name], unit) for name, field in codec.fields.items()}
 
 
 def _aqua_wiring(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wiring:

@@ -14,7 +14,7 @@ from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Storage
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.xla import kept_apart, rounded
+from kvqjax.ops.xla_workarounds import kept_apart, rounded
 
 __all__ = ["ACCUMULATORS", "SPACES", "Difference", "cross_layer", "stored_accumulator"]
 

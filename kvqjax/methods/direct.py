@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvqjax.ops.attention import Partial, capped
-from kvqjax.ops.head_major import HALF
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.packing.heads import HALF
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = [
     "FEW_QUERIES",
@@ -58,7 +58,7 @@ class Direct(NamedTuple):
 
 
 def by_plane(x: Array, planes: int) -> list[Array]:
-    """Split [.., S] into `planes` arrays [.., S / planes], one for each plane of kvqjax/ops/head_major.py."""
+    """Split [.., S] into `planes` arrays [.., S / planes], one for each plane of kvqjax/ops/packing/heads.py."""
     if planes == 1:
         return [x]
     x = x.reshape(*x.shape[:-1], -1, planes, HALF)

@@ -1,5 +1,5 @@
-"""Read whole bodies at once, from fields stored head by head (kvqjax/ops/head_major.py): functions that make scores and
-sums of values for the `Direct` that kvqjax.methods.direct attends with.
+"""Read whole bodies at once, from fields stored head by head (kvqjax/ops/packing/heads.py): functions that make scores
+and sums of values for the `Direct` that kvqjax.methods.direct attends with.
 
     scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
                             k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
@@ -25,9 +25,9 @@ from kvqjax.codecs.kernel_form import ReadAtOnce
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.direct import Direct, Stored, by_plane, filled, in_planes, scored, scored_part, summed
 from kvqjax.model.config import KVShape
-from kvqjax.ops.head_major import HALF, offset, tokens_per_row
-from kvqjax.ops.layout import from_bits
-from kvqjax.ops.xla import kept_apart
+from kvqjax.ops.packing.heads import HALF, offset, tokens_per_row
+from kvqjax.ops.packing.words import from_bits
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["direct_form", "key_form", "value_form"]
 

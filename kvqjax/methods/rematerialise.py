@@ -12,8 +12,8 @@ from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Layer, heads, norm
 from kvqjax.model.rope import Waves, rotate
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.layout import PLANE
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.xla_workarounds import row_major
 
 __all__ = ["FIT", "attended", "input_width", "prefers_latents", "quantiser", "summed_first", "times"]
 

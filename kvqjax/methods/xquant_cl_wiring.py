@@ -24,7 +24,7 @@ from kvqjax.methods.spec import LayerSpec, Method, first_layers, method_factory
 from kvqjax.methods.wiring import Clock, Wiring
 from kvqjax.methods.xquant_wiring import LayerInput
 from kvqjax.model.config import KVShape
-from kvqjax.ops.layout import PLANE
+from kvqjax.ops.packing.words import PLANE
 
 __all__ = ["CrossLayer", "xquant_cl"]
 

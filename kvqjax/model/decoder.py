@@ -25,7 +25,7 @@ from kvqjax.model.experts import mix, mlp
 from kvqjax.model.rope import check_length, rotate
 from kvqjax.model.weight_trees import BY_EXPERT, Layer, Params, Row, Rows, is_unrolled, read_weight
 from kvqjax.ops.attention import segment_attention
-from kvqjax.ops.xla import row_major, times_matrix
+from kvqjax.ops.xla_workarounds import row_major, times_matrix
 
 __all__ = [
     "Projected",

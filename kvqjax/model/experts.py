@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import BY_EXPERT, Layer, read_weight
-from kvqjax.ops.xla import few_rows, times_matrix
+from kvqjax.ops.xla_workarounds import few_rows, times_matrix
 
 __all__ = ["mix", "mlp", "route"]
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, RopeConfig
-from kvqjax.ops.xla import made_once
+from kvqjax.ops.xla_workarounds import made_once
 
 __all__ = [
     "Waves",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.ops.xla import all_lanes, own_lanes, scores_of, sums_of
+from kvqjax.ops.xla_workarounds import all_lanes, head_lanes, scores_of, sums_of
 
 __all__ = [
     "Partial",
@@ -174,7 +174,7 @@ def _own_lanes(state: Running, heads: int, apart: bool) -> Running:
     split = lambda x: x.reshape(x.shape[0], heads, -1, *x.shape[3:])  # noqa: E731
     acc = split(state.acc)
     if apart:
-        acc = own_lanes(acc)
+        acc = head_lanes(acc)
     return Running(split(state.peak), split(state.total), acc)
 
 

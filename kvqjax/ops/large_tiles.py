@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvqjax.ops.attention import Partial, Running, finish, grouped
-from kvqjax.ops.xla import zeros_by
+from kvqjax.ops.xla_workarounds import zeros_by
 
 __all__ = ["tile_attention", "tiled_attention"]
 

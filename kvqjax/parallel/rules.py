@@ -16,6 +16,7 @@ from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.weight_trees import BY_EXPERT, is_unrolled
+from kvqjax.ops.packing.base import CHANNELS, TOKENS
 
 __all__ = ["Rules", "shares_heads"]
 
@@ -83,16 +84,11 @@ class Rules:
     def run(self, state: Run, plan: RunLayout) -> Run:
         """Specs of one run's arrays."""
         exact = PartitionSpec(None, self.batch, None, self.kv_heads)
-        lanes = PartitionSpec(None, self.batch, self.sequence, self.kv_heads)
-        tokens = PartitionSpec(None, self.batch, self.kv_heads, self.sequence)
-
-        by_head = PartitionSpec(None, self.batch, self.kv_heads, self.sequence, None)
-        stripes = PartitionSpec(None, self.batch, self.sequence, self.kv_heads, None)
-        of_kind = {"columns": tokens, "token": tokens, "stripes": stripes}
+        shared = {TOKENS: self.sequence, CHANNELS: self.kv_heads, None: None}
 
         def field(source: str, name: str, stored):
-            about = plan.wiring.storage.codecs[source].fields[name]
-            spec = by_head if about.heads else of_kind.get(about.kind, lanes)
+            axes = plan.wiring.storage.codecs[source].fields[name].packing.axes
+            spec = PartitionSpec(None, self.batch, *(shared[axis] for axis in axes))
             return tuple(spec for _ in stored)
 
         return Run(

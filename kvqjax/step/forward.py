@@ -15,7 +15,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import depending_on, of_two, unknown_zero
+from kvqjax.ops.xla_workarounds import depending_on, of_two, unknown_zero
 from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step
 from kvqjax.step.layer_step import attend_one, begin, check_capacity, first_flow
 

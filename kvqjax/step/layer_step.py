@@ -23,7 +23,7 @@ from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.model.decoder import Projected
 from kvqjax.ops.attention import ScoreOptions
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
-from kvqjax.ops.xla import row_major
+from kvqjax.ops.xla_workarounds import row_major
 
 __all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "slab"]
 

@@ -27,7 +27,7 @@ from kvqjax.model.decoder import Projected
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import ScoreOptions
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import depending_on
+from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import of_constants, on_parts
 from kvqjax.step.doors import check_numbers, kept_program, run_constants

@@ -19,7 +19,7 @@ from kvqjax.model import decoder
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.finite import leading
-from kvqjax.ops.xla import unknown_zero
+from kvqjax.ops.xla_workarounds import unknown_zero
 from kvqjax.step.doors import check_new_tokens, run_constants, run_step
 from kvqjax.step.forward import known_ids, last_logits
 from kvqjax.step.layer_step import check_capacity, slab

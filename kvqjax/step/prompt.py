@@ -21,7 +21,7 @@ from kvqjax.model.rope import rotate
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.attention import merge
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
-from kvqjax.ops.xla import filled_by, kept_apart, unknown_zero
+from kvqjax.ops.xla_workarounds import filled_by, kept_apart, unknown_zero
 from kvqjax.pallas_kernels import splash
 from kvqjax.step.prompt_attention import SCORES, Prompt, add_received, by_blocks, far, near, splashed
 

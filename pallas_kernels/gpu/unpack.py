@@ -1,6 +1,6 @@
 """Unpack words to bfloat16 codes in the registers of a Hopper warpgroup.
 
-A product takes 64 consecutive tokens: two neighbouring planes of a block (`kvqjax.ops.layout`). A quad is four such
+A product takes 64 consecutive tokens: two neighbouring planes of a block (`ops/packing/planes.py`). A quad is four such
 steps, 256 tokens. Its codes are brought together in 16-bit numbers, one for four tokens 64 apart: nibble i holds the
 code of step ORDER[i]. Codes of 2 bits already lie so in the words, those of 4 bits are picked from both halves of a
 word, those of 3 bits from the two words of their plane sets.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvqjax.ops.layout import split_bits
+from kvqjax.ops.packing.words import split_bits
 from kvqjax.pallas_kernels.gpu.parts import load
 from kvqjax.pallas_kernels.gpu.words import TWICE, beside, half, packed, twice
 

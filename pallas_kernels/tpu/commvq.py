@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.layout import PLANE, split_bits
+from kvqjax.ops.packing.words import PLANE, split_bits
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.tpu.call import Operand, by_row, fetched, invoke, memory, whole
 from kvqjax.pallas_kernels.tpu.commvq_kernel import kernel

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.layout import from_bits
+from kvqjax.ops.packing.words import from_bits
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent, room
 from kvqjax.pallas_kernels.tpu.call import Operand, Refs, by_row, invoke, memory, of_body, of_layer, scalars
 from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop

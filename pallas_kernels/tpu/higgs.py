@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt
 from scipy.linalg import hadamard
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.layout import to_bits
+from kvqjax.ops.packing.words import to_bits
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, invoke, memory, of_body, whole
 from kvqjax.pallas_kernels.tpu.higgs_kernel import kernel

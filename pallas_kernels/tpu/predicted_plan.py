@@ -10,7 +10,7 @@ import math
 import numpy as np
 from scipy.linalg import hadamard
 
-from kvqjax.ops.layout import split_bits
+from kvqjax.ops.packing.words import split_bits
 from kvqjax.pallas_kernels.predicted import PredictedSpec
 from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE
 

@@ -14,11 +14,10 @@ import kvqjax as kvq
 from kvqjax.cache import run_layout, runs, runs_of
 from kvqjax.cache.convert import CANONICAL, convert
 from kvqjax.cache.readers import decoded
-from kvqjax.ops.allocation import allocate, logical_bits
-from kvqjax.ops.layout import Field, read, write
+from kvqjax.ops.layout import Field
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
-unpacked = jax.jit(read, static_argnums=(0, 4))
+unpacked = jax.jit(lambda field, *args: field.packing.read(*args), static_argnums=(0, 4))
 KIVI = ("kivi2", "kivi3-sinks", "kivi4-float32", "kivi8", "kivi-wide-groups", "kivi-published")
 PER_TOKEN = ("uniform",)
 ROTATED = ("kivi-rotated", "omniscale", "kvarn", "kvarn4", "oscar")
@@ -34,20 +33,21 @@ BOUND = 2e-4
 def test_codes_are_read_back_as_they_were_written(bits, size):
     random = np.random.default_rng(bits)
     codes = random.integers(0, 2**bits, (512, 24)).astype(np.uint32)
-    field = Field(kind="codes", width=24, bits=bits, role="payload", heads=3)
-    stored = allocate(field, (2, 2), 512)
+    field = Field(kind="codes", width=24, bits=bits, role="payload", form="heads", heads=3)
+    packing = field.packing
+    stored = packing.allocate((2, 2), 512)
     stored = jax.tree.map(lambda a: jnp.full_like(a, -1), stored)  # what stood there before must not shine through
-    put = jax.jit(lambda stored, token, tile: write(field, stored, (jnp.int32(1), jnp.int32(0)), token, tile))
+    put = jax.jit(lambda stored, token, tile: packing.write(stored, (jnp.int32(1), jnp.int32(0)), token, tile))
     for start in random.permutation(512 // size) * size:
         stored = put(stored, jnp.int32(start), jnp.asarray(codes[start : start + size]))
-    np.testing.assert_array_equal(read(field, stored, 1, 256, 256)[0], codes[256:])
-    np.testing.assert_array_equal(read(field, stored, 1, 0, 512)[0], codes)
-    same = write(
-        field, stored, (jnp.int32(1), jnp.int32(0)), jnp.int32(0), jnp.zeros((size, 24), jnp.uint32), jnp.asarray(False)
+    np.testing.assert_array_equal(packing.read(stored, 1, 256, 256)[0], codes[256:])
+    np.testing.assert_array_equal(packing.read(stored, 1, 0, 512)[0], codes)
+    same = packing.write(
+        stored, (jnp.int32(1), jnp.int32(0)), jnp.int32(0), jnp.zeros((size, 24), jnp.uint32), jnp.asarray(False)
     )
     np.testing.assert_array_equal(same[0], stored[0])
     width = {1: 2, 2: 2, 3: 4, 4: 4}.get(bits, 8)
-    assert logical_bits(field) == 24 * width
+    assert packing.token_bits == 24 * width
     assert stored[0].size * (4 if stored[0].dtype == jnp.int4 else 8) == 2 * 2 * 512 * 24 * width
 
 

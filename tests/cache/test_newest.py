@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvqjax.cache.newest import _written
-from kvqjax.ops.layout import Field, split_bits, write
+from kvqjax.ops.layout import Field
+from kvqjax.ops.packing.words import split_bits
 
 ROWS, SLOTS, WIDTH = 4, 2048, 48
 FIELDS = {
     "codes": Field(kind="codes", width=WIDTH, bits=3, role="payload"),
-    "columns": Field(kind="columns", width=WIDTH, bits=6, role="payload"),
+    "columns": Field(kind="codes", form="columns", width=WIDTH, bits=6, role="payload"),
     "numbers": Field(kind="token", width=3, role="scales"),
     "bits": Field(kind="token", width=5, role="outliers", dtype="uint16"),
 }
@@ -24,7 +24,7 @@ def held(field: Field) -> tuple:
         return (jnp.asarray(rng.integers(0, 2**14, (2, ROWS, field.width, SLOTS), dtype=np.uint16)),)
     shapes = [(2, ROWS, SLOTS * bits // 32, WIDTH) for bits in split_bits(field.bits)]
     words = [rng.integers(0, 2**32, shape, dtype=np.uint32) for shape in shapes]
-    return tuple(jnp.asarray(x.swapaxes(2, 3) if field.along_lanes else x) for x in words)
+    return tuple(jnp.asarray(x.swapaxes(2, 3) if field.form == "columns" else x) for x in words)
 
 
 @pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)
@@ -39,10 +39,10 @@ def test_one_token_of_every_row_is_written_as_row_by_row(field):
         tile = jnp.asarray(rng.integers(0, 2**16, (field.width, ROWS), dtype=np.uint16))
     else:
         tile = jnp.asarray(rng.standard_normal((field.width, ROWS)), jnp.bfloat16)
-    found, before = jax.jit(_written, static_argnums=0)(field, stored, jnp.int32(1), slots, tile, wanted), stored
+    found, before = jax.jit(field.packing.scatter)(stored, jnp.int32(1), slots, tile, wanted), stored
     for row in range(ROWS):
         own = tile[row : row + 1] if field.packed else tile[:, row : row + 1]
-        stored = write(field, stored, (1, row), slots[row], own, wanted[row])
+        stored = field.packing.write(stored, (1, row), slots[row], own, wanted[row])
     for mine, other, old in zip(found, stored, before, strict=True):
         np.testing.assert_array_equal(mine, other)
         assert (np.asarray(mine[1, [0, 1, 3]]) != np.asarray(old[1, [0, 1, 3]])).any((1, 2)).all()

@@ -18,7 +18,6 @@ from kvqjax.codecs.commvq_keys import (
     ungroup_pairs,
 )
 from kvqjax.codecs.commvq_tpu import CHUNK, columns, summed_columns
-from kvqjax.ops.allocation import logical_bits
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_commvq_keys.npz"
 
@@ -74,7 +73,7 @@ def test_the_factorised_search_finds_the_nearest_of_all_expanded_centres():
 def test_stored_bits_are_the_stated_bits(head_dim, rounds, stated):
     """Table 8's 1.03 and 1.97 bits at head_dim 128, plus 16 bits of prescale for a token."""
     codec = CommVQKeys(head_dim=head_dim, rounds=rounds).build(8 * head_dim)
-    assert logical_bits(codec.fields["codes"]) / codec.width == stated
+    assert codec.fields["codes"].packing.token_bits / codec.width == stated
     assert bits_per_value(codec) == stated + 16 / codec.width
 
 

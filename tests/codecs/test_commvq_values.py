@@ -9,7 +9,6 @@ import pytest
 
 from kvqjax.codecs import bits_per_value
 from kvqjax.codecs.commvq_values import CommVQValues, choice_bits, fold, logits, normalise
-from kvqjax.ops.allocation import logical_bits
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -47,7 +46,7 @@ def test_bits_and_decoded_values_equal_the_published_ones(bits):
 @pytest.mark.parametrize("bits", [1, 2])
 def test_stored_bits_are_the_stated_bits(bits):
     codec = CommVQValues(bits=bits).build(1024)
-    assert logical_bits(codec.fields["bits"]) == bits * 1024
+    assert codec.fields["bits"].packing.token_bits == bits * 1024
     assert bits_per_value(codec) == bits + 16 / 1024
 
 

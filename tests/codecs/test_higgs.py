@@ -12,7 +12,6 @@ from kvqjax.codecs import bits_per_value, higgs_gpu, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
 from kvqjax.codecs.higgs import Higgs, higgs_codec, mixed_form, summed_form
 from kvqjax.codecs.higgs_grid import by_blocks, by_table, group_size, nearest, shipped_grid
-from kvqjax.ops import allocation, layout
 
 DATA = Path(__file__).parents[1] / "data"
 # (p, n): Gaussian MSE per dimension of the authors' grids, and Lloyd and Max's table for one dimension.
@@ -151,12 +150,12 @@ def test_codes_are_packed_to_their_true_bits(bits, dim, width):
     field = codec.fields["codes"]
     assert field.bits == bits * dim
     assert field.width == -(-width // dim)
-    stored = allocation.allocate(field, (1, 1), 1024)
-    write = jax.jit(layout.write, static_argnums=0)
+    stored = field.packing.allocate((1, 1), 1024)
+    write = jax.jit(field.packing.write)
     for token in range(0, 1024, 32):
         place = jnp.int32(0), jnp.int32(0)
-        stored = write(field, stored, place, jnp.int32(token), tile["codes"][token : token + 32])
-    np.testing.assert_array_equal(layout.read(field, stored, 0, 0, 1024)[0], tile["codes"])
+        stored = write(stored, place, jnp.int32(token), tile["codes"][token : token + 32])
+    np.testing.assert_array_equal(field.packing.read(stored, 0, 0, 1024)[0], tile["codes"])
     assert sum(a.nbytes for a in stored) == bits * dim * field.width * 1024 // 8
     out = np.asarray(codec.decode({}, tile))
     assert ((out - x) ** 2).sum() < 1.3 * GAUSSIAN_MSE[dim, 2 ** (bits * dim)] * (x**2).sum()

@@ -11,7 +11,6 @@ from kvqjax.codecs.base import bits_per_value
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.methods import kvquant
 from kvqjax.model.config import ModelConfig
-from kvqjax.ops import allocation, layout
 
 LENGTHS = (2**17, 2**20, 10**7)  # "128K", "1M", "10M" of the paper's tables
 
@@ -88,10 +87,10 @@ def test_table_17():
 
 def test_three_bits_are_packed_without_waste():
     """Value 5 = 0b101 everywhere: the two-bit plane set holds 01 in every place, the one-bit set 1."""
-    field = Nuq(bits=3, per="token").build(32).fields["codes"]
-    stored = allocation.allocate(field, (1, 1), 1024)
+    packing = Nuq(bits=3, per="token").build(32).fields["codes"].packing
+    stored = packing.allocate((1, 1), 1024)
     assert sum(words.size * 32 for words in stored) == 3 * 1024 * 32
     codes, row = jnp.full((32, 32), 5, jnp.uint32), jnp.int32(0)
-    stored = jax.lax.fori_loop(0, 32, lambda i, s: layout.write(field, s, (row, row), 32 * i, codes), stored)
+    stored = jax.lax.fori_loop(0, 32, lambda i, s: packing.write(s, (row, row), 32 * i, codes), stored)
     assert (stored[0] == jnp.uint32(0x55555555)).all()
     assert (stored[1] == jnp.uint32(0xFFFFFFFF)).all()

@@ -32,7 +32,7 @@ from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention
-from kvqjax.ops.layout import to_bits
+from kvqjax.ops.packing.words import to_bits
 from kvqjax.pallas_kernels import support
 from kvqjax.pallas_kernels.tpu import higgs as tpu_higgs
 

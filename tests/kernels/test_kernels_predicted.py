@@ -22,7 +22,7 @@ from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import Partial, segment_attention
-from kvqjax.ops.layout import to_bits
+from kvqjax.ops.packing.words import to_bits
 from kvqjax.pallas_kernels import dispatch, support
 from kvqjax.pallas_kernels.tpu import predicted as tpu_predicted
 from kvqjax.pallas_kernels.tpu import predicted_plan as tpu_predicted_plan

@@ -17,7 +17,6 @@ from kvqjax.calibrate.aqua import calibrate, released
 from kvqjax.methods import Clock, aqua, exact
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import init_params
-from kvqjax.ops.layout import read
 
 CONFIG = ModelConfig(
     vocab_size=50, width=48, mlp_width=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, tied_embeddings=True
@@ -74,7 +73,8 @@ def decoded(cache, runs, constants):
     def layer(run, body, fixed, index, carry):
         payload = {
             source: {
-                name: read(f, body[source][name], index, jnp.int32(0), run.slots) for name, f in codec.fields.items()
+                name: f.packing.read(body[source][name], index, jnp.int32(0), run.slots)
+                for name, f in codec.fields.items()
             }
             for source, codec in run.wiring.storage.codecs.items()
         }

@@ -15,7 +15,6 @@ from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention
-from kvqjax.ops.layout import read
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.prefill import prefill
@@ -113,7 +112,7 @@ def body(cache):
     run, count = runs_of(cache.layout)[0], LENGTH + 1 - SINKS
 
     def stored(source, name, field):
-        x = read(field, cache.runs[0].body[source][name], jnp.int32(0), jnp.int32(0), run.block)
+        x = field.packing.read(cache.runs[0].body[source][name], jnp.int32(0), jnp.int32(0), run.block)
         return x[:, :count] if field.kind == "codes" else x[..., :count]
 
     codecs = run.wiring.storage.codecs.items()

@@ -12,7 +12,6 @@ import kvqjax as kvq
 from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.methods.pairs import Pair
 from kvqjax.methods.spec import calibrated_part
-from kvqjax.ops.layout import read
 
 KIVI, HIGGS = "kivi:bits=2,window=32", "higgs:bits=3,buffer=32,sinks=0"
 POLICIES = (
@@ -60,7 +59,7 @@ def held(text: str, ids) -> dict:
     for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
         for layer in range(run.count):
             for part, codec in run.wiring.storage.codecs.items():
-                stored = {n: read(f, state.body[part][n], layer, 0, run.block) for n, f in codec.fields.items()}
+                stored = {n: f.packing.read(state.body[part][n], layer, 0, run.block) for n, f in codec.fields.items()}
                 out[part].append(np.asarray(codec.decode({}, stored)[0, :128]))
     return out
 

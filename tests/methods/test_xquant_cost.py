@@ -19,7 +19,6 @@ from kvqjax.methods.roofline import (
     step_cost,
 )
 from kvqjax.model.config import ModelConfig
-from kvqjax.ops.allocation import logical_bits
 
 LLAMA2_7B = ModelConfig(
     vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
@@ -38,7 +37,7 @@ def normalised(spec, config):
     """Stored bits of all layers over those of a 16-bit KV cache: codes, scales, minima, outliers."""
     layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=1, dtype="bfloat16")
     bits = sum(
-        run.count * logical_bits(field)
+        run.count * field.packing.token_bits
         for run in runs_of(layout)
         for codec in run.wiring.storage.codecs.values()
         for field in codec.fields.values()

@@ -84,7 +84,7 @@ def test_stripes_on_rows_sequence_and_model():
     """Values in stripes and keys in lines, of a body that is long enough for them."""
     spec = "kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3"
     (run,) = runs_of(kvq.init_cache(model_of(spec)[0], spec, 1, 4096).layout)
-    assert run.wiring.storage.codecs["v"].fields["codes"].kind == "stripes"
+    assert run.wiring.storage.codecs["v"].fields["codes"].form == "stripes"
     alone, spread = both(spec, ALL, 4096)
     assert np.abs(alone - spread).max() < bound(alone)
 

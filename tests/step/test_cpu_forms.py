@@ -8,7 +8,7 @@ from tiny import tiny
 
 from kvqjax.codecs.nuq_table import look_up
 from kvqjax.model.rope import Waves, following, rotate
-from kvqjax.ops.xla import exp_in_loops, scores_of, times_matrix
+from kvqjax.ops.xla_workarounds import exp_in_loops, scores_of, times_matrix
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -20,10 +20,9 @@ from kvqjax.cache.state import Run, body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, summed
 from kvqjax.model.rope import Waves, back, steps, turned_back
-from kvqjax.ops.allocation import spans_of
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.xla import (
+from kvqjax.ops.xla_workarounds import (
     cut_along,
     cut_at,
     depending_on,
@@ -175,7 +174,7 @@ def _payload(view: LayerView, part: Part, after: Array) -> dict:
     first, slots = depending_on(after, part.first), run.slots_here
     body = {
         source: {
-            name: spans_of(field, view.state.body[source][name], slots, view.layer, part.rows, first, size)
+            name: field.packing.spans(view.state.body[source][name], slots, view.layer, part.rows, first, size)
             for name, field in codec.fields.items()
         }
         for source, codec in run.wiring.storage.codecs.items()

@@ -13,9 +13,8 @@ from kvqjax.cache.readers.reader import BodyCall, Carry
 from kvqjax.cache.reading import reads_by_heads
 from kvqjax.cache.view import body_view, packed_view, reached, seen
 from kvqjax.methods.direct import PIECE, attend_whole, scaled, slots_read
-from kvqjax.ops.allocation import leading_slots
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.xla import cut_along
+from kvqjax.ops.xla_workarounds import cut_along
 from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -37,7 +36,7 @@ def _attend_by_heads(call: BodyCall) -> Partial:
 
     def first_slots(source, stored):
         fields = run.wiring.storage.codecs[source].fields
-        return {name: leading_slots(field, stored[name], slots, count) for name, field in fields.items()}
+        return {name: field.packing.first_slots(stored[name], slots, count) for name, field in fields.items()}
 
     body = body | {"k": first_slots("k", body["k"])}
     if count < slots and direct.part is not None:

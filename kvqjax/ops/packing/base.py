@@ -1,0 +1,298 @@
+"""The protocol of packings: what every way to lay out a field's arrays can do.
+
+A packing is a value. It knows the sizes of a field, and where the number of (layer, row, token, channel) lies. The
+arrays of a field are `Stored`, a tuple of `[L, B, *axes]`. What is written and read is a tile, whose shape the field's
+kind says (`kvqjax.ops.layout.Field`) and no packing changes: so equal tiles come back from every packing.
+"""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
+
+from kvqjax.ops.packing.words import BLOCK, PLANE, split_bits
+from kvqjax.ops.xla_workarounds import cut_at, floor_divide, put_at, row_major
+
+__all__ = [
+    "CHANNELS",
+    "PIECE",
+    "TOKENS",
+    "Packing",
+    "Stored",
+    "WordPacking",
+    "chosen",
+    "convert",
+    "cut_tokens",
+    "entry_index",
+    "pieces",
+    "placed",
+    "with_entries",
+]
+
+Stored = tuple  # the arrays of one field: one for each plane set, else a single one
+Number = Int[Array, ""] | int
+
+TOKENS, CHANNELS = "tokens", "channels"  # what an axis of a stored array counts
+PIECE = 128  # tokens that `convert` moves at a time: whole groups of every size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packing(abc.ABC):
+    """Where the numbers of one field lie.
+
+    Attributes:
+        width: channels of a token, or numbers of a token.
+        bits: of a code; 0 where plain numbers are stored.
+        group: tokens that share a number.
+        dtype: of plain numbers; "compute" until a cache's compute dtype is known.
+        heads: KV heads, where they are stored apart, else 0.
+        axes: what the axes of a stored array count behind [L, B]: TOKENS, CHANNELS or nothing that devices share out.
+        scatters: whether `scatter` is there.
+    """
+
+    width: int
+    bits: int = 0
+    group: int = 1
+    dtype: str = "bfloat16"
+    heads: int = 0
+
+    axes: ClassVar[tuple[str | None, ...]] = (TOKENS, CHANNELS)
+    scatters: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def token_bits(self) -> float:
+        """Stored bits per token, without padding; the compute dtype counts as 16 bits until it is known."""
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block: a body has whole blocks, and is read in whole blocks."""
+        return math.lcm(BLOCK, self.group)
+
+    @property
+    def token_axis(self) -> int:
+        """The axis of the stored arrays whose entries are the same number of slots each."""
+        return 2 + self.axes.index(TOKENS)
+
+    @property
+    def in_bits(self) -> "Packing":
+        """The packing of the same arrays whose tiles are the stored numbers as they are, for moving them."""
+        return self
+
+    @abc.abstractmethod
+    def allocate(self, lead: tuple[int, ...], slots: int) -> Stored:
+        """Make zeroed arrays for `slots` tokens, with `lead` = (L, B) in front."""
+
+    @abc.abstractmethod
+    def write(
+        self,
+        stored: Stored,
+        index: tuple[Number, ...],
+        token: Number,
+        tile: Num[Array, "rows lanes"],
+        wanted: Bool[Array, ""] | None = None,
+    ) -> Stored:
+        """Store one tile.
+
+        Args:
+            stored: the arrays.
+            index: (layer, row).
+            token: the slot of the tile's first token.
+            tile: of u tokens, shaped as the field's kind says. Of codes u is 1, or u and `token` are multiples of 32;
+                a tile of at most FEW tokens then begins at a multiple of u.
+            wanted: whether to store it; None is always.
+
+        Returns:
+            The arrays with the tile, or as they were where it is not wanted.
+        """
+
+    @abc.abstractmethod
+    def read(self, stored: Stored, layer: Number, token: Number, count: int) -> Shaped[Array, "B rows lanes"]:
+        """Read `count` tokens of every row of one layer from slot `token`, both whole blocks, as a tile of each row."""
+
+    def scatter(
+        self,
+        stored: Stored,
+        layer: Number,
+        slots: Int[Array, " B"],
+        tile: Num[Array, "_ _"],
+        wanted: Bool[Array, " B"],
+    ) -> Stored:
+        """Store one token of every wanted row in its slot, by one scatter an array; `tile` has a token of each row.
+        The words are those that `write` makes row by row."""
+        raise NotImplementedError(f"{type(self).__name__} has no scatter")
+
+    def first_slots(self, stored: Stored, slots: int, count: int) -> Stored:
+        """Take the first `count` of a body's `slots` slots, both static and whole blocks, as they are stored."""
+        axis = self.token_axis
+        return tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored)
+
+    def spans(
+        self, stored: Stored, slots: int, layer: Number, rows: Int[Array, " n"], first: Int[Array, " n"], size: int
+    ) -> Stored:
+        """Cut `size` of a body's `slots` slots out of each of `rows`, from slot `first` on, both whole blocks.
+
+        Returns:
+            Arrays as they are stored, [1, n, ...].
+        """
+        axis = self.token_axis
+
+        def cut(x):
+            slots_each = slots // x.shape[axis]  # of an entry
+            shape, start = [1, 1, *x.shape[2:]], [layer, 0, *[0] * (x.ndim - 2)]
+            shape[axis] = size // slots_each
+
+            def span(row, slot):
+                begin = list(start)
+                begin[1], begin[axis] = row, floor_divide(slot, slots_each)
+                return cut_at(x, tuple(begin), tuple(shape))
+
+            return jax.vmap(span, out_axes=1)(rows, first)[:, :, 0]
+
+        return tuple(map(cut, stored))
+
+    def resized(self, stored: Stored, slots: int, wanted: int) -> Stored:
+        """Give `wanted` instead of `slots` slots; new ones are zero, and equal sizes are the very arrays."""
+        axis = self.token_axis
+
+        def resize(x):
+            missing = x.shape[axis] * wanted // slots - x.shape[axis]
+            if missing < 0:
+                return jax.lax.slice_in_dim(x, 0, x.shape[axis] + missing, axis=axis)
+            blank = jnp.zeros((*x.shape[:axis], missing, *x.shape[axis + 1 :]), x.dtype)
+            return jnp.concatenate([x, blank], axis)
+
+        return stored if slots == wanted else tuple(map(resize, stored))
+
+
+@functools.partial(jax.jit, static_argnames=("old", "new", "slots", "wanted"))
+def convert(old: Packing, new: Packing, stored: Stored, slots: int, wanted: int) -> Stored:
+    """Read one layer's field in one packing and write it in another, PIECE tokens at a time.
+
+    Args:
+        old: the packing of `stored`.
+        new: the packing of the result; its tiles have the same shape.
+        stored: arrays [1, B, ...].
+        slots: that `stored` has. Blocks of packings differ in size; slots that only one of them has hold no token.
+        wanted: slots of the result.
+
+    Returns:
+        Arrays [1, B, ...] of the new packing.
+    """
+    rows, both = stored[0].shape[1], min(slots, wanted)
+    tiles = old.read(stored, 0, 0, slots)[:, :both].reshape(rows, -1, PIECE, old.width)
+
+    def put(number, out):
+        row, piece = number // tiles.shape[1], number % tiles.shape[1]
+        return new.write(out, (jnp.int32(0), row), piece * PIECE, tiles[row, piece])
+
+    return jax.lax.fori_loop(0, rows * tiles.shape[1], put, new.allocate((1, rows), wanted))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WordPacking(Packing):
+    """Codes in uint32 words. Widths that are no power of two are several plane sets, each with arrays of its own:
+    3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4. A subclass says where the words of one plane set lie."""
+
+    @property
+    def token_bits(self) -> float:
+        return float(self.bits * self.width)
+
+    @property
+    def block(self) -> int:
+        return math.lcm(BLOCK, *(self.plane(bits) * 32 // bits for bits in split_bits(self.bits)))
+
+    def plane(self, bits: int) -> int:
+        """Count the tokens of a plane: those of a block whose codes of `bits` bits sit in the same bits of words side
+        by side."""
+        return PLANE
+
+    @abc.abstractmethod
+    def words_shape(self, slots: int, bits: int) -> tuple[int, ...]:
+        """Give the shape of one row's words of a plane set."""
+
+    @abc.abstractmethod
+    def write_set(self, words, codes: UInt[Array, "u W"], bits: int, index, token, wanted) -> UInt[Array, "..."]:
+        """Put codes of `bits` bits into the words of their plane set; the rest is as in `write`."""
+
+    @abc.abstractmethod
+    def read_set(self, words, bits: int, layer, token, count: int) -> UInt[Array, "B count W"]:
+        """Read codes of `bits` bits from the words of their plane set; the rest is as in `read`."""
+
+    def allocate(self, lead, slots):
+        return tuple(jnp.zeros((*lead, *self.words_shape(slots, bits)), jnp.uint32) for bits in split_bits(self.bits))
+
+    def by_set(self, stored: Stored, codes: UInt[Array, "u W"]) -> Iterator[tuple[Array, Array, int]]:
+        """Yield each plane set's words, its part of the codes and the bits of that part."""
+        shift = 0
+        for words, bits in zip(stored, split_bits(self.bits), strict=True):
+            yield words, (codes >> shift) & ((1 << bits) - 1), bits
+            shift += bits
+
+    def write(self, stored, index, token, tile, wanted=None):
+        parts = self.by_set(stored, tile.astype(jnp.uint32))
+        return tuple(self.write_set(words, part, bits, index, token, wanted) for words, part, bits in parts)
+
+    def read(self, stored, layer, token, count):
+        codes, shift = jnp.uint32(0), 0
+        for words, bits in zip(stored, split_bits(self.bits), strict=True):
+            codes = codes | (self.read_set(words, bits, layer, token, count) << shift)
+            shift += bits
+        return codes
+
+
+# What several packings do alike.
+
+
+def chosen(wanted: Bool[Array, ""] | None, new: Array, old: Array) -> Array:
+    """Take `new` where it is wanted (None: always), else what stands there."""
+    return new if wanted is None else jnp.where(wanted, new, old)
+
+
+def cut_tokens(array: Shaped[Array, "L B ..."], layer: Number, start: Number, count: int, axis: int) -> Array:
+    """Cut `count` entries from `start` on along `axis` out of one layer, all batch rows."""
+    starts, sizes = [layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
+    starts[axis], sizes[axis] = start, count
+    return row_major(cut_at(array, tuple(starts), tuple(sizes)))[0]
+
+
+def pieces(tokens: int, piece: int, step: int) -> int:
+    """Count the most pieces of `piece` tokens that `tokens` tokens from any multiple of `step` on are part of."""
+    return -(-(tokens + piece - step) // piece)
+
+
+def placed(codes: Num[Array, "u W"], offset: Number, count: int) -> tuple[Num[Array, "n W"], Bool[Array, " n"]]:
+    """Put codes from `offset` on among `count` tokens that are else 0, and say which tokens they are."""
+    place = jnp.arange(count)
+    blank = jnp.zeros((count, codes.shape[1]), codes.dtype)
+    return put_at(blank, codes, (offset, 0)), (place >= offset) & (place < offset + len(codes))
+
+
+def entry_index(array: Array, layer: Number, place: Int[Array, " B"], lanes: bool) -> tuple:
+    """Index one entry of every row, [B, W]. With `lanes` entries are on the last axis: then every number is one of its
+    own, because XLA would turn an array whose scattered axes are not the first."""
+    rows = jnp.arange(array.shape[1])
+    if not lanes:
+        return layer, rows, place
+    return layer, rows[:, None], jnp.arange(array.shape[2])[None], place[:, None]
+
+
+def with_entries(
+    array: Array,
+    layer: Number,
+    place: Int[Array, " B"],
+    new: Num[Array, "B W"],
+    wanted: Bool[Array, " B"],
+    lanes: bool,
+) -> Array:
+    """Return `array` with one new entry of every wanted row."""
+    place = jnp.where(wanted, place, array.shape[-1 if lanes else -2])  # beyond the end: dropped
+    return array.at[entry_index(array, layer, place, lanes)].set(
+        new, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
