@@ -24,7 +24,7 @@ from kvqjax.calibrate.aqua_layers import Layers, layers_of
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
-from kvqjax.methods.aqua_layer import AquaLayer
+from kvqjax.methods.papers.aqua import AquaLayer
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 

@@ -9,8 +9,14 @@ import numpy as np
 
 from kvqjax.calibrate.mlp import train_mlp
 from kvqjax.calibrate.moments import Moments, Score, add, gptq, low_rank, refit_bias, ridge, score
-from kvqjax.methods.aqua_layer import AquaLayer, encode_source, predictor_inputs
-from kvqjax.methods.predictors import DTYPES, predict, shapes
+from kvqjax.methods.papers.aqua import (
+    PREDICTOR_DTYPES,
+    AquaLayer,
+    encode_source,
+    predict,
+    predictor_inputs,
+    predictor_shapes,
+)
 from kvqjax.model.weight_codes import pack_nibbles
 
 __all__ = ["MEASURES", "Pair", "Recipe", "cast", "fit_layer", "fit_linear"]
@@ -39,7 +45,7 @@ class Recipe:
 
 def cast(constants: dict, dtype) -> dict[str, jax.Array]:
     """Constants as a model of compute dtype `dtype` holds them."""
-    return {name: jnp.asarray(a, DTYPES.get(name, dtype)) for name, a in constants.items()}
+    return {name: jnp.asarray(a, PREDICTOR_DTYPES.get(name, dtype)) for name, a in constants.items()}
 
 
 def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tuple[dict, np.ndarray, np.ndarray]:
@@ -52,7 +58,7 @@ def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tup
         parts = {"down": rounded(down), "up": rounded(up)}
         weight = parts["down"] @ parts["up"]
     elif layer.predictor == "int4":
-        size = inputs // shapes("int4", inputs, outputs)["scale"][0]
+        size = inputs // predictor_shapes("int4", inputs, outputs)["scale"][0]
         parts = gptq(moments, ridge(moments, recipe.damping, centred=recipe.centred)[0], size)
         weight = parts["codes"] * np.repeat(parts["scale"], size, axis=0) + np.repeat(parts["low"], size, axis=0)
         parts["codes"] = np.asarray(pack_nibbles(jnp.asarray(parts["codes"])))

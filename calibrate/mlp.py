@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from kvqjax.methods.predictors import predict, shapes
+from kvqjax.methods.papers.aqua import predict, predictor_shapes
 
 __all__ = ["train_mlp"]
 
@@ -19,7 +19,7 @@ PEAK_RATE = 2e-3
 
 def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
     """Weights of variance 1/fan-in; the last layer starts at zero, so training starts from the mean."""
-    sizes = shapes("mlp", inputs, outputs)
+    sizes = predictor_shapes("mlp", inputs, outputs)
     start = {name: jnp.zeros(shape, jnp.float32) for name, shape in sizes.items()}
     down = jax.random.normal(key, sizes["down"], jnp.float32) * inputs**-0.5
     return start | {"gain": jnp.ones(sizes["gain"], jnp.float32), "down": down}

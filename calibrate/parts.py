@@ -21,7 +21,7 @@ from kvqjax.cache.runs import runs_for
 from kvqjax.codecs import Exact
 from kvqjax.codecs.base import Fit
 from kvqjax.methods import KeysAndValues, Method
-from kvqjax.methods.pairs import Pair
+from kvqjax.methods.keys_values import Pair
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.model.config import KVShape
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.run_layout import RunLayout
-from kvqjax.methods.wiring import Clock
+from kvqjax.methods.layer_cache import Clock
 from kvqjax.ops.layout import FEW, PLANE, Field, Stored, write
 from kvqjax.ops.xla import cut_along, cut_at, given_to_gpus, modulo, row_major
 

@@ -4,7 +4,7 @@
 Per layer and cached token, KD = kv_width <= E:  X: 4 E KD;  latents: 4 KD^2;  a difference at full width: 4 E KD + 2 E;
 a difference in latents: 8 E KD (up-projection and [W_k|W_v]); AQUA-KV's linear predictors: 6 KD^2. The papers' formulas
 are these with KD = d/g. They make keys and values anew; a step of few tokens sums XQuant's stored values first and
-multiplies the sum (wiring.SharedValues), and then spends about half of it.
+multiplies the sum (layer_cache.SharedValues), and then spends about half of it.
 
 One sequence: every step reads the layers' 16-bit weights once and the cache once, and computes what it does not store.
 Attention's own products and the head are left out, as XQuant's paper leaves them out.
@@ -14,8 +14,8 @@ import math
 from typing import NamedTuple
 
 from kvqjax.codecs import bits_per_value
+from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.spec import LayerSpec, Method
-from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape, ModelConfig
 
 __all__ = [
@@ -56,8 +56,8 @@ def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
     """Count the operations that every layer spends on one cached token per read; 0 where keys and values themselves are
     stored. A chain without a copy computes a layer once more for every layer above it."""
     wirings = enumerate(_wirings(method, config))
-    anew = lambda wiring, i: config.num_layers - i if wiring.chain.rebuilt else 1  # noqa: E731
-    return tuple(anew(wiring, i) * wiring.cost.operations for i, wiring in wirings)
+    reads = lambda wiring, i: config.num_layers - i if wiring.chain.rebuilt else 1  # noqa: E731
+    return tuple(reads(wiring, i) * wiring.cost.operations for i, wiring in wirings)
 
 
 def bits_by_layer(method: Method, config: KVShape) -> tuple[float, ...]:

@@ -61,13 +61,13 @@ def check_rotation(text: str, rope: str = "post") -> None:
 def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = True) -> dict[str, str]:
     """Turn the options `rotate` and `value_rotate` ("same": as the keys) into fields of KeysAndValues. `fitted` says
     whether matrices can be calibrated for the method's codecs."""
-    own = {"key_rotation": rotate, "value_rotation": rotate if value_rotate == "same" else value_rotate}
+    rotations = {"key_rotation": rotate, "value_rotation": rotate if value_rotate == "same" else value_rotate}
     check_rotation(rotate, rope)
-    check_rotation(own["value_rotation"])
-    if "fitted" in own.values() and not fitted:
+    check_rotation(rotations["value_rotation"])
+    if "fitted" in rotations.values() and not fitted:
         known = ", ".join(KINDS[:-1])
         raise UserError(f"rotation 'fitted' needs codecs without calibrated tables; known here: {known}")
-    return own
+    return rotations
 
 
 @functools.lru_cache(maxsize=32)
@@ -107,8 +107,10 @@ def turned(
 def needs_of(rotations: Rotations, config: KVShape) -> dict[str, dict[str, tuple[int, ...]]]:
     """Give the shapes of the constants that fitted rotations need."""
     shape = (config.num_kv_heads, config.head_dim, config.head_dim)
-    own: dict[str, tuple[int, ...]] = {NAMES[source]: shape for source, text in rotations.items() if text == "fitted"}
-    return {CONSTANTS: own} if own else {}
+    shapes: dict[str, tuple[int, ...]] = {
+        NAMES[source]: shape for source, text in rotations.items() if text == "fitted"
+    }
+    return {CONSTANTS: shapes} if shapes else {}
 
 
 def frame(rotations: Rotations, config: KVShape) -> Frame | None:
