@@ -16,7 +16,7 @@ from kvqjax.codecs.base import Codec
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.kernel_form import packed_form
 from kvqjax.methods.direct import direct_form
-from kvqjax.methods.layer_cache import Calibration, Clock, Fast, Maps, Storage, Wiring
+from kvqjax.methods.layer_cache import Calibration, Clock, Fast, Maps, Storage, Wiring, codec_maps
 from kvqjax.methods.rotation import check_rotation, frame, needs_of
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
@@ -85,21 +85,19 @@ def keys_and_values(
         UserError: for a frame that keys of this shape cannot have.
     """
     _check(config, rope, unbiased, rotations)
-    turning = frame(rotations, config)
-    turn = (lambda constants, source, x, back=False: x) if turning is None else turning.turn
+    body_frame = frame(rotations, config)
+    encode_framed, decode = codec_maps(codecs)
 
     def capture(weights, constants, projected, positions):
         k = cached_keys(projected, positions, config, rope, unbiased)
         return {"k": k.reshape(*k.shape[:2], -1), "v": projected.v.reshape(*k.shape[:2], -1)}
 
     def encode(constants, tile, carry):
-        framed = {name: turn(constants, name, x) for name, x in tile.items()}
-        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in framed.items()}
-        recon = decode(constants, payload, {})[0]
-        return payload, {name: turn(constants, name, x, back=True) for name, x in recon.items()}, carry
-
-    def decode(constants, payload, carry):
-        return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
+        if body_frame is None:
+            return encode_framed(constants, tile, carry)
+        framed = {name: body_frame.turn(constants, name, x) for name, x in tile.items()}
+        payload, recon, carry = encode_framed(constants, framed, carry)
+        return payload, {name: body_frame.turn(constants, name, x, back=True) for name, x in recon.items()}, carry
 
     def expand(weights, constants, sources, positions):
         k, v = (heads(sources[part], config.num_kv_heads) for part in PARTS)
@@ -110,7 +108,7 @@ def keys_and_values(
     needs, widths = needs_of(rotations, config), {"k": config.kv_width, "v": config.kv_width}
     return Wiring(
         Storage(widths, codecs, clocks),
-        Maps(capture, encode, decode, expand, frame=turning),
+        Maps(capture, encode, decode, expand, frame=body_frame),
         fast=Fast(before_rope=rope == "pre"),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )

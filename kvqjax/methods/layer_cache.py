@@ -40,6 +40,7 @@ __all__ = [
     "SharedValues",
     "Storage",
     "Wiring",
+    "codec_maps",
     "shared_until",
     "through_heads",
 ]
@@ -124,6 +125,26 @@ class Maps(NamedTuple):
     expand: Expand
     prepare: Prepare = _nothing_prepared
     frame: Frame | None = None
+
+
+def codec_maps(codecs: dict[str, Codec]) -> tuple[Encode, Decode]:
+    """Make the functions of layers that stand alone and whose sources are encoded one by one.
+
+    Args:
+        codecs: by the name of their source.
+
+    Returns:
+        `encode` and `decode`.
+    """
+
+    def encode(constants, tile, carry):
+        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in tile.items()}
+        return payload, decode(constants, payload, {})[0], carry
+
+    def decode(constants, payload, carry):
+        return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
+
+    return encode, decode
 
 
 # ---- What flows between layers, and ways to read a body faster ----

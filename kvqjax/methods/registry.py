@@ -188,8 +188,8 @@ def to_dict(method: MethodLike) -> dict[str, Any]:
 
 
 def spelled_out(method: Method) -> str:
-    """Write a method's policy with every option of every layer, also those at their defaults. This text is what files
-    store, because a later version may have other defaults. `parse` reads it back."""
+    """Write a method's policy with every option of every layer, also those at their defaults. Files store this text,
+    because a later version may have other defaults. `parse` reads it back."""
     tree = read_text(str(method))
 
     def in_full(part: Mapping[str, Any]) -> str:

@@ -338,7 +338,20 @@ def _prediction(layer: AquaLayer, source: str, constants: dict, carry: dict, key
 
 
 def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, payload: dict, carry: dict, keys):
-    """Reconstruct one source's tile [u, W] in the carry's dtype. Encoder and decoder both use this one function."""
+    """Reconstruct one source's tile. Encoder and decoder both use this one function.
+
+    Args:
+        layer: the layer's spec.
+        codec: the source's.
+        source: "k" or "v".
+        constants: the layer's.
+        payload: the tile's codes.
+        carry: reconstructions of the layer below.
+        keys: Kr of this layer, which a predictor of values may see; None for keys.
+
+    Returns:
+        The reconstruction [u, W], in the carry's dtype.
+    """
     residual = codec.decode(constants.get(source, {}), payload).astype(jnp.float32)
     total = _prediction(layer, source, constants, carry, keys) + residual
     dtype = carry[source].dtype
@@ -346,7 +359,11 @@ def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, pa
 
 
 def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys):
-    """Encode one source's tile `x` [u, W]. Gives its payload and its reconstruction."""
+    """Encode one source's tile `x` [u, W]. The other arguments are those of `reconstruct`.
+
+    Returns:
+        The tile's payload and its reconstruction.
+    """
     residual = wide(x) - _prediction(layer, source, constants, carry, keys)
     payload = codec.encode(constants.get(source, {}), residual)
     return payload, reconstruct(layer, codec, source, constants, payload, carry, keys)
@@ -356,7 +373,20 @@ def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, 
 
 
 def predictor_shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of one layer's constants by name, without the layer axis."""
+    """Give the shapes of one predictor's constants by name, without the layer axis.
+
+    Args:
+        kind: of the predictor.
+        inputs: I, the numbers that it sees.
+        outputs: O, the numbers that it predicts.
+        rank: R of a "low_rank" predictor.
+
+    Returns:
+        {name: shape}, nothing for "none".
+
+    Raises:
+        UserError: for a kind that does not exist.
+    """
     if kind not in PREDICTORS:
         raise UserError(f"predictor={kind!r}; known: {', '.join(PREDICTORS)}")
     if kind == "none":
@@ -387,7 +417,7 @@ def _times(x, weight):
 
 
 def predict(kind: str, constants: dict[str, Array], x: Float[Array, "u I"]) -> Float[Array, "u O"]:
-    """Predict vectors of u tokens, float32."""
+    """Predict vectors of u tokens, float32. Raises UserError for a kind that is not evaluated."""
     if kind == "linear":
         y = _times(x, constants["weight"])
     elif kind == "int4":

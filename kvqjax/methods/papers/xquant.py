@@ -34,6 +34,7 @@ from kvqjax.methods.layer_cache import (
     SharedValues,
     Storage,
     Wiring,
+    codec_maps,
     shared_until,
     through_heads,
 )
@@ -151,11 +152,15 @@ def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
     def read(weights, constants, payload, sources):
         return sources["x"]
 
-    width = input_width(config)
+    width, codecs = input_width(config), {"x": codec}
     shared = summed_first(width, config, read, lambda weights, constants: weights["v"])
-    fast = Fast(shared=shared, before_rope=True)
-    cost = Cost(operations=4 * width * config.kv_width)  # two products, each multiply-accumulate two operations
-    return _independent({"x": width}, {"x": codec}, clock, capture, expand, fast, cost)
+    return Wiring(
+        Storage({"x": width}, codecs, (clock,)),
+        Maps(capture, *codec_maps(codecs), expand),
+        fast=Fast(shared=shared, before_rope=True),
+        calibration=Calibration(fit=FIT),
+        cost=Cost(operations=4 * width * config.kv_width),  # two products, each multiply-accumulate two operations
+    )
 
 
 def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
@@ -176,28 +181,15 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
         return sources["v"]
 
     shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
-    fast = Fast(shared=shared, before_rope=True)
-    # U takes the place of W_k and W_v, so a decode step leaves them unread.
-    cost = Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width)
-    wiring = _independent({"k": rank, "v": rank}, codecs, clock, capture, expand, fast, cost)
-    # These constants stand for weights, and have their dtype.
-    return wiring.having(calibration={"kinds": dict.fromkeys(needs, "compute")})
-
-
-def _independent(
-    sources: dict[str, int], codecs: dict[str, Codec], clock: Clock, capture, expand, fast: Fast, cost: Cost
-) -> Wiring:
-    """Wire sources that are encoded one by one, in layers that do not depend on each other."""
-
-    def encode(constants, tile, carry):
-        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in tile.items()}
-        return payload, decode(constants, payload, {})[0], carry
-
-    def decode(constants, payload, carry):
-        return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
-
-    storage, maps = Storage(sources, codecs, (clock,)), Maps(capture, encode, decode, expand)
-    return Wiring(storage, maps, fast=fast, calibration=Calibration(fit=FIT), cost=cost)
+    return Wiring(
+        Storage({"k": rank, "v": rank}, codecs, (clock,)),
+        Maps(capture, *codec_maps(codecs), expand),
+        fast=Fast(shared=shared, before_rope=True),
+        # The constants stand for weights, and have their dtype.
+        calibration=Calibration(kinds=dict.fromkeys(needs, "compute"), fit=FIT),
+        # U takes the place of W_k and W_v, so a decode step leaves them unread.
+        cost=Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width),
+    )
 
 
 def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | None:
@@ -236,14 +228,28 @@ def input_width(shape: KVShape) -> int:
 
 
 def prefers_latents(config: KVShape) -> bool:
-    """Say whether two latents of kv_width numbers take no more room than X: true from two query heads per KV head on,
-    in the usual models. Widths decide, not head counts: Qwen3-0.6B has GQA, and still 2*kv_width > E."""
+    """Say whether two latents of kv_width numbers take no more room than X."""
+    # So it is in the usual models from two query heads per KV head on. Widths decide, not head counts: Qwen3-0.6B has
+    # GQA, and still 2*kv_width > E.
     return 2 * config.kv_width <= input_width(config)
 
 
 def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exact | Uniform:
-    """Choose the uniform codec of section 4 for `width` channels; 16 bits mean the compute dtype itself (the
-    identity)."""
+    """Choose the uniform codec of section 4.
+
+    Args:
+        bits: of a code; 16 for the compute dtype itself (the identity).
+        along: what shares a scale: "channels" of a token, or "tokens" of a channel.
+        group: how many of them do.
+        scales: the dtype of scales and minima.
+        width: channels of a token.
+
+    Returns:
+        The codec's spec.
+
+    Raises:
+        UserError: for groups of channels that do not fit `width`.
+    """
     if bits == 16:
         return Exact()
     if along == "channels":
@@ -252,8 +258,9 @@ def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exa
 
 
 def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float[Array, "B n N"]:
-    """Multiply x by a matrix in the compute dtype, and keep the product row-major. Otherwise XLA would choose its
-    transpose for what follows, and transpose the matrices of all layers for that."""
+    """Multiply x by a matrix in the compute dtype `dtype`."""
+    # Without the order XLA would choose the product's transpose for what follows, and transpose the matrices of all
+    # layers for that.
     return row_major(jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype)))
 
 
@@ -264,10 +271,21 @@ def attended(
     positions: Int[Array, "B n"] | Waves | None,
     config: KVShape,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
-    """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE. Numbers that overflowed
-    saturate before a norm or a rotation makes NaN of them."""
+    """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE.
+
+    Args:
+        k: the layer's input times W_k.
+        v: the layer's input times W_v.
+        weights: the layer's.
+        positions: of the tokens, or what stands for them; None leaves keys unrotated.
+        config: the model's shape.
+
+    Returns:
+        Keys and values by KV head.
+    """
     if config.qkv_bias:
         k, v = k + weights["k_bias"][None, None], v + weights["v_bias"][None, None]
+    # Numbers that overflowed saturate, before a norm or a rotation makes NaN of them.
     k, v = (heads(saturated(x, x.dtype), config.num_kv_heads) for x in (k, v))
     if config.qk_norm:
         k = norm(k, weights["k_norm"], config.norm_eps)
@@ -275,13 +293,23 @@ def attended(
 
 
 def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
-    """Sum values as `read` (see SharedValues) gives them, vectors of `width`, then multiply the sum by the matrix
-    `up(weights, constants)` [width, KD]. A mean of values has their bias once."""
+    """Sum stored values first, then multiply the sum by a matrix.
+
+    Args:
+        width: of a stored value.
+        config: the model's shape.
+        read: gives a block's stored values (`SharedValues.read`).
+        up: up(weights, constants) gives the matrix [width, KD].
+
+    Returns:
+        These two steps, and up to how many new tokens they are the cheaper order.
+    """
 
     def finish(weights, constants, means):
         out = through_heads(means, up(weights, constants).astype(weights["v"].dtype), config)
         if not config.qkv_bias:
             return out
+        # Weights add up to 1, so a mean of values has their bias once.
         bias = weights["v_bias"].astype(jnp.float32).reshape(config.num_kv_heads, 1, config.head_dim)
         group = config.num_heads // config.num_kv_heads
         return out + jnp.repeat(bias, group, 0).reshape(1, 1, *out.shape[2:])
