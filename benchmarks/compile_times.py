@@ -23,7 +23,7 @@ from kvqjax.hardware.aot import decode_arguments
 from kvqjax.hardware.chips import chip_devices
 from kvqjax.hardware.planner import ALONE
 from kvqjax.methods import parse
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.sharding import rules_for
 from kvqjax.step.prefill import prefill
 

@@ -18,7 +18,7 @@ from kvqjax.hardware.aot import compile_decode
 from kvqjax.hardware.chips import slice_of, target_name
 from kvqjax.hardware.planner import DEVICES, GIB, plan_memory
 from kvqjax.methods import parse
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.mesh_size import MeshSize
 
 RECORD = Path(__file__).parent / "records" / "compiled_plans.json"
@@ -27,8 +27,8 @@ NUQ2 = "kvquant:bits=2,outliers=0,sinks=0"
 CASES = {
     "8b-128k-commvq1-24gb": ("llama-3.1-8b", "commvq:bits=1", 131072, 1, "v6e", "", 24e9),
     "8b-128k-kivi2-24gb": ("llama-3.1-8b", "kivi:bits=2", 131072, 1, "v6e", "", 24e9),
-    "8b-32k-exact-v7x": ("llama-3.1-8b", "exact", 32768, 8, "tpu7x", "", None),
-    "8b-32k-kivi2-v7x": ("llama-3.1-8b", "kivi:bits=2,group=128", 32768, 8, "tpu7x", "", None),
+    "8b-32k-exact-v7x": ("llama-3.1-8b", "exact", 32768, 8, "v7x", "", None),
+    "8b-32k-kivi2-v7x": ("llama-3.1-8b", "kivi:bits=2,group=128", 32768, 8, "v7x", "", None),
     "7b-1m-nuq2-80gb": ("llama-7b", NUQ2, 2**20, 1, "h100", "", None),
     "7b-10m-nuq2-8x80gb": ("llama-7b", NUQ2, 10**7, 1, "h100", "model=8", None),
     "70b-128k-kivi2-v5e16": ("llama-3.1-70b", "kivi:bits=2", 131072, 8, "v5e", "model=16", None),

@@ -18,7 +18,7 @@ from benchmarks.calibrated import calibrated, span_rows
 from benchmarks.gate import STEPS, open_shape
 from benchmarks.noise import method_of
 from benchmarks.tables import table
-from kvqjax.eval.replay import exact_logits, replay, score
+from kvqjax.eval.scores import exact_logits, replay, score
 
 RECORD = Path(__file__).parent / "records" / "drift_recall.json"
 SPAN = 256

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from compiled_cost.hlo import Computation, parse
 from schedule import estimate
-from step_cost.hlo import Computation, parse
 
 from kvqjax.cache import at_layer
 from kvqjax.cache.readers import attend_body
@@ -22,8 +22,8 @@ class Part(NamedTuple):
 def _trips(condition: Computation) -> int:
     """How often a loop runs by its condition; 1 where that depends on data."""
     parts = condition.instructions.values()
-    limits = [int(part.inside) for part in parts if part.op == "constant" and part.inside.isdigit()]
-    return limits[0] if len(limits) == 1 and any("direction=LT" in part.more for part in parts) else 1
+    limits = [int(part.literal) for part in parts if part.op == "constant" and part.literal.isdigit()]
+    return limits[0] if len(limits) == 1 and any("direction=LT" in part.attributes for part in parts) else 1
 
 
 def _parts(text: str) -> dict[str, Part]:
@@ -33,8 +33,8 @@ def _parts(text: str) -> dict[str, Part]:
         inside = computation.instructions.values()
         loops = [(i.attribute("body="), i.attribute("condition=")) for i in inside if i.op == "while"]
         found[name] = Part(
-            [estimate(i.more) for i in inside],
-            [estimate(i.more) for i in inside if "kind=kOutput" in i.more],
+            [estimate(i.attributes) for i in inside],
+            [estimate(i.attributes) for i in inside if "kind=kOutput" in i.attributes],
             [(body, _trips(program.computations[condition])) for body, condition in loops],
         )
     return found

@@ -25,13 +25,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from benchmarks.prefill_cost.row import Row as Chunk
-from benchmarks.prefill_cost.row import measure as measure_chunk
-from benchmarks.step_cost.listings import listings
-from benchmarks.step_cost.row import CHIPS, Row, measure
+from benchmarks.compiled_cost import tpu
+from benchmarks.compiled_cost.case import CHIPS, Case, measure
 from kvqjax.model import experts
-from kvqjax.model.catalogue import config_of
 from kvqjax.model.hf_config import config_to_hf
+from kvqjax.model.loading import config_of
 
 MODEL, LAYERS, CONTEXT = "qwen3-30b-a3b", 4, 4096
 MANY = 64  # rows from which on they are a chunk of one prompt
@@ -47,7 +45,7 @@ def grouped(weights: dict, x: Float[Array, "N E"], chosen: Int[Array, "N k"]) ->
     pairs = chosen.reshape(-1)
     order = jnp.argsort(pairs)
     sizes = (pairs[:, None] == jnp.arange(held)[None]).sum(0, dtype=jnp.int32)
-    gate, up, down = (weights[name].whole() for name in experts.BY_EXPERT)
+    gate, up, down = (weights[name].read() for name in experts.BY_EXPERT)
     rows = x[order // k]
     inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
     out = jax.lax.ragged_dot(inner, down, sizes)
@@ -77,16 +75,16 @@ def computed_by(form: Form) -> Iterator[None]:
 
 def counted(chip: str, rows: int, form: str) -> dict:
     """One row of the table. Of a program that the compiler or the account cannot take, the error in one line."""
-    with tempfile.TemporaryDirectory() as place, listings(chip.startswith("v")) as folder, computed_by(FORMS[form]):
+    case = Case(chip, "", "exact", CONTEXT, new=rows) if rows >= MANY else Case(chip, "", "exact", CONTEXT, rows)
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory() as folder, computed_by(FORMS[form]):
+        if case.is_tpu:
+            tpu.write_schedules(folder)
         model = Path(place) / "config.json"
         model.write_text(json.dumps(config_to_hf(dataclasses.replace(config_of(MODEL), num_layers=LAYERS))))
         try:
-            if rows < MANY:
-                account = measure(Row(chip, str(model), "exact", CONTEXT, rows), folder)["full"]
-                moved, spent = account["bytes"]["weights"], account["estimated_ms"]
-                return {"gigabytes": (moved["read"] + moved["written"]) / 1e9, "estimated_ms": spent}
-            account = measure_chunk(Chunk(chip, str(model), "exact", CONTEXT, rows), folder)
-            return {"gigabytes": account["gigabytes"]["weights"], "estimated_ms": 1e3 * account["estimated_s"]}
+            account = measure(case._replace(model=str(model)), Path(folder))
+            milliseconds = account["estimated_ms"] if rows < MANY else 1e3 * account["estimated_s"]
+            return {"gigabytes": sum(account["bytes"]["weights"].values()) / 1e9, "estimated_ms": milliseconds}
         except (ValueError, KeyError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             return {"refused": (str(error).splitlines() or [type(error).__name__])[0][:120]}
 

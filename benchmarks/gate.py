@@ -34,7 +34,7 @@ from benchmarks.calibrated import calibrated, span_rows
 from benchmarks.gate_bounds import verdicts
 from benchmarks.noise import NOISES, method_of
 from benchmarks.stress import under
-from kvqjax.eval.replay import exact_logits, replay, score
+from kvqjax.eval.scores import exact_logits, replay, score
 from kvqjax.eval.stamp import ledger_of
 
 ROOT = Path(__file__).parents[1]

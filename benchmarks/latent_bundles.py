@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tpu_bundles import CHIPS, count, measure_all, options_of
+from tpu_bundles import count, measure_all, options_of
 
 RECORD = Path(__file__).parent / "records" / "latent_bundles.json"
 SLOTS, LAYERS, BATCH = 16384, 4, 1
@@ -62,7 +62,7 @@ def _arguments(case, chip: str):
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "qk_norm": normed}
     config = ModelConfig(vocab_size=8, width=width, mlp_width=8, num_layers=LAYERS, **shape)
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=SLOTS, dtype="bfloat16")
-    run, device = runs_of(layout)[-1], jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
+    run, device = runs_of(layout)[-1], jax.sharding.SingleDeviceSharding(chip_devices(chip)[0])
 
     def shaped(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)

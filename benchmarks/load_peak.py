@@ -20,11 +20,11 @@ import typer
 from safetensors.numpy import save_file
 
 from kvqjax.cache.accounting import array_bytes
-from kvqjax.model import stored
+from kvqjax.model import checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.model.hf_config import config_to_hf
 from kvqjax.model.loading import load
-from kvqjax.model.weight_names import parameters
+from kvqjax.model.weights import parameters
 
 GB = 10**9
 HEADS = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
@@ -92,14 +92,14 @@ def memory(name: str) -> int:
 
 def measure(folder: Path, layers: str) -> dict:
     """Load in this process and look at what it took."""
-    reads, genuine = [], stored.read
+    reads, genuine = [], checkpoint.read_slice
 
     def counted(tensor, index):
         piece = genuine(tensor, index)
         reads.append(piece.nbytes)
         return piece
 
-    stored.read = counted
+    checkpoint.read_slice = counted
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
     before, begun = memory("VmRSS"), time.perf_counter()
     model = jax.block_until_ready(load(folder, dtype="bf16", layers=layers))

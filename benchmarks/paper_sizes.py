@@ -6,7 +6,7 @@ model at 128K tokens.
 
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import parse
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 
 K = 2**10
 # table, model, cache, context, batch, the paper's figure in its unit, bytes of that unit

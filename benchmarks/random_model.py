@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import kvqjax as kvq
 from kvqjax.hardware.planner import parameter_shapes
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 
 __all__ = ["peak_bytes", "random_model"]
 

@@ -24,9 +24,9 @@ import kvqjax
 from benchmarks.calibrated import span_rows
 from benchmarks.tables import table
 from kvqjax.calibrate import kmeans
-from kvqjax.calibrate import kvquant_passes as passes
+from kvqjax.calibrate import kvquant as passes
+from kvqjax.calibrate.activations import activations
 from kvqjax.calibrate.commvq_em import fit_keys
-from kvqjax.calibrate.fisher import activations
 from kvqjax.codecs import Centred, CodecSpec, Uniform, bits_per_value
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.higgs import Higgs

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from schedule import bundles, busy
 
 RECORD = Path(__file__).parent / "records" / "tpu_bundles.json"
-CHIPS = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}  # a kernel's target -> the chip's name
+CHIPS = ("v5e", "v5p", "v6e", "v7x")
 TILES = (1024, 2048)
 # bits of keys, bits of values, key group (0: one scale for all tokens), value group, and where they differ from the
 # usual head_dim and query rows
@@ -118,7 +118,7 @@ def _arguments(name: str, chip: str):
         value_factors=name.endswith("-kvarn"),
         key_channels=head_dim if name.endswith("-oscar") else 0,
     )
-    shaped, place = jax.ShapeDtypeStruct, jax.sharding.SingleDeviceSharding(chip_devices(CHIPS[chip])[0])
+    shaped, place = jax.ShapeDtypeStruct, jax.sharding.SingleDeviceSharding(chip_devices(chip)[0])
     q, bounds = shaped((BATCH, 1, KV_HEADS * query_rows, head_dim), jnp.bfloat16), shaped((BATCH, 1), jnp.int32)
     arguments = (q, shapes(spec, LAYERS, BATCH, SLOTS), shaped((), jnp.int32), bounds, bounds)
     return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding=place), arguments), spec

@@ -33,16 +33,15 @@ from benchmarks.stress import under
 from kvqjax._errors import UserError
 from kvqjax.calibrate.resume import identity
 from kvqjax.data.sentences import filler
-from kvqjax.eval.replay import exact_logits
+from kvqjax.eval.scores import exact_logits
 from kvqjax.eval.stamp import CONTEXT
 from kvqjax.eval.tune import Settings, tune, tune_windows
 from kvqjax.eval.tune.candidates import named
-from kvqjax.eval.tune.estimate import estimated
 from kvqjax.eval.tune.measure import divergence
 from kvqjax.eval.tune.report import line_at
+from kvqjax.eval.tune.run import estimated
 from kvqjax.methods import parse
-from kvqjax.model.catalogue import config_of
-from kvqjax.model.loading import load
+from kvqjax.model.loading import config_of, load
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "tune.json"

@@ -12,7 +12,7 @@ from kvqjax.methods import parse
 from kvqjax.methods.roofline import flops_per_token, layer_cost, longest_memory_bound
 from kvqjax.model.config import ModelConfig
 
-CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
+CHIPS = ("v5e", "v6e", "v7x", "h100", "h200")
 LLAMA2_7B = ModelConfig(
     vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
 )

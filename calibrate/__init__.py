@@ -1,26 +1,31 @@
 """Calibration: a method's constants for one model, from text, from its keys and values, or from the weights alone."""
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
-from kvqjax.cache.artifacts import Artifact, flatten
+from kvqjax.cache.artifacts import Artifact, flatten, load_artifact
 from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate import xquant
-from kvqjax.calibrate.parts import Part, calibrated, divided, fitter, forget, needed
+from kvqjax.calibrate.activations import Captured
+from kvqjax.calibrate.parts import Part, calibrated, captured_fitter, divided, fitter, needed
+from kvqjax.calibrate.resume import forget
 from kvqjax.data.tokens import TextLike, document_ids
 from kvqjax.methods import METHODS, MethodLike, parse
-from kvqjax.methods.spec import Method
+from kvqjax.methods.spec import Method, calibrated_part
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model, compute_dtype
 from kvqjax.model.weight_trees import stacked
 from kvqjax.step.doors import check_model
+from kvqjax.step.new_cache import check_constants
 
 __all__ = ["forget", "from_tensors", "learns", "needed", "run", "sequences", "xquant"]
 
@@ -43,12 +48,12 @@ def sequences(model: Model, texts: TextLike, count: int, length: int) -> Int[np.
 
 def _known(shape: KVShape) -> list[str]:
     """List methods with constants of their own; rotations and means belong to options."""
-    found, options = [], ("kvqjax.calibrate.rotation", "kvqjax.calibrate.centre")
+    names, options = [], ("kvqjax.calibrate.rotation", "kvqjax.calibrate.centre")
     for name in METHODS:
         with contextlib.suppress(UserError, ValueError):
             if any(fit.module not in options for fit in needed(METHODS[name](), shape)):
-                found.append(name)
-    return sorted(found)
+                names.append(name)
+    return sorted(names)
 
 
 def _check_needed(method: Method, shape: KVShape) -> None:
@@ -82,28 +87,42 @@ def run(
     advance: Callable[[int, int], None] = lambda done, total: None,
     announce: Callable[[str, float], None] = lambda text, work: None,
 ) -> Artifact:
-    """Calibrate `method` for `model`. texts: what the model reads: a text, a list of them, the path of a file or a
-    folder, data of `kvqjax.data.read`, or token ids (not needed by xquant, whose constants come from the weights).
-    count, length: sequences and their tokens; by default the method's published recipe, cut to the model's
-    context. state: a file that keeps the progress, so that a killed run continues and gives the same constants.
-    `announce(text, work)` is told what will be read and how many floating point operations it takes at least,
-    `advance(done, total)` each step. Where layers, or keys and values, follow methods that are calibrated in different
-    ways, each is calibrated by itself with its own recipe. Raises UserError for methods that need no calibration."""
+    """Calibrate `method` for `model`. Where layers, or keys and values, follow methods that are calibrated in different
+    ways, each is calibrated by itself with its own recipe.
+
+    Args:
+        model: the model.
+        method: what is calibrated.
+        texts: what the model reads: a text, a list of them, the path of a file or a folder, data of `kvqjax.data.read`,
+            or token ids. Not needed by xquant, whose constants come from the weights.
+        count: sequences; None: those of the method's published recipe.
+        length: tokens of a sequence; None: the recipe's, cut to the model's context.
+        state: a file that keeps the progress, so that a killed run continues and gives the same constants.
+        advance: `advance(done, total)` is told each step.
+        announce: `announce(text, work)` is told what will be read and how many floating point operations it takes at
+            least.
+
+    Returns:
+        The method with its constants.
+
+    Raises:
+        UserError: a method that needs no calibration, and texts that cannot be read or are too short.
+    """
     check_model(model)
     check_counts(count=count, length=length)
     method = parse(method)
     model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
     _check_needed(method, model.config)
 
-    def one(part: Part, state: Path | None, advance) -> Artifact:
-        module, own = fitter(part.fit), part.method
+    def fit_part(part: Part, state: Path | None, advance) -> Artifact:
+        module, alone = fitter(part.fit), part.method
         if part.fit.source == "weights":
-            return Artifact(own, module.constants(model.params, model.config, own), model.fingerprint)
+            return Artifact(alone, module.constants(model.params, model.config, alone), model.fingerprint)
         tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
-        announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, own, *tokens.shape))
-        return _finite(module.calibrate(model, own, tokens, state=state, advance=advance))
+        announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, alone, *tokens.shape))
+        return _finite(module.calibrate(model, alone, tokens, state=state, advance=advance))
 
-    return calibrated(method, model.config, one, state, advance)
+    return calibrated(method, model.config, fit_part, state, advance)
 
 
 def from_tensors(
@@ -124,33 +143,74 @@ def from_tensors(
     """Calibrate `method` for any model from what its attention layers computed for N sequences of T tokens. The
     artifact's `constants` go to `kvq.attend_layer` and `kvq.append`.
 
-    keys, values: one array [N, T, K, D] a layer (a list, or one array with the layers in front, on the host or not), as
-    `attend_layer` takes them: before RoPE where the shape has a rope. These alone calibrate AQUA-KV and centre=mean.
-    key_gradients, value_gradients: for KVQuant, likewise, of each sequence's mean loss. Their squares are the Fisher
-    weights of its k-means; without them every entry weighs the same.
-    queries [N, T, H, D] and outputs [H*D, E] (the output projection), one array a layer: for CommVQ, whose value
-    encoder then also learns from errors of the attention output; without them from errors of the values alone.
-    dtype: the cache's, as for `kvq.init_cache`. recipe: the method's own settings, such as
-    `kvqjax.calibrate.aqua.Recipe()`. state, advance: as for `run`. Raises UserError for tensors that do not fit the
-    shape, and for methods that need no calibration or a model's weights."""
-    from kvqjax.calibrate.captured import Captured, fit_of
+    Args:
+        method: what is calibrated.
+        shape: the model's keys and values.
+        keys: one array [N, T, K, D] a layer (a list, or one array with the layers in front, on the host or not), as
+            `attend_layer` takes them: before RoPE where the shape has a rope.
+        values: likewise. Keys and values alone calibrate AQUA-KV and centre=mean.
+        queries: [N, T, H, D], one array a layer: for CommVQ, whose value encoder then also learns from errors of the
+            attention output; without them from errors of the values alone.
+        outputs: the output projections [H*D, E], one array a layer; they go with `queries`.
+        key_gradients: for KVQuant, like `keys`, of each sequence's mean loss. Their squares are the Fisher weights of
+            its k-means; without them every entry weighs the same.
+        value_gradients: likewise; they go with `key_gradients`.
+        dtype: the cache's, as for `kvq.init_cache`.
+        recipe: the method's own settings, such as `kvqjax.calibrate.aqua.Recipe()`.
+        state: as for `run`.
+        advance: as for `run`.
 
+    Returns:
+        The method with its constants.
+
+    Raises:
+        UserError: tensors that do not fit the shape, and methods that need no calibration or a model's weights.
+    """
     method = parse(method)
     _check_needed(method, shape)
     optional = {"queries": queries, "outputs": outputs}
     optional |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
-    own = shape.alone
     for fit in needed(method, shape):
-        fit_of(fit, method)
-    data = Captured(shape=own, keys=keys, values=values, dtype=str(compute_dtype(dtype)), **optional)
-
+        captured_fitter(fit, method)  # says now what needs a model
+    data = Captured(shape=shape.alone, keys=keys, values=values, dtype=str(compute_dtype(dtype)), **optional)
     if recipe is not None and len(divided(method, shape)) > 1:
         raise UserError(
             f"{method}: a recipe is one calibration's; parts of this method are calibrated in different ways"
         )
 
-    def one(part: Part, state: Path | None, advance) -> Artifact:
-        found = fit_of(part.fit, method)(data, part.method, recipe, state=state, advance=advance)
-        return _finite(found)
+    def fit_part(part: Part, state: Path | None, advance) -> Artifact:
+        fit_tensors = captured_fitter(part.fit, method)
+        return _finite(fit_tensors(data, part.method, recipe, state=state, advance=advance))
 
-    return calibrated(method, shape, one, state, advance)
+    return calibrated(method, shape, fit_part, state, advance)
+
+
+def with_constants(model: Model, methods: Sequence[Method], folders: Sequence[Path]) -> list[tuple[Model, Method]]:
+    """Pair every method with a model that holds its constants.
+
+    An artifact serves every policy of the same codecs and layers, whatever its sinks, windows and kept tokens. What a
+    method derives from the weights alone (xquant) is computed here when there is no artifact of it.
+
+    Args:
+        model: the model without constants.
+        methods: the methods, each of which gives a pair.
+        folders: artifacts, each of which must serve a method.
+
+    Raises:
+        UserError: an artifact that serves no method, or constants that no artifact brings.
+    """
+    part = functools.partial(calibrated_part, config=model.config)
+    artifacts = {part(artifact.method): artifact for artifact in map(load_artifact, folders)}
+    unused = set(artifacts) - {part(method) for method in methods}
+    if unused:
+        raise UserError(f"--artifact for {', '.join(sorted(map(str, unused)))}, which no --cache names")
+    pairs = []
+    for method in methods:
+        artifact = artifacts.get(part(method))
+        ready = xquant.prepared(model, method) if artifact is None else model.with_artifact(artifact)
+        check_constants(ready, method)
+        pairs.append((ready, method))
+    if model.rules is None:
+        return pairs
+    place = model.rules.everywhere
+    return [(m.replace(constants=jax.device_put(jax.tree.map(np.asarray, m.constants), place)), n) for m, n in pairs]

@@ -14,23 +14,98 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.runs import runs_for
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.runs import runs_of
+from kvqjax.calibrate.activations import Captured, cached
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
-from kvqjax.calibrate.aqua_layers import Layers, layers_of
+from kvqjax.calibrate.parts import by_run
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.papers.aqua import AquaLayer
+from kvqjax.model import decoder
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
+from kvqjax.step.prompt import Path as PromptPath
+from kvqjax.step.prompt import exact_layer
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "fit", "released", "work"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "fit", "fit_captured", "released", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
+CHUNK = 256  # tokens of a sequence that attend at once: the fastest on CPUs, and no [T, T] scores exist
+
+
+# --- What is read: keys and values of one layer after the other
+
+
+class Layers(NamedTuple):
+    """N sequences of T tokens for a calibration that reads one layer after the other. Layer `index` of sequence
+    `number` is
+
+        read(index, number, h [1, T, E]) -> (keys [T, W] and values [T, W] as cached, the layer above's h or None)
+
+    `h` is the first layer's, of all sequences; `parts` are what `identity` takes of them."""
+
+    layout: CacheLayout
+    h: Float[np.ndarray, "N T E"]
+    read: Callable[[int, int, Any], tuple[Any, Any, Any]]
+    fingerprint: str
+    parts: tuple[Any, ...]
+
+
+def _run_of(layout: CacheLayout, index: int) -> int:
+    """Find the number of the run that layer `index` is in."""
+    return next(number for number, run in enumerate(runs_of(layout)) if index < run.first + run.count)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "number", "last"))
+def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: bool):
+    """One clean layer, of run `number`, on one sequence [1, T, E]: what the cache is given of keys and values, [T, W],
+    and the next h; no layer is above the last one, so its h is None."""
+    length, run = h.shape[1], runs_of(layout)[number]
+    padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
+    counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
+    keep = lambda *captured: captured  # noqa: E731
+    (new, finite), above, _ = exact_layer(model, run, index - run.first, {}, padded, counts, path, keep=keep)
+    seen = finite[0, :length, None]  # the cache would be given 0; constants made of it must not look sound
+    k, v = (jnp.where(seen, new[name][0, :length].astype(jnp.float32), jnp.nan) for name in ("k", "v"))
+    return k, v, None if last else above[:, :length]
+
+
+def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
+    """Read the layers of a model on N sequences of T tokens."""
+    if tokens.ndim != 2:
+        raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, tokens]")
+    config, dtype = model.config, model.params["embed"].dtype
+    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=str(dtype))
+    h = np.zeros((*tokens.shape, config.width), np.float32)
+    for i in range(len(tokens)):
+        h[i] = decoder.embed(model.params, jnp.asarray(tokens[i : i + 1], jnp.int32))[0]
+
+    def read(index: int, number: int, h):
+        run, last = _run_of(layout, index), index == config.num_layers - 1
+        return _layer_pass(model, layout, run, jnp.int32(index), jnp.asarray(h, dtype), last)
+
+    return Layers(layout, h, read, model.fingerprint, (repr(config), tokens))
+
+
+def _of_captured(data: Captured, method: Method) -> Layers:
+    """Read the layers of tensors that any model computed. Nothing flows from layer to layer: they are known."""
+    layout = data.layout(method)
+
+    def read(index: int, number: int, h):
+        run, rows = runs_of(layout)[_run_of(layout, index)], slice(number, number + 1)
+        k, v = cached(run, data.keys[index][rows], data.values[index][rows])
+        return k[0], v[0], None
+
+    return Layers(layout, np.zeros((*data.size, 0), np.float32), read, "", data.parts)
+
+
+# --- Layer after layer
 
 
 class _Task(NamedTuple):
@@ -89,27 +164,23 @@ def _advance_layer(task: _Task, state: dict) -> dict:
     )
     measures = state["measures"].copy()
     for row, source in enumerate(("k", "v")):
-        found = [report[source].get(name) for name in MEASURES]
-        measures[index, row] = [np.nan if x is None else x for x in found]
+        values = [report[source].get(name) for name in MEASURES]
+        measures[index, row] = [np.nan if x is None else x for x in values]
     learnt = [*state["constants"][:index], constants, *state["constants"][index + 1 :]]
-    kept = exact if task.recipe.clean else state["exact"]
-    return {"h": h, "recon": recon, "exact": kept, "constants": learnt, "measures": measures}
+    exact_below = exact if task.recipe.clean else state["exact"]
+    return {"h": h, "recon": recon, "exact": exact_below, "constants": learnt, "measures": measures}
 
 
-def _stack(config: KVShape, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
-    """Constants by run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
-    stacks = []
-    for run in runs_for(method, config):
-        ready = [{s: cast(c, dtype) for s, c in constants[run.first + i].items() if c} for i in range(run.count)]
-        stacks.append(jax.tree.map(lambda *arrays: jnp.stack(arrays), *ready))
-    return tuple(stacks)
+def _stacked(shape: KVShape, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
+    """Constants by run of layers in a model's dtype, without sources that need none."""
+    return by_run(method, shape, [{s: cast(c, dtype) for s, c in layer.items() if c} for layer in constants])
 
 
 def _report(measures: np.ndarray) -> list[dict]:
     """One row per layer and source: what the predictor explains of it, alone and with the codes of the rest."""
     rows = []
-    for layer, found in enumerate(measures):
-        for source, values in zip(("k", "v"), found, strict=True):
+    for layer, sources in enumerate(measures):
+        for source, values in zip(("k", "v"), sources, strict=True):
             plain = {n: None if np.isnan(x) else float(x) for n, x in zip(MEASURES, values, strict=True)}
             rows.append({"layer": layer, "source": source} | plain)
     return rows
@@ -123,9 +194,17 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
     return count * prompt_operations(model.config, 0, length) + model.config.num_layers * products
 
 
+# --- The doors
+
+
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
     """Predictors of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
-    return fit(layers_of(model, method, np.asarray(tokens)), **options)
+    return fit(_of_model(model, method, np.asarray(tokens)), **options)
+
+
+def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
+    """Predictors of `method` from tensors of any model; `options` as in `fit`."""
+    return fit(_of_captured(data, method), recipe=recipe or Recipe(), **options)
 
 
 def fit(
@@ -142,7 +221,7 @@ def fit(
     now = stepped(_fresh_state(task), shape.num_layers, functools.partial(_advance_layer, task), state, owner, advance)
     about = {"sequences": data.h.shape[0], "tokens": data.h.shape[1], **dataclasses.asdict(recipe)}
     about |= {"report": _report(now["measures"])}
-    return Artifact(method, _stack(shape, method, now["constants"], task.dtype), data.fingerprint, about)
+    return Artifact(method, _stacked(shape, method, now["constants"], task.dtype), data.fingerprint, about)
 
 
 def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Artifact:
@@ -160,10 +239,10 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Art
                 key = f"{'key' if source == 'k' else 'value'}_predictors.{index}.{name}"
                 if name not in ("weight", "bias"):
                     raise UserError(f"{method}: only linear predictors were released; {key} has no counterpart")
-                found = np.asarray(arrays[key], np.float32).T if key in arrays else None
-                if found is None or found.shape != shape:
-                    got = "nothing" if found is None else f"{found.shape[::-1]}"
+                array = np.asarray(arrays[key], np.float32).T if key in arrays else None
+                if array is None or array.shape != shape:
+                    got = "nothing" if array is None else f"{array.shape[::-1]}"
                     raise UserError(f"{key}: wanted an array {shape[::-1]}, got {got}")
-                constants[index][source][name] = found
-    stacked = _stack(model.config, method, constants, model.params["embed"].dtype)
+                constants[index][source][name] = array
+    stacked = _stacked(model.config, method, constants, model.params["embed"].dtype)
     return Artifact(method, stacked, model.fingerprint, {"source": "released predictors"})

@@ -1,14 +1,21 @@
-"""One layer of AQUA-KV's calibration: fit the predictors of keys and values, then reconstruct as the cache will."""
+"""One layer of AQUA-KV's calibration (arXiv 2501.19392, Algorithm 1 and Appendix B): fit the predictors of keys and
+values, then reconstruct as the cache will.
+
+Linear predictors come from streamed second moments. With Xa = [X, 1], all that is kept of the data is C = Xa^T Xa,
+Xa^T Y and the squares of Y, summed in float64: ridge, reduced rank, 4-bit weights and their errors alike come from
+these, whatever the number of rows. The two-layer predictor (section 4.3) is trained by optax.
+"""
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float
 
-from kvqjax.calibrate.mlp import train_mlp
-from kvqjax.calibrate.moments import Moments, Score, add, gptq, low_rank, refit_bias, ridge, score
 from kvqjax.methods.papers.aqua import (
     PREDICTOR_DTYPES,
     AquaLayer,
@@ -19,15 +26,35 @@ from kvqjax.methods.papers.aqua import (
 )
 from kvqjax.model.weight_codes import pack_nibbles
 
-__all__ = ["MEASURES", "Pair", "Recipe", "cast", "fit_layer", "fit_linear"]
+__all__ = [
+    "MEASURES",
+    "Moments",
+    "Pair",
+    "Recipe",
+    "Score",
+    "add",
+    "cast",
+    "fit_layer",
+    "fit_linear",
+    "gptq",
+    "low_rank",
+    "refit_bias",
+    "ridge",
+    "score",
+    "train_mlp",
+]
 
+Matrix = np.ndarray
 Pair = dict[str, np.ndarray]  # "k" and "v": [N, n, W] float32 on the host
 MEASURES = ("relative_mse", "explained", "bits_saved", "held_out_mse", "reconstruction_mse")
+CODES = 15  # largest 4-bit code
+BATCH = 1024  # rows of a step of the two-layer predictor's training
+PEAK_RATE = 2e-3  # Adam's, at the start of a cosine schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """`damping` of the ridge, on `centred` moments or as released (see `moments.ridge`); the last `held_out` share of
+    """`damping` of the ridge, on `centred` moments or as released (see `ridge`); the last `held_out` share of
     the sequences only measures. `body_only` leaves out what the cache keeps exact (sinks, window). `clean` fits on the
     exact layer below (the paper's quantiser-agnostic ablation)."""
 
@@ -41,6 +68,196 @@ class Recipe:
     def training(self, sequences: int) -> int:
         """How many of the sequences are fitted."""
         return max(1, sequences - int(sequences * self.held_out))
+
+
+# --- Linear regression from second moments
+
+
+class Moments(NamedTuple):
+    """float64 on the host: xx [I+1,I+1] and xy [I+1,O] with the ones column last, yy [O]."""
+
+    xx: Matrix
+    xy: Matrix
+    yy: Matrix
+
+    @property
+    def rows(self) -> float:
+        return float(self.xx[-1, -1])
+
+
+class Score(NamedTuple):
+    """`relative_mse` = |Y - Yhat|^2 / |Y|^2; `explained` = 1 - |Y - Yhat|^2 / |Y - mean Y|^2, over all outputs."""
+
+    relative_mse: float
+    explained: float
+
+    @property
+    def bits_saved(self) -> float:
+        """Bits per number that the prediction saves: an ideal quantiser needs so many, -log4(relative MSE), to come as
+        close."""
+        return float(-np.log(max(self.relative_mse, 1e-300)) / np.log(4.0))
+
+
+@jax.jit
+def _products(x, y, keep):
+    ones = jnp.ones((x.shape[0], 1), jnp.float32)
+    xa = jnp.concatenate([x.astype(jnp.float32), ones], axis=1) * keep[:, None]
+    y = y.astype(jnp.float32) * keep[:, None]
+    times = lambda a, b: jnp.einsum("ni,nj->ij", a, b, precision=jax.lax.Precision.HIGHEST)  # noqa: E731
+    return times(xa, xa), times(xa, y), (y * y).sum(0)
+
+
+def add(
+    total: Moments | None,
+    x: Float[Array | np.ndarray, "N I"],
+    y: Float[Array | np.ndarray, "N O"],
+    keep: Bool[Array | np.ndarray, " N"] | None = None,
+) -> Moments:
+    """`total` with the rows of one chunk added (None starts a new one); rows where `keep` is False count for nothing.
+    Products in float32 over the chunk, sums of chunks in float64: a few thousand rows a chunk are meant."""
+    keep = np.ones(x.shape[0], np.float32) if keep is None else jnp.asarray(keep, jnp.float32)
+    part = Moments(*(np.asarray(a, np.float64) for a in _products(jnp.asarray(x), jnp.asarray(y), keep)))
+    return part if total is None else Moments(*(a + b for a, b in zip(total, part, strict=True)))
+
+
+def _damped(xx: Matrix, damping: float) -> Matrix:
+    return xx + damping * np.mean(np.abs(np.diag(xx))) * np.eye(len(xx))
+
+
+def _solve(a: Matrix, b: Matrix) -> Matrix:
+    """a^-1 b for a symmetric a; the least-norm solution where a is singular."""
+    try:
+        factor = np.linalg.cholesky(a)
+    except np.linalg.LinAlgError:
+        return np.linalg.pinv(a, hermitian=True) @ b
+    return np.linalg.solve(factor.T, np.linalg.solve(factor, b))
+
+
+def _centred(moments: Moments) -> tuple[Matrix, Matrix]:
+    """Covariances of X, and of X with Y, times the rows."""
+    sums = moments.xx[-1, :-1]
+    return moments.xx[:-1, :-1] - np.outer(sums, sums) / moments.rows, (
+        moments.xy[:-1] - np.outer(sums, moments.xy[-1]) / moments.rows
+    )
+
+
+def ridge(
+    moments: Moments, damping: float = 1e-3, intercept: bool = True, centred: bool = False
+) -> tuple[Matrix, Matrix]:
+    """(W [I,O], b [O]) of least |Xa [W; b] - Y|^2 with `damping` times the mean of C's whole diagonal, the ones column
+    included, added to every diagonal entry, the intercept's too (the released rule). `centred` takes X and Y without
+    their means instead: the released damping grows with the square of an offset (Qwen's keys have offsets of 50 times
+    their spread) until nothing is learnt."""
+    if centred:
+        xx, xy = _centred(moments)
+        weight = _solve(_damped(xx, damping), xy)
+        return weight, refit_bias(moments, weight)
+    if not intercept:
+        weight = _solve(_damped(moments.xx[:-1, :-1], damping), moments.xy[:-1])
+        return weight, np.zeros(weight.shape[1])
+    both = _solve(_damped(moments.xx, damping), moments.xy)
+    return both[:-1], both[-1]
+
+
+def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool = True) -> tuple[Matrix, Matrix, Matrix]:
+    """(A [I,R], B [R,O], b [O]): reduced-rank regression, the ridge fit projected on the leading eigenvectors of the
+    fitted covariance. `centred=False` leaves X uncentred and takes b = mean(Y), as the released code does."""
+    if not 1 <= rank <= moments.xy.shape[1]:
+        raise ValueError(f"rank={rank}; 1 to {moments.xy.shape[1]} are possible")
+    xx, xy = _centred(moments)
+    if not centred:
+        xx = moments.xx[:-1, :-1]
+    fit = _solve(_damped(xx, damping), xy)
+    vectors = np.linalg.eigh(xy.T @ fit)[1][:, ::-1][:, :rank]
+    down, up = fit @ vectors, vectors.T
+    return down, up, refit_bias(moments, down @ up) if centred else moments.xy[-1] / moments.rows
+
+
+def refit_bias(moments: Moments, weight: Matrix) -> Matrix:
+    """The bias [O] that makes the mean error zero for a weight that was rounded after the fit."""
+    return (moments.xy[-1] - moments.xx[-1, :-1] @ weight) / moments.rows
+
+
+def score(moments: Moments, weight: Matrix, bias: Matrix) -> Score:
+    """Errors of Y ~ X weight + bias on the rows the moments were taken from."""
+    both = np.concatenate([weight, bias[None]])
+    error = moments.yy.sum() - 2 * (both * moments.xy).sum() + (both * (moments.xx @ both)).sum()
+    spread = moments.yy.sum() - (moments.xy[-1] ** 2).sum() / moments.rows
+    return Score(float(error / max(moments.yy.sum(), 1e-300)), float(1 - error / max(spread, 1e-300)))
+
+
+def _group_range(weight: Matrix) -> tuple[Matrix, Matrix]:
+    """Scale and minimum per output for 4-bit codes of one group of inputs [g, O], as stored in bfloat16."""
+    low = np.minimum(weight.min(0), 0).astype(jnp.bfloat16).astype(np.float64)
+    scale = ((np.maximum(weight.max(0), 0) - low) / CODES).astype(jnp.bfloat16).astype(np.float64)
+    return np.where(scale > 0, scale, 1.0), low
+
+
+def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) -> dict[str, Matrix]:
+    """4-bit codes [I,O] and their scale and low [I/group,O] by GPTQ's rule (arXiv 2210.17323): inputs are rounded one
+    by one, and what is lost is made up for by those still to come, along the inverse Cholesky factor of X's covariance
+    (not X^T X: the bias is fitted again afterwards, see `refit_bias`)."""
+    inputs = weight.shape[0]
+    if inputs % group:
+        raise ValueError(f"group={group} does not divide {inputs} inputs")
+    inverse = np.linalg.inv(_damped(_centred(moments)[0], damping))
+    upper = np.linalg.cholesky(inverse).T
+    weight, codes = weight.copy(), np.zeros(weight.shape, np.uint32)
+    scales, lows = [], []
+    for i in range(inputs):
+        if i % group == 0:
+            scale, low = _group_range(weight[i : i + group])
+            scales.append(scale)
+            lows.append(low)
+        codes[i] = np.clip(np.round((weight[i] - lows[-1]) / scales[-1]), 0, CODES)
+        loss = (weight[i] - (codes[i] * scales[-1] + lows[-1])) / upper[i, i]
+        weight[i:] -= upper[i, i:, None] * loss[None]
+    return {"codes": codes, "scale": np.stack(scales), "low": np.stack(lows)}
+
+
+# --- The two-layer predictor
+
+
+def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
+    """Weights of variance 1/fan-in; the last layer starts at zero, so training starts from the mean."""
+    sizes = predictor_shapes("mlp", inputs, outputs)
+    start = {name: jnp.zeros(shape, jnp.float32) for name, shape in sizes.items()}
+    down = jax.random.normal(key, sizes["down"], jnp.float32) * inputs**-0.5
+    return start | {"gain": jnp.ones(sizes["gain"], jnp.float32), "down": down}
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def _train(key, x, y, steps: int) -> dict[str, jax.Array]:
+    start_key, order_key = jax.random.split(key)
+    tune = optax.adam(optax.cosine_decay_schedule(PEAK_RATE, steps))
+    start = _start(start_key, x.shape[1], y.shape[1])
+
+    def loss(weights, x, y):
+        return ((predict("mlp", weights, x) - y) ** 2).mean()
+
+    def step(state, key):
+        weights, slots = state
+        rows = jax.random.randint(key, (min(BATCH, x.shape[0]),), 0, x.shape[0])
+        with jax.numpy_dtype_promotion("standard"):
+            update, slots = tune.update(jax.grad(loss)(weights, x[rows], y[rows]), slots)
+            return (optax.apply_updates(weights, update), slots), None
+
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.lax.scan(step, (start, tune.init(start)), jax.random.split(order_key, steps))[0][0]
+
+
+def train_mlp(
+    key: Array, x: Float[np.ndarray, "N I"], y: Float[np.ndarray, "N O"], steps: int
+) -> dict[str, np.ndarray]:
+    """Constants of an `mlp` predictor of y from x. Outputs are standardised for training and scaled back afterwards, so
+    one rate serves keys of any size."""
+    mean, spread = y.mean(0), max(float(y.std(0).mean()), 1e-20)
+    weights = _train(key, jnp.asarray(x), jnp.asarray((y - mean) / spread), steps)
+    out: dict[str, np.ndarray] = {name: np.asarray(a) for name, a in weights.items()}
+    return out | {"up": out["up"] * np.float32(spread), "bias": out["bias"] * np.float32(spread) + mean}
+
+
+# --- One predictor, and one layer
 
 
 def cast(constants: dict, dtype) -> dict[str, jax.Array]:
@@ -76,8 +293,8 @@ def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tup
 def _measured(constants: dict, inputs, y: np.ndarray, span: range) -> Score:
     """An MLP's errors on some sequences, from the data themselves."""
     error = sum(float(((predict("mlp", constants, inputs(i)) - y[i]) ** 2).sum()) for i in span)
-    own = y[span.start : span.stop]
-    return Score(error / float((own**2).sum()), 1 - error / float(((own - own.mean((0, 1))) ** 2).sum()))
+    rows = y[span.start : span.stop]
+    return Score(error / float((rows**2).sum()), 1 - error / float(((rows - rows.mean((0, 1))) ** 2).sum()))
 
 
 def _totals(inputs, y: np.ndarray, span: range) -> Moments:
@@ -100,9 +317,9 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
         totals = [_totals(inputs, y, span) for span in spans]
         constants, weight, bias = fit_linear(layer, totals[0], recipe, dtype)
         scores = [score(total, weight, bias) for total in totals]
-    found = {"relative_mse": scores[0].relative_mse, "explained": scores[0].explained}
-    found |= {"bits_saved": scores[0].bits_saved}
-    return constants, found | ({"held_out_mse": scores[1].relative_mse} if len(scores) > 1 else {})
+    measures = {"relative_mse": scores[0].relative_mse, "explained": scores[0].explained}
+    measures |= {"bits_saved": scores[0].bits_saved}
+    return constants, measures | ({"held_out_mse": scores[1].relative_mse} if len(scores) > 1 else {})
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "source"))
@@ -134,11 +351,11 @@ def fit_layer(
             constants[source], report[source] = _fit_source(layer, inputs, exact[source], recipe, dtype, seed)
         elif "mean" in layer.needs(source, exact[source].shape[-1]):
             constants[source] = {"mean": exact[source].mean((0, 1), dtype=np.float64).astype(np.float32)}
-        ready, own = cast(constants[source], dtype), recon.get("k", below["k"])
+        ready, current_keys = cast(constants[source], dtype), recon.get("k", below["k"])
         out = np.empty(exact[source].shape, np.float32)
         for i in range(len(out)):
             carry = {name: jnp.asarray(below[name][i], dtype) for name in ("k", "v")}
-            x, keys_now = jnp.asarray(exact[source][i]), jnp.asarray(own[i], dtype)
+            x, keys_now = jnp.asarray(exact[source][i]), jnp.asarray(current_keys[i], dtype)
             out[i] = _reconstruct(layer, source, ready, x, carry, keys_now)
         recon[source] = out
         error = ((out - exact[source]) ** 2).sum() / max((exact[source] ** 2).sum(), 1e-30)

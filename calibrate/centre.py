@@ -17,14 +17,14 @@ from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_for
-from kvqjax.calibrate.fisher import Sequences, of_model
+from kvqjax.calibrate.activations import Captured, Sequences, of_captured, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "in_frame", "work"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "fit_captured", "in_frame", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
@@ -50,6 +50,11 @@ def in_frame(run: RunLayout, constants: dict, mean: Float[Array, "n W"]) -> Floa
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
     """Key means of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
     return fit(of_model(model, np.asarray(tokens)), method, **options)
+
+
+def fit_captured(data: Captured, method: Method, recipe=None, **options) -> Artifact:
+    """Key means of `method` from tensors of any model; `options` as in `fit`. There is no recipe."""
+    return fit(of_captured(data, method), method, **options)
 
 
 def fit(

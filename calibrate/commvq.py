@@ -19,10 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.runs import runs_for
+from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate import commvq_values as values
+from kvqjax.calibrate.activations import Captured, positions_of
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
 from kvqjax.calibrate.commvq_values import Activations, ValueSettings
+from kvqjax.calibrate.parts import by_run
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
@@ -32,8 +34,9 @@ from kvqjax.model import decoder
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
+from kvqjax.step.layers import ready_queries
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "work"]
+__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "fit_captured", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 32, 512  # for small models; the paper takes 1024 documents of up to 8192 tokens
 PARTS = 10  # reports of a value encoder's training
@@ -47,6 +50,9 @@ class Recipe:
     keys: EMSettings = dataclasses.field(default_factory=EMSettings)
     values: ValueSettings = dataclasses.field(default_factory=ValueSettings)
     seed: int = 0
+
+
+# --- What is read: one layer after the other
 
 
 class Layers(NamedTuple):
@@ -69,7 +75,7 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
     weights = decoder.layer(params, index)
     positions = jnp.arange(h.shape[1])[None]
 
-    def one(row):
+    def row_pass(row):
         projected = decoder.project(weights, row[None], positions, config)
         rotated = rotate(projected.k, positions, config)
         attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, config)
@@ -78,7 +84,7 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
         flat = (x[0].reshape(row.shape[0], -1) for x in (k, projected.v))
         return *flat, projected.q[0], rotated[0], out
 
-    k, v, q, rotated, out = jax.lax.map(one, h)
+    k, v, q, rotated, out = jax.lax.map(row_pass, h)
     return k, (v, q, rotated), out
 
 
@@ -96,6 +102,26 @@ def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
 
     h = np.asarray(decoder.embed(params, jnp.asarray(tokens, jnp.int32)), np.float32)
     return Layers(config.kv_shape, h, read, model.fingerprint, (repr(config), tokens))
+
+
+def _of_captured(data: Captured, method: Method) -> Layers:
+    """What any model's attention layers computed for N sequences of T tokens."""
+
+    def read(index: int, h):
+        k, v = (jnp.asarray(x[index]).reshape(*data.size, -1) for x in (data.keys, data.values))
+        if data.queries is None or data.outputs is None:  # the loss then looks at values only
+            blank = jnp.zeros((*data.size, 0, 1))
+            return k, Activations(v, blank, blank, jnp.zeros((0, 1))), h
+        shape, positions = data.shape.layer(index), positions_of(*data.size)
+        q = ready_queries(jnp.asarray(data.queries[index]), positions, shape)
+        rotated = rotate(jnp.asarray(data.keys[index]), positions, shape)
+        return k, Activations(v, q, rotated, jnp.asarray(data.outputs[index])), h
+
+    runs_of(data.layout(method))  # refuses shapes that the method does not fit
+    return Layers(data.shape, np.zeros((*data.size, 0), np.float32), read, "", data.parts)
+
+
+# --- One layer
 
 
 def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
@@ -126,10 +152,10 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell):
 def _empty(data: Layers, layers) -> dict:
     constants, reports = [], []
     for layer in layers:
-        own = layer.build(data.shape).storage.codecs.items() if isinstance(layer, CommVQLayer) else ()
-        constants.append({s: {n: np.zeros(shape, np.float32) for n, shape in c.needs.items()} for s, c in own})
-        rounds = layer.key(data.shape).rounds if own else 0
-        reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS if own else 0, 2))})
+        codecs = layer.build(data.shape).storage.codecs.items() if isinstance(layer, CommVQLayer) else ()
+        constants.append({s: {n: np.zeros(shape, np.float32) for n, shape in c.needs.items()} for s, c in codecs})
+        rounds = layer.key(data.shape).rounds if codecs else 0
+        reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS if codecs else 0, 2))})
     return {"done": np.int64(0), "h": data.h, "constants": constants, "reports": reports}
 
 
@@ -148,11 +174,7 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
     return {"h": np.asarray(h, np.float32), "constants": constants, "reports": reports}
 
 
-def _stack(shape: KVShape, method: Method, constants: list[dict]) -> tuple[dict, ...]:
-    """By run of layers, [L_run, ...], as `Model.constants` takes them; {} where nothing is needed."""
-    runs = runs_for(method, shape)
-    own = (constants[run.first : run.first + run.count] for run in runs)
-    return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers) for layers in own)
+# --- The doors
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
@@ -170,6 +192,15 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
     """Codebooks and encoders of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
     return fit(_of_model(model, method, np.asarray(tokens)), method, **options)
+
+
+def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
+    """Codebooks and encoders of `method` from tensors of any model; `options` as in `fit`. Without queries the value
+    encoders learn from errors of the values alone."""
+    recipe = recipe or Recipe()
+    if data.queries is None:
+        recipe = dataclasses.replace(recipe, values=dataclasses.replace(recipe.values, attention=0.0))
+    return fit(_of_captured(data, method), method, recipe=recipe, **options)
 
 
 def fit(
@@ -207,4 +238,4 @@ def fit(
     now = stepped(_empty(data, layers), len(layers), step, state, owner)
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
     about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in now["reports"]]
-    return Artifact(method, _stack(data.shape, method, now["constants"]), data.fingerprint, about)
+    return Artifact(method, by_run(method, data.shape, now["constants"]), data.fingerprint, about)

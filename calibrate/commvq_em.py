@@ -170,14 +170,14 @@ def fit_round(
 def _fit_groups(key, residual, weight, levels: int, settings: EMSettings):
     """One round of every group [C, N, 2g], one after the other, and the residual it leaves."""
 
-    def one(entry):
+    def fit_group(entry):
         key, x = entry
         fit = fit_round(key, x, weight, levels, settings)
         batches = x.reshape(-1, settings.batch, x.shape[-1])
         rest = jax.lax.map(lambda b: b - centre(fit.book, *nearest(b, fit.book)), batches)
         return fit, rest.reshape(x.shape)
 
-    return jax.lax.map(one, (jax.random.split(key, residual.shape[0]), residual))
+    return jax.lax.map(fit_group, (jax.random.split(key, residual.shape[0]), residual))
 
 
 def fit_keys(

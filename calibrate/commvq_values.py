@@ -133,11 +133,11 @@ def _attended(batch: Activations, v: Float[Array, "N T W"]) -> Float[Array, "N T
 def output_energy(data: Activations) -> Float[Array, ""]:
     """Mean square of the exact attention outputs, one sequence at a time."""
 
-    def one(sequence):
+    def energy(sequence):
         v, q, k = (x[None].astype(jnp.float32) for x in sequence)
         return jnp.mean(_attended(Activations(v, q, k, data.o.astype(jnp.float32)), v) ** 2)
 
-    return jax.lax.map(one, data[:3]).mean()
+    return jax.lax.map(energy, data[:3]).mean()
 
 
 def loss(
@@ -175,11 +175,11 @@ def train(
         v, q, k = (x[rows].astype(jnp.float32) for x in data[:3])
         batch = Activations(v, q, k, data.o.astype(jnp.float32))
         gradient = jax.value_and_grad(loss, has_aux=True)
-        found, slopes = gradient(state.params, state.scale, noise, batch, energy, settings.attention)
+        losses, slopes = gradient(state.params, state.scale, noise, batch, energy, settings.attention)
         with jax.numpy_dtype_promotion("standard"):  # optax's updates mix float32 and weak types
             updates, inner = optimizer.update(slopes, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-        return Training(params, inner, state.scale, state.step + 1), sums + jnp.stack(found)
+        return Training(params, inner, state.scale, state.step + 1), sums + jnp.stack(losses)
 
     state, sums = jax.lax.fori_loop(0, count, step, (state, jnp.zeros(2)))
     return state, sums / count.astype(jnp.float32)

@@ -115,11 +115,11 @@ def weighted_kmeans(hist: Histogram, count: int) -> Float[Array, "L M"]:
 def objective(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, " L"]:
     """sum w (u - nearest)^2 of each histogram."""
 
-    def one(h, points):
+    def of_layer(h, points):
         value = points[_nearest(_centres(h), points)]
         return h.energy + (h.weight * value * value - 2 * h.moment * value).sum()
 
-    return jax.vmap(one)(hist, signposts)
+    return jax.vmap(of_layer)(hist, signposts)
 
 
 @jax.jit
@@ -127,7 +127,7 @@ def q_norm(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "L 2
     """Scale and offset that give the quantised points the mean and standard deviation of the points (Q-Norm of the
     released code: unweighted, over what is not an outlier)."""
 
-    def one(h, points):
+    def of_layer(h, points):
         middle = jnp.where(h.count > 0, h.total / jnp.maximum(h.count, 1.0), 0.0)
         value = points[_nearest(middle, points)]
         number = jnp.maximum(h.count.sum(), 1.0)
@@ -139,4 +139,4 @@ def q_norm(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "L 2
         scale = deviation / jnp.where(quantised_deviation > 0, quantised_deviation, 1.0)
         return jnp.stack([scale, mean - quantised_mean * scale])
 
-    return jax.vmap(one)(hist, signposts)
+    return jax.vmap(of_layer)(hist, signposts)

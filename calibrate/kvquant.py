@@ -4,35 +4,53 @@ Pass 1 finds each key channel's thresholds, percentiles of its entries. Pass 2 n
 values by their own token, weighs every entry that is no outlier by F s^2, s being the half range that turns
 normalised errors into errors of the cached vectors, and adds it to its layer's histogram; k-means on the histograms
 gives the signposts. Nothing larger than one sequence's activations and gradients is held, and the state between two
-sequences is small enough to be kept on disk. Attention sinks are left out of both passes.
+sequences is small enough to be kept on disk. Attention sinks are left out of both passes. Percentiles are interpolated
+exactly, from the r largest and smallest entries of each channel.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate import kmeans
-from kvqjax.calibrate import kvquant_passes as passes
-from kvqjax.calibrate.fisher import Sequences, of_model
+from kvqjax.calibrate.activations import Captured, Sequences, of_captured, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.nuq import Nuq
+from kvqjax.codecs.nuq_range import channel_range, excess, normalise_keys, stored_range, token_range
 from kvqjax.codecs.nuq_table import fixed_signposts
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import KeysAndValues, Method
 from kvqjax.model.loading import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "OBJECTIVES", "Recipe", "calibrate", "fit", "work"]
+__all__ = [
+    "DEFAULT_LENGTH",
+    "DEFAULT_SEQUENCES",
+    "OBJECTIVES",
+    "Extremes",
+    "Recipe",
+    "Tally",
+    "calibrate",
+    "empty_extremes",
+    "fit",
+    "fit_captured",
+    "observe",
+    "rank",
+    "tally",
+    "thresholds",
+    "work",
+]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 2048  # the paper's recipe
 OBJECTIVES = ("fisher_s2", "fisher", "none")
@@ -51,6 +69,122 @@ class Recipe:
             raise UserError(f"objective {self.objective!r} is unknown; known: {', '.join(OBJECTIVES)}")
 
 
+# --- Pass 1: percentiles of key channels, one sequence at a time
+
+
+class Extremes(NamedTuple):
+    """The r largest and the r smallest entries of each of W channels in L layers, outermost first."""
+
+    top: Float[Array, "L W r"]
+    bottom: Float[Array, "L W r"]
+
+
+def _position(count: int, fraction: float) -> float:
+    """Where the upper threshold lies among `count` sorted entries (linear interpolation, as numpy.percentile)."""
+    return (1 - fraction / 2) * (count - 1)
+
+
+def rank(count: int, fraction: float) -> int:
+    """How many extreme entries the percentiles of `count` need, `fraction` of them being outliers, half at each
+    end."""
+    return count - math.floor(_position(count, fraction))
+
+
+def empty_extremes(layers: int, width: int, r: int) -> Extremes:
+    return Extremes(jnp.full((layers, width, r), -jnp.inf), jnp.full((layers, width, r), jnp.inf))
+
+
+@jax.jit
+def observe(extremes: Extremes, x: Float[Array, "L T W"]) -> Extremes:
+    """Extremes with T more tokens seen."""
+    channels = jnp.swapaxes(x, 1, 2)
+
+    def largest(old, new):
+        rows = jnp.concatenate([old, new], -1).reshape(-1, old.shape[-1] + new.shape[-1])
+        return jax.lax.top_k(rows, old.shape[-1])[0].reshape(old.shape)
+
+    return Extremes(largest(extremes.top, channels), -largest(-extremes.bottom, -channels))
+
+
+def thresholds(extremes: Extremes, count: int, fraction: float) -> tuple[Float[Array, "L W"], Float[Array, "L W"]]:
+    """Upper and lower percentile of each channel, from the extremes of `count` entries."""
+    position = _position(count, fraction)
+    inner = count - 1 - math.floor(position)  # index, from the outside, of the entry below the percentile
+    share = position - math.floor(position)
+
+    def between(sorted_entries):
+        below, above = sorted_entries[..., inner], sorted_entries[..., max(inner - 1, 0)]
+        return below + share * (above - below)
+
+    return between(extremes.top), between(extremes.bottom)
+
+
+# --- Pass 2: weighted histograms, every layer of a run at once
+
+
+class Tally(NamedTuple):
+    """Pass 2's sums over the layers of one run; `outliers` and `clipped` count key entries beyond the thresholds and
+    those of them for which no slot is left."""
+
+    k: kmeans.Histogram
+    v: kmeans.Histogram
+    outliers: Float[Array, " L"]
+    clipped: Float[Array, " L"]
+
+
+def _weigh(fisher: Float[Array, "T W"] | None, scale: Float[Array, "#T #W"], objective: str):
+    """Weight of each normalised entry: F s^2, F or 1."""
+    if fisher is None or objective == "none":
+        return None
+    return fisher * scale**2 if objective == "fisher_s2" else fisher
+
+
+def _points(u, weight, keep: Bool[Array, "T W"]) -> kmeans.Histogram:
+    weight = jnp.ones_like(u) if weight is None else jnp.broadcast_to(weight, u.shape)
+    return kmeans.histogram(u.ravel(), weight.ravel(), keep.ravel())
+
+
+def _keys(slots: int, objective: str, x: Float[Array, "T W"], fisher, bounds):
+    """Histogram of one layer's keys inside their thresholds, and how many lie outside and find no slot."""
+    u, outside = normalise_keys(bounds, x)
+    scale = channel_range(bounds)[1][None]
+    hist = _points(u, _weigh(fisher, scale, objective), ~outside & (scale > 0))
+    return hist, outside.sum().astype(jnp.float32), excess(slots, bounds, x).sum().astype(jnp.float32)
+
+
+def _values(slots: int, dtype: str, objective: str, x: Float[Array, "T W"], fisher) -> kmeans.Histogram:
+    """Histogram of one layer's values inside their token's range, normalised as the codec will."""
+    high, low, _ = token_range(x, slots // 2)
+    centre, scale = (a.astype(jnp.float32) for a in stored_range(high, low, dtype))
+    inside = (x <= high) & (x >= low) & (scale > 0)
+    return _points((x - centre) / jnp.where(scale > 0, scale, 1.0), _weigh(fisher, scale, objective), inside)
+
+
+@functools.partial(jax.jit, static_argnames=("key_slots", "value_slots", "dtype", "objective"))
+def tally(
+    x: tuple[Float[Array, "L T W"], ...],
+    bounds: dict[str, Float[Array, "L W"]],
+    *,
+    key_slots: int,
+    value_slots: int,
+    dtype: str,
+    objective: str,
+) -> Tally:
+    """The sums one sequence adds for a run of layers. `x` is (k, v) and, unless the objective is "none", their Fisher;
+    `dtype` is that of the values' stored scales."""
+
+    def layer(xs):
+        (k, v, *fisher), bounds = xs
+        k_fisher, v_fisher = fisher or (None, None)
+        k_hist, outliers, clipped = _keys(key_slots, objective, k, k_fisher, bounds)
+        return Tally(k_hist, _values(value_slots, dtype, objective, v, v_fisher), outliers, clipped)
+
+    return jax.lax.map(layer, (x, bounds))
+
+
+# --- Both passes over all runs of layers
+
+
 @dataclasses.dataclass(frozen=True)
 class _Task:
     """One calibration: what is measured, on what. `specs` has a run of layers' (key, value) codecs, None for other
@@ -64,7 +198,7 @@ class _Task:
     rope: str
 
     @property
-    def kept(self) -> int:
+    def entries(self) -> int:
         """Entries of a channel that pass 1 sees."""
         skipped = 0 if self.recipe.sinks_in_thresholds else self.sinks
         return self.data.count * (self.data.length - skipped)
@@ -86,8 +220,8 @@ def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
     specs = tuple(_codecs(layers[run.first]) for run in runs)
     ropes = {layers[run.first].rope for run, pair in zip(runs, specs, strict=True) if pair}
     if len(ropes) != 1:
-        found = f"{len(ropes)} kinds of keys (before and after RoPE)" if ropes else "no layer of KVQuant"
-        raise UserError(f"{method}: has {found}; one is wanted for calibration")
+        kinds = f"{len(ropes)} kinds of keys (before and after RoPE)" if ropes else "no layer of KVQuant"
+        raise UserError(f"{method}: has {kinds}; one is wanted for calibration")
     size, least = (data.count, data.length), method.sinks + 1
     if data.length <= least:
         raise UserError(f"calibration tokens are {size}; wanted [sequences, more than {least} tokens]")
@@ -96,49 +230,49 @@ def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
 
 def _fresh_state(task: _Task) -> dict[str, Any]:
     shape = task.data.shape
-    rank = max(passes.rank(task.kept, pair[0].outliers) for pair in task.specs if pair)
-    extremes = passes.empty_extremes(shape.num_layers, shape.kv_width, rank)
+    r = max(rank(task.entries, pair[0].outliers) for pair in task.specs if pair)
+    extremes = empty_extremes(shape.num_layers, shape.kv_width, r)
     shapes = [_tally_shape(run.count) if pair else {} for run, pair in zip(task.runs, task.specs, strict=True)]
     return {"done": np.int64(0), "extremes": extremes, "tallies": shapes}
 
 
-def _tally_shape(layers: int) -> passes.Tally:
+def _tally_shape(layers: int) -> Tally:
     row, bins = jnp.zeros(layers), jnp.zeros((layers, kmeans.BINS))
     hist = kmeans.Histogram(bins, bins, row, bins, bins)
-    return passes.Tally(hist, hist, row, row)
+    return Tally(hist, hist, row, row)
 
 
 def _bounds(task: _Task, run: RunLayout, pair: tuple[Nuq, Nuq], extremes) -> dict:
     """Key thresholds of one run, [L_run, W]."""
-    own = jax.tree.map(lambda a: a[run.first : run.first + run.count], extremes)
-    upper, lower = passes.thresholds(own, task.kept, pair[0].outliers)
+    of_run = jax.tree.map(lambda a: a[run.first : run.first + run.count], extremes)
+    upper, lower = thresholds(of_run, task.entries, pair[0].outliers)
     return {"upper": upper, "lower": lower}
 
 
 def _turn(task: _Task, source: str, x):
     """Keys or values of all layers [L, B, T, W] in the frame of each run's codecs."""
     frames = [(slice(run.first, run.first + run.count), run.wiring.maps.frame) for run in task.runs]
-    return jnp.concatenate([x[own] if frame is None else frame.turn({}, source, x[own]) for own, frame in frames])
+    return jnp.concatenate([x[at] if frame is None else frame.turn({}, source, x[at]) for at, frame in frames])
 
 
 def _first_pass(task: _Task, state: dict, number: int) -> dict:
     k = task.data.read(number, task.rope, False, functools.partial(_turn, task)).k[:, 0]
     skipped = 0 if task.recipe.sinks_in_thresholds else task.sinks
-    return state | {"extremes": passes.observe(passes.Extremes(*state["extremes"]), k[:, skipped:])}
+    return state | {"extremes": observe(Extremes(*state["extremes"]), k[:, skipped:])}
 
 
 def _second_pass(task: _Task, state: dict, number: int) -> dict:
     objective = task.recipe.objective
-    cached = task.data.read(number, task.rope, objective != "none", functools.partial(_turn, task))
+    activations = task.data.read(number, task.rope, objective != "none", functools.partial(_turn, task))
     tallies = []
     for run, pair, old in zip(task.runs, task.specs, state["tallies"], strict=True):
         if pair is None:
             tallies.append(old)
             continue
-        own = tuple(x[run.first : run.first + run.count, 0, task.sinks :] for x in cached if x is not None)
+        arrays = tuple(x[run.first : run.first + run.count, 0, task.sinks :] for x in activations if x is not None)
         bounds = _bounds(task, run, pair, state["extremes"])
-        slots = dict(zip(("key_slots", "value_slots"), (c.slot_count(own[0].shape[-1]) for c in pair), strict=True))
-        new = passes.tally(own, bounds, **slots, dtype=pair[1].dtype, objective=objective)
+        slots = dict(zip(("key_slots", "value_slots"), (c.slot_count(arrays[0].shape[-1]) for c in pair), strict=True))
+        new = tally(arrays, bounds, **slots, dtype=pair[1].dtype, objective=objective)
         tallies.append(jax.tree.map(jnp.add, old, new))
     return state | {"tallies": tallies}
 
@@ -147,15 +281,15 @@ def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
     """Constants of every run; and per layer the share of key entries beyond the thresholds and of those without a
     slot."""
     constants, reports = [], []
-    for run, pair, tally in zip(task.runs, task.specs, state["tallies"], strict=True):
+    for run, pair, sums in zip(task.runs, task.specs, state["tallies"], strict=True):
         if pair is None:
             constants.append({})
             continue
         groups = {"k": _bounds(task, run, pair, state["extremes"]), "v": {}}
-        for name, spec, hist in zip("kv", pair, (tally.k, tally.v), strict=True):
+        for name, spec, hist in zip("kv", pair, (sums.k, sums.v), strict=True):
             groups[name] |= _tables(spec, hist)
         seen = task.data.count * (task.data.length - task.sinks) * task.data.shape.kv_width
-        shares = {"key_outliers": (tally.outliers / seen).tolist(), "key_clipped": (tally.clipped / seen).tolist()}
+        shares = {"key_outliers": (sums.outliers / seen).tolist(), "key_clipped": (sums.clipped / seen).tolist()}
         constants.append(groups)
         reports.append({"first_layer": run.first} | shares)
     return tuple(constants), reports
@@ -172,6 +306,9 @@ def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
     return tables | ({"norm": kmeans.q_norm(hist, table)} if spec.q_norm else {})
 
 
+# --- The doors
+
+
 def work(model: Model, method: Method, count: int, length: int) -> float:
     """Floating point operations of `calibrate` on `count` sequences of `length` tokens: two exact passes, the second
     with gradients, which cost two passes more."""
@@ -181,6 +318,15 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
     """Constants of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
     return fit(of_model(model, np.asarray(tokens)), method, **options)
+
+
+def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
+    """Constants of `method` from tensors of any model; `options` as in `fit`. Without gradients every entry weighs the
+    same, unless the recipe says otherwise."""
+    recipe = recipe or Recipe(objective="none" if data.key_gradients is None else "fisher_s2")
+    if data.key_gradients is None and recipe.objective != "none":
+        raise UserError(f"objective {recipe.objective!r} needs key_gradients and value_gradients")
+    return fit(of_captured(data, method), method, recipe=recipe, **options)
 
 
 def fit(

@@ -3,6 +3,10 @@
 A layer or a codec names the module that finds its constants (`Fit` of kvqjax.codecs.base). Where all layers name one
 module, it calibrates the method as it is. Otherwise each module is given a method of its own, in which the layers of
 other modules are exact, and what it finds goes back to the layers that asked for it.
+
+All that is known of a calibration stands in its module: `DEFAULT_SEQUENCES`, `DEFAULT_LENGTH`, `work` and `calibrate`
+for a model that reads a text, `fit_captured` for tensors of any model (or `NEEDS_MODEL`, why there is none); where
+the constants follow from the weights, `constants` alone.
 """
 
 import dataclasses
@@ -13,11 +17,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_for
+from kvqjax.calibrate.resume import part_state
 from kvqjax.codecs import Exact
 from kvqjax.codecs.base import Fit
 from kvqjax.methods import KeysAndValues, Method
@@ -25,7 +31,7 @@ from kvqjax.methods.keys_values import Pair
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.model.config import KVShape
 
-__all__ = ["Part", "calibrated", "divided", "fitter", "forget", "needed"]
+__all__ = ["Part", "by_run", "calibrated", "captured_fitter", "divided", "fitter", "needed"]
 
 EXACT = KeysAndValues(key=Exact(), value=Exact())
 Asked = dict[str, Fit]  # source, or "" for a whole layer -> what fits its constants
@@ -48,6 +54,18 @@ def fitter(fit: Fit) -> ModuleType:
         raise UserError(
             f"{fit.module}, which a method names for its calibration, cannot be imported: {error}"
         ) from error
+
+
+def captured_fitter(fit: Fit, method: Method) -> Callable[..., Artifact]:
+    """Find what fits on captured tensors: `fit_captured(data, method, recipe, state=, advance=)` of the fit's module.
+    Raises UserError for fits that need a model."""
+    if fit.source == "weights":
+        raise UserError(f"{method}: its constants are factors of a model's weights; use a kvqjax model")
+    module = fitter(fit)
+    if not hasattr(module, "fit_captured"):
+        reason = getattr(module, "NEEDS_MODEL", f"{fit.module} calibrates from a kvqjax model")
+        raise UserError(f"{method}: {reason}; use kvqjax.calibrate.run")
+    return module.fit_captured
 
 
 def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
@@ -92,13 +110,13 @@ def divided(method: Method, shape: KVShape) -> list[Part]:
         ((fit, _),) = shares
         return [Part(fit, method, dict.fromkeys(range(len(specs)), ""))]
 
-    def own(fit: Fit, part: str) -> Part:
+    def share(fit: Fit, part: str) -> Part:
         numbers = [number for number, layer in enumerate(asked) if layer.get(part) == fit]
         layers = [_alone(specs[number], part) if number in numbers else EXACT for number in range(len(specs))]
         alone = dataclasses.replace(method, layer=EXACT, overrides=tuple(enumerate(layers)), keep=None, boundary=0)
         return Part(fit, alone, dict.fromkeys(numbers, part))
 
-    return [own(fit, part) for fit, part in shares]
+    return [share(fit, part) for fit, part in shares]
 
 
 def _alone(spec: LayerSpec, part: str) -> LayerSpec:
@@ -108,46 +126,40 @@ def _alone(spec: LayerSpec, part: str) -> LayerSpec:
 def calibrated(
     method: Method,
     shape: KVShape,
-    one: Callable[[Part, Path | None, Callable[[int, int], None]], Artifact],
+    fit_part: Callable[[Part, Path | None, Callable[[int, int], None]], Artifact],
     state: Path | None,
     advance: Callable[[int, int], None],
 ) -> Artifact:
-    """Let `one(part, state, advance)` calibrate every part of a method, and give one artifact. Each part keeps its
-    progress in a file of its own beside `state` (see `forget`)."""
+    """Let `fit_part(part, state, advance)` calibrate every part of a method, and give one artifact. Each part keeps its
+    progress in a file of its own beside `state` (`kvqjax.calibrate.resume.forget` deletes them)."""
     parts = divided(method, shape)
     if len(parts) == 1 and parts[0].method is method:
-        return one(parts[0], state, advance)
-    found = []
+        return fit_part(parts[0], state, advance)
+    artifacts = []
     for number, part in enumerate(parts):
         tell = lambda done, total, n=number: advance(n * 1000 + 1000 * done // total, 1000 * len(parts))  # noqa: E731
-        found.append(one(part, _own_state(state, number), tell))
-    constants = tuple(_merged(run, parts, found, shape) for run in runs_for(method, shape))
-    about = {"parts": [{"by": part.fit.module, **artifact.about} for part, artifact in zip(parts, found, strict=True)]}
-    return Artifact(method, constants, found[0].fingerprint, about)
+        artifacts.append(fit_part(part, None if state is None else part_state(state, number), tell))
+    constants = tuple(_merged(run, parts, artifacts, shape) for run in runs_for(method, shape))
+    reports = [{"by": part.fit.module, **artifact.about} for part, artifact in zip(parts, artifacts, strict=True)]
+    return Artifact(method, constants, artifacts[0].fingerprint, {"parts": reports})
 
 
-def _own_state(state: Path | None, number: int) -> Path | None:
-    return None if state is None else state.with_name(f"{state.stem}.{number}{state.suffix}")
-
-
-def forget(state: Path) -> None:
-    """Delete the progress of a calibration, that of its parts included."""
-    state.unlink(missing_ok=True)
-    number = 0
-    while (path := state.with_name(f"{state.stem}.{number}{state.suffix}")).exists():
-        path.unlink()
-        number += 1
-
-
-def _merged(run: RunLayout, parts: list[Part], found: list[Artifact], shape: KVShape) -> dict:
+def _merged(run: RunLayout, parts: list[Part], artifacts: list[Artifact], shape: KVShape) -> dict:
     """Collect one run's constants from the parts that calibrated its layers."""
     constants: dict = {}
-    for part, artifact in zip(parts, found, strict=True):
+    for part, artifact in zip(parts, artifacts, strict=True):
         if run.first not in part.groups:
             continue
         group, runs = part.groups[run.first], runs_for(part.method, shape)
         place = next(n for n, other in enumerate(runs) if run.first < other.first + other.count)
         start = run.first - runs[place].first
-        own = jax.tree.map(lambda x: x[start : start + run.count], artifact.constants[place])  # noqa: B023
-        constants |= {name: arrays for name, arrays in own.items() if group in ("", name)}
+        groups = jax.tree.map(lambda x: x[start : start + run.count], artifact.constants[place])  # noqa: B023
+        constants |= {name: arrays for name, arrays in groups.items() if group in ("", name)}
     return constants
+
+
+def by_run(method: Method, shape: KVShape, layers: list[dict]) -> tuple[dict, ...]:
+    """Stack the constants of every layer by runs of layers, [L_run, ...], as `Model.constants` takes them; {} where
+    nothing is needed."""
+    runs = (layers[run.first : run.first + run.count] for run in runs_for(method, shape))
+    return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *run) for run in runs)

@@ -15,7 +15,7 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax._lock import held
 
-__all__ = ["identity", "load_state", "save_state", "stepped"]
+__all__ = ["forget", "identity", "load_state", "part_state", "save_state", "stepped"]
 
 _IDENTITY = "identity"
 
@@ -52,11 +52,11 @@ def load_state(path: Path, owner: str, like: Any) -> Any:
         return like
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            found = str(stored[_IDENTITY])
+            stored_owner = str(stored[_IDENTITY])
             leaves = [stored[str(index)] for index in range(len(stored.files) - 1)]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: the calibration's state cannot be read; delete it to start anew ({error})") from error
-    if found != owner:
+    if stored_owner != owner:
         raise UserError(f"{path} is the state of another model, method, recipe or text; delete it to start anew")
     old, structure = jax.tree.flatten(like)
     # Device arrays come back as such, host numbers (a 64-bit count) as they were.
@@ -83,3 +83,17 @@ def stepped(
                 save_state(path, owner, now)
             advance(done + 1, total)
         return now
+
+
+def part_state(state: Path, number: int) -> Path:
+    """The file beside `state` that keeps the progress of one part of a method."""
+    return state.with_name(f"{state.stem}.{number}{state.suffix}")
+
+
+def forget(state: Path) -> None:
+    """Delete the progress of a calibration, that of its parts included."""
+    state.unlink(missing_ok=True)
+    number = 0
+    while (path := part_state(state, number)).exists():
+        path.unlink()
+        number += 1

@@ -50,6 +50,7 @@ __all__ = [
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens, which the paper found to be enough
 OBJECTIVES = ("outputs", "energy")
+NEEDS_MODEL = "rotations are fitted on a kvqjax model"  # what `from_tensors` says
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,8 +128,8 @@ def _moments(params: weight_trees.Params, tokens: Int[Array, "1 T"], *, config: 
         projected = decoder.project(weights, h, positions, config)
         k = rotate(projected.k, positions, config)
         out = decoder.attend_plainly(projected.q, k, projected.v, index, config)
-        q, own_k, v, seen = (x[0, sinks:] for x in (projected.q, k, projected.v, out))
-        pair = covariances(q, own_k, v, seen, values)
+        q, body_k, v, seen = (x[0, sinks:] for x in (projected.q, k, projected.v, out))
+        pair = covariances(q, body_k, v, seen, values)
         return decoder.finish(weights, h, out, config), (*pair, k[0, sinks:].astype(jnp.float32).sum(0).reshape(-1))
 
     return jax.lax.scan(step, decoder.embed(params, tokens), jnp.arange(config.num_layers))[1]
@@ -167,14 +168,14 @@ def calibrate(
 
 def _constants(run: RunLayout, now: dict, recipe: Recipe, rows: int) -> dict:
     """What a run of layers asks for."""
-    layers, wanted, own = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
+    layers, wanted, constants = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
     if CONSTANTS in wanted:
-        own[CONSTANTS] = {name: _matrices(now[name][layers], recipe.shared) for name in wanted[CONSTANTS]}
+        constants[CONSTANTS] = {name: _matrices(now[name][layers], recipe.shared) for name in wanted[CONSTANTS]}
     if "k" in wanted:
         mean = jnp.asarray(now["sum"][layers] / rows, jnp.float32)
         turn = lambda m, fixed: in_frame(run, fixed, m[None])[0]  # noqa: E731 - a layer's own matrices
-        own["k"] = {"mean": jax.vmap(turn)(mean, {CONSTANTS: own.get(CONSTANTS, {})})}
-    return own
+        constants["k"] = {"mean": jax.vmap(turn)(mean, {CONSTANTS: constants.get(CONSTANTS, {})})}
+    return constants
 
 
 def _matrices(covariance: Float[np.ndarray, "n K D D"], shared: bool) -> Float[Array, "n K D D"]:

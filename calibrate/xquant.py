@@ -69,12 +69,12 @@ def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
         wanted = run.wiring.constants(run.count, dtype) if layers[0] else {}
-        stacks.append(jax.tree.map(lambda whole, *parts: np.stack(parts).astype(whole.dtype), wanted, *layers))
+        stacks.append(jax.tree.map(lambda shape, *parts: np.stack(parts).astype(shape.dtype), wanted, *layers))
     return tuple(stacks)
 
 
 def prepared(model: Model, method: Method) -> Model:
     """The model with what an XQuant method needs, computed from its weights; as it is when it has constants already or
     the method needs none. Seconds for small models; for large ones store the artifact (`kvqjax calibrate`)."""
-    own = () if model.constants else constants(model.params, model.config, method)
-    return model.replace(constants=jax.tree.map(jnp.asarray, own)) if any(own) else model
+    computed = () if model.constants else constants(model.params, model.config, method)
+    return model.replace(constants=jax.tree.map(jnp.asarray, computed)) if any(computed) else model

@@ -21,8 +21,8 @@ from kvqjax.cache.artifacts import load_artifact
 from kvqjax.data.corpora import is_name, read
 from kvqjax.data.documents import Data, digest
 from kvqjax.data.tokens import TextLike, data_or_ids, in_halves, token_ids
-from kvqjax.eval.measure_perplexity import perplexity
-from kvqjax.eval.stamp import CONTEXT, ledger_of, stamp, stamp_line
+from kvqjax.eval.stamp import CONTEXT, Bar, ledger_of, silent, stamp, stamp_line
+from kvqjax.eval.windows import perplexity
 from kvqjax.methods import Method, MethodLike
 from kvqjax.methods.registry import parse_all
 from kvqjax.model.loading import Model, load
@@ -33,12 +33,6 @@ COMPARED = ("exact", *(f"{name}:bits={b}" for name in ("uniform", "kivi", "kvqua
 LEARNT = 64 * 1024  # words of our own text that are enough for every method's recipe
 MOST_SEED = 2**32 - 1  # what numpy takes
 LONGEST_WINDOW = 1024  # tokens, where none are named and the model has as many positions
-
-Bar = Callable[[str], Callable[[float], None]]
-
-
-def _silent(label: str) -> Callable[[float], None]:
-    return lambda fraction: None
 
 
 def artifact_folder() -> Path:
@@ -96,17 +90,16 @@ class Comparison:
 
     def ready(self, methods: Sequence[Method], folders: Sequence[Path], bar: Bar) -> list[tuple[Model, Method]]:
         """Pair every method with a model that holds its constants, and calibrate those that `folders` do not bring."""
-        from kvqjax.calibrate import learns
-        from kvqjax.calibrate.ready import with_constants
+        from kvqjax.calibrate import learns, with_constants
 
         calibrated = {load_artifact(path).method for path in folders}
         missing = [method for method in methods if method not in calibrated and learns(method, self.model.config)]
         read = self.learnt.text if isinstance(self.learnt, Data) else self.learnt.tobytes().hex()
-        kept = [kept_path(self.store, self.model, method, read, self.sequences) for method in missing]
-        for path, method in zip(kept, missing, strict=True):
+        stored = [kept_path(self.store, self.model, method, read, self.sequences) for method in missing]
+        for path, method in zip(stored, missing, strict=True):
             update = bar(f"calibrating {method}")
             _calibrate_once(path, self.model, method, self.learnt, self.sequences, update)
-        return with_constants(self.model, methods, [*folders, *kept])
+        return with_constants(self.model, methods, [*folders, *stored])
 
     def row(self, model: Model, method: Method, kernels: str, progress: Callable[[float], None]) -> Row:
         """The figures of one cache. `model` holds the method's constants."""
@@ -186,7 +179,7 @@ def compare(
     sequences: int | None = None,
     store: str | Path | None = None,
     kernels: str = "auto",
-    bar: Bar = _silent,
+    bar: Bar = silent,
 ) -> Table:
     """Compare several caches on one text: bits, bytes, perplexity, KL divergence from the exact cache, and the share of
     positions at which both put the same token first. `kvqjax eval compare` gives the same rows.

@@ -1,56 +1,228 @@
-"""Run tasks of lm-evaluation-harness through a compressed cache, in one process."""
+"""Tasks of lm-evaluation-harness through a compressed cache, in one process.
 
+`CacheLM` shows a model and a cache to the harness as one of its models: every scored token has passed through the
+cache. The harness's own models score a whole text in one forward pass, which no cache takes part in; here the text
+enters the cache a chunk at a time, and later chunks see earlier ones compressed. Answers are generated through the
+cache, behind a prompt that enters it in chunks too or, as KIVI's authors evaluate, is prefilled exactly.
+"""
+
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
 from kvqjax._errors import UserError
-from kvqjax.eval.cache_lm import CacheLM
+from kvqjax.cache import CacheLayout
+from kvqjax.eval.scores import negative_log_likelihood, through
+from kvqjax.generation.decoding import generate
+from kvqjax.generation.prompt_ids import bucket
+from kvqjax.methods import MethodLike, parse
+from kvqjax.model.loading import Model
+from kvqjax.step.new_cache import empty_cache, planned_layout
 
-__all__ = ["CacheLM", "cut_warning", "read_metadata", "read_samples", "run_harness"]
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import truncate_tokens
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise UserError(f"the harness needs lm-eval: pip install lm-eval datasets ({error})") from error
 
+__all__ = ["CacheLM", "cut_warning", "read_metadata", "read_samples", "run_harness", "score_rows"]
+
+SCORED_CHUNK = 32  # tokens of a scored text that enter the cache at a time, where nothing is said
+SIDES = ("left", "middle")  # where a text that is too long is cut
 EXAMPLE = '{"gsm8k": [0, 1, 2]}'
 
 
-def _leaves(task: str, groups: dict[str, list[str]]) -> list[str]:
-    """List the tasks that a group and its groups are made of; a task is its own."""
-    below = groups.get(task)
-    return [task] if below is None else [leaf for name in below for leaf in _leaves(name, groups)]
+# --- A model of the harness's
 
 
-def _rows(lm: CacheLM, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Make a row of each task or group, filter and metric of the harness's report."""
-    rows = []
-    for task, scores in report["results"].items():
-        leaves = _leaves(task, report["group_subtasks"])
-        modes = dict.fromkeys(lm.mode(report["configs"][leaf]["output_type"]) for leaf in leaves)
-        samples = sum(report["n-samples"][leaf]["effective"] for leaf in leaves)
-        about = {"cache": str(lm.method), "mode": ", ".join(modes), "task": task}
-        for name, value in scores.items():
-            metric, _, kept = name.partition(",")
-            if isinstance(value, float) and not metric.endswith("_stderr"):
-                rows.append(about | {"metric": metric, "filter": kept, "samples": samples, "score": value})
-    return [row | {"cut": lm.cut_texts, "texts": lm.texts} for row in rows]
+@functools.partial(jax.jit, static_argnames=("layout", "chunk"))
+def score_rows(
+    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], layout: CacheLayout, chunk: int
+) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
+    """Log-probability (nats) of the token after each position of each row, and whether it is the likeliest. N is T
+    rounded up to whole chunks; entries from position `counts[b] - 1` on mean nothing."""
+
+    def score(logits, targets, valid):
+        return -negative_log_likelihood(logits[0], targets), logits[0].argmax(-1) == targets
+
+    cache = empty_cache(model, layout, len(tokens))
+    values, greedy = through((model,), (cache,), tokens, counts, chunk, score)
+    flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(tokens.shape[0], -1)  # noqa: E731
+    return flat(values), flat(greedy)
+
+
+class CacheLM(TemplateLM):
+    """Show a model and a cache to the harness as one of its models.
+
+    chunk: tokens that enter the cache at a time; None: prompts of answers are prefilled exactly, and scored texts,
+    which no other way would pass through the cache, enter SCORED_CHUNK at a time. batch: rows at a time. max_length:
+    longest text in tokens, answer included (default: the model's positions). cut: what a longer one loses, its
+    beginning ("left", what the harness's own models do) or its "middle" (LongBench); `cut_texts` of `texts` were cut.
+    kernels: as in `init_cache`."""
+
+    def __init__(
+        self,
+        model: Model,
+        method: MethodLike,
+        *,
+        chunk: int | None = None,
+        batch: int = 8,
+        max_length: int | None = None,
+        cut: str = "left",
+        kernels: str = "auto",
+    ) -> None:
+        super().__init__()
+        if (chunk is not None and chunk < 1) or batch < 1:
+            raise UserError(f"chunk={chunk} and batch={batch}; at least 1 is needed")
+        if cut not in SIDES:
+            raise UserError(f"cut={cut!r}; known: {', '.join(SIDES)}")
+        self.model, self.method, self.chunk, self.batch = model, parse(method), chunk, batch
+        self.cut, self.kernels, self.cut_texts, self.texts = cut, kernels, 0, 0
+        self.max_length = max_length or model.config.max_position
+        self.tokenizer = model.tokenizer
+
+    def mode(self, output_type: str) -> str:
+        """Name how the tokens of tasks of one of the harness's output types pass through the cache."""
+        exact = self.chunk is None and output_type == "generate_until"
+        return "prefill-exact" if exact else f"in-the-loop-chunk{self.chunk or SCORED_CHUNK}"
+
+    @property
+    def eot_token_id(self) -> int:
+        if not self.model.config.eos_ids:
+            raise UserError("this model has no end token, which the harness needs")
+        return self.model.config.eos_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.model.config.bos_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.model.folder.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
+        """Put a conversation through the tokenizer's chat template."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError("this model's tokenizer has no chat template; leave chat off")
+        return self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does, once."""
+        if add_special_tokens is None:
+            add_special_tokens = not (self.tokenizer.bos_token and string.startswith(self.tokenizer.bos_token))
+        return self.model.encode(string, add_special_tokens)
+
+    def _fitted(self, ids: list[int], room: int) -> list[int]:
+        """Leave out tokens on the side `cut` where there are more than `room`."""
+        self.texts += 1
+        if len(ids) <= room:
+            return ids
+        self.cut_texts += 1
+        return truncate_tokens(ids, room, self.cut)
+
+    def _loglikelihood_tokens(self, requests: Sequence, disable_tqdm: bool = False, **_: Any) -> list:
+        """(log-probability, whether greedy decoding gives it) of each continuation; requests are (texts, context ids,
+        continuation ids). Rows of like length share a batch, and a batch is always full: few programs."""
+        most, rows = self.max_length + 1, []  # the last token is only predicted
+        for _, context, goal in requests:
+            goal = goal[-most + 1 :]
+            rows.append(([*self._fitted(context, most - len(goal)), *goal], len(goal)))
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+        scores: dict[int, tuple[float, bool]] = {}
+        for start in range(0, len(order), self.batch):
+            part = order[start : start + self.batch]
+            counts = np.full(self.batch, 2, np.int32)
+            tokens = np.zeros((self.batch, bucket(len(rows[part[0]][0]))), np.int32)
+            for place, number in enumerate(part):
+                ids = rows[number][0]
+                tokens[place, : len(ids)], counts[place] = ids, len(ids)
+            chunk = min(self.chunk or SCORED_CHUNK, tokens.shape[1])
+            layout = planned_layout(self.model, self.method, *tokens.shape, kernels=self.kernels)
+            scored = score_rows(self.model, jnp.asarray(tokens), jnp.asarray(counts), layout, chunk)
+            values, greedy = (np.asarray(x) for x in scored)
+            for place, number in enumerate(part):
+                ids, goal = rows[number]
+                span = slice(max(len(ids) - 1 - goal, 0), len(ids) - 1)
+                scores[number] = float(values[place, span].sum()), bool(greedy[place, span].all())
+        return [scores[number] for number in range(len(rows))]
+
+    def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text, in disjoint windows of `max_length` tokens."""
+        options = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
+        totals = []
+        for (text,) in (request.args for request in requests):
+            cut = get_rolling_token_windows(token_list=self.tok_encode(text), **options)
+            windows = [(None, *make_disjoint_window(window)) for window in cut]
+            totals.append(sum(value for value, _ in self._loglikelihood_tokens(windows)))
+        return totals
+
+    def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
+        """Continue each prompt up to a stop string, greedily unless the task samples. A prompt that leaves no room for
+        the answer is cut."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        texts: dict[int, str] = {}
+        for key, members in groups.items():
+            options, until, new = _generation(json.loads(key))
+            options |= {"kernels": self.kernels, "beyond_trained": True}  # up to max_length, which was asked for
+            room = self.max_length - new
+            if room < 1:
+                raise UserError(f"{new} new tokens leave no room for a prompt within {self.max_length}")
+            ids = {number: self._fitted(self.tok_encode(requests[number].args[0]), room) for number in members}
+            order = sorted(members, key=lambda number: -len(ids[number]))
+            for start in range(0, len(order), self.batch):
+                part = order[start : start + self.batch]
+                prompts = [ids[number] for number in part]
+                # Only the text is kept: a result holds its cache.
+                made = generate(self.model, prompts, self.method, chunk=self.chunk, stop=until, **options).text
+                texts |= dict(zip(part, made, strict=True))
+        return [texts[number] for number in range(len(requests))]
+
+
+def _generation(arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], int]:
+    """Our options, the stop strings and the most new tokens from a task's generation arguments."""
+    until = arguments.get("until") or []
+    until = (until,) if isinstance(until, str) else tuple(until)
+    aliases = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    new = next((int(arguments[name]) for name in aliases if name in arguments), 256)
+    options: dict[str, Any] = {"max_new_tokens": new}
+    if arguments.get("do_sample"):
+        options |= {name: arguments[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in arguments}
+    return options, tuple(stop for stop in until if stop), new
+
+
+# --- Options as lm-eval reads them
 
 
 def read_metadata(texts: Iterable[str]) -> dict[str, Any]:
     """What tasks are told, from JSON objects and from "key=value", as lm-eval's own option takes them; a value is JSON
     where it can be read as such. Raises UserError."""
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if equals and key.strip().isidentifier():
             try:
-                found[key.strip()] = json.loads(value)
+                metadata[key.strip()] = json.loads(value)
             except ValueError:
-                found[key.strip()] = value
+                metadata[key.strip()] = value
             continue
         try:
-            found |= json.loads(text)
+            metadata |= json.loads(text)
         except (TypeError, ValueError) as error:
             raise UserError(f"metadata={text!r}: neither a JSON object nor key=value") from error
-    return found
+    return metadata
 
 
 def read_samples(text: str | None) -> dict[str, list[int]] | None:
@@ -58,18 +230,21 @@ def read_samples(text: str | None) -> dict[str, list[int]] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        samples = json.loads(text)
     except ValueError as error:
         raise UserError(f"samples={text!r}: not JSON such as {EXAMPLE}; so many of every task are limit=N") from error
-    if isinstance(found, int | float):
+    if isinstance(samples, int | float):
         raise UserError(f"samples={text}: wanted JSON such as {EXAMPLE}; so many of every task are limit={text}")
-    fine = isinstance(found, dict) and all(
+    fine = isinstance(samples, dict) and all(
         isinstance(numbers, list) and numbers and all(type(n) is int and n >= 0 for n in numbers)
-        for numbers in found.values()
+        for numbers in samples.values()
     )
     if not fine:
         raise UserError(f"samples={text!r}: wanted JSON such as {EXAMPLE}")
-    return found
+    return samples
+
+
+# --- Running its tasks
 
 
 def _check_limit(limit: int | float | None) -> int | float | None:
@@ -83,7 +258,7 @@ def _check_limit(limit: int | float | None) -> int | float | None:
 
 def _manager(include: Path | None, metadata: dict[str, Any], samples: dict[str, list[int]] | None):
     """The harness's tasks. One whose data cannot be had, or that has fewer samples than asked for, is one line."""
-    from lm_eval.tasks import TaskManager  # `cache_lm` has said in one line if it is missing
+    from lm_eval.tasks import TaskManager
 
     class Manager(TaskManager):
         def load(self, task_list):
@@ -104,6 +279,27 @@ def _manager(include: Path | None, metadata: dict[str, Any], samples: dict[str, 
             return loaded
 
     return Manager(include_path=None if include is None else str(include), metadata=metadata)
+
+
+def _leaves(task: str, groups: dict[str, list[str]]) -> list[str]:
+    """List the tasks that a group and its groups are made of; a task is its own."""
+    below = groups.get(task)
+    return [task] if below is None else [leaf for name in below for leaf in _leaves(name, groups)]
+
+
+def _rows(lm: CacheLM, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Make a row of each task or group, filter and metric of the harness's report."""
+    rows = []
+    for task, scores in report["results"].items():
+        leaves = _leaves(task, report["group_subtasks"])
+        modes = dict.fromkeys(lm.mode(report["configs"][leaf]["output_type"]) for leaf in leaves)
+        samples = sum(report["n-samples"][leaf]["effective"] for leaf in leaves)
+        about = {"cache": str(lm.method), "mode": ", ".join(modes), "task": task}
+        for name, value in scores.items():
+            metric, _, filter_name = name.partition(",")
+            if isinstance(value, float) and not metric.endswith("_stderr"):
+                rows.append(about | {"metric": metric, "filter": filter_name, "samples": samples, "score": value})
+    return [row | {"cut": lm.cut_texts, "texts": lm.texts} for row in rows]
 
 
 def run_harness(

@@ -159,9 +159,9 @@ def _joined(axes, curve: Curve, options: dict[str, Any]):
         "shrinkA": 1,
         "shrinkB": 4,
     }
-    given = {"va": "center", "ha": "left", "textcoords": "axes fraction", "annotation_clip": False}
+    placing = {"va": "center", "ha": "left", "textcoords": "axes fraction", "annotation_clip": False}
     end = {"xy": (curve.x[-1], curve.y[-1]), "xytext": (COLUMN, 0.5), "color": text_colour(curve.colour)}
-    return axes.annotate(name_in_lines(curve.name), arrowprops=joint, **given, **end, **options)
+    return axes.annotate(name_in_lines(curve.name), arrowprops=joint, **placing, **end, **options)
 
 
 def _place(axes, curves: Sequence[Curve], column: dict[str, Any], options: dict[str, Any]) -> list:

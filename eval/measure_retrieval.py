@@ -81,11 +81,11 @@ def problems(
     for number in range(samples):
         depth = number / max(samples - 1, 1)
         problem = make(rng, length, lambda text: len(encode(text)), depth)
-        prompt, whole = encode(problem.prompt), encode(problem.prompt + problem.answer)
-        if whole[: len(prompt)] != prompt:
+        prompt, text = encode(problem.prompt), encode(problem.prompt + problem.answer)
+        if text[: len(prompt)] != prompt:
             raise UserError(f"this tokenizer merges prompt and answer of the {task} task; use another task")
         prompts.append(prompt)
-        answers.append(whole[len(prompt) :])
+        answers.append(text[len(prompt) :])
     return prompts, answers
 
 
@@ -104,10 +104,29 @@ def retrieval(
     kernels: str = "auto",
     progress=lambda done: None,
 ) -> dict[str, Any]:
-    """One row: the share of answers whose every token is right, over all samples and (`by_depth`) over `bins` equal
-    spans of depth, the first place first. chunk=None: the prompt attends exactly; chunk=N: it passes through the cache
-    N tokens at a time. hay: the sentences between the needles, if not our own: a text, the path of a file or a folder,
-    data of `kvqjax.data.read`, or a function (kvqjax/eval/synthetic.py). kernels: as in `init_cache`."""
+    """The share of answers whose every token is right, by greedy decoding behind prompts that hide them.
+
+    Args:
+        model: the model, with the method's constants.
+        method: the cache's.
+        task: "kv" (stored pairs), "passkey", "multikey", "variables" or "needle".
+        length: tokens of a prompt, answer included.
+        samples: how many prompts; their depths are spread evenly from the first place to the last.
+        chunk: None: the prompt attends exactly; N: it passes through the cache N tokens at a time.
+        seed: of the prompts.
+        batch: prompts at a time.
+        bins: equal spans of depth.
+        hay: the sentences between the needles, if not our own: a text, the path of a file or a folder, data of
+            `kvqjax.data.read`, or a function (kvqjax/eval/synthetic.py).
+        kernels: as in `init_cache`.
+        progress: `progress(fraction)` is called as batches finish.
+
+    Returns:
+        A row of the report: `accuracy` over all samples, and `by_depth` in every span, the first place first.
+
+    Raises:
+        UserError: a task that does not exist, and prompts too short for it.
+    """
     check_model(model)
     check_counts(length=length, samples=samples, chunk=chunk, batch=batch, bins=bins)
     check_integer("seed", seed, 0)

@@ -1,6 +1,7 @@
-"""What every report says about itself."""
+"""What every report says about itself, and how long work tells how far it is."""
 
 import datetime
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -12,9 +13,16 @@ from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["CONTEXT", "bytes_of", "ledger_of", "stamp", "stamp_line"]
+__all__ = ["CONTEXT", "Bar", "bytes_of", "ledger_of", "silent", "stamp", "stamp_line"]
 
 CONTEXT = 32768  # tokens of a row for which bits and bytes are counted, where nothing else is said
+
+Bar = Callable[[str], Callable[[float], None]]  # bar(label) before a step gives what is told its progress, 0 to 1
+
+
+def silent(label: str) -> Callable[[float], None]:
+    """A bar that shows nothing."""
+    return lambda fraction: None
 
 
 def ledger_of(model: Model, method: MethodLike, capacity: int) -> Ledger:

@@ -1,13 +1,53 @@
-"""Which tokens of a text are scored together: the windows of GPTQ's, AQUA-KV's and llama.cpp's perplexities."""
+"""What a cache loses on a text that is cut into windows: perplexity, KL divergence and top-1 agreement, over all tokens
+(`perplexity`) or along the steps of a long decode (`drift`). All tokens really pass through the cache.
 
+Modes (every report names its mode):
+- loop: every token passes through the cache in chunks of N; later chunks see earlier ones compressed.
+- prefill: the first half of each window attends exactly (the papers' prefill); the second half passes through in
+  chunks of N and only it is scored.
+
+The exact cache runs beside the compressed one on the same chunks, so `ppl_exact` has the same tokens and positions.
+"""
+
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
+from kvqjax.cache import CacheLayout, runs_of
+from kvqjax.data.tokens import TextLike, token_ids
+from kvqjax.eval.scores import ROUNDING, negative_log_likelihood, through, token_scores
+from kvqjax.eval.stamp import CONTEXT, bytes_of
+from kvqjax.methods import Method, MethodLike, exact, parse
+from kvqjax.model.loading import Model
+from kvqjax.step.doors import check_model
+from kvqjax.step.new_cache import empty_cache, init_cache, planned_layout
+from kvqjax.step.prefill import prefill
 
-__all__ = ["STYLES", "Style", "style", "windows"]
+__all__ = [
+    "STYLES",
+    "Style",
+    "Sums",
+    "cache_layouts",
+    "check_mode",
+    "drift",
+    "encoded_from",
+    "growth",
+    "perplexity",
+    "score_chunk",
+    "score_windows",
+    "style",
+    "windows",
+]
+
+
+# --- Cutting a text into windows
 
 
 class Style(NamedTuple):
@@ -45,3 +85,223 @@ def windows(ids: Sequence[int] | np.ndarray, length: int, tokens: int, bos: int 
     if bos is not None and out[0, 0] == bos:
         out[:, 0] = bos
     return out
+
+
+# --- Scoring windows
+
+
+class Sums(NamedTuple):
+    """Sums over scored tokens: negative log-likelihoods with both caches (nats), KL(exact || cache), agreements,
+    count."""
+
+    nll: Float[Array, ""]
+    nll_exact: Float[Array, ""]
+    kld: Float[Array, ""]
+    top1: Float[Array, ""]
+    tokens: Float[Array, ""]
+
+
+def score_chunk(
+    logits: Float[Array, "B T V"],
+    reference: Float[Array, "B T V"],
+    targets: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> Sums:
+    """Score T predictions of each row; `valid` marks those that count."""
+    scores, weight = token_scores(logits, reference, targets), valid.astype(jnp.float32)
+    total = lambda x: (x.astype(jnp.float32) * weight).sum()  # noqa: E731
+    exact_nll = negative_log_likelihood(reference, targets)
+    return Sums(total(scores.nll), total(exact_nll), total(scores.kld), total(scores.agree), weight.sum())
+
+
+@functools.partial(jax.jit, static_argnames=("layouts", "chunk", "exact_prefix", "scored_from"))
+def score_windows(
+    model: Model,
+    reference: Model,
+    batch: Int[Array, "B T"],
+    layouts: tuple[CacheLayout, CacheLayout],
+    chunk: int,
+    exact_prefix: int,
+    scored_from: int = 0,
+) -> Sums:
+    """Sums over a batch of windows, one entry per chunk. The first `exact_prefix` tokens are prefilled exactly;
+    predictions made there or at positions before `scored_from` are not scored. `reference` is the model without the
+    method's constants: the exact cache takes none. `layouts` are those of both caches (`cache_layouts`)."""
+    rows, models = len(batch), (model, reference)
+    caches = tuple(empty_cache(m, layout, rows) for m, layout in zip(models, layouts, strict=True))
+    if exact_prefix:
+        start = jnp.full((rows,), exact_prefix, jnp.int32)
+        caches = tuple(prefill(m, batch[:, :exact_prefix], start, c)[1] for m, c in zip(models, caches, strict=True))
+    rest = batch[:, exact_prefix:]
+    counts = jnp.full((rows,), rest.shape[1], jnp.int32)
+    score = lambda logits, targets, valid: score_chunk(logits[0], logits[1], targets, valid)  # noqa: E731
+    return through(models, caches, rest, counts, chunk, score, max(0, scored_from - exact_prefix))
+
+
+def cache_layouts(
+    model: Model, reference: Model, method: Method, rows: int, length: int, kernels: str
+) -> tuple[CacheLayout, CacheLayout]:
+    """Of the cache of `method`, and of the exact one beside it, on which nothing is forced."""
+    beside = "off" if kernels == "off" else "auto"
+    coded = planned_layout(model, method, rows, length, kernels=kernels)
+    return coded, planned_layout(reference, exact(), rows, length, kernels=beside)
+
+
+def check_mode(mode: str, chunk: int, window: int) -> str:
+    """The name under which reports carry this mode. Raises UserError for one that does not exist."""
+    if mode not in ("loop", "prefill"):
+        raise UserError(f"mode={mode!r}; known: loop, prefill")
+    if chunk < 1 or window < 2:
+        raise UserError(f"chunk={chunk} and window={window}; at least 1 and 2 tokens are needed")
+    return f"prefill-exact-chunk{chunk}" if mode == "prefill" else f"in-the-loop-chunk{chunk}"
+
+
+# --- Over all tokens
+
+
+def perplexity(
+    model: Model,
+    texts: TextLike,
+    method: MethodLike,
+    *,
+    mode: str = "loop",
+    cut: str = "gptq",
+    chunk: int | None = None,
+    window: int | None = None,
+    tokens: int = 8192,
+    batch: int = 4,
+    context: int = CONTEXT,
+    kernels: str = "auto",
+    progress=lambda done: None,
+) -> dict[str, Any]:
+    """Perplexity through the cache and through the exact one, and the divergence between them.
+
+    Args:
+        model: the model, with the method's constants.
+        texts: a text, a list of them, the path of a file or a folder, data of `kvqjax.data.read`, or token ids.
+        method: the cache's.
+        mode: "loop" or "prefill" (kvqjax/eval/windows.py).
+        cut: how the text is cut into windows: "gptq", "aqua" or "llama-perplexity".
+        chunk: tokens that enter the cache at a time; None: the cut's own.
+        window: tokens of a window; None: the cut's own.
+        tokens: about how many tokens of the text are used; 0: all.
+        batch: windows at a time.
+        context: tokens of the row whose ledger gives `bits_stored` and `bytes`: a window is so short that what stays
+            exact would decide.
+        kernels: as in `init_cache`.
+        progress: `progress(fraction)` is called as batches finish.
+
+    Returns:
+        A row of the report. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the
+        share of positions at which both caches put the same token first.
+
+    Raises:
+        UserError: texts that cannot be read or are too short, options that do not exist.
+    """
+    check_model(model)
+    check_counts(chunk=chunk, window=window, batch=batch, context=context)
+    check_integer("tokens", tokens, 0)
+    method, chosen = parse(method), style(cut)
+    chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
+    name = check_mode(mode, chunk, window)
+    pieces = windows(token_ids(model, texts), window, tokens, model.config.bos_id if chosen.bos else None)
+    prefix = window // 2 if mode == "prefill" else 0
+    scored_from = window // 2 if chosen.half else 0
+    plain, parts = model.replace(constants=()), []
+    for start in range(0, len(pieces), batch):
+        piece = jnp.asarray(pieces[start : start + batch])
+        layouts = cache_layouts(model, plain, method, piece.shape[0], piece.shape[1], kernels)
+        got = score_windows(model, plain, piece, layouts, min(chunk, window), prefix, scored_from)
+        parts.append([float(part.sum()) for part in got])
+        progress(min(1.0, (start + batch) / len(pieces)))
+    nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)
+    return {
+        "cache": str(method),
+        "mode": name,
+        "windows": f"{cut} {window}",
+        "tokens": int(count),
+        "context": context,
+        **bytes_of(model, method, context),
+        "ppl": float(np.exp(nll / count)),
+        "ppl_exact": float(np.exp(nll_exact / count)),
+        "kld": float(kld / count),
+        "top1": float(top1 / count),
+    }
+
+
+# --- Along the steps of a decode
+
+
+def encoded_from(model: Model, method: Method, capacity: int) -> int:
+    """The first step that attends to encoded tokens in every layer: until then sinks and windows hold all."""
+    cache = jax.eval_shape(lambda: init_cache(model.replace(rules=None), method, 1, capacity))
+    clocks = [clock for run in runs_of(cache.layout) for clock in run.wiring.storage.clocks]
+    return method.sinks + max(clock.window + clock.unit for clock in clocks)
+
+
+def growth(kld: list[float], starts: list[int], encoded: int) -> float | None:
+    """The last span's KLD over that of the first span that begins at step `encoded` or later; None where no earlier
+    span does, or where there is only rounding."""
+    first = next((value for value, start in zip(kld[:-1], starts, strict=False) if start >= encoded), 0.0)
+    return kld[-1] / first if first > ROUNDING else None
+
+
+def drift(
+    model: Model,
+    texts: TextLike,
+    method: MethodLike,
+    *,
+    chunk: int = 1,
+    window: int = 512,
+    tokens: int = 2048,
+    bins: int = 8,
+    kernels: str = "auto",
+    progress=lambda done: None,
+) -> dict[str, Any]:
+    """The KL divergence from the exact cache against the step number: whether the error grows as decoding goes on. The
+    text is fed, not what the model would say (teacher forcing).
+
+    Args:
+        model: the model, with the method's constants.
+        texts: as for `perplexity`.
+        method: the cache's.
+        chunk: tokens that enter the cache at a time.
+        window: steps of a decode.
+        tokens: about how many tokens of the text are used; 0: all.
+        bins: equal spans of steps over which means are taken.
+        kernels: as in `init_cache`.
+        progress: `progress(fraction)` is called as windows finish.
+
+    Returns:
+        A row of the report: `kld` and `nll` (nats) in every span. `growth` is the KLD of the last span over that of the
+        first in which every step attends to encoded tokens (None: there is none but the last, or nothing is lost).
+
+    Raises:
+        UserError: texts that cannot be read or are too short, options that do not exist.
+    """
+    check_model(model)
+    check_counts(chunk=chunk, window=window, bins=bins)
+    check_integer("tokens", tokens, 0)
+    method, name = parse(method), check_mode("loop", chunk, window)
+    pieces = windows(token_ids(model, texts), window, tokens)
+    plain = model.replace(constants=())
+    layouts, parts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels), []
+    for number, piece in enumerate(pieces):
+        got = score_windows(model, plain, jnp.asarray(piece[None]), layouts, chunk, 0)
+        parts.append(np.stack([np.asarray(got.kld), np.asarray(got.nll), np.asarray(got.tokens)]))
+        progress((number + 1) / len(pieces))
+    total = np.sum(parts, axis=0)
+    total = total[:, total[2] > 0]  # a window's last token predicts nothing
+    spans = np.array_split(total, min(bins, total.shape[1]), axis=1)
+    starts = [int(part[0]) * chunk for part in np.array_split(np.arange(total.shape[1]), len(spans))]
+    kld = [float(span[0].sum() / span[2].sum()) for span in spans]
+    return {
+        "cache": str(method),
+        "mode": f"long-decode, {name}",
+        "tokens": int(total[2].sum()),
+        "steps": window,
+        **bytes_of(model, method, window),
+        "kld": kld,
+        "nll": [float(span[1].sum() / span[2].sum()) for span in spans],
+        "growth": growth(kld, starts, encoded_from(model, method, window)),
+    }

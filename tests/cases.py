@@ -59,6 +59,21 @@ def with_nightly(names: Iterable[str], often: Collection[str] = CORE) -> list:
     return [name if name in often else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
+def thinned(values: Iterable, every: int) -> list:
+    """Parameters of a test, of which the first of every `every` run with every change, the others nightly."""
+    parameters = [
+        value if isinstance(value, type(pytest.param())) else pytest.param(*_as_tuple(value)) for value in values
+    ]
+    return [
+        parameter if number % every == 0 else parameter._replace(marks=[*parameter.marks, pytest.mark.nightly])
+        for number, parameter in enumerate(parameters)
+    ]
+
+
+def _as_tuple(value) -> tuple:
+    return value if type(value) is tuple else (value,)
+
+
 def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:
     random = np.random.default_rng(0)
 

@@ -17,9 +17,9 @@ import numpy as np
 
 import kvqjax
 from kvqjax.cache.accounting import ledger
-from kvqjax.eval.measure_perplexity import score_chunk
-from kvqjax.eval.replay import replay
+from kvqjax.eval.scores import replay
 from kvqjax.eval.synthetic import repeated_spans
+from kvqjax.eval.windows import score_chunk
 
 __all__ = [
     "BATCH",
@@ -75,7 +75,7 @@ def exact_logits(model, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def score(model, method, rows: np.ndarray, reference: list[np.ndarray], unscored: int = 0) -> list[list[float]]:
-    """Sums of every batch of windows, as kvqjax.eval.measure_perplexity.Sums, without the first `unscored` tokens of
+    """Sums of every batch of windows, as kvqjax.eval.windows.Sums, without the first `unscored` tokens of
     each; reference: `exact_logits` of the same windows."""
     out = []
     for start, exact in zip(range(0, len(rows), BATCH), reference, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.hardware.log import Log
 from benchmarks.tables import table
-from kvqjax.cli.tables import cell
+from kvqjax._tables import cell
 from kvqjax.eval.labels import Curve, curve_style, height_for, label_curves, new_figure
 
 __all__ = ["write_page"]

@@ -16,7 +16,7 @@ from kvqjax._timing import copy_rate, median_seconds, product_rate
 from kvqjax.cache.accounting import array_bytes, ledger
 from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cli.bench import decoding as decode_steps
-from kvqjax.hardware.planner import DEVICES
+from kvqjax.hardware.devices import DEVICES, find_device
 from kvqjax.kernel_checks import report
 from kvqjax.kernel_checks.check import verdict_folder
 from kvqjax.kernel_checks.choose import choose
@@ -29,8 +29,6 @@ __all__ = ["FULL", "STAGES", "TINY", "Sizes", "items"]
 
 Row = dict[str, Any]
 Item = tuple[str, Callable[[], list[Row]]]
-NAMES = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
-NAMES |= {"NVIDIA H100": "h100", "NVIDIA H200": "h200", "NVIDIA A100": "a100-80", "Tesla T4": "t4"}
 
 
 class Sizes(NamedTuple):
@@ -90,8 +88,10 @@ TINY = Sizes(
 
 def _chip() -> str:
     """The name under which `DEVICES` knows this chip; "" where it does not."""
-    kind = jax.local_devices()[0].device_kind
-    return next((name for start, name in NAMES.items() if kind.startswith(start)), "")
+    try:
+        return find_device(jax.local_devices()[0].device_kind).name
+    except kvq.UserError:
+        return ""
 
 
 def _doctor(sizes: Sizes) -> Iterator[Item]:
@@ -120,7 +120,7 @@ def _ceiling(sizes: Sizes) -> Iterator[Item]:
 
 
 def _geometry(sizes: Sizes) -> ModelConfig:
-    from kvqjax.model.catalogue import config_of
+    from kvqjax.model.loading import config_of
 
     return config_of(sizes.model) if isinstance(sizes.model, str) else sizes.model
 

@@ -34,7 +34,7 @@ from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cli.bench import stepping
-from kvqjax.cli.progress import announce
+from kvqjax.cli.output import announce
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import init_params, unrolled
 from kvqjax.step.forward import forward

@@ -12,11 +12,10 @@ import numpy as np
 import kvqjax
 from benchmarks.calibrated import calibrated, pair_rows, span_rows
 from kvqjax.data.corpora import read_text
-from kvqjax.eval.measure_drift import growth
-from kvqjax.eval.replay import exact_logits, replay, score
-from kvqjax.eval.scores import Scores
+from kvqjax.eval.scores import Scores, exact_logits, replay, score
 from kvqjax.eval.stamp import ledger_of, stamp
 from kvqjax.eval.synthetic import key_value_recall, passkey_prompt
+from kvqjax.eval.windows import growth
 from kvqjax.model.loading import Model
 
 FOLDER = Path(__file__).parents[1] / "records" / "results"

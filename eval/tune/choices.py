@@ -22,17 +22,17 @@ from kvqjax.model.config import KVShape
 
 __all__ = ["Choice", "chosen_constants"]
 
-OWN = "chosen"  # the group of constants that holds the numbers
+CHOSEN = "chosen"  # the group of constants that holds the numbers
 # Fields of layer specs that say how vectors are encoded, not which vectors and when.
 CODED = {"key", "value", "key_inputs", "value_inputs", "predictor", "rank", "copy", "start", "bits", "axis"} | {
     "accumulator", "latent", "scales"}  # fmt: skip
 
 
 class Kind(NamedTuple):
-    """Candidates that capture and expand alike: their numbers and wirings. `whole`: keys and values are one choice."""
+    """Candidates that capture and expand alike: their numbers and wirings. `joint`: keys and values are one choice."""
 
     members: dict[int, Wiring]
-    whole: bool
+    joint: bool
 
     @property
     def wiring(self) -> Wiring:
@@ -63,7 +63,7 @@ def _table(numbers, count: int, default: int) -> np.ndarray:
     return np.asarray([places.get(number, default) for number in range(count)], np.int32)
 
 
-def _given(constants: dict, number: int) -> dict:
+def _of_candidate(constants: dict, number: int) -> dict:
     """A candidate's own constants."""
     head = f"{number}."
     return {name.removeprefix(head): group for name, group in constants.items() if name.startswith(head)}
@@ -85,7 +85,7 @@ class Mixed(NamedTuple):
             _name(n, source): x
             for n, kind in enumerate(self.kinds)
             for source, x in kind.wiring.maps.capture(
-                weights, _given(constants, next(iter(kind.members))), projected, positions
+                weights, _of_candidate(constants, next(iter(kind.members))), projected, positions
             ).items()
         }
 
@@ -93,7 +93,7 @@ class Mixed(NamedTuple):
         recon = {}
         for n, kind in enumerate(self.kinds):
             due = tuple(s for s in kind.wiring.storage.sources if _name(n, s) in tile)
-            for sources in [due] if kind.whole and due else [(s,) for s in due]:
+            for sources in [due] if kind.joint and due else [(s,) for s in due]:
                 here = {s: tile[_name(n, s)] for s in sources}
                 made, carry = self._recoded(constants, kind, sources, here, carry)
                 recon |= {_name(n, s): x for s, x in made.items()}
@@ -104,13 +104,13 @@ class Mixed(NamedTuple):
         they are where a candidate of another kind is chosen."""
 
         def by(number):
-            def one(x, carry):
-                _, made, above = kind.members[number].maps.encode(_given(constants, number), x, carry)
+            def recode(x, carry):
+                _, made, above = kind.members[number].maps.encode(_of_candidate(constants, number), x, carry)
                 return {s: made[s].astype(x[s].dtype) for s in sources}, above
 
-            return one
+            return recode
 
-        index = constants[OWN]["v" if sources == ("v",) else "k"]
+        index = constants[CHOSEN]["v" if sources == ("v",) else "k"]
         table = _table(kind.members, self.count, len(kind.members))
         branches = [*map(by, kind.members), lambda x, carry: (x, carry)]
         return jax.lax.switch(jnp.asarray(table)[index], branches, tile, carry)
@@ -123,15 +123,16 @@ class Mixed(NamedTuple):
         place = {number: n for n, kind in enumerate(self.kinds) for number in kind.members}
         table = jnp.asarray(np.asarray([place[number] for number in range(self.count)], np.int32))
 
-        def one(part: int):
+        def expanded(part: int):
             def by(n, kind):
-                own, first = {s: sources[_name(n, s)] for s in kind.wiring.storage.sources}, next(iter(kind.members))
-                return lambda: kind.wiring.maps.expand(weights, _given(constants, first), own, positions)[part]
+                stored = {s: sources[_name(n, s)] for s in kind.wiring.storage.sources}
+                groups = _of_candidate(constants, next(iter(kind.members)))  # members of a kind expand alike
+                return lambda: kind.wiring.maps.expand(weights, groups, stored, positions)[part]
 
             branches = [by(n, kind) for n, kind in enumerate(self.kinds)]
-            return jax.lax.switch(table[constants[OWN][PARTS[part]]], branches)
+            return jax.lax.switch(table[constants[CHOSEN][PARTS[part]]], branches)
 
-        return one(0), one(1)
+        return expanded(0), expanded(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,13 +162,13 @@ class Choice:
             ),
             Maps(mixed.capture, mixed.encode, mixed.decode, mixed.expand),
             chain=Chain(carried, "all" if carried else "layer"),
-            calibration=Calibration(wanted | {OWN: {"k": (), "v": ()}}, kinds_of),
+            calibration=Calibration(wanted | {CHOSEN: {"k": (), "v": ()}}, kinds_of),
         )
 
 
 def chosen_constants(policy: np.ndarray, fixed: dict[str, dict], runs) -> tuple[dict, ...]:
     """Constants of a model for `Choice`: the candidates' own, {"3.k": {name: [L, ...]}}, and `policy` [L, 2], which
     says by number what each layer's keys and values follow."""
-    own = {"k": jnp.asarray(policy[:, 0], jnp.int32), "v": jnp.asarray(policy[:, 1], jnp.int32)}
-    cut = lambda run: jax.tree.map(lambda x: x[run.first : run.first + run.count], fixed | {OWN: own})  # noqa: E731
+    numbers = {"k": jnp.asarray(policy[:, 0], jnp.int32), "v": jnp.asarray(policy[:, 1], jnp.int32)}
+    cut = lambda run: jax.tree.map(lambda x: x[run.first : run.first + run.count], fixed | {CHOSEN: numbers})  # noqa: E731
     return tuple(cut(run) for run in runs)

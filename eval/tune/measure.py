@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
-from kvqjax.eval.replay import replay
-from kvqjax.eval.scores import token_scores
+from kvqjax.eval.scores import replay, token_scores
 from kvqjax.methods import Method, exact
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
@@ -40,8 +39,8 @@ def divergence(
     rows, length = tokens.shape
     split = lambda x: jnp.moveaxis(x.reshape(rows, length // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
     counts = jnp.full((rows,), chunk, jnp.int32)
-    here = jnp.arange(length)
-    wanted = ((here >= scored_from) & (here < length - 1)).astype(jnp.float32)
+    positions = jnp.arange(length)
+    wanted = ((positions >= scored_from) & (positions < length - 1)).astype(jnp.float32)
 
     def step(cache, piece):
         inputs, exact_logits, weight = piece
@@ -81,10 +80,10 @@ class Meter:
         if path is not None:
             _open(path, f"{owner} by {rows} rows", self.known)
 
-    def _one(self, subject: Subject, number: int, tokens, reference) -> None:
+    def _measure(self, subject: Subject, number: int, tokens, reference) -> None:
         name, ready, method = subject
-        found = divergence(ready(), tokens, reference, method, self.chunk, self.scored_from)
-        values = [float(x) for x in np.asarray(found)[: len(self.batches[number])]]
+        kld = divergence(ready(), tokens, reference, method, self.chunk, self.scored_from)
+        values = [float(x) for x in np.asarray(kld)[: len(self.batches[number])]]
         self.known.setdefault(name, {})[number] = values
         self.made += 1
         if self.path is not None:
@@ -103,7 +102,7 @@ class Meter:
             tokens = jnp.asarray(self.windows[np.minimum(rows.start + np.arange(self.rows), rows.stop - 1)])
             reference = replay(self.model, tokens, exact(), self.chunk)
             for subject in todo.values():
-                self._one(subject, number, tokens, reference)
+                self._measure(subject, number, tokens, reference)
                 left -= 1
                 progress(1 - left / total)
         every = range(len(self.batches))
@@ -140,5 +139,4 @@ def _open(path: Path, owner: str, known: dict[str, dict[int, list[float]]]) -> N
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: cannot be read; delete it to start anew ({error})") from error
-    whole = "".join(line for line in lines if line.endswith("\n"))
-    path.write_text(whole, encoding="utf-8")
+    path.write_text("".join(line for line in lines if line.endswith("\n")), encoding="utf-8")

@@ -12,11 +12,10 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact, read_description
 from kvqjax.eval.plots import draw, title_of
-from kvqjax.eval.stamp import bytes_of
-from kvqjax.eval.tune.constants import Bar
+from kvqjax.eval.stamp import Bar, bytes_of
 from kvqjax.eval.tune.measure import Meter
 from kvqjax.eval.tune.search import Table, guess
-from kvqjax.eval.tune.trial import Trial
+from kvqjax.eval.tune.trials import Trial
 from kvqjax.methods import Method, to_dict
 
 __all__ = ["commands", "line_at", "report_rows", "write_report"]
@@ -50,15 +49,15 @@ def report_rows(
     trial: Trial, table: Table, final: tuple[Method, Artifact | None], meter: Meter, context: int, bar: Bar
 ) -> list[Row]:
     """The chosen method through its own cache, every single choice, and the first guesses at other budgets."""
-    layers, parts, (method, artifact) = len(table.bytes), trial.found.parts, final
+    layers, parts, (method, artifact) = len(table.bytes), trial.candidates.parts, final
     singles = [np.full((layers, 2), number) for number in range(len(parts))]
     low, high = float(table.bytes.min((1, 2)).sum()), max(table.size(single) for single in singles[1:])
     front = [guess(table, low * (high / low) ** (n / (FRONT - 1))) for n in range(FRONT)]
-    front = list({found.tobytes(): found for found in front if found is not None}.values())
-    own = trial.model.replace(constants=() if artifact is None else artifact.constants)
-    subjects = [(f"={method}", lambda: own, method), *map(trial.subject, [*singles, *front]), *trial.others()]
-    methods = [("tuned", method), *(("single", m) for m in parts), *(("front", trial.found.method(p)) for p in front)]
-    methods += [("single", other) for other in trial.found.others]
+    front = list({policy.tobytes(): policy for policy in front if policy is not None}.values())
+    ready = trial.model.replace(constants=() if artifact is None else artifact.constants)
+    subjects = [(f"={method}", lambda: ready, method), *map(trial.subject, [*singles, *front]), *trial.others()]
+    methods = [("tuned", method), *(("single", m) for m in parts), *(("front", trial.method(p)) for p in front)]
+    methods += [("single", other) for other in trial.candidates.others]
     kld = meter(subjects, bar("held-out text"))
     return [_row(trial, kind, m, x, context) for (kind, m), x in zip(methods, kld, strict=True)]
 
@@ -84,15 +83,15 @@ def _table(rows: list[Row]) -> list[str]:
 
 def markdown(method: Method, artifact: Artifact | None, rows: list[Row], about: dict[str, Any], out: Path) -> str:
     """The report as a page."""
-    own, kind, amount = rows[0], *about["budget"].values()
-    line = line_at(rows, own["bits_stored"])
-    ratio = "" if line is None else f", {own['kld'] / line:.2f} x the logarithmic line between single methods there"
-    held = f"{about['windows'][1]} windows of {about['settings']['window']} tokens that were not searched"
+    tuned, kind, amount = rows[0], *about["budget"].values()
+    line = line_at(rows, tuned["bits_stored"])
+    ratio = "" if line is None else f", {tuned['kld'] / line:.2f} x the logarithmic line between single methods there"
+    unseen = f"{about['windows'][1]} windows of {about['settings']['window']} tokens that were not searched"
     parts = [
         f"# {about['model']} within {kind} {amount:g}",
-        f"`{method}`: {own['bits_stored']:.3f} bits a number at {about['settings']['context']} tokens; KL divergence "
-        f"{own['kld']:.3g} +- {own['kld_error']:.2g} nats{ratio}. Measured on {held}; {about['measurements']} policies "
-        "were measured in all.",
+        f"`{method}`: {tuned['bits_stored']:.3f} bits a number at {about['settings']['context']} tokens; KL divergence "
+        f"{tuned['kld']:.3g} +- {tuned['kld_error']:.2g} nats{ratio}. Measured on {unseen}; {about['measurements']} "
+        "policies were measured in all.",
         "![KL divergence against bits](front.png)",
         "\n".join(_table(rows)),
         "```\n" + "\n".join(commands(method, artifact, out, about["model"])) + "\n```",

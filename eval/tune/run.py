@@ -5,11 +5,13 @@
 3. Measured exchanges of the whole policy until none helps beyond noise (`climb`).
 4. For each method whose layers feed each other, the same for the exceptions that it admits (`Chain`).
 5. The report, on text that nothing above has seen.
+
+`estimated` says what that would take on a machine that is not here.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,22 +23,33 @@ from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate.resume import identity
 from kvqjax.data.tokens import TextLike, data_or_ids, in_halves, token_ids
-from kvqjax.eval.measure_drift import encoded_from
-from kvqjax.eval.stamp import CONTEXT
-from kvqjax.eval.tune.budget import read_budget
-from kvqjax.eval.tune.candidates import Candidates, fast_enough, layer_bytes, named, sorted_out
-from kvqjax.eval.tune.choose import best_of, limit_of, losses, mixture, whole
-from kvqjax.eval.tune.constants import Bar, Learnt, learnt
-from kvqjax.eval.tune.measure import Meter
-from kvqjax.eval.tune.report import report_rows
-from kvqjax.eval.tune.search import Table
-from kvqjax.eval.tune.trial import Trial
-from kvqjax.eval.windows import windows
+from kvqjax.eval.stamp import CONTEXT, Bar, ledger_of, silent
+from kvqjax.eval.tune.candidates import Learnt, fast_enough, layer_bytes, learnt, named, sorted_out
+from kvqjax.eval.tune.measure import Meter, Subject, even_rows
+from kvqjax.eval.tune.report import FRONT, report_rows
+from kvqjax.eval.tune.search import PATIENCE, ROUND, Budget, Table, chosen, limit_of, read_budget
+from kvqjax.eval.tune.trials import Chain, Trial, choice_of, exceptions, is_chain
+from kvqjax.eval.windows import encoded_from, windows
+from kvqjax.hardware.devices import DEVICES, find_device
+from kvqjax.hardware.planner import plan_memory, step_bounds
 from kvqjax.methods import Method
+from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
+from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.step.doors import check_model
 
-__all__ = ["Settings", "Tuned", "needed_windows", "tune", "tune_windows"]
+__all__ = [
+    "Option",
+    "Settings",
+    "Tuned",
+    "best_of",
+    "best_policy",
+    "estimated",
+    "for_all_layers",
+    "needed_windows",
+    "tune",
+    "tune_windows",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,21 +75,68 @@ class Tuned(NamedTuple):
     about: dict[str, Any]
 
 
-def silent(label: str):
-    """A progress bar that shows nothing."""
-    return lambda done: None
-
-
 def needed_windows(choices: int) -> int:
     """Windows to choose by. The best of n equal choices seems better than it is by about sqrt(2 ln n) standard errors:
     with 2 ln n windows that is one standard deviation of a single window."""
     return max(4, math.ceil(2 * math.log(max(2, choices))))
 
 
+# --- Methods that may be the result
+
+
+class Option(NamedTuple):
+    """A method that may be the result: how it is measured, and what makes its constants."""
+
+    subject: Subject
+    method: Method
+    artifact: Callable[[], Artifact | None]
+
+
+def best_policy(trial: Trial | Chain, budget: Budget, table: Table, limit: float, meter: Meter, bar: Bar) -> Option:
+    """The policy that the search over a trial's parts ends with."""
+    policy = chosen(budget, table, limit, lambda ps: meter([trial.subject(p) for p in ps], bar("exchanges")))
+    return Option(trial.subject(policy), trial.method(policy), lambda: trial.artifact(policy))
+
+
+def for_all_layers(
+    trial: Trial, number: int, budget: Budget, limit: float, meter: Meter, context: int, bar: Bar
+) -> list[Option]:
+    """A method that is taken for all layers, with exceptions where its layers feed each other; none where it does not
+    fit."""
+    model, method, ready = trial.model, trial.candidates.others[number], trial.ready[number]
+    if not is_chain(method, model.config.kv_shape):
+        runs = ready.constants
+        make = lambda: Artifact(method, runs, model.fingerprint, {"tuned": True}) if runs else None  # noqa: E731
+        fits = ledger_of(model, method, context).bytes <= limit
+        return [Option(trial.others()[number], method, make)] if fits else []
+    chain = Chain(model, trial.candidates, method, ready)
+    size = chain.bytes(context)
+    if size.min((1, 2)).sum() > limit:
+        return []
+    table = Table(size, chain.losses(meter, bar), np.ones(len(chain.parts), bool))
+    return [best_policy(chain, budget, table, limit, meter, bar)]
+
+
+def best_of(
+    options: list[Option], budget: Budget, meter: Meter, model: Model, context: int
+) -> tuple[Method, Artifact | None]:
+    """The option of least divergence, with its constants; of a bounded divergence, the one of fewest bytes."""
+    kld = meter([option.subject for option in options]).mean(1)
+    size = np.asarray([ledger_of(model, option.method, context).bytes for option in options])
+    if budget.kind == "kld":
+        best = int(np.where(kld <= budget.amount, size, np.inf).argmin())
+    else:
+        best = int(kld.argmin())
+    return options[best].method, options[best].artifact()
+
+
+# --- The two doors: texts, or windows of token ids
+
+
 def _meters(trial: Trial, parts: tuple[np.ndarray, np.ndarray], settings: Settings, out: Path | None) -> list[Meter]:
     """Of the text that is searched and of the text that is reported on."""
-    found, sizes = trial.found, {"chunk": settings.chunk, "batch": settings.batch, "scored_from": settings.scored_from}
-    names = list(map(str, (*found.parts, *found.others)))
+    sizes = {"chunk": settings.chunk, "batch": settings.batch, "scored_from": settings.scored_from}
+    names = list(map(str, (*trial.candidates.parts, *trial.candidates.others)))
     about = [trial.model.fingerprint, str(trial.model.params["embed"].dtype), repr(settings), *names]
     meters = []
     for name, part in zip(("searched", "held-out"), parts, strict=True):
@@ -99,20 +159,21 @@ def tune_windows(
 ) -> Tuned:
     """`tune` on windows of token ids: one set to search by, the other for the report. `constants` are what the
     candidates have learnt, where any needs it."""
-    found = sorted_out(list(methods), model.config)
-    trial = Trial(model, found, constants or Learnt({}, ()))
+    candidates = sorted_out(list(methods), model.config)
+    trial = Trial(model, candidates, constants or Learnt({}, ()))
     _check_length(trial, searched.shape[1], settings.chunk)
-    table = Table(layer_bytes(model, found, settings.context), np.zeros((1, 2, 1)), found.whole)
+    table = Table(layer_bytes(model, candidates, settings.context), np.zeros((1, 2, 1)), candidates.joint)
     asked = read_budget(budget)
-    limit = limit_of(asked, table, model, settings.context)
+    limit = limit_of(asked, table, model.config, settings.context)  # before anything is measured
     search, report = _meters(trial, (searched, kept_back), settings, out)
-    table = table._replace(loss=losses(trial, search, bar))
-    options = [mixture(trial, asked, table, limit, search, bar)]
-    for number in range(len(found.others)):
-        options += whole(trial, number, asked, limit, search, settings.context, bar)
+    table = table._replace(loss=trial.losses(search, bar))
+    options = [best_policy(trial, asked, table, limit, search, bar)]
+    for number in range(len(candidates.others)):
+        options += for_all_layers(trial, number, asked, limit, search, settings.context, bar)
     method, artifact = best_of(options, asked, search, model, settings.context)
     rows = report_rows(trial, table, (method, artifact), report, settings.context, bar)
-    about: dict[str, Any] = {"budget": asked._asdict(), "settings": dataclasses.asdict(settings), "sinks": found.sinks}
+    about: dict[str, Any] = {"budget": asked._asdict(), "settings": dataclasses.asdict(settings)}
+    about["sinks"] = candidates.sinks
     about |= {"windows": [len(searched), len(kept_back)], "measurements": sum(len(m.known) for m in (search, report))}
     return Tuned(method, artifact, rows, about)
 
@@ -122,7 +183,7 @@ def _check_length(trial: Trial, length: int, chunk: int) -> None:
     later chunk reads: one that has not would seem to lose nothing."""
     if length % chunk:
         raise UserError(f"windows of {length} tokens do not divide into chunks of {chunk}")
-    for method in (*trial.found.parts[1:], *trial.found.others):
+    for method in (*trial.candidates.parts[1:], *trial.candidates.others):
         first = -(-encoded_from(trial.model, method, length) // chunk) * chunk
         if length <= first:
             raise UserError(
@@ -158,27 +219,85 @@ def tune(
     settings: Settings = Settings(),
     bar: Bar = silent,
 ) -> Tuned:
-    """The policy of least KL divergence within `budget`: average bits of all that is stored for a row of
-    `settings.context` tokens (2.5), bytes ("8GiB"), or the fewest bytes of a divergence of at most so many nats
-    ("kld=0.01").
+    """The policy of least KL divergence within a budget. The first half of the text is searched (and calibrated) on,
+    the second decides the report.
 
-    `methods` is a list such as "kivi,higgs:window=32" ("data-free": all that need no calibration; "all"); one without
-    bits is tried at all its widths. Windows, sinks and groups are theirs; the most sinks of any serve all. With
-    `device`, methods whose decode step is estimated at more than `slowdown` times bf16's are left out. The first half
-    of the text is searched (and calibrated) on, the second decides the report. `out` keeps every measurement, so that a
-    stopped run continues. Raises UserError for a budget that cannot be met and for a text too short."""
+    Args:
+        model: the model.
+        texts: a text, data or token ids, as for `kvqjax.eval.perplexity`.
+        budget: average bits of all that is stored for a row of `settings.context` tokens (2.5), bytes ("8GiB"), or the
+            fewest bytes of a divergence of at most so many nats ("kld=0.01").
+        methods: a list such as "kivi,higgs:window=32", "data-free" (all that need no calibration) or "all". A method
+            without bits is tried at all its widths. Windows, sinks and groups are theirs; the most sinks of any serve
+            all.
+        device: leaves out methods whose decode step there is estimated at more than `slowdown` times bf16's.
+        slowdown: the longest step, in steps of the exact cache.
+        out: a folder that keeps every measurement, so that a stopped run continues.
+        settings: how windows are cut, scored and counted.
+        bar: `bar(label)` is called before every step and gives a function that is told the step's progress, 0 to 1.
+
+    Returns:
+        The method, its constants where it needs any, and the rows of the report.
+
+    Raises:
+        UserError: a budget that cannot be met, and a text too short.
+    """
     check_model(model)
-    given, ratios = named(methods, model.config), {}
+    offered, ratios = named(methods, model.config), {}
     settings = dataclasses.replace(settings, window=min(settings.window, model.config.max_position))
     if device is not None:
-        given, ratios = fast_enough(given, model.config, settings.context, device, slowdown)
-    found: Candidates = sorted_out(given, model.config)
-    read_budget(budget)
+        offered, ratios = fast_enough(offered, model.config, settings.context, device, slowdown)
+    candidates = sorted_out(offered, model.config)
+    read_budget(budget)  # says now what is wrong with it
     first, second = in_halves(data_or_ids(model, texts))
-    choices = 2 * model.config.num_layers * len(found.parts)
+    choices = 2 * model.config.num_layers * len(candidates.parts)
     searched, kept_back = _cut(model, [first, second], choices, settings)
     with held(None if out is None else out / "tune"):
-        constants = learnt(model, found, first, out, bar)
+        constants = learnt(model, candidates, first, out, bar)
         options = {"settings": settings, "constants": constants, "out": out, "bar": bar}
-        tuned = tune_windows(model, given, budget, searched, kept_back, **options)
+        tuned = tune_windows(model, offered, budget, searched, kept_back, **options)
     return tuned._replace(about=tuned.about | {"methods": methods, "device": device, "slowdown": ratios})
+
+
+# --- What it would take elsewhere
+
+
+def estimated(config: ModelConfig, methods: str, device: str, mesh: str, settings: Settings) -> dict[str, Any]:
+    """Measurements, forward passes, tokens and hours that `tune` would take, by the planner's cost model.
+
+    Every chunk of every measurement reads a device's weights and what the cache holds of its rows once, and computes
+    its part at the dense 16-bit peak: the larger of the two is its time, a bound that real programs miss by their own
+    factor. Of exchanges as many rounds are counted as there are layers, and those that end the search, for the mixture
+    and for every chain. `bytes` on a device include the logits of the exact pass and of one chunk. Compilation,
+    calibration and the report's own caches are left out."""
+    candidates, sizes = sorted_out(named(methods, config), config), MeshSize.parse(mesh)
+    layers, count = config.num_layers, len(candidates.parts)
+    alone = layers * sum(1 if joint else 2 for joint in candidates.joint[1:])
+    chains = [method for method in candidates.others if is_chain(method, config.kv_shape)]
+    changed = sum(1 + layers * len(exceptions(candidates, chain, config.kv_shape)) for chain in chains)
+    rounds = (1 + len(chains)) * (layers + PATIENCE)
+    reported = 1 + count + FRONT + len(candidates.others)
+    least = needed_windows(2 * layers * count)
+    rows = even_rows(least, settings.batch, sizes.data)
+    batches = math.ceil(least / rows)
+    exact = batches * (2 + len(chains) + rounds)  # once for each call: the parts alone, every round, the report
+    passes = (alone + changed + ROUND * rounds + reported) * batches + exact
+    steps = passes * math.ceil(settings.window / settings.chunk)
+    chip = DEVICES[find_device(device).name]
+    planned = plan_memory(config, choice_of(candidates), settings.window, rows, sizes)
+    reading, computing = step_bounds(planned, config, settings.window, rows, chip, sizes)
+    seconds = steps * max(reading, computing * settings.chunk)
+    logits = 4 * rows * config.vocab_size * (settings.window + settings.chunk) // sizes.model
+    return {
+        "device": device,
+        "mesh": mesh,
+        "candidates": count,
+        "parts_alone": alone,
+        "exceptions": changed,
+        "exchanges": ROUND * rounds,
+        "forward_passes": passes,
+        "tokens": passes * rows * settings.window,
+        "hours": seconds / 3600,
+        "bound_by": "bandwidth" if reading >= computing * settings.chunk else "compute",
+        "bytes": planned.total + logits,
+    }

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvqjax._version import __version__
-from kvqjax.cli.programs import keep_programs, keep_programs_by_default
+from kvqjax.cli.environment import keep_programs, keep_programs_by_default
 
 __all__ = ["COMMANDS", "Command", "app", "command_of"]
 
@@ -29,7 +29,7 @@ COMMANDS = {
     "generate": Command("run", "generate", "Continue one or more prompts through a compressed cache."),
     "chat": Command("chat", "chat", "Talk with a model; its compressed cache stays from turn to turn."),
     "demo": Command("demo", "demo", "Continue one prompt with the exact cache and with KIVI at 4 and 2 bits."),
-    "eval": Command("compare", "app", "Measure the quality of caches: every token passes through them."),
+    "eval": Command("evaluate", "app", "Measure the quality of caches: every token passes through them."),
     "calibrate": Command("calibrate", "calibrate", "Calibrate a method for a model."),
     "tune": Command("tune", "tune", "Find the cache of least KL divergence within a budget."),
     "bench": Command("bench", "bench", "Time decode steps, against the exact cache in the same run."),

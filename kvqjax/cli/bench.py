@@ -30,8 +30,7 @@ from kvqjax.cli.common import (
     require_room,
     token_number,
 )
-from kvqjax.cli.progress import announce, progress_bar
-from kvqjax.cli.tables import show
+from kvqjax.cli.output import announce, progress_bar, show
 from kvqjax.generation.prompt_ids import bucket
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method, exact
@@ -160,8 +159,8 @@ def bench(
     rows, first = [], None
     for ready, method in pairs:
         require_room(ready, method, batch, max(context, prompt))
-    held = f"{batch} row{'s' * (batch > 1)} of {context} tokens"
-    announce(f"{repeats + 1} x {steps} decode steps, {held}, through {', then '.join(str(m) for _, m in pairs)}")
+    filled = f"{batch} row{'s' * (batch > 1)} of {context} tokens"
+    announce(f"{repeats + 1} x {steps} decode steps, {filled}, through {', then '.join(str(m) for _, m in pairs)}")
     least = (
         batch
         * 1e3
@@ -172,18 +171,18 @@ def bench(
     )
     for ready, method in pairs:
         # What is forced is forced on the caches that were asked for, not on the exact one beside them.
-        own = kernels if first or kernels == "off" else "auto"
-        chosen = planned_layout(ready, method, batch, context, kernels=own)
+        forced = kernels if first or kernels == "off" else "auto"
+        chosen = planned_layout(ready, method, batch, context, kernels=forced)
         with progress_bar() as bar:
             filling = bar(f"filling {method}")
-            size, spent = step_milliseconds(ready, method, context, batch, steps, repeats, filling, own)
+            size, spent = step_milliseconds(ready, method, context, batch, steps, repeats, filling, forced)
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         row["kernels"] = chosen.kernels.text(chosen.target)
         row["read_by"] = "; ".join(dict.fromkeys(readers_text(chosen, batch)))
         row |= {"ms_per_step": spent, "speed_against_exact": first / spent}
         if prompt:
-            waited = first_token_milliseconds(ready, method, prompt, batch, repeats, own)
+            waited = first_token_milliseconds(ready, method, prompt, batch, repeats, forced)
             row |= {"prompt": prompt, "ms_to_first_token": waited, "ms_to_first_token_at_least": least}
         rows.append(row)
     here = machine()

@@ -24,8 +24,7 @@ from kvqjax.cli.common import (
     number,
     open_model,
 )
-from kvqjax.cli.progress import announce, at_least, progress_bar
-from kvqjax.cli.tables import show
+from kvqjax.cli.output import announce, at_least, progress_bar, show
 from kvqjax.data import read
 
 __all__ = ["calibrate"]

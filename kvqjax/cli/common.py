@@ -9,9 +9,9 @@ import typer
 
 from kvqjax._errors import UserError
 from kvqjax._options import token_count
+from kvqjax._tables import size
 from kvqjax._timing import memory
 from kvqjax.cache.accounting import array_bytes
-from kvqjax.cli.tables import size
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.methods import Method, parse
 from kvqjax.model.hf_config import read_config
@@ -183,7 +183,7 @@ def open_model(
 
 def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
     """Pair every --cache with a model that holds its constants, from its --artifact where it needs one."""
-    from kvqjax.calibrate.ready import with_constants
+    from kvqjax.calibrate import with_constants
 
     return with_constants(model, methods, folders)
 

@@ -10,9 +10,8 @@ import typer
 from kvqjax.cache import runs_of
 from kvqjax.cache.accounting import ledger
 from kvqjax.cli.common import Json, ModelName, methods_of, number, open_model, require_room
-from kvqjax.cli.progress import announce
+from kvqjax.cli.output import announce, show
 from kvqjax.cli.run import New
-from kvqjax.cli.tables import show
 from kvqjax.generation.decoding import Generated, generate
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import typer
 
+from kvqjax._tables import size
 from kvqjax.cli.common import Json
-from kvqjax.cli.progress import announce
-from kvqjax.cli.tables import show, size
+from kvqjax.cli.output import announce, show
 from kvqjax.hardware.install import Finding, Machine, findings, this_machine
 from kvqjax.kernel_checks import report, store
 from kvqjax.kernel_checks.check import verdict_folder
@@ -30,18 +30,20 @@ def _rows(machine: Machine, full: bool) -> tuple[list[dict[str, Any]], list[Find
     return list(report.kernel_rows(target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell)), told
 
 
-def _is_sound(found: list[Finding], rows: list[dict[str, Any]]) -> bool:
-    return not any(one.bad for one in found) and all(row["verdict"] in ("sound", "faster", "slower") for row in rows)
+def _is_sound(noticed: list[Finding], rows: list[dict[str, Any]]) -> bool:
+    return not any(finding.bad for finding in noticed) and all(
+        row["verdict"] in ("sound", "faster", "slower") for row in rows
+    )
 
 
-def _print(machine: Machine, found: list[Finding], rows: list[dict[str, Any]], sound: bool) -> None:
+def _print(machine: Machine, noticed: list[Finding], rows: list[dict[str, Any]], sound: bool) -> None:
     typer.echo(" ".join(f"{name} {number}" for name, number in machine.packages.items()))
-    held = "" if machine.memory is None else f", {size(machine.memory)} each"
-    typer.echo(f"{len(machine.devices)} x {machine.devices[0]} ({machine.platform}){held}")
+    memory = "" if machine.memory is None else f", {size(machine.memory)} each"
+    typer.echo(f"{len(machine.devices)} x {machine.devices[0]} ({machine.platform}){memory}")
     if machine.driver:
         typer.echo(f"NVIDIA driver {machine.driver}")
-    for one in found:
-        typer.echo(("wrong: " if one.bad else "note: ") + one.text)
+    for finding in noticed:
+        typer.echo(("wrong: " if finding.bad else "note: ") + finding.text)
     if rows:
         show(rows, False)
     typer.echo(report.unchecked(machine.platform))
@@ -62,14 +64,14 @@ def doctor(
     machine = this_machine()
     announce(f"checking {machine.devices[0]}")
     rows, told = _rows(machine, full)
-    found = [*findings(machine), *told]
-    sound = _is_sound(found, rows)
+    noticed = [*findings(machine), *told]
+    sound = _is_sound(noticed, rows)
     if as_json:
         about = machine._asdict() | {"verdicts": str(verdict_folder())}
-        listed = [one._asdict() for one in found]
+        listed = [finding._asdict() for finding in noticed]
         text = {"sound": sound, "machine": about, "findings": listed, "rows": rows}
         typer.echo(json.dumps(text | {"unchecked": report.unchecked(machine.platform)}, indent=1))
     else:
-        _print(machine, found, rows, sound)
+        _print(machine, noticed, rows, sound)
     if not sound:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`kvqjax eval ppl|retrieval|drift|harness`: several caches side by side."""
+"""`kvqjax eval ppl|retrieval|drift|harness|compare`: several caches side by side."""
 
 import functools
 from pathlib import Path
@@ -11,6 +11,7 @@ from kvqjax._errors import UserError
 from kvqjax.cli.common import MOST_ROWS, Batch, DataName, Field, Folder, PromptChunk, Split, number, token_number
 from kvqjax.cli.report import Job, add_command
 from kvqjax.data import read, token_ids
+from kvqjax.eval.comparison import COMPARED, comparison
 from kvqjax.eval.stamp import CONTEXT
 from kvqjax.model.loading import Model
 
@@ -60,8 +61,7 @@ def ppl(
     context: Context = CONTEXT,
 ) -> Job:
     """Measure perplexity, KL divergence from the exact cache, and how often both put the same token first."""
-    from kvqjax.eval.measure_perplexity import check_mode, perplexity
-    from kvqjax.eval.windows import style
+    from kvqjax.eval.windows import check_mode, perplexity, style
     from kvqjax.eval.windows import windows as cut
 
     length = style(windows).length if window is None else window
@@ -127,7 +127,7 @@ def drift(
     bins: Annotated[int, number(help="how many spans of steps are reported")] = 8,
 ) -> Job:
     """Measure how the KL divergence from the exact cache grows with the number of decoding steps."""
-    from kvqjax.eval.measure_drift import drift as run
+    from kvqjax.eval.windows import drift as run
     from kvqjax.eval.windows import windows
 
     ids, about = _encoded(loaded, data, tokens, field=field, split=split, folder=folder, seed=seed)
@@ -221,3 +221,45 @@ def harness(
     about = {"data": {"name": "lm-evaluation-harness"}, "tasks": tasks, "limit": limit, "samples": options["samples"]}
     about = {name: value for name, value in about.items() if value is not None}
     return Job(length, evaluate, about, 0, warn=lambda rows: cut_warning(rows, length), length=length)
+
+
+@_command("demo", cache=list(COMPARED), plot=Path("compare.png"))
+def compare(
+    loaded: Model,
+    seed: int,
+    data: DataName = "synthetic",
+    field: Field = None,
+    split: Split = None,
+    folder: Folder = None,
+    chunk: Chunk = 32,
+    window: Annotated[
+        int | None, number(least=2, help="tokens per window; default: 1024, or the model's positions")
+    ] = None,
+    tokens: Annotated[int, number(least=0, help="about how many tokens are scored or precede them; 0: all")] = 8192,
+    batch: Batch = 4,
+    context: Context = CONTEXT,
+    sequences: Annotated[int | None, number(help="to calibrate with; default: the method's recipe")] = None,
+    store: Annotated[Path | None, typer.Option(help="keeps calibrations; default: the user's cache folder")] = None,
+) -> Job:
+    """Compare several methods by bits and KL divergence, as a table and a picture; calibrates those that need it.
+
+    Methods learn from the first half of the text. Of each window of the second half, the second half is scored: by then
+    caches hold more than what stays exact. `kvq.compare` gives the same rows in Python."""
+    job = comparison(
+        loaded,
+        data,
+        field=field,
+        split=split,
+        folder=folder,
+        seed=seed,
+        chunk=chunk,
+        window=window,
+        tokens=tokens,
+        batch=batch,
+        context=context,
+        sequences=sequences,
+        store=store,
+    )
+    evaluate = lambda model, method, bar, kernels: [job.row(model, method, kernels, bar(str(method)))]  # noqa: E731
+    ready = lambda model, methods, folders, bar: job.ready(methods, folders, bar)  # noqa: E731
+    return Job(context, evaluate, {"data": job.about}, job.scored, ready, length=job.window)

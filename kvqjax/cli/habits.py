@@ -1,10 +1,13 @@
-"""Options and commands that users of other programs type, and what to type here."""
+"""What is said about a command line that cannot be read: what to type here instead of the options and commands that
+users of other programs type."""
 
+import re
 from collections.abc import Collection
+from typing import Any
 
 from kvqjax._errors import suggest
 
-__all__ = ["command_hint", "option_hint"]
+__all__ = ["command_hint", "option_hint", "usage_line"]
 
 SAMPLING = "--temperature above 0 draws tokens, and 0 takes the likeliest"
 CACHE = "--cache names the cache: --cache kivi:bits=4; its keys and values apart: --cache 'k=kivi:bits=4;v=exact'"
@@ -79,3 +82,24 @@ def command_hint(name: str, known: Collection[str]) -> str:
     if len(name.split()) > 1:
         return f"; for text to be continued write kvqjax generate {name[:40]!r}"
     return suggest(name, known)
+
+
+def usage_line(error: Any) -> str | None:
+    """The line about a command or option that there is not; None for any other error. Typer brings its own click, whose
+    usage errors have no public base class; they all can format themselves."""
+    describe = getattr(error, "format_message", None)
+    if describe is None:
+        return None
+    context = getattr(error, "ctx", None)
+    commands = getattr(getattr(context, "command", None), "commands", None)
+    if commands and "No such command" in describe():
+        name = re.search(r"No such command '(.*)'\.", describe(), re.DOTALL)
+        wanted = name[1] if name else ""
+        return f"No such command {wanted[:40]!r}{command_hint(wanted, commands)}"
+    if hasattr(error, "option_name") and context is not None:
+        known = [name for option in context.command.params for name in option.opts]
+        hint = option_hint(error.option_name, known)
+        return f"No such option: {error.option_name}; {hint}" if hint else describe()
+    if "unexpected extra argument" in describe():
+        return f"{describe()}; options begin with --, and a text of several words stands in quotation marks"
+    return describe()

@@ -12,10 +12,10 @@ from kvqjax._files import read_object
 from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.cli.common import Json, ModelName
-from kvqjax.cli.tables import show
+from kvqjax.cli.output import show
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import METHODS
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.mesh_size import MeshSize
 
 __all__ = ["inspect", "methods"]

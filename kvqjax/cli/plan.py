@@ -6,7 +6,7 @@ import typer
 
 from kvqjax._tables import terminal_width
 from kvqjax.cli.common import Batch, Caches, Dtype, Json, Mesh, ModelName, Weights, number, token_number
-from kvqjax.cli.tables import show
+from kvqjax.cli.output import show
 from kvqjax.hardware.devices import DEVICES
 from kvqjax.hardware.plan import COMPARED
 from kvqjax.hardware.plan import plan as plan_rows

@@ -26,10 +26,9 @@ from kvqjax.cli.common import (
     open_model,
     require_room,
 )
-from kvqjax.cli.progress import announce, at_least, progress_bar
-from kvqjax.cli.tables import show
+from kvqjax.cli.output import announce, at_least, progress_bar, show
 from kvqjax.eval.plots import check_picture, draw, title_of
-from kvqjax.eval.stamp import ledger_of, stamp, stamp_line
+from kvqjax.eval.stamp import Bar, ledger_of, stamp, stamp_line
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -37,10 +36,7 @@ from kvqjax.model.loading import Model
 __all__ = ["Job", "add_command"]
 
 
-Bar = Callable[[str], Callable[[float], None]]
-
-
-def _given(model: Model, methods: list[Method], folders: list[Path], bar: Bar) -> list[tuple[Model, Method]]:
+def _with_artifacts(model: Model, methods: list[Method], folders: list[Path], bar: Bar) -> list[tuple[Model, Method]]:
     return calibrated(model, methods, folders)
 
 
@@ -55,7 +51,7 @@ class Job(NamedTuple):
     evaluate: Callable[[Model, Method, Bar, str], Iterable[dict[str, Any]]]
     about: dict[str, Any]
     tokens: int
-    ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _given
+    ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _with_artifacts
     warn: Callable[[list[dict[str, Any]]], str] = lambda rows: ""
     length: int = 0
 
@@ -107,7 +103,7 @@ def _beyond(loaded: Model, length: int) -> str:
 def _evaluate(
     name: str,
     prepare,
-    own: dict,
+    options: dict,
     model: str,
     cache,
     artifact,
@@ -128,7 +124,7 @@ def _evaluate(
     with held(file):
         methods, rows, roles = methods_of(cache), [], {}
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
-        job = prepare(loaded, seed, **own)
+        job = prepare(loaded, seed, **options)
         beyond = _beyond(loaded, job.length)
         with progress_bar() as bar:
             pairs = job.ready(loaded, methods, artifact, bar)
@@ -158,16 +154,16 @@ def add_command(app: typer.Typer, default: str, **defaults: Any):
     options are added to its own, with other `defaults` where given."""
 
     def register(prepare: Callable[..., Job]):
-        own = list(inspect.signature(prepare).parameters.values())[2:]
+        command_parameters = list(inspect.signature(prepare).parameters.values())[2:]
         name = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=ModelName)
         common = inspect.signature(_options).parameters
         common = {key: p.replace(default=defaults.get(key, p.default)) for key, p in common.items()}
 
         def command(**values: Any) -> None:
-            mine = {parameter.name: values.pop(parameter.name) for parameter in own}
-            _evaluate(prepare.__name__, prepare, mine, **values)
+            command_values = {parameter.name: values.pop(parameter.name) for parameter in command_parameters}
+            _evaluate(prepare.__name__, prepare, command_values, **values)
 
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *common.values())]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*command_parameters, *common.values())]
         command.__dict__["__signature__"] = inspect.Signature([name, *parameters])
         app.command(prepare.__name__, help=prepare.__doc__)(command)
         return prepare

@@ -40,8 +40,8 @@ from kvqjax.cli.common import (
     require_room,
     token_number,
 )
-from kvqjax.cli.programs import compiling_seconds
-from kvqjax.cli.progress import announce, at_least, reporter
+from kvqjax.cli.environment import compiling_seconds
+from kvqjax.cli.output import announce, at_least, reporter
 from kvqjax.cli.prompts import read_prompts
 from kvqjax.generation.decoding import Generated, stream
 from kvqjax.generation.decoding import generate as generate_text
@@ -101,15 +101,15 @@ def _print_result(
         about = {"cache": str(method), **_figures(result), "seconds_compiling": round(compiling, 3)}
         typer.echo(json.dumps([row | about for row in rows], indent=1))
         return
-    for text, given in zip(result.text, prompts, strict=True):
-        typer.echo(text if chat else given + text)
+    for text, prompt in zip(result.text, prompts, strict=True):
+        typer.echo(text if chat else prompt + text)
     _announce_figures(result, compiling)
 
 
-def _end_ids(model: Model, given: list[str]) -> list[int] | None:
+def _end_ids(model: Model, ends: list[str]) -> list[int] | None:
     """The tokens that --end names, by id or by text; None: the model's own."""
     ids = []
-    for text in given:
+    for text in ends:
         number = [int(text)] if text.isdecimal() else model.encode(text, add_special_tokens=False)
         if len(number) != 1:
             raise UserError(f"--end {text!r} is {len(number)} tokens; wanted one, by its id or text; --stop takes text")
@@ -127,9 +127,9 @@ def _announce_long(model: Model, prompts: list[Any], chat: bool) -> None:
 
 def _keep_stdout_ours() -> None:
     """Send what libraries write to file descriptor 1 to stderr: gloo reports its connections there."""
-    own = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(own, "w")
+    sys.stdout = os.fdopen(stdout, "w")
 
 
 def generate(
@@ -196,8 +196,8 @@ def generate(
         _keep_stdout_ours()
         join_hosts(coordinator, processes, process)
     draw = checked_draw(temperature, top_k, top_p, min_p, repetition_penalty)
-    found = open_model(model, dtype, weights, method, mesh, text_only, rope_length)
-    loaded = calibrated(found, [method], artifact)[0][0]
+    plain = open_model(model, dtype, weights, method, mesh, text_only, rope_length)
+    loaded = calibrated(plain, [method], artifact)[0][0]
     options: dict[str, Any] = draw | {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": AUTO if in_chunks else chunk, "seed": seed,
         "stop": tuple(stop), "eos_ids": _end_ids(loaded, end), "beyond_trained": beyond_trained, "chat": chat,

@@ -1,6 +1,7 @@
 """`kvqjax tune`: the mixture of methods and bits of least divergence within a budget."""
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -20,14 +21,25 @@ from kvqjax.cli.common import (
     Split,
     Weights,
     number,
+    open_model,
 )
 from kvqjax.cli.evaluate import Chunk, Context
-from kvqjax.cli.progress import announce, duration, progress_bar
-from kvqjax.cli.tables import show
+from kvqjax.cli.output import announce, duration, progress_bar, show
+from kvqjax.data import read
+from kvqjax.eval.plots import check_picture
+from kvqjax.eval.tune import Settings
+from kvqjax.eval.tune import tune as search
+from kvqjax.eval.tune.candidates import named, sorted_out
+from kvqjax.eval.tune.report import commands, write_report
+from kvqjax.eval.tune.run import estimated
+from kvqjax.eval.tune.trials import choice_of
 from kvqjax.hardware.devices import DEVICES
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.hf_config import read_config
+from kvqjax.model.loading import Model, config_of, locate
 
 __all__ = ["tune"]
+
+MOST_WORDS = 1 << 16  # about how many tokens of a text are read
 
 
 def tune(
@@ -67,60 +79,36 @@ def tune(
 
     The search uses the first half of the text; the report is made on the second half. If the command is stopped, the
     same command continues."""
-    from kvqjax.eval.tune import Settings
-    from kvqjax.eval.tune.estimate import estimated
-
     settings = Settings(context=context, window=window, chunk=chunk, batch=batch, seed=seed)
     if estimate:
         if device is None:
             raise UserError("--estimate needs a --device")
-        show(
-            [estimated(config_of(model), methods, device, mesh, settings)],
-            as_json,
-            f"tuning {model} on {device} {mesh}",
-        )
+        figures = estimated(config_of(model), methods, device, mesh, settings)
+        show([figures], as_json, f"tuning {model} on {device} {mesh}")
         return
     if out is None:
         raise UserError("--out is missing: the folder of policy, artifact and report")
-    about = {"field": field, "split": split, "folder": folder}
-    _tuned(model, data, about, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json)
-
-
-def _tuned(model, data, how, budget, methods, device, slowdown, settings, out, mesh, dtype, weights, as_json) -> None:
-    import time
-
-    from kvqjax.data import read
-    from kvqjax.eval.plots import check_picture
-    from kvqjax.eval.tune import tune as run
-    from kvqjax.eval.tune.report import commands, write_report
-
     loaded, begun = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
-    texts = read(data, model=loaded, tokens=1 << 16, seed=settings.seed, **how)
+    texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=MOST_WORDS, seed=seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     check_picture(out.parent / "front.png")
     with progress_bar() as bar:
         announce(f"tuning {model} to {budget} with {methods}; if this is stopped, the same command goes on")
         options = {"methods": methods, "device": device, "slowdown": slowdown, "settings": settings}
-        found = run(loaded, texts, budget=budget, out=out, bar=bar, **options)
-    found = found._replace(about=found.about | {"model": model, "data": texts.about})
-    write_report(*found, out)
-    lines = commands(found.method, found.artifact, out, model)
+        result = search(loaded, texts, budget=budget, out=out, bar=bar, **options)
+    result = result._replace(about=result.about | {"model": model, "data": texts.about})
+    write_report(*result, out)
+    lines = commands(result.method, result.artifact, out, model)
     if as_json:
-        typer.echo(json.dumps({"policy": str(found.method), "rows": found.rows, "about": found.about}, indent=1))
+        typer.echo(json.dumps({"policy": str(result.method), "rows": result.rows, "about": result.about}, indent=1))
         return
     shown = ("kind", "cache", "bits_stored", "kld", "kld_error")
-    show([{name: row[name] for name in shown} for row in found.rows], False, f"{model} at {budget}, held-out text")
-    typer.echo("\n".join([f"{out}: {found.method}, after {duration(time.monotonic() - begun)}. To use it:", *lines]))
+    show([{name: row[name] for name in shown} for row in result.rows], False, f"{model} at {budget}, held-out text")
+    typer.echo("\n".join([f"{out}: {result.method}, after {duration(time.monotonic() - begun)}. To use it:", *lines]))
 
 
-def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str | None):
+def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str | None) -> Model:
     """The model, on a mesh that any candidate's cache can be dealt over."""
-    from kvqjax.cli.common import open_model
-    from kvqjax.eval.tune.candidates import named, sorted_out
-    from kvqjax.eval.tune.trial import choice_of
-    from kvqjax.model.hf_config import read_config
-    from kvqjax.model.loading import locate
-
     if not mesh:
         return open_model(name, dtype, weights)
     config = read_config(locate(name))

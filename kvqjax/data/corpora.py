@@ -3,20 +3,67 @@
 import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvqjax._errors import UserError, suggest
 from kvqjax._files import open_text
 from kvqjax.data.documents import Data, described, read_documents
-from kvqjax.data.records import SUFFIXES
+from kvqjax.data.records import SUFFIXES, read_records
 from kvqjax.data.sentences import filler
-from kvqjax.data.sources import Source, find, records
 from kvqjax.model.loading import Model
 
-__all__ = ["CORPORA", "GSM8K", "halves", "is_name", "read", "read_text"]
+__all__ = ["CORPORA", "GSM8K", "Source", "find", "is_name", "read", "read_text", "records"]
+
+# --- Published data sets: a folder in their official format, or the hub, through `datasets`
+
+
+class Source(NamedTuple):
+    """Describe one file of a data set. name: what messages call it; files: names under which a local folder may hold
+    it; where: how to get it, for the message when it is missing; hub: arguments of `datasets.load_dataset`."""
+
+    name: str
+    files: tuple[str, ...]
+    where: str
+    hub: dict[str, Any]
+
+
+def find(source: Source, folder: Path | None) -> Path | None:
+    """Find the file in `folder` or in the subfolder of it that bears the data set's name; None where it is not."""
+    places = [folder, folder / source.name] if folder else []
+    paths = (place / name for place in places for name in source.files)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
+    hint = f"put {source.files[0]} into a folder and name it with --folder ({source.where})"
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UserError(f"{source.name}: pip install datasets to load it from the hub, or {hint}") from error
+    try:
+        return iter(load_dataset(**source.hub))
+    # The library raises its own, the hub client's and the system's errors; all of them mean "not to be had".
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{source.name}: the hub did not give it ({reason}); {hint}") from error
+
+
+def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
+    """Records of the local file if `folder` is given, else of the hub. Raises UserError with what to download and
+    where to put it."""
+    if folder is None:
+        yield from _from_hub(source)
+        return
+    path = find(source, folder)
+    if path is None:
+        names = " or ".join(source.files)
+        raise UserError(f"{folder}: {names} is not there; get it from {source.where} and put it there")
+    yield from (record.value for record in read_records(path, lambda names, where: names))
+
 
 _C4 = "c4-validation.00000-of-00008.json"
 _C4_DOCUMENTS = 1100  # of the first validation shard, as GPTQ joins them
@@ -61,6 +108,8 @@ def _gsm8k(folder: Path | None) -> str:
 
 CORPORA = {"wikitext2": _wikitext, "c4": _c4, "gsm8k": _gsm8k}
 
+
+# --- Data by name
 
 NAMES = ("synthetic", *CORPORA)
 HABITS = {
@@ -133,17 +182,10 @@ def read(
             hint = suggest(source, NAMES) if "/" not in source and "." not in source else ""
             shown = source if len(source) < 200 else f"{source[:60]}... ({len(source)} characters)"
             raise UserError(f"{shown}: No such file or directory{hint}")
-    return read_documents(source, field=field, split=split, model=model, whole=not tokens)
+    return read_documents(source, field=field, split=split, model=model, unlimited=not tokens)
 
 
 def read_text(data: str, tokens: int, seed: int, folder: Path | None = None) -> tuple[str, dict[str, Any]]:
     """Data as one text, and its name, hash and number of characters; the arguments are those of `read`."""
     texts = read(data, tokens=tokens, seed=seed, folder=folder)
     return texts.text, {key: texts.about[key] for key in ("name", "sha256", "characters")}
-
-
-def halves(text: str) -> tuple[str, str]:
-    """A text cut at the blank nearest after its middle: to learn from, and to be scored."""
-    middle = re.compile(r"\s").search(text, len(text) // 2)
-    cut = middle.start() if middle else len(text) // 2
-    return text[:cut], text[cut:]

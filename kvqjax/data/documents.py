@@ -52,12 +52,12 @@ def digest(text: str) -> str:
 def described(name: str, documents: Sequence[str], **about: Any) -> Data:
     """Data with its description. Half a surrogate pair, which JSON can spell and no tokenizer reads, becomes U+FFFD.
     Raises UserError where there is no text."""
-    whole = tuple(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in documents)
-    data = Data(whole, {})
+    texts = tuple(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in documents)
+    data = Data(texts, {})
     if not data.text.strip():
         raise UserError(f"{name}: no text")
-    facts = {"name": name, "sha256": digest(data.text), "characters": len(data.text), "documents": len(whole)}
-    changed = sum(new != old for new, old in zip(whole, documents, strict=True))
+    facts = {"name": name, "sha256": digest(data.text), "characters": len(data.text), "documents": len(texts)}
+    changed = sum(new != old for new, old in zip(texts, documents, strict=True))
     facts |= {"repaired documents": changed} if changed else {}
     return data._replace(about=facts | {key: value for key, value in about.items() if value})
 
@@ -141,7 +141,12 @@ def _up_to(documents: Iterable[str], most: int | None) -> tuple[list[str], bool]
 
 
 def read_documents(
-    name: str, *, field: str | None = None, split: str | None = None, model: Model | None = None, whole: bool = False
+    name: str,
+    *,
+    field: str | None = None,
+    split: str | None = None,
+    model: Model | None = None,
+    unlimited: bool = False,
 ) -> Data:
     """The documents of a file, a folder of files, a folder that `datasets` saved, or a data set of the hub.
 
@@ -150,7 +155,7 @@ def read_documents(
         field: which field of records holds text or messages; None: the first of `FIELDS` that there is.
         split: which split of a data set; None: the only one.
         model: whose chat template conversations go through.
-        whole: all of it, instead of the first MOST_CHARACTERS characters.
+        unlimited: all of it, instead of the first MOST_CHARACTERS characters.
 
     Returns:
         The documents in the order of the files' names and of the records in them.
@@ -171,7 +176,7 @@ def read_documents(
         if field is not None and all(kind_of(file) == "text" for file in files):
             raise UserError(f"{name}: text has no fields; leave out field={field!r} (--field)")
         documents = _of_files(files, field, used, model, choose)
-    texts, cut = _up_to(documents, None if whole else MOST_CHARACTERS)
+    texts, cut = _up_to(documents, None if unlimited else MOST_CHARACTERS)
     names = [str(file.relative_to(path)) for file in files if path.is_dir()]
     first = f"the first {MOST_CHARACTERS} characters" if cut else ""
     return described(name, texts, files=names, field=", ".join(sorted(used)), split=split, read=first)

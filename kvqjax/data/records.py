@@ -177,18 +177,18 @@ def _datasets(name: str) -> Any:
     return datasets
 
 
-def _split(found: Any, name: str, split: str | None) -> Any:
+def _split(splits: Any, name: str, split: str | None) -> Any:
     """Choose one of the splits of a data set. Nothing is guessed: figures of the training split are other figures."""
-    if not hasattr(found, "keys"):
+    if not hasattr(splits, "keys"):
         if split is not None:
             raise UserError(f"{name}: has no splits; leave out split={split!r} (--split)")
-        return found
-    known = ", ".join(found)
-    if split is None and len(found) > 1:
+        return splits
+    known = ", ".join(splits)
+    if split is None and len(splits) > 1:
         raise UserError(f"{name}: has the splits {known}; choose with split=... (--split)")
-    if split is not None and split not in found:
+    if split is not None and split not in splits:
         raise UserError(f"{name}: has no split {split!r}; it has {known}")
-    return found[split or next(iter(found))]
+    return splits[split or next(iter(splits))]
 
 
 def saved_records(name: str, split: str | None, wanted: Callable[[list[str], str], list[str]]) -> Iterator[Record]:

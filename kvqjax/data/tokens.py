@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,11 @@ import numpy as np
 from jaxtyping import Int
 
 from kvqjax._errors import UserError
-from kvqjax.data.corpora import halves, is_name, read
+from kvqjax.data.corpora import is_name, read
 from kvqjax.data.documents import Data, described
 from kvqjax.model.loading import Model
 
-__all__ = ["TextLike", "check_ids", "data_or_ids", "document_ids", "encoded", "in_halves", "token_ids"]
+__all__ = ["TextLike", "check_ids", "data_or_ids", "document_ids", "encoded", "halves", "in_halves", "token_ids"]
 
 # A text or the name of data, a path, data that was read, texts, or ids: flat, in rows, or a list of such lists.
 TextLike = str | os.PathLike | Data | Sequence[Any] | Any
@@ -86,11 +87,18 @@ def data_or_ids(model: Model, given: TextLike, name: str = "texts") -> Data | In
     return check_ids(model, given, name)
 
 
-def in_halves(found: Data | Int[np.ndarray, " T"]) -> list[Data | np.ndarray]:
+def halves(text: str) -> tuple[str, str]:
+    """A text cut at the blank nearest after its middle: to learn from, and to be scored."""
+    middle = re.compile(r"\s").search(text, len(text) // 2)
+    cut = middle.start() if middle else len(text) // 2
+    return text[:cut], text[cut:]
+
+
+def in_halves(data: Data | Int[np.ndarray, " T"]) -> list[Data | np.ndarray]:
     """Data in two halves, to learn from and to be scored: of the text, or of token ids."""
-    if isinstance(found, Data):
-        return [Data((half,), {}) for half in halves(found.text)]
-    return [*np.array_split(found, 2)]
+    if isinstance(data, Data):
+        return [Data((half,), {}) for half in halves(data.text)]
+    return [*np.array_split(data, 2)]
 
 
 def encoded(model: Model, text: str) -> list[int]:

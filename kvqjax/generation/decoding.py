@@ -3,7 +3,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -126,66 +125,12 @@ def _check_continues(model: Model, cache: Cache, method: MethodLike | None, capa
     require_finite(cache)
 
 
-def _check_room(cache: Cache, held: Sequence[int], prompts: Sequence[Sequence[int]], new: int) -> None:
+def _check_room(cache: Cache, before: Sequence[int], prompts: Sequence[Sequence[int]], new: int) -> None:
     capacity = cache.layout.capacity
-    for row, (count, prompt) in enumerate(zip(held, prompts, strict=True)):
+    for row, (count, prompt) in enumerate(zip(before, prompts, strict=True)):
         if count + len(prompt) + new > capacity:
             wanted = f"row {row} holds {count} tokens; {len(prompt)} more and {new} new ones"
             raise UserError(f"{wanted} do not fit the cache's capacity of {capacity}; kvqjax.resize makes room")
-
-
-def _begun(
-    model: Model,
-    prompts: Prompts,
-    method: MethodLike | None,
-    cache: Cache | None,
-    *,
-    capacity: int | None,
-    kernels: str,
-    chat: bool,
-    add_special_tokens: bool | None,
-    eos_ids: Sequence[int] | None,
-    sampling: dict[str, Any],
-    stop: str | Sequence[str],
-    max_new_tokens: int,
-    stride: int,
-    chunk: int | str | None,
-    beyond_trained: bool,
-    seed: int,
-    progress: Progress | None,
-) -> Generation:
-    """Check what `generate` and `stream` were given, and make or copy the cache. Nothing is compiled before all of it
-    is fine."""
-    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
-    if chunk != AUTO:
-        check_counts(chunk=chunk)
-    check_integer("seed", seed, 0)
-    lengths_before = None
-    if cache is not None:
-        _check_continues(model, cache, method, capacity, kernels, chat)
-        lengths_before = fetched(cache.lengths)[0]
-    ids = encode_prompts(
-        model,
-        prompts,
-        chat,
-        held=() if lengths_before is None else lengths_before,
-        add_special_tokens=add_special_tokens,
-    )
-    before = [0] * len(ids) if lengths_before is None else lengths_before.tolist()
-    lengths = [count + len(prompt) for count, prompt in zip(before, ids, strict=False)]
-    require_trained(model, lengths, max_new_tokens, beyond_trained)
-    end, draw, stop = end_ids(model, eos_ids), make_sampling(**sampling), stop_strings(stop)
-    if stop and not model.has_tokenizer:
-        raise UserError("stop strings need a tokenizer, and this model has none")
-    settings = Settings(max_new_tokens, draw, end, stop, seed, stride, chunk, progress)
-    if cache is None:
-        method, capacity = "exact" if method is None else method, capacity_for(model, ids, max_new_tokens, capacity)
-        cache = init_cache(model, method, padded_rows(model, ids, capacity), capacity, kernels=kernels)
-        return Generation(model, ids, cache, settings)
-    if len(ids) != cache.batch:
-        raise UserError(f"{len(ids)} prompts for the {cache.batch} rows of cache=; wanted one for each")
-    _check_room(cache, before, ids, max_new_tokens)
-    return Generation(model, ids, fork(cache), settings, held=lengths_before if any(before) else None)
 
 
 @named_options
@@ -214,19 +159,45 @@ def stream(
     repetition_penalty: float = 1.0,
 ) -> Stream:
     """Generate piece by piece: an iterator over what is new after every `stride` tokens, whose `result` is what
-    `generate` returns. Arguments as `generate`; what is wrong with them is said at once.
+    `generate` returns. Arguments are those of `generate`.
 
         parts = stream(model, "The old house", "kivi:bits=2")
         for piece in parts:
             print(piece.text[0], end="")
-        print(parts.result.finish_reasons)"""
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return Stream(_begun(
-        model, prompts, method, cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, kernels=kernels,
-        chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed, stride=stride,
-        beyond_trained=beyond_trained,
-        progress=progress, sampling=sampling | {"repetition_penalty": repetition_penalty},
-    ))  # fmt: skip
+        print(parts.result.finish_reasons)
+
+    Raises:
+        UserError: What is wrong with the arguments, at once: nothing is compiled before all of it is fine."""
+    check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
+    if chunk != AUTO:
+        check_counts(chunk=chunk)
+    check_integer("seed", seed, 0)
+    lengths = None  # of the rows of a cache that is continued
+    if cache is not None:
+        _check_continues(model, cache, method, capacity, kernels, chat)
+        lengths = fetched(cache.lengths)[0]
+    ids = encode_prompts(
+        model, prompts, chat, held=() if lengths is None else lengths, add_special_tokens=add_special_tokens
+    )
+    before = [0] * len(ids) if lengths is None else lengths.tolist()
+    with_prompts = [count + len(prompt) for count, prompt in zip(before, ids, strict=False)]
+    require_trained(model, with_prompts, max_new_tokens, beyond_trained)
+    end = end_ids(model, eos_ids)
+    sampling = make_sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    strings = stop_strings(stop)
+    if strings and not model.has_tokenizer:
+        raise UserError("stop strings need a tokenizer, and this model has none")
+    settings = Settings(max_new_tokens, sampling, end, strings, seed, stride, chunk, progress)
+    if cache is None:
+        method, capacity = "exact" if method is None else method, capacity_for(model, ids, max_new_tokens, capacity)
+        cache = init_cache(model, method, padded_rows(model, ids, capacity), capacity, kernels=kernels)
+        return Stream(Generation(model, ids, cache, settings))
+    if len(ids) != cache.batch:
+        raise UserError(f"{len(ids)} prompts for the {cache.batch} rows of cache=; wanted one for each")
+    _check_room(cache, before, ids, max_new_tokens)
+    return Stream(Generation(model, ids, fork(cache), settings, held=lengths if any(before) else None))
 
 
 @named_options
@@ -284,13 +255,12 @@ def generate(
 
     Raises:
         UserError: Prompts that are empty, too long or do not fit, options that do not exist or exclude each other."""
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    generation = _begun(
-        model, prompts, method, cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk, kernels=kernels,
-        chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed, stride=stride,
-        beyond_trained=beyond_trained,
-        progress=progress, sampling=sampling | {"repetition_penalty": repetition_penalty},
+    pieces = stream(
+        model, prompts, method, cache=cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk,
+        kernels=kernels, chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed,
+        stride=stride, beyond_trained=beyond_trained, progress=progress, temperature=temperature, top_k=top_k,
+        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
     )  # fmt: skip
-    while generation.advance() is not None:
+    for _ in pieces:
         pass
-    return _generated(generation)
+    return pieces.result

@@ -25,8 +25,7 @@ from kvqjax.hardware.planner import ALONE, parameter_shapes
 from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
-from kvqjax.model.weight_tiles import as_multiplied
-from kvqjax.model.weight_trees import unrolled
+from kvqjax.model.weight_trees import as_multiplied, unrolled
 from kvqjax.pallas_kernels.packed import family
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules

@@ -47,16 +47,16 @@ GPUS = {
 
 def target_name(chip: str) -> str:
     """What attention kernels and forms of storage call a chip of `DEVICES`; "cpu" is what runs everywhere."""
-    return GPUS[chip].target if chip in GPUS else {"tpu7x": "v7x", "v4": "cpu"}.get(chip, chip)
+    return GPUS[chip].target if chip in GPUS else {"v4": "cpu"}.get(chip, chip)
 
 
 def slice_of(name: str, devices: int = 1) -> str:
-    """The TPU slice of at least four chips that has so many devices: "v5e:4x4" for 16. A tpu7x chip is two devices. Of
+    """The TPU slice of at least four chips that has so many devices: "v5e:4x4" for 16. A v7x chip is two devices. Of
     GPUs, as many on one host."""
     prefix, axes = DEVICES[name].torus
     if not prefix:
         return f"1x1x{devices}"
-    chips = max(4, -(-devices // 2) if name == "tpu7x" else devices)
+    chips = max(4, -(-devices // 2) if name == "v7x" else devices)
     shape = [1] * (axes - 2) + [2, 2]
     while math.prod(shape) < chips:
         shape = sorted([2 * shape[0], *shape[1:]])

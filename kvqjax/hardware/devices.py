@@ -18,7 +18,7 @@ class Device(NamedTuple):
     """One chip. `memory`: GiB that programs can have in all, less than its data sheet says. `bandwidth` of that memory
     in GB/s, and dense 16-bit matrix TFLOP/s, as the vendor states them. `torus`, where the chip can be compiled for
     ahead of time: the compiler's name for it and the axes of its slices. `sold`: GB by which the chip is named and
-    sold. A tpu7x chip is two devices to JAX; these are the figures of one. A T4 has no bfloat16; its peak and its bytes
+    sold. A v7x chip is two devices to JAX; these are the figures of one. A T4 has no bfloat16; its peak and its bytes
     are those of float16."""
 
     memory: float
@@ -41,7 +41,7 @@ DEVICES = {
     "v5e": Device(15.75, 820, 197, ("v5e", 2), 16),
     "v5p": Device(95.73, 2765, 459, ("v5p", 3), 95),
     "v6e": Device(31.24, 1640, 918, ("v6e", 2), 32),
-    "tpu7x": Device(94.74, 3685, 1153, ("tpu7x", 3), 96),
+    "v7x": Device(94.74, 3685, 1153, ("tpu7x", 3), 96),
     "t4": Device(15.0, 320, 65, sold=16),
     "l4": Device(22.5, 300, 121, sold=24),
     "a10g": Device(22.5, 600, 70, sold=24),
@@ -57,8 +57,8 @@ DEVICES = {
 
 # What else the chips are called, without separators: by clouds, drivers and JAX (`device_kind`).
 ALIASES = {
-    "v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "trillium": "v6e", "v7x": "tpu7x", "7x": "tpu7x",
-    "ironwood": "tpu7x", "v5": "v5p", "3090": "rtx3090", "4090": "rtx4090", "a100": "a100-40",
+    "v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "trillium": "v6e", "tpu7x": "v7x", "7x": "v7x",
+    "ironwood": "v7x", "v5": "v5p", "3090": "rtx3090", "4090": "rtx4090", "a100": "a100-40",
 }  # fmt: skip
 FILLERS = "nvidia|tesla|geforce|google|cloud|tpu|gpu|pcie|sxm|hbm|gb|accelerator|slice|podslice"
 CORES = ("v4", "v5p")  # the number in the name of their slices counts cores, of which a chip has two

@@ -13,9 +13,8 @@ from kvqjax.hardware.plan_rows import MOST_ROWS, Case, compiled_row, plan_row
 from kvqjax.hardware.plan_tables import sections
 from kvqjax.methods import Method, MethodLike
 from kvqjax.methods.registry import parse_all
-from kvqjax.model.catalogue import config_of
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.loading import CODED_WEIGHTS, Model, compute_dtype
+from kvqjax.model.loading import CODED_WEIGHTS, Model, compute_dtype, config_of
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
 

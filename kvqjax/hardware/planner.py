@@ -22,11 +22,9 @@ from kvqjax.cache.state import allocate_cache
 from kvqjax.hardware.devices import DEVICES, GIB, Device
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.experts import BY_EXPERT, Rows
 from kvqjax.model.loading import CODED_WEIGHTS
 from kvqjax.model.weight_codes import CodedWeight, code_weight
-from kvqjax.model.weight_names import MATRICES
-from kvqjax.model.weight_trees import init_params
+from kvqjax.model.weight_trees import BY_EXPERT, MATRICES, Rows, init_params
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for

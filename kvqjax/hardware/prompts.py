@@ -24,7 +24,7 @@ class Shares(NamedTuple):
 REACHED = {
     "v5e": Shares(0.78, 0.63),
     "v6e": Shares(0.57, 0.25),
-    "tpu7x": Shares(0.55, 0.24),
+    "v7x": Shares(0.55, 0.24),
     "a100-80": Shares(0.91, 0.29),
     "h100": Shares(0.83, 0.15),
 }

@@ -1,6 +1,16 @@
-"""A folder of safetensors files: headers checked before anything is read, slices of tensors, sampled digests.
+"""A checkpoint on disk: a folder of safetensors files, its tensors, its matrices in packed codes, its fingerprint.
 
-Layout of a file: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets), the data.
+Layout of a safetensors file: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets),
+the data. Headers are checked before anything is read. Afterwards slices are read from where they lie.
+
+Weights are plain numbers, or codes:
+
+    FP8   w[o, i] = code[o, i] * scale[o // 128, i // 128]        (or one scale for all)
+    GPTQ  w[o, i] = (code[i, o] - zero[g_idx[i], o] - 1) * scale[g_idx[i], o];  a word holds codes of consecutive i
+    AWQ   w[o, i] = (code[i, o] - zero[i // group, o]) * scale[i // group, o];  a word holds codes of consecutive o
+
+in the order of Hugging Face's linear layers, [out, in]. GPTQ's second format stores its zeros without taking off one.
+AWQ's words hold even outputs before odd ones. Codes are decoded to float32.
 """
 
 import dataclasses
@@ -9,18 +19,31 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax._files import read_object
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.hf_config import Scheme
 
-__all__ = ["Checkpoint", "Tensor", "header_digest", "open_checkpoint", "read", "sample", "sample_digest"]
+__all__ = [
+    "Checkpoint",
+    "StoredWeight",
+    "Tensor",
+    "decode_slice",
+    "find_weight",
+    "fingerprint",
+    "fingerprint_parts",
+    "header_digest",
+    "open_checkpoint",
+    "read_slice",
+    "sample",
+    "sample_digest",
+]
 
-_SAMPLE_BYTES = 4096
-_SAMPLE_PIECES = 8
 _DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -29,11 +52,25 @@ _DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "I32": np.int32,
 }
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_FP8 = "F8_E4M3"
+
+
+# --- Headers ---
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies: `start` and `nbytes` are byte offsets in `file`; dtype as safetensors spells it."""
+    """Where one tensor lies.
+
+    Attributes:
+        file: the file.
+        name: the name in the file's header.
+        dtype: the dtype as safetensors spells it.
+        shape: the shape.
+        start: the byte of the file at which the data begins.
+        nbytes: bytes of the data.
+    """
 
     file: Path
     name: str
@@ -46,8 +83,79 @@ class Tensor:
 Checkpoint = dict[str, Tensor]
 
 
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Read the headers of a checkpoint.
+
+    Args:
+        folder: the folder of model.safetensors, or of model.safetensors.index.json and the shards that it names.
+
+    Returns:
+        Every tensor by its name.
+
+    Raises:
+        UserError: for a missing folder, file or tensor, a damaged header, a truncated file, or a folder of pickles.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    checkpoint = {}
+    for file, expected in _shards(folder).items():
+        tensors = _tensors(file)
+        missing = [name for name in expected or () if name not in tensors]
+        if missing:
+            raise UserError(f"{file}: tensor {missing[0]!r} is missing, though the index places it here")
+        checkpoint |= tensors
+    return checkpoint
+
+
+def _shards(folder: Path) -> dict[Path, list[str] | None]:
+    """Files to open, each with the tensors that the index expects in it (None: no index)."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        if not single.exists():
+            _refuse_pickles(folder)
+            raise UserError(f"{folder}: no model.safetensors or model.safetensors.index.json in this folder")
+        return {single: None}
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{index}: not a safetensors index (no readable weight_map)")
+    shards: dict[Path, list[str]] = {}
+    for name, file in places.items():
+        # Tools that list a folder write "./" in front of its files.
+        place = file.removeprefix("./") if isinstance(file, str) else ""
+        if not place or Path(place).name != place:
+            raise UserError(f"{index}: weight_map[{name!r}]={file!r} is not a file name in this folder")
+        shards.setdefault(folder / place, []).append(name)
+    absent = [file.name for file in shards if not file.is_file()]
+    if absent:
+        raise UserError(f"{index}: {len(absent)} of {len(shards)} files it names are missing: {', '.join(absent)}")
+    return dict(shards)
+
+
+def _refuse_pickles(folder: Path):
+    """Refuse a folder of .bin files, which run code when they are read, and say how to convert it."""
+    pickles = sorted(folder.glob("*.bin"))
+    if pickles:
+        text = "m = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto'); m.save_pretrained(NEW)"
+        why = "a .bin file can run code and is not read; convert it where you trust it"
+        raise UserError(f"{pickles[0]}: {why}, with torch and transformers: {text}")
+
+
+def _tensors(file: Path) -> Checkpoint:
+    """All tensors of one file. A file shorter than its header says is refused here, not at the first read."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    header, data = _header(file)
+    tensors = {name: _tensor(file, name, entry, data) for name, entry in header.items()}
+    described = max((t.start + t.nbytes for t in tensors.values()), default=data)
+    size = file.stat().st_size
+    if size < described:
+        raise UserError(f"{file}: truncated: its header describes {described} bytes, the file has {size}")
+    return tensors
+
+
 def _header(file: Path) -> tuple[dict, int]:
-    """JSON header and the offset of the data behind it."""
+    """The JSON header, and the offset of the data behind it."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))[0]
@@ -65,91 +173,304 @@ def _header(file: Path) -> tuple[dict, int]:
 
 def _tensor(file: Path, name: str, entry: Any, data: int) -> Tensor:
     try:
-        name.encode()  # JSON can spell what is no text
-        (first, last), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
+        name.encode()  # JSON can spell half a surrogate pair, which is no text
+        (first, last), shape = entry["data_offsets"], tuple(entry["shape"])
+        dtype = entry["dtype"]
         numbers = all(type(number) is int and number >= 0 for number in (first, last, *shape))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})") from error
-    # Tensors of other types are refused by name where they are wanted.
-    size = (np.dtype(_DTYPES[dtype]).itemsize if dtype in _DTYPES else 0) if isinstance(dtype, str) else -1
-    if not numbers or first > last or size < 0 or (size and last - first != size * math.prod(shape)):
+    # A dtype that is not read here has size 0. Its tensor is refused by name where it is wanted.
+    size = -1
+    if isinstance(dtype, str):
+        size = np.dtype(_DTYPES[dtype]).itemsize if dtype in _DTYPES else 0
+    sizes_differ = size and last - first != size * math.prod(shape)
+    if not numbers or first > last or size < 0 or sizes_differ:
         raise UserError(f"{file}: not a safetensors file (bad header entry {name!r})")
     return Tensor(file, name, dtype, shape, data + first, last - first)
 
 
-def _tensors(file: Path) -> Checkpoint:
-    """All tensors of one file. A file shorter than its header says is refused here, not at the first read."""
-    if not file.is_file():
-        raise UserError(f"{file}: no such file")
-    header, data = _header(file)
-    tensors = {name: _tensor(file, name, entry, data) for name, entry in header.items()}
-    wanted, size = max((t.start + t.nbytes for t in tensors.values()), default=data), file.stat().st_size
-    if size < wanted:
-        raise UserError(f"{file}: truncated: its header describes {wanted} bytes, the file has {size}")
-    return tensors
+def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+    """Read a slice of a tensor without touching the rest of its file.
 
+    Args:
+        tensor: the tensor.
+        index: a slice of every axis.
 
-def _shards(folder: Path) -> dict[Path, list[str] | None]:
-    """Files to open, each with the tensors that the index expects in it (None: no index)."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.exists():
-        if not single.exists():
-            _refuse_pickles(folder)
-            raise UserError(f"{folder}: no model.safetensors or model.safetensors.index.json in this folder")
-        return {single: None}
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise UserError(f"{index}: not a safetensors index (no readable weight_map)")
-    shards: dict[Path, list[str]] = {}
-    for name, file in places.items():
-        place = file.removeprefix("./") if isinstance(file, str) else ""  # as tools write it that list a folder
-        if not place or Path(place).name != place:
-            raise UserError(f"{index}: weight_map[{name!r}]={file!r} is not a file name in this folder")
-        shards.setdefault(folder / place, []).append(name)
-    absent = [file.name for file in shards if not file.is_file()]
-    if absent:
-        raise UserError(f"{index}: {len(absent)} of {len(shards)} files it names are missing: {', '.join(absent)}")
-    return dict(shards)
+    Returns:
+        The slice in the stored dtype.
 
-
-def _refuse_pickles(folder: Path):
-    """Refuse a folder of .bin files, which run code when they are read, and say how to convert it."""
-    found = sorted(folder.glob("*.bin"))
-    if found:
-        text = "m = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto'); m.save_pretrained(NEW)"
-        why = "a .bin file can run code and is not read; convert it where you trust it"
-        raise UserError(f"{found[0]}: {why}, with torch and transformers: {text}")
-
-
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Tensors of model.safetensors, or of the shards its index names. Reads headers only; raises UserError."""
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    checkpoint = {}
-    for file, expected in _shards(folder).items():
-        tensors = _tensors(file)
-        missing = [name for name in expected or () if name not in tensors]
-        if missing:
-            raise UserError(f"{file}: tensor {missing[0]!r} is missing, though the index places it here")
-        checkpoint |= tensors
-    return checkpoint
-
-
-def read(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
-    """The slice `index` of a tensor, read from disk in its stored dtype without touching the rest."""
+    Raises:
+        UserError: for a file that cannot be read.
+    """
     if 0 in tensor.shape:
         return np.empty(tensor.shape, _DTYPES[tensor.dtype])[index]
     try:
-        stored = np.dtype(_DTYPES[tensor.dtype])
-        mapped = np.memmap(tensor.file, dtype=stored, mode="r", offset=tensor.start, shape=tensor.shape or (1,))
+        mapped = np.memmap(
+            tensor.file,
+            dtype=np.dtype(_DTYPES[tensor.dtype]),
+            mode="r",
+            offset=tensor.start,
+            shape=tensor.shape or (1,),
+        )
         return np.array(mapped.reshape(tensor.shape)[index])
     except (OSError, ValueError) as error:
-        raise UserError(f"{tensor.file}: cannot be read: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{tensor.file}: cannot be read: {reason}") from error
+
+
+# --- Weights: plain numbers, or tensors of codes and scales ---
+
+_PARTS = {
+    "qweight": ("I32",),
+    "qzeros": ("I32",),
+    "scales": _FLOATS,
+    "g_idx": ("I32",),
+    "weight_scale_inv": _FLOATS,
+}
+
+
+class StoredWeight(NamedTuple):
+    """One matrix or vector as a checkpoint holds it.
+
+    Attributes:
+        name: the name that it has as plain numbers.
+        parts: its tensors by what they are to it.
+        shape: the shape of the decoded weight, in Hugging Face's order.
+        scheme: how its codes are packed; None: it is plain numbers.
+    """
+
+    name: str
+    parts: dict[str, Tensor]
+    shape: tuple[int, ...]
+    scheme: Scheme | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def file(self) -> Path:
+        """The file to name in a message about this weight."""
+        return next(iter(self.parts.values())).file
+
+
+def find_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> StoredWeight | None:
+    """Find the tensors of a weight.
+
+    Args:
+        checkpoint: the tensors of the checkpoint.
+        name: the name that the weight has as plain numbers.
+        scheme: how codes are packed, None where config.json names no scheme.
+
+    Returns:
+        The weight; None where the checkpoint has nothing of this name.
+
+    Raises:
+        UserError: for parts that are missing, of another dtype, or of shapes that do not fit each other.
+    """
+    stem = name.removesuffix(".weight")
+    if name in checkpoint:
+        return _find_floats(checkpoint, name, stem, scheme)
+    if scheme is None or f"{stem}.qweight" not in checkpoint:
+        return None
+    return _find_words(checkpoint, name, stem, scheme)
+
+
+def _find_floats(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme | None) -> StoredWeight:
+    """A weight of plain numbers or of FP8 codes, which stands under its own name."""
+    tensor = checkpoint[name]
+    if tensor.dtype != _FP8:
+        if tensor.dtype not in _FLOATS:
+            known = ", ".join(_FLOATS)
+            raise UserError(f"{tensor.file}: {name!r} has dtype {tensor.dtype}, wanted one of {known}")
+        return StoredWeight(name, {"weight": tensor}, tensor.shape)
+    if scheme is None or scheme.method != "fp8":
+        raise UserError(f"{tensor.file}: {name!r} is FP8, but config.json has no quantization_config of fp8")
+    parts = {"weight": tensor} | _find_parts(checkpoint, stem, ("weight_scale_inv",))
+    scale = parts["weight_scale_inv"]
+    if scheme.block is None:
+        # One scale for all may be written with or without axes.
+        _check_shape(scale, (1,) * len(tensor.shape), fits=math.prod(scale.shape) == 1)
+    else:
+        pairs = zip(tensor.shape, scheme.block, strict=True)
+        _check_shape(scale, tuple(-(-size // block) for size, block in pairs))
+    return StoredWeight(name, parts, tensor.shape, scheme)
+
+
+def _find_words(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme) -> StoredWeight:
+    """A matrix of GPTQ or AWQ, its parts' shapes checked against each other."""
+    ordered = scheme.method == "gptq" and f"{stem}.g_idx" in checkpoint
+    names = ("qweight", "qzeros", "scales", *(["g_idx"] if ordered else []))
+    parts = _find_parts(checkpoint, stem, names)
+    codes_per_word, shape = 32 // scheme.bits, parts["qweight"].shape
+    if len(shape) != 2 or len(parts["scales"].shape) != 2:
+        raise UserError(f"{parts['qweight'].file}: {name!r} is no matrix of words")
+    if scheme.method == "gptq":
+        inputs, outputs = shape[0] * codes_per_word, shape[1]
+    else:
+        inputs, outputs = shape[0], shape[1] * codes_per_word
+    groups = parts["scales"].shape[0]
+    _check_shape(parts["scales"], (groups, outputs))
+    _check_shape(parts["qzeros"], (groups, outputs // codes_per_word))
+    if ordered:
+        _check_shape(parts["g_idx"], (inputs,))
+    elif not groups or inputs % groups:
+        raise UserError(f"{parts['scales'].file}: {name!r} has {groups} groups for {inputs} inputs")
+    return StoredWeight(name, parts, (outputs, inputs), scheme)
+
+
+def _find_parts(checkpoint: Checkpoint, stem: str, names: tuple[str, ...]) -> dict[str, Tensor]:
+    for part in names:
+        if f"{stem}.{part}" not in checkpoint:
+            raise UserError(f"tensor '{stem}.{part}' is missing; without it {stem} cannot be decoded")
+        tensor = checkpoint[f"{stem}.{part}"]
+        if tensor.dtype not in _PARTS[part]:
+            dtypes = " or ".join(_PARTS[part])
+            raise UserError(f"{tensor.file}: {tensor.name!r} has dtype {tensor.dtype}, wanted {dtypes}")
+    return {part: checkpoint[f"{stem}.{part}"] for part in names}
+
+
+def _check_shape(tensor: Tensor, shape: tuple[int, ...], fits: bool | None = None):
+    if not (tensor.shape == shape if fits is None else fits):
+        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {list(shape)}")
+
+
+# --- Decoding ---
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble of a word, lowest nibble first
+
+
+def decode_slice(weight: StoredWeight, index: tuple[slice, ...]) -> np.ndarray:
+    """Read a slice of a matrix [out, in] or of a vector. Of packed codes the words around the slice are read.
+
+    Args:
+        weight: the weight.
+        index: a slice of every axis of the decoded weight.
+
+    Returns:
+        Plain numbers in the stored dtype; codes decoded to float32.
+
+    Raises:
+        UserError: for a file that cannot be read, or a group of inputs that does not exist.
+    """
+    if weight.scheme is None:
+        return read_slice(weight.parts["weight"], index)
+    pairs = zip(index, weight.shape, strict=True)
+    rows, columns = (slice(*span.indices(size)) for span, size in pairs)
+    if weight.scheme.method == "fp8":
+        return _decode_fp8(weight, weight.scheme, rows, columns)
+    return _decode_words(weight, weight.scheme, rows, columns)
+
+
+def _decode_fp8(weight: StoredWeight, scheme: Scheme, rows: slice, columns: slice) -> np.ndarray:
+    codes = read_slice(weight.parts["weight"], (rows, columns)).astype(np.float32)
+    scale = weight.parts["weight_scale_inv"]
+    scales = read_slice(scale, (slice(None),) * len(scale.shape)).astype(np.float32)
+    if scheme.block is None:
+        return codes * scales.reshape(1, 1)
+    outputs = np.arange(rows.start, rows.stop) // scheme.block[0]
+    inputs = np.arange(columns.start, columns.stop) // scheme.block[1]
+    return codes * scales[outputs][:, inputs]
+
+
+def _decode_words(weight: StoredWeight, scheme: Scheme, rows: slice, columns: slice) -> np.ndarray:
+    """Outputs `rows` and inputs `columns` of a matrix of GPTQ or AWQ."""
+    parts, bits, awq = weight.parts, scheme.bits, scheme.method == "awq"
+    order = _AWQ_ORDER if awq else None
+    row_words, row_codes = _words_around(rows, bits)
+    if awq:
+        words = read_slice(parts["qweight"], (columns, row_words))
+        codes = _unpack(words, bits, 1, order)[:, row_codes]
+    else:
+        column_words, column_codes = _words_around(columns, bits)
+        words = read_slice(parts["qweight"], (column_words, rows))
+        codes = _unpack(words, bits, 0)[column_codes]
+    words = read_slice(parts["qzeros"], (slice(None), row_words))
+    zeros = _unpack(words, bits, 1, order)[:, row_codes] + scheme.offset
+    scales = read_slice(parts["scales"], (slice(None), rows)).astype(np.float32)
+    groups = _groups(weight, columns, len(scales))
+    return ((codes - zeros[groups]) * scales[groups]).T
+
+
+def _words_around(span: slice, bits: int) -> tuple[slice, slice]:
+    """The words in which a span of codes lies, and the span among the codes of these words."""
+    size = 32 // bits
+    words = slice(span.start // size, -(-span.stop // size))
+    first = span.start % size
+    return words, slice(first, first + span.stop - span.start)
+
+
+def _unpack(words: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Codes of words along `axis`, lowest bits first. `order` says which code each place of a word holds."""
+    size, mask = 32 // bits, np.uint32(2**bits - 1)
+    codes = [(words.view(np.uint32) >> np.uint32(bits * place)) & mask for place in range(size)]
+    if order is not None:
+        codes = [codes[order.index(place)] for place in range(size)]
+    shape = list(words.shape)
+    shape[axis] *= size
+    return np.stack(codes, axis + 1).reshape(shape).astype(np.int32)
+
+
+def _groups(weight: StoredWeight, columns: slice, count: int) -> np.ndarray:
+    """The group of scales of every input in `columns`."""
+    if "g_idx" not in weight.parts:
+        return np.arange(columns.start, columns.stop) // (weight.shape[1] // count)
+    tensor = weight.parts["g_idx"]
+    groups = read_slice(tensor, (columns,))
+    if groups.size and not 0 <= groups.min() <= groups.max() < count:
+        raise UserError(f"{tensor.file}: {tensor.name!r} names a group that does not exist")
+    return groups
+
+
+# --- The fingerprint: what an artifact says it was calibrated on ---
+
+_SAMPLE_BYTES = 4096  # of a tensor at most, so that a fingerprint of any checkpoint takes little
+_SAMPLE_PIECES = 8  # spread evenly over a tensor
+
+# An edited generation config changes nothing that is calibrated. Windows are digested layer by layer.
+UNCALIBRATED = ("eos_ids", "bos_id", "sliding_window")
+
+
+def fingerprint(folder: str | Path, config: ModelConfig) -> str:
+    """Digest a checkpoint part by part, so that a mismatch can be named by its part.
+
+    Args:
+        folder: the folder of the checkpoint.
+        config: the config of its model.
+
+    Returns:
+        "config=...,headers=...,samples=...".
+
+    Raises:
+        UserError: as `open_checkpoint` does.
+    """
+    checkpoint = open_checkpoint(folder)
+    fields = _changed_fields(config)
+    fields = {name: value for name, value in fields.items() if name not in UNCALIBRATED}
+    fields["windows"] = config.windows  # the name in fingerprints that artifacts already carry
+    text = json.dumps(fields, sort_keys=True, default=_changed_fields)
+    digests = {
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "headers": header_digest(checkpoint),
+        "samples": sample_digest(checkpoint),
+    }
+    return ",".join(f"{name}={digest[:16]}" for name, digest in digests.items())
+
+
+def fingerprint_parts(text: str) -> dict[str, str]:
+    """Split a fingerprint "name=digest,..." into its digests by name."""
+    return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+
+
+def _changed_fields(record) -> dict:
+    """Fields of a dataclass that differ from their defaults, so that a field added later changes no digest."""
+    fields = {f.name: (getattr(record, f.name), f.default) for f in dataclasses.fields(record)}
+    return {name: value for name, (value, default) in fields.items() if value != default}
 
 
 def sample(tensor: Tensor) -> bytes:
-    """Up to 4 KiB of a tensor's bytes, in 8 pieces spread evenly; all of it when it is that small."""
+    """Read up to 4 KiB of a tensor's bytes, in pieces spread evenly; all of it when it is that small."""
     piece = _SAMPLE_BYTES // _SAMPLE_PIECES
     with tensor.file.open("rb") as stream:
         if tensor.nbytes <= _SAMPLE_BYTES:
@@ -157,7 +478,8 @@ def sample(tensor: Tensor) -> bytes:
             return stream.read(tensor.nbytes)
         pieces = []
         for number in range(_SAMPLE_PIECES):
-            stream.seek(tensor.start + (tensor.nbytes - piece) * number // (_SAMPLE_PIECES - 1))
+            offset = (tensor.nbytes - piece) * number // (_SAMPLE_PIECES - 1)
+            stream.seek(tensor.start + offset)
             pieces.append(stream.read(piece))
     return b"".join(pieces)
 

@@ -9,7 +9,7 @@
 Layers have two forms. A stack over L in front is read by number inside a scan, which compiles fast. A list of one dict
 a layer (`unrolled`) is read in place, where XLA for GPUs and CPUs copies a layer's weights out of a stack first. Where
 sparse and dense layers mix, a stack of each name holds the layers that have it, with a table of which they are
-(kvqjax/model/experts.py); a list holds plain arrays.
+(kvqjax/model/weight_trees.py); a list holds plain arrays.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
-from kvqjax.model.experts import BY_EXPERT, Row, Rows, mix, mlp, whole
+from kvqjax.model.experts import mix, mlp
 from kvqjax.model.rope import check_length, rotate
-from kvqjax.model.weight_trees import Layer, Params, is_unrolled
+from kvqjax.model.weight_trees import BY_EXPERT, Layer, Params, Row, Rows, is_unrolled, read_weight
 from kvqjax.ops.attention import segment_attention
 from kvqjax.ops.xla import row_major, times_matrix
 
@@ -58,16 +58,35 @@ class Projected(NamedTuple):
 
 
 def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
-    """Read the weights of layer `index` in the compute dtype; of a list only by a plain number. Experts, and what only
-    some layers have, are still to be read (`kvqjax.model.experts.Row`)."""
-    if is_unrolled(params):
-        if isinstance(index, jax.core.Tracer):
-            raise UserError("this reads weights as stacks; load the model with layers='scan'")
-        alone = lambda x: Row(jax.tree.map(lambda a: a[None], x), 0, True)  # noqa: E731
-        return {name: alone(x) if name in BY_EXPERT else whole(x) for name, x in params["layers"][index].items()}
+    """Read the weights of one layer.
+
+    Args:
+        params: the weights.
+        index: the layer; of a list only a plain number.
+
+    Returns:
+        The weights in the compute dtype. Experts, and what only some layers have, are still to be read
+        (`kvqjax.model.weight_trees.Row`).
+
+    Raises:
+        UserError: for a traced number and a list.
+    """
+    if not is_unrolled(params):
+        return _layer_of_stack(params["layers"], index)
+    if isinstance(index, jax.core.Tracer):
+        raise UserError("this reads weights as stacks; load the model with layers='scan'")
+    # Experts are read one by one, of a list too: a layer's matrices are a stack of one row.
+    row = lambda x: Row(jax.tree.map(lambda a: a[None], x), 0, True)  # noqa: E731
+    weights = params["layers"][index].items()
+    return {name: row(x) if name in BY_EXPERT else read_weight(x) for name, x in weights}
+
+
+def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int) -> Layer:
     cut = lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False)  # noqa: E731
-    own = {n: x.row(index) if isinstance(x, Rows) else whole(jax.tree.map(cut, x)) for n, x in params["layers"].items()}
-    return {name: x for name, x in own.items() if x is not None}
+    weights = {
+        name: x.row(index) if isinstance(x, Rows) else read_weight(jax.tree.map(cut, x)) for name, x in stacks.items()
+    }
+    return {name: x for name, x in weights.items() if x is not None}
 
 
 def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Float[Array, "*B W"]:
@@ -134,7 +153,7 @@ def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T
 
 def _feed_forward(weights: Layer, x: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T E"]:
     """The MLP, or the experts. In a loop over layers of both kinds both are there, and a branch is taken."""
-    dense = lambda: mlp(x, *(whole(weights[name]) for name in ("gate", "up", "down")))  # noqa: E731
+    dense = lambda: mlp(x, *(read_weight(weights[name]) for name in ("gate", "up", "down")))  # noqa: E731
     sparse = lambda: mix(weights, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)  # noqa: E731
     if "router" in weights and "gate" in weights:
         return jax.lax.cond(weights["router"].here, sparse, dense)

@@ -5,174 +5,153 @@
 
 `s` may be divided by the sum of the chosen ones. Equal scores: the expert with the lower number wins.
 
-Weights that only some layers have, or that are read expert by expert, are rows of a stack of their own:
-
-    {"q": [L, E, H*D], "gate": Rows([2, E, F], layers=(0, 3)), "experts_gate": Rows([L-2, X, E, F], layers=(1, 2, ...))}
-
-A loop over stacked layers knows its layer only as data. A `Row` is therefore a promise: which row of the stack, and
-whether this layer has one at all. What is read of it is cut out of the whole stack where it is used, inside a branch
-or a loop over experts. Cut out before, all experts of the layer would be copied.
+The matrices of experts are rows of a stack that are still to be read (`kvqjax.model.weight_trees.Row`).
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.weight_codes import CodedWeight
+from kvqjax.model.weight_trees import BY_EXPERT, Layer, read_weight
 from kvqjax.ops.xla import few_rows, times_matrix
 
-__all__ = ["BY_EXPERT", "Row", "Rows", "is_unrolled", "mix", "mlp", "route", "whole"]
+__all__ = ["mix", "mlp", "route"]
 
-BY_EXPERT = ("experts_gate", "experts_up", "experts_down")  # [X, E, F], [X, E, F], [X, F, E]
 MOST_AT_ONCE = 512  # tokens that all experts compute together
 MOST_TOGETHER = 128  # tokens that one product with an expert's matrices takes
 
-Leaf = Any  # an array, a CodedWeight, or whatever a tree map puts in its place
-
-
-def _decoded(x: Leaf) -> Leaf:
-    return x.decoded() if isinstance(x, CodedWeight) else x
-
-
-class Row(struct.PyTreeNode):
-    """One layer's row of a stack. `here` says whether the layer has one; if not, `number` is that of any row."""
-
-    stack: Leaf  # [N, ...]
-    number: Leaf  # Int[]
-    here: Leaf  # Bool[]
-
-    def whole(self) -> Leaf:
-        """All of the row, in the compute dtype."""
-        cut = lambda a: jax.lax.dynamic_index_in_dim(a, self.number, keepdims=False)  # noqa: E731
-        return _decoded(jax.tree.map(cut, self.stack))
-
-    @property
-    def experts(self) -> int:
-        """How many experts this device holds."""
-        return jax.tree.leaves(self.stack)[0].shape[1]
-
-    def expert(self, number: Int[Array, ""] | int) -> Leaf:
-        """One expert's matrix [I, O], in the compute dtype."""
-
-        def cut(a):
-            starts = (self.number, number, *[0] * (a.ndim - 2))
-            return jax.lax.dynamic_slice(a, starts, (1, 1, *a.shape[2:]))[0, 0]
-
-        return _decoded(jax.tree.map(cut, self.stack))
-
-
-class Rows(struct.PyTreeNode):
-    """Row i of `stack` belongs to layer `layers[i]`."""
-
-    stack: Leaf
-    layers: tuple[int, ...] = struct.field(pytree_node=False)
-
-    def row(self, layer: Int[Array, ""] | int) -> Row | None:
-        """The row of a layer; None where a plain number says that it has none."""
-        if not isinstance(layer, jax.core.Tracer):
-            return Row(self.stack, self.layers.index(int(layer)), True) if int(layer) in self.layers else None
-        known = np.arange(self.layers[-1] + 1)
-        numbers, here = np.searchsorted(self.layers, known).astype(np.int32), np.isin(known, self.layers)
-        inside = jnp.clip(layer, 0, len(known) - 1)
-        return Row(self.stack, jnp.asarray(numbers)[inside], jnp.asarray(here)[inside] & (layer < len(known)))
-
-
-def is_unrolled(params: dict) -> bool:
-    """Say whether the layers' weights are a list of one dict a layer; a list has no rows to be read."""
-    return isinstance(params["layers"], list | tuple)
-
-
-def whole(weight: Row | Leaf) -> Leaf:
-    """A layer's weight, in the compute dtype, whether or not it is a row still to be read."""
-    return weight.whole() if isinstance(weight, Row) else _decoded(weight)
-
 
 def mlp(x: Float[Array, "*N E"], gate, up, down) -> Float[Array, "*N E"]:
-    """A gated MLP; of parts of its inner width, the part of its output."""
+    """Compute a gated MLP; of parts of its inner width, the part of its output."""
     inner = jax.nn.silu(times_matrix(x, gate)) * times_matrix(x, up)
     return times_matrix(few_rows(inner), down)
+
+
+def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Array, "N E"]:
+    """Compute what the experts, and the shared one, make of every token.
+
+    Args:
+        weights: the weights of a sparse layer.
+        x: the tokens, behind the norm of the MLP.
+        config: the config of the model.
+
+    Returns:
+        The outputs; of experts split over devices, this device's part.
+    """
+    chosen, shares = route(x, read_weight(weights["router"]), config)
+    local = weights[BY_EXPERT[0]].experts
+    if config.split:
+        chosen = chosen - jax.lax.axis_index(config.split) * local
+    here = (chosen >= 0) & (chosen < local)
+    chosen = jnp.where(here, chosen, local)  # the number of no expert here
+    loop = functools.partial(_in_turn, alone=not config.split)
+    out = jax.lax.platform_dependent(weights, x, chosen, cuda=_at_once, default=loop)
+    out = jnp.where(here[..., None], out, jnp.zeros((), out.dtype))
+    total = jnp.einsum("nke,nk->ne", out, shares, preferred_element_type=jnp.float32)
+    total = total.astype(x.dtype)
+    if "shared_gate" not in weights:
+        return total
+    names = ("shared_gate", "shared_up", "shared_down")
+    shared = mlp(x, *(read_weight(weights[name]) for name in names))
+    share = jnp.einsum("ne,eo->no", x, read_weight(weights["shared_router"]))
+    return total + jax.nn.sigmoid(share) * shared
 
 
 def route(
     x: Float[Array, "N E"], router: Float[Array, "E X"], config: ModelConfig
 ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
-    """The experts of every token and their shares in its output, float32."""
+    """Choose the experts of every token.
+
+    Args:
+        x: the tokens.
+        router: the router's matrix.
+        config: the config of the model.
+
+    Returns:
+        The experts' numbers, and their shares in the output, float32.
+    """
     assert config.experts is not None
     scores = jnp.einsum("ne,ex->nx", x, router, preferred_element_type=jnp.float32)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts.per_token)
-    return chosen, shares / shares.sum(-1, keepdims=True) if config.experts.normalised else shares
+    if config.experts.normalised:
+        shares = shares / shares.sum(-1, keepdims=True)
+    return chosen, shares
 
 
-def _tiles(chosen: Int[Array, " P"], held: int, size: int):
-    """Pairs of a token and an expert sorted by expert and cut into tiles of one expert each: (expert of each tile, its
-    pairs [n, size], whether it has any, and where each pair lies among the tiles' rows). Experts from `held` on are
-    nobody's here."""
-    pairs, numbers = chosen.shape[0], jnp.arange(held)
-    order = jnp.argsort(chosen)
-    counts = (chosen[:, None] == numbers[None]).sum(0, dtype=jnp.int32)
-    tiles = -(-counts // size)
-    begins, ends = jnp.cumsum(counts) - counts, jnp.cumsum(tiles)
-    tile = jnp.arange(min(pairs, pairs // size + held))
-    expert = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), held - 1).astype(jnp.int32)
-    first = begins[expert] + (tile - (ends - tiles)[expert]) * size
-    rows = order[jnp.minimum(first[:, None] + jnp.arange(size)[None], pairs - 1)]
-    of = jnp.minimum(chosen[order], held - 1)
-    place = (ends - tiles)[of] * size + jnp.arange(pairs) - begins[of]
-    return expert, rows, tile < ends[-1], jnp.zeros_like(order).at[order].set(place)
+def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool) -> Float[Array, "N k E"]:
+    """Every chosen expert's output in a loop over tiles of tokens.
 
+    An expert's matrices are read once per tile of its tokens. Those of an expert that nobody chose are never read.
+    `alone`: every pair of a token and an expert is of an expert that is here.
+    """
+    (count, k), pairs, local = chosen.shape, chosen.size, weights[BY_EXPERT[0]].experts
+    # The smallest power of two that holds the mean number of pairs of an expert.
+    size = min(MOST_TOGETHER, 1 << (max(1, pairs // local) - 1).bit_length())
+    tiles, place = _tiles(chosen.reshape(-1), local, size)
 
-def _in_turn(weights: dict, x, chosen: Int[Array, "N k"], alone: bool) -> Float[Array, "N k E"]:
-    """Every chosen expert's output in a loop over tiles: an expert's matrices are read once per tile of its tokens, and
-    those of an expert that nobody chose never. `alone`: every pair is of an expert that is here."""
-    (count, k), pairs, held = chosen.shape, chosen.size, weights[BY_EXPERT[0]].experts
-    size = min(MOST_TOGETHER, 1 << (max(1, pairs // held) - 1).bit_length())
-    expert, rows, used, place = _tiles(chosen.reshape(-1), held, size)
-    one = lambda number, rows: mlp(x[rows // k], *(weights[name].expert(number) for name in BY_EXPERT))  # noqa: E731
+    def compute(number, rows):
+        return mlp(x[rows // k], *(weights[name].expert(number) for name in BY_EXPERT))
 
     def step(_, tile):
         number, rows, used = tile
         if alone and size == 1:  # every tile is used
-            return None, one(number, rows)
-        return None, jax.lax.cond(used, one, lambda *_: jnp.zeros((size, x.shape[1]), x.dtype), number, rows)
+            return None, compute(number, rows)
+        zeros = lambda *_: jnp.zeros((size, x.shape[1]), x.dtype)  # noqa: E731
+        return None, jax.lax.cond(used, compute, zeros, number, rows)
 
-    _, out = jax.lax.scan(step, None, (expert, rows, used))
-    return out.reshape(-1, x.shape[1])[jnp.minimum(place, out.shape[0] * size - 1)].reshape(count, k, -1)
+    _, out = jax.lax.scan(step, None, tiles)
+    # A pair of no expert here has a place behind the last tile; `mix` puts zeros in its place.
+    place = jnp.minimum(place, out.shape[0] * size - 1)
+    return out.reshape(-1, x.shape[1])[place].reshape(count, k, -1)
 
 
-def _at_once(weights: dict, x, chosen: Int[Array, "N k"]) -> Float[Array, "N k E"]:
-    """The same without a loop. Few tokens: the matrices of each one's experts, which XLA for GPUs reads where they lie.
-    Many: all experts on all tokens, which reads every matrix once."""
-    (count, k), held = chosen.shape, weights[BY_EXPERT[0]].experts
-    inside = jnp.minimum(chosen, held - 1)
-    if chosen.size <= held:
-        matrices = (jax.vmap(weights[name].expert)(inside.reshape(-1)) for name in BY_EXPERT)
+def _tiles(chosen: Int[Array, " P"], local: int, size: int):
+    """Sort pairs of a token and an expert by expert, and cut them into tiles of one expert each.
+
+    The result is (expert of each tile, its pairs [n, size], whether it has any), and where each pair lies among the
+    tiles' rows. Experts from `local` on are nobody's here.
+    """
+    pairs, numbers = chosen.shape[0], jnp.arange(local)
+    order = jnp.argsort(chosen)
+    counts = (chosen[:, None] == numbers[None]).sum(0, dtype=jnp.int32)
+    tiles = -(-counts // size)
+    first_pair = jnp.cumsum(counts) - counts  # of each expert, in sorted order
+    last_tile = jnp.cumsum(tiles)
+    first_tile = last_tile - tiles
+
+    # At most one tile an expert is not full, so that no more are needed than this.
+    tile = jnp.arange(min(pairs, pairs // size + local))
+    expert = jnp.searchsorted(last_tile, tile, side="right")
+    expert = jnp.minimum(expert, local - 1).astype(jnp.int32)
+    first = first_pair[expert] + (tile - first_tile[expert]) * size
+    rows = order[jnp.minimum(first[:, None] + jnp.arange(size)[None], pairs - 1)]
+
+    expert_of_pair = jnp.minimum(chosen[order], local - 1)
+    place = first_tile[expert_of_pair] * size + jnp.arange(pairs) - first_pair[expert_of_pair]
+    return (expert, rows, tile < last_tile[-1]), jnp.zeros_like(order).at[order].set(place)
+
+
+def _at_once(weights: Layer, x, chosen: Int[Array, "N k"]) -> Float[Array, "N k E"]:
+    """The same without a loop.
+
+    Of few tokens the matrices of each one's experts are read, which XLA for GPUs reads where they lie. Of many, all
+    experts compute on all tokens, which reads every matrix once.
+    """
+    (count, k), local = chosen.shape, weights[BY_EXPERT[0]].experts
+    inside = jnp.minimum(chosen, local - 1)
+    if chosen.size <= local:
+        numbers = inside.reshape(-1)
+        matrices = (jax.vmap(weights[name].expert)(numbers) for name in BY_EXPERT)
         return jax.vmap(mlp)(jnp.repeat(x, k, axis=0), *matrices).reshape(count, k, -1)
-    matrices = [weights[name].whole() for name in BY_EXPERT]
-    one = lambda token: jax.vmap(mlp, in_axes=(None, 0, 0, 0))(token[0], *matrices)[token[1]]  # noqa: E731
+    matrices = [weights[name].read() for name in BY_EXPERT]
+
+    def of_token(token):
+        outputs = jax.vmap(mlp, in_axes=(None, 0, 0, 0))(token[0], *matrices)
+        return outputs[token[1]]
+
     if count <= MOST_AT_ONCE:
-        return jax.vmap(one)((x, inside))
-    return jax.lax.map(one, (x, inside), batch_size=MOST_AT_ONCE)
-
-
-def mix(weights: dict, x: Float[Array, "N E"], config: ModelConfig) -> Float[Array, "N E"]:
-    """What the experts, and the shared one, make of every token; of experts split over devices, this device's part."""
-    chosen, shares = route(x, whole(weights["router"]), config)
-    held = weights[BY_EXPERT[0]].experts
-    if config.split:
-        chosen = chosen - jax.lax.axis_index(config.split) * held
-    here = (chosen >= 0) & (chosen < held)
-    chosen = jnp.where(here, chosen, held)  # of no expert here
-    turns = functools.partial(_in_turn, alone=not config.split)
-    out = jax.lax.platform_dependent(weights, x, chosen, cuda=_at_once, default=turns)
-    out = jnp.where(here[..., None], out, jnp.zeros((), out.dtype))
-    total = jnp.einsum("nke,nk->ne", out, shares, preferred_element_type=jnp.float32).astype(x.dtype)
-    if "shared_gate" not in weights:
-        return total
-    shared = mlp(x, *(whole(weights[name]) for name in ("shared_gate", "shared_up", "shared_down")))
-    return total + jax.nn.sigmoid(jnp.einsum("ne,eo->no", x, whole(weights["shared_router"]))) * shared
+        return jax.vmap(of_token)((x, inside))
+    return jax.lax.map(of_token, (x, inside), batch_size=MOST_AT_ONCE)

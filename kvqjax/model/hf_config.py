@@ -1,26 +1,38 @@
-"""Hugging Face config.json -> ModelConfig. What the decoder does not compute is refused by field name and value.
+"""Hugging Face's config.json as a `ModelConfig`, and back.
 
-Absent fields take the defaults of transformers' config classes; fields known to nobody are ignored.
+A field that changes what a model computes is either read or refused by its name and value. A field that nobody knows
+is ignored. An absent field has the default of transformers' config class (kvqjax/model/hf_families.py).
+
+The parts of a config follow each other below: its architecture, its attention windows, its rope, its experts, its
+packed weights. What reads a part and what writes it stand side by side.
 """
 
+import dataclasses
+import functools
 import json
+import math
+import sys
 from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
 
 from kvqjax._errors import UserError
 from kvqjax._files import read_object
-from kvqjax.model.config import ModelConfig, RopeConfig
-from kvqjax.model.hf_experts import experts_from_hf, experts_to_hf
-from kvqjax.model.hf_families import DEFAULTS, NESTED, QK_NORM, QKV_BIAS
-from kvqjax.model.hf_fields import integer, number, refuse
-from kvqjax.model.hf_rope import growth_from_hf, rope_from_hf, rope_to_hf
-from kvqjax.model.hf_windows import windows_from_hf, windows_to_hf
-from kvqjax.model.stored import read_scheme
+from kvqjax.model.config import ExpertConfig, ModelConfig, RopeConfig
+from kvqjax.model.hf_families import (
+    FAMILIES,
+    PICTURE_FAMILIES,
+    SHARED_COUNT,
+    ExpertFields,
+    Family,
+    PictureFamily,
+    architectures_of,
+)
 
-__all__ = ["config_to_hf", "parse_config", "read_config"]
+__all__ = ["Scheme", "config_to_hf", "parse_config", "read_config", "read_scheme"]
 
-MOST_LAYERS = 10_000  # a tuple of this length is made before anything else is checked
+MOST_LAYERS = 10_000  # layers; a tuple of this length is made before anything else is checked
 
-# Fields that change what a model computes, with the values that leave it as the decoder has it; null is always fine.
+# Fields that change what a model computes, with the values that leave it as the decoder has it. Null is always fine.
 _ACCEPTED = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
@@ -40,106 +52,83 @@ _ACCEPTED = {
 }
 
 
-def _language_part(raw: dict) -> dict:
-    """The config of the language part of a checkpoint of pictures and text; any other as it is."""
-    names, text = raw.get("architectures"), raw.get("text_config")
-    nested = any(name in NESTED for name in names) if isinstance(names, list) else raw.get("model_type") == "mistral3"
-    if not nested:
-        if text is None and ("vision_config" in raw or "Vision" in str(names)):
-            refuse("architectures", names, "a vision model without a language part")
-        return raw
-    if not isinstance(text, dict):
-        refuse("text_config", text, "wanted the language part's config")
-    kind = text.get("model_type", "mistral")
-    own = [name for name, defaults in DEFAULTS.items() if defaults["model_type"] == kind]
-    if kind not in ("mistral", "ministral3"):
-        refuse("text_config.model_type", kind, "wanted mistral or ministral3")
-    shared = ("quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id", "auto_map")
-    outer = {name: raw[name] for name in shared if raw.get(name) is not None}
-    return outer | text | {"architectures": own, "model_type": kind}
+# --- config.json as a whole ---
 
 
-def _architecture(raw: dict) -> str:
-    """The one architecture of the config; without `architectures` it follows from `model_type`."""
-    known = ", ".join(DEFAULTS)
-    names = raw.get("architectures")
-    if not names:
-        names = [name for name, defaults in DEFAULTS.items() if defaults["model_type"] == raw.get("model_type")]
-        if not names:
-            refuse("model_type", raw.get("model_type"), f"known architectures: {known}")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(DEFAULTS):
-        refuse("architectures", names, f"known: {known}")
-    wanted = DEFAULTS[names[0]]["model_type"]
-    if raw.get("model_type", wanted) != wanted:
-        refuse("model_type", raw["model_type"], f"{names[0]} has {wanted!r}")
-    return names[0]
+def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig:
+    """Read the config of a Hugging Face folder.
 
+    Args:
+        path: the folder, or its config.json.
+        rope_length: the longest text, as `parse_config` has it.
 
-def _check_accepted(raw: dict, architecture: str):
-    for field, accepted in _ACCEPTED.items():
-        value = raw.get(field)
-        if value is not None and value not in accepted:
-            refuse(field, value, f"wanted {' or '.join(json.dumps(a) for a in accepted) or 'null'}")
-    # In Llama and Qwen3 this flag also gives o_proj a bias; Qwen2 ignores it and always has biases on q, k and v, but
-    # its kind with experts has a flag of its own.
-    if raw.get("qkv_bias", True) is not True and architecture in QKV_BIAS:
-        refuse("qkv_bias", raw["qkv_bias"], "wanted true")
-    if raw.get("attention_bias") and architecture not in QKV_BIAS:
-        refuse("attention_bias", raw["attention_bias"], "a bias on o_proj is not computed; wanted false")
-    code = raw.get("auto_map") or {}
-    if not isinstance(code, dict) or any(name.startswith("AutoModel") for name in code):
-        refuse("auto_map", code, "code from a checkpoint is never run")
+    Returns:
+        The config, with the end tokens of generation_config.json where that file lies beside config.json.
 
-
-def _eos_ids(*sources: dict) -> tuple[int, ...]:
-    """End-of-sequence ids of config.json, then those that generation_config.json adds."""
-    ids = []
-    for source in sources:
-        value = source.get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        refuse("eos_token_id", ids, "wanted an integer or a list of integers")
-    return tuple(dict.fromkeys(ids))
-
-
-def _bos_id(raw: dict) -> int | None:
-    value = raw.get("bos_token_id")
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if isinstance(value, bool) or not isinstance(value, int | None):
-        refuse("bos_token_id", value, "wanted an integer")
-    return value
+    Raises:
+        UserError: for an absent file, one that is not JSON, or a field that is not supported.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise UserError(f"{path}: no such folder")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise UserError(f"{path}: no config.json in this folder")
+    beside = file.with_name("generation_config.json")
+    generation = read_object(beside) if beside.exists() else None
+    return parse_config(read_object(file), generation, rope_length)
 
 
 def parse_config(raw: dict, generation: dict | None = None, rope_length: int | None = None) -> ModelConfig:
-    """ModelConfig from the contents of config.json and, where present, generation_config.json, its rope for texts of
-    up to `rope_length` tokens (RopeConfig says which kinds ask for it). Raises UserError."""
+    """Make a config of what config.json holds.
+
+    Args:
+        raw: the contents of config.json.
+        generation: the contents of generation_config.json, where the folder has one.
+        rope_length: the longest text in tokens, for the kinds of rope that depend on it (`RopeConfig`). None stands
+            for the length that the model was trained on first.
+
+    Returns:
+        The config of the language model.
+
+    Raises:
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+    """
     raw = _language_part(raw)
     architecture = _architecture(raw)
-    raw = {**DEFAULTS[architecture], **raw}
-    _check_accepted(raw, architecture)
-    read_scheme(raw)
-    width, heads = (integer(raw, field) for field in ("hidden_size", "num_attention_heads"))
-    layers = integer(raw, "num_hidden_layers", most=MOST_LAYERS)
+    family = FAMILIES[architecture]
+    raw = {"model_type": family.model_type, **family.defaults, **raw}
+    _check_accepted(raw, family)
+    read_scheme(raw)  # refuses weights that cannot be decoded before any of them is read
+
+    width = _integer(raw, "hidden_size")
+    heads = _integer(raw, "num_attention_heads")
+    layers = _integer(raw, "num_hidden_layers", most=MOST_LAYERS)
     if raw.get("head_dim") is None and width % heads:
-        refuse("hidden_size", width, f"without head_dim wanted a multiple of num_attention_heads={heads}")
-    head_dim = width // heads if raw.get("head_dim") is None else integer(raw, "head_dim")
+        _refuse(
+            "hidden_size",
+            width,
+            f"without head_dim wanted a multiple of num_attention_heads={heads}",
+        )
+    head_dim = width // heads if raw.get("head_dim") is None else _integer(raw, "head_dim")
+    grouped = raw.get("num_key_value_heads") is not None
     fields = {
-        "vocab_size": integer(raw, "vocab_size"),
+        "vocab_size": _integer(raw, "vocab_size"),
         "width": width,
-        "mlp_width": integer(raw, "intermediate_size"),
+        "mlp_width": _integer(raw, "intermediate_size"),
         "num_layers": layers,
         "num_heads": heads,
-        "num_kv_heads": heads if raw.get("num_key_value_heads") is None else integer(raw, "num_key_value_heads"),
+        "num_kv_heads": _integer(raw, "num_key_value_heads") if grouped else heads,
         "head_dim": head_dim,
-        "rope": rope_from_hf(raw, head_dim, rope_length),
-        "experts": experts_from_hf(raw, architecture, layers),
-        "query_growth": growth_from_hf(raw),
-        "norm_eps": number(raw, "rms_norm_eps", 1e-6),
-        "qkv_bias": architecture in QKV_BIAS,
-        "qk_norm": architecture in QK_NORM,
+        "rope": _rope_from_hf(raw, family, head_dim, rope_length),
+        "experts": _experts_from_hf(raw, family.experts, layers),
+        "query_growth": _growth_from_hf(raw, family),
+        "norm_eps": _number(raw, "rms_norm_eps", 1e-6),
+        "qkv_bias": family.qkv_bias,
+        "qk_norm": family.qk_norm,
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "sliding_window": windows_from_hf(raw, architecture, layers),
-        "max_position": integer(raw, "max_position_embeddings"),
+        "sliding_window": _windows_from_hf(raw, architecture, layers),
+        "max_position": _integer(raw, "max_position_embeddings"),
         "eos_ids": _eos_ids(raw, generation or {}),
         "bos_id": _bos_id(raw),
         "architecture": architecture,
@@ -150,26 +139,25 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         raise UserError(f"config.json: {error}") from error
 
 
-def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig:
-    """ModelConfig of a Hugging Face folder, or of a config.json named directly; `rope_length` as `parse_config` has it.
-    Raises UserError in one line."""
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise UserError(f"{path}: no such folder")
-    file = path / "config.json" if path.is_dir() else path
-    if not file.exists():
-        raise UserError(f"{path}: no config.json in this folder")
-    generation = file.with_name("generation_config.json")
-    return parse_config(read_object(file), read_object(generation) if generation.exists() else None, rope_length)
-
-
 def config_to_hf(config: ModelConfig) -> dict:
-    """The contents of config.json for a ModelConfig: what `parse_config` reads back as the same value."""
-    if config.architecture not in DEFAULTS:
-        raise UserError(f"architecture {config.architecture!r} is unknown; known: {', '.join(DEFAULTS)}")
+    """Make the contents of config.json that `parse_config` reads back as the same config.
+
+    Args:
+        config: the config.
+
+    Returns:
+        The fields, of JSON's types alone.
+
+    Raises:
+        UserError: for an unknown architecture, or one that has no such experts.
+    """
+    if config.architecture not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UserError(f"architecture {config.architecture!r} is unknown; known: {known}")
+    family = FAMILIES[config.architecture]
     raw = {
         "architectures": [config.architecture],
-        "model_type": DEFAULTS[config.architecture]["model_type"],
+        "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
         "intermediate_size": config.mlp_width,
@@ -184,5 +172,472 @@ def config_to_hf(config: ModelConfig) -> dict:
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids) or None,
     }
-    raw |= windows_to_hf(config) | experts_to_hf(config)
-    return raw | rope_to_hf(config.rope or RopeConfig(), config.query_growth)
+    raw |= _windows_to_hf(config, family)
+    raw |= _experts_to_hf(config, family.experts)
+    return raw | _rope_to_hf(config.rope or RopeConfig(), config.query_growth)
+
+
+# --- Architecture, and fields that are only checked ---
+
+
+def _language_part(raw: dict) -> dict:
+    """The config of the language part of a checkpoint of pictures and text; any other as it is."""
+    names, text = raw.get("architectures"), raw.get("text_config")
+    family = _picture_family(names, raw.get("model_type"))
+    if family is None:
+        if text is None and ("vision_config" in raw or "Vision" in str(names)):
+            _refuse("architectures", names, "a vision model without a language part")
+        return raw
+    if not isinstance(text, dict):
+        _refuse("text_config", text, "wanted the language part's config")
+    kind = text.get("model_type", family.language_types[0])
+    if kind not in family.language_types:
+        _refuse("text_config.model_type", kind, f"wanted {' or '.join(family.language_types)}")
+    # transformers writes these for the whole checkpoint, outside of the language part.
+    shared = (
+        "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id", "auto_map",
+    )  # fmt: skip
+    outer = {name: raw[name] for name in shared if raw.get(name) is not None}
+    return outer | text | {"architectures": architectures_of(kind), "model_type": kind}
+
+
+def _picture_family(names: Any, model_type: Any) -> PictureFamily | None:
+    """The family of a config of pictures and text; without `architectures` it follows from `model_type`."""
+    for name, family in PICTURE_FAMILIES.items():
+        if name in names if isinstance(names, list) else model_type == family.model_type:
+            return family
+    return None
+
+
+def _architecture(raw: dict) -> str:
+    """The one architecture of the config; without `architectures` it follows from `model_type`."""
+    known = ", ".join(FAMILIES)
+    names = raw.get("architectures")
+    if not names:
+        names = architectures_of(raw.get("model_type"))
+        if not names:
+            _refuse("model_type", raw.get("model_type"), f"known architectures: {known}")
+    # A name from a file may be a list or an object, which a dictionary cannot look up.
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
+        _refuse("architectures", names, f"known: {known}")
+    model_type = FAMILIES[names[0]].model_type
+    if raw.get("model_type", model_type) != model_type:
+        _refuse("model_type", raw["model_type"], f"{names[0]} has {model_type!r}")
+    return names[0]
+
+
+def _check_accepted(raw: dict, family: Family):
+    """Refuse what the decoder does not compute."""
+    for field, accepted in _ACCEPTED.items():
+        value = raw.get(field)
+        if value is not None and value not in accepted:
+            choices = " or ".join(json.dumps(choice) for choice in accepted) or "null"
+            _refuse(field, value, f"wanted {choices}")
+    # In Llama and Qwen3 `attention_bias` also gives o_proj a bias. Qwen2 ignores it and always has biases on q, k and
+    # v, but its kind with experts has a flag of its own.
+    if raw.get("qkv_bias", True) is not True and family.qkv_bias:
+        _refuse("qkv_bias", raw["qkv_bias"], "wanted true")
+    if raw.get("attention_bias") and not family.qkv_bias:
+        reason = "a bias on o_proj is not computed; wanted false"
+        _refuse("attention_bias", raw["attention_bias"], reason)
+    code = raw.get("auto_map") or {}
+    if not isinstance(code, dict) or any(name.startswith("AutoModel") for name in code):
+        _refuse("auto_map", code, "code from a checkpoint is never run")
+
+
+def _eos_ids(*files: dict) -> tuple[int, ...]:
+    """End-of-sequence ids of config.json, then those that generation_config.json adds."""
+    ids = []
+    for raw in files:
+        value = raw.get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    if not all(_is_integer(number) for number in ids):
+        _refuse("eos_token_id", ids, "wanted an integer or a list of integers")
+    return tuple(dict.fromkeys(ids))
+
+
+def _bos_id(raw: dict) -> int | None:
+    value = raw.get("bos_token_id")
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if value is not None and not _is_integer(value):
+        _refuse("bos_token_id", value, "wanted an integer")
+    return value
+
+
+# --- Sliding windows, layer by layer ---
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer."""
+    family = FAMILIES[architecture]
+    window, types = raw.get("sliding_window"), raw.get("layer_types")
+    if family.window_switch and not raw.get("use_sliding_window"):
+        window = None
+    if window is not None:
+        window = _integer(raw, "sliding_window")
+    if window is not None and not family.sliding_window:
+        name = architecture.removesuffix("ForCausalLM")
+        _refuse("sliding_window", window, f"{name} attends to everything; wanted null")
+    if types is None:
+        types = [_FULL] * num_layers if window is None else _default_types(raw, family, num_layers)
+    known = {_FULL: None, _SLIDING: window}
+    fits = isinstance(types, list) and len(types) == num_layers
+    if not fits or any(name not in list(known) for name in types):
+        _refuse("layer_types", types, f"wanted {num_layers} of {_FULL} or {_SLIDING}")
+    if window is None and _SLIDING in types:
+        _refuse("layer_types", types, f"{_SLIDING} without a sliding window")
+    windows = tuple(known[name] for name in types)
+    if not family.mixed_windows and windows != (window,) * num_layers:
+        _refuse("layer_types", types, f"all layers of {architecture} attend alike")
+    return windows
+
+
+def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
+    """Which layers slide where `layer_types` is absent and there is a window."""
+    if family.slides is None:
+        return [_SLIDING] * num_layers
+    edge = raw["max_window_layers"]
+    if not isinstance(edge, int):
+        _refuse("max_window_layers", edge, "wanted an integer")
+    return [_SLIDING if family.slides(index, edge) else _FULL for index in range(num_layers)]
+
+
+def _windows_to_hf(config: ModelConfig, family: Family) -> dict:
+    window = next((window for window in config.windows if window is not None), None)
+    raw: dict[str, Any] = {"sliding_window": window}
+    if family.window_switch:
+        raw["use_sliding_window"] = window is not None
+    if family.mixed_windows:
+        raw["layer_types"] = [_FULL if window is None else _SLIDING for window in config.windows]
+    return raw
+
+
+# --- Rotary embedding ---
+#
+# Two spellings are read: `rope_scaling` beside `rope_theta` (transformers 4) and `rope_parameters` (transformers 5).
+
+_LENGTH = "original_max_position_embeddings"
+_GROWTH = "llama_4_scaling_beta"
+_ROPE_FIELDS = {
+    *("rope_type", "type", "rope_theta", "factor", _LENGTH, "partial_rotary_factor", "finetuned"),
+    *("low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+    *("short_factor", "long_factor"),
+}
+_GROWTH_FIELDS = {_GROWTH, "max_position_embeddings"}  # a rope whose queries grow has these too
+
+# The fields of `RopeConfig` that are written for each kind. Kinds that stand here are known.
+_WRITTEN = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "dynamic": ("factor",),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+}
+
+
+def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None = None) -> RopeConfig:
+    """The rope for texts of up to `length` tokens; None: up to the length before scaling."""
+    rope, prefix = _rope_object(raw, family)
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        _refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10000.0), prefix)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        factor = _number(rope, "factor", prefix=prefix)
+        return RopeConfig(theta=theta, kind=kind, factor=factor)
+    if kind not in list(_WRITTEN):  # it may be a list, which a dictionary cannot look up
+        _refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
+
+    full = _integer(raw, "max_position_embeddings")
+    original = full if kind == "dynamic" else _original_length(raw, rope, prefix)
+    if kind == "llama3":
+        fields = _llama3(rope, prefix)
+    elif kind == "yarn":
+        fields = _yarn(rope, full / original, prefix)
+    elif kind == "longrope":
+        fields = _longrope(rope, original, full / original, head_dim // 2, prefix)
+    else:
+        fields = _dynamic(rope, head_dim, prefix)
+    config = RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
+    return config if length is None else config.for_length(length)
+
+
+def _rope_to_hf(rope: RopeConfig, growth: float) -> dict:
+    """The fields of a rope in transformers 4's spelling, which version 5 reads too."""
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    scaling |= {name: getattr(rope, name) for name in _WRITTEN[rope.kind]}
+    # The length before scaling of the kind dynamic is max_position_embeddings itself.
+    if rope.original_max_position and rope.kind != "dynamic":
+        scaling[_LENGTH] = rope.original_max_position
+    if growth:
+        scaling[_GROWTH] = growth
+    return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
+
+
+def _growth_from_hf(raw: dict, family: Family) -> float:
+    """How fast queries grow beyond the length before scaling; 0 in families whose queries do not."""
+    rope, prefix = _rope_object(raw, family)
+    return _number(rope, _GROWTH, prefix=prefix) if family.query_growth else 0.0
+
+
+def _rope_object(raw: dict, family: Family) -> tuple[dict, str]:
+    """The object that describes the rope, and its name as a prefix of its fields' names."""
+    # A non-empty `rope_scaling` wins over `rope_parameters`, as in transformers.
+    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(field) or dict(family.rope_defaults)
+    if not isinstance(rope, dict):
+        _refuse(field, rope, "wanted an object")
+    known = _ROPE_FIELDS | (_GROWTH_FIELDS if family.query_growth else set())
+    for name in rope:
+        if name not in known:
+            _refuse(f"{field}.{name}", rope[name], "the field is unknown")
+    return rope, f"{field}."
+
+
+def _original_length(raw: dict, rope: dict, prefix: str) -> int:
+    """The length before scaling: beside the rope's fields, among them, or else the full length."""
+    if raw.get(_LENGTH) is not None:
+        return _integer(raw, _LENGTH)
+    if rope.get(_LENGTH) is not None:
+        return _integer(rope, _LENGTH, prefix)
+    return _integer(raw, "max_position_embeddings")
+
+
+def _llama3(rope: dict, prefix: str) -> dict:
+    read = functools.partial(_number, rope, prefix=prefix)
+    low, high = read("low_freq_factor"), read("high_freq_factor")
+    if high <= low:
+        _refuse(f"{prefix}high_freq_factor", high, f"wanted more than low_freq_factor = {low}")
+    return {"factor": read("factor"), "low_freq_factor": low, "high_freq_factor": high}
+
+
+def _dynamic(rope: dict, head_dim: int, prefix: str) -> dict:
+    factor = _number(rope, "factor", prefix=prefix)
+    if head_dim == 2 or factor < 1:
+        reason = "dynamic wants at least 1, and heads of more than 2 channels"
+        _refuse(f"{prefix}factor", factor, reason)
+    return {"factor": factor}
+
+
+def _yarn(rope: dict, ratio: float, prefix: str) -> dict:
+    """Yarn's fields. `ratio` of full to original length is the factor where that is null."""
+    if "factor" not in rope:
+        reason = "wanted a positive number, or null for max_position_embeddings / original"
+        _refuse(f"{prefix}factor", None, reason)
+    factor = _number(rope, "factor", ratio, prefix)
+    return {
+        "factor": factor,
+        "attention_factor": _yarn_attention_factor(rope, factor, prefix),
+        "beta_fast": _number(rope, "beta_fast", 32.0, prefix),
+        "beta_slow": _number(rope, "beta_slow", 1.0, prefix),
+        "truncate": bool(rope.get("truncate", True)),
+    }
+
+
+def _yarn_attention_factor(rope: dict, factor: float, prefix: str) -> float:
+    """Yarn's factor on cos and sin: that of the config, or 0.1 m ln(factor) + 1 (arXiv 2309.00071).
+
+    Of a config with mscale and mscale_all_dim it is the ratio of the two.
+    """
+    if rope.get("attention_factor") is not None:
+        return _number(rope, "attention_factor", prefix=prefix)
+
+    def scale(multiplier: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        numerator = scale(_number(rope, "mscale", prefix=prefix))
+        return numerator / scale(_number(rope, "mscale_all_dim", prefix=prefix))
+    return scale(1.0)
+
+
+def _longrope(rope: dict, original: int, ratio: float, pairs: int, prefix: str) -> dict:
+    """Factors of every pair of a head, and the one on cos and sin (arXiv 2402.13753).
+
+    The one on cos and sin is that of the config, or sqrt(1 + ln(factor) / ln(original)). `ratio` of full to original
+    length is the factor where the config has none.
+    """
+    factor = _number(rope, "factor", ratio, prefix)
+    factors = {}
+    for name in ("short_factor", "long_factor"):
+        values = rope.get(name)
+        if not isinstance(values, list) or len(values) != pairs:
+            reason = f"wanted a list of {pairs} positive numbers, one for each pair of channels"
+            _refuse(prefix + name, values, reason)
+        factors[name] = tuple(_number({name: value}, name, prefix=prefix) for value in values)
+    scale = 1.0
+    if factor > 1:
+        scale = math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
+    attention_factor = _number(rope, "attention_factor", scale, prefix)
+    return {"factor": factor, "attention_factor": attention_factor, **factors}
+
+
+# --- Mixtures of experts ---
+
+
+def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> ExpertConfig | None:
+    """The experts of a model; None for a family, or a model, without them."""
+    if names is None:
+        return None
+    count_field = SHARED_COUNT if raw.get(SHARED_COUNT) is not None else names.count
+    if not names.in_every_layer and raw.get(count_field) == 0:
+        return None
+    count, per_token = _integer(raw, count_field), _integer(raw, "num_experts_per_tok")
+    if per_token > count:
+        _refuse("num_experts_per_tok", per_token, f"there are {count} experts")
+    if names.in_every_layer:
+        return ExpertConfig(count=count, per_token=per_token, width=_integer(raw, names.width))
+    dense_layers = _dense_layers(raw, num_layers)
+    if len(dense_layers) == num_layers:
+        return None
+    shared_width = 0 if names.shared_width is None else _integer(raw, names.shared_width)
+    return ExpertConfig(
+        count=count,
+        per_token=per_token,
+        width=_integer(raw, names.width),
+        shared_width=shared_width,
+        normalised=bool(raw.get("norm_topk_prob", False)),
+        dense_layers=dense_layers,
+    )
+
+
+def _dense_layers(raw: dict, num_layers: int) -> tuple[int, ...]:
+    """Layers without experts: those that are named, and those that the step leaves out."""
+    dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(_is_integer(index) for index in dense):
+        _refuse("mlp_only_layers", dense, "wanted a list of layer numbers")
+    if not _is_integer(step) or step < 1:
+        _refuse("decoder_sparse_step", step, "wanted a positive integer")
+    return tuple(index for index in range(num_layers) if index in dense or (index + 1) % step)
+
+
+def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
+    experts = config.experts
+    if experts is None:
+        return {} if names is None else {names.count: 0}
+    if names is None or not _fits(experts, names, config.mlp_width):
+        raise UserError(f"{config.architecture} has no experts like {experts}")
+    raw: dict[str, Any] = {names.count: experts.count, "num_experts_per_tok": experts.per_token}
+    if names.in_every_layer:
+        return raw
+    raw |= {
+        names.width: experts.width,
+        "norm_topk_prob": experts.normalised,
+        "mlp_only_layers": list(experts.dense_layers),
+        "decoder_sparse_step": 1,
+    }
+    return raw if names.shared_width is None else raw | {names.shared_width: experts.shared_width}
+
+
+def _fits(experts: ExpertConfig, names: ExpertFields, mlp_width: int) -> bool:
+    """Say whether the fields of a family can describe these experts."""
+    if (experts.shared_width > 0) != (names.shared_width is not None):
+        return False
+    if not names.in_every_layer:
+        return True
+    return experts.normalised and not experts.dense_layers and mlp_width == experts.width
+
+
+# --- Packed weights (kvqjax/model/checkpoint.py decodes them) ---
+
+_BITS = {"gptq": (4, 8), "awq": (4,)}  # bits of a code that are decoded
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How a checkpoint's codes are packed.
+
+    Attributes:
+        method: "fp8", "gptq" or "awq".
+        bits: bits of a code.
+        offset: what is added to GPTQ's stored zeros.
+        block: outputs and inputs that share one scale of FP8; None: one scale for all.
+    """
+
+    method: str
+    bits: int = 8
+    offset: int = 0
+    block: tuple[int, int] | None = None
+
+
+def read_scheme(raw: dict) -> Scheme | None:
+    """Read how the weights of a checkpoint are packed.
+
+    Args:
+        raw: the contents of config.json.
+
+    Returns:
+        The scheme; None for plain numbers.
+
+    Raises:
+        UserError: for a scheme that is not decoded here.
+    """
+    packing = raw.get("quantization_config")
+    if packing is None:
+        return None
+    method = str(packing.get("quant_method")) if isinstance(packing, dict) else ""
+    if method not in ("fp8", *_BITS):
+        _refuse("quantization_config", packing, "decoded are quant_method fp8, gptq and awq")
+    if method == "fp8":
+        return Scheme("fp8", block=_fp8_block(packing.get("weight_block_size")))
+    bits, layout = packing.get("bits", 4), packing.get("version", "gemm")
+    if bits not in _BITS[method]:
+        choices = " or ".join(map(str, _BITS[method]))
+        _refuse("quantization_config.bits", bits, f"{method} is decoded of {choices} bits")
+    if method == "awq" and str(layout).lower() != "gemm":
+        _refuse("quantization_config.version", layout, "wanted gemm")
+    version = packing.get("checkpoint_format", "gptq")
+    if method == "gptq" and version not in ("gptq", "gptq_v2"):
+        _refuse("quantization_config.checkpoint_format", version, "wanted gptq or gptq_v2")
+    return Scheme(method, bits, offset=int(method == "gptq" and version == "gptq"))
+
+
+def _fp8_block(block: Any) -> tuple[int, int] | None:
+    if block is None:
+        return None
+    pair = isinstance(block, list) and len(block) == 2
+    if not pair or not all(isinstance(size, int) and size > 0 for size in block):
+        reason = "wanted two positive integers or null"
+        _refuse("quantization_config.weight_block_size", block, reason)
+    return block[0], block[1]
+
+
+# --- Single fields ---
+
+
+def _refuse(field: str, value: Any, wanted: str) -> NoReturn:
+    """Raise the one-line UserError for a field of config.json."""
+    problem = "is missing" if value is None else f"= {json.dumps(value)} is not supported"
+    # A field's name comes from a file and may hold a line break.
+    raise UserError(" ".join(f"config.json: {field} {problem}; {wanted}".split()))
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _integer(raw: dict, field: str, prefix: str = "", most: int = 2**31 - 1) -> int:
+    """A positive integer; `prefix` names the object that `raw` is inside config.json."""
+    value = raw.get(field)
+    if not _is_integer(value) or not 1 <= value <= most:
+        _refuse(prefix + field, value, f"wanted a positive integer of at most {most}")
+    return value
+
+
+def _number(raw: dict, field: str, default: float | None = None, prefix: str = "") -> float:
+    """A positive number; null means `default`."""
+    value = default if raw.get(field) is None else raw[field]
+    # Compared with the largest float because a JSON integer can be larger than any.
+    if not _is_number(value) or not 0 < value <= sys.float_info.max:
+        _refuse(prefix + field, value, "wanted a positive number")
+    return float(value)

@@ -1,4 +1,7 @@
-"""A model as one value, and where models come from: bundled, a folder, or the Hugging Face hub."""
+"""A model as one value, and where models come from: bundled, a folder, or the Hugging Face hub.
+
+Configs of common models are shipped as JSON facts (assets/configs), so that planning works offline.
+"""
 
 import dataclasses
 import math
@@ -13,26 +16,43 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvqjax._arguments import check_counts, named
-from kvqjax._errors import UserError
+from kvqjax._errors import UserError, suggest
+from kvqjax._files import read_object
 from kvqjax._options import named_options
+from kvqjax.model.checkpoint import fingerprint, fingerprint_parts
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.fingerprint import fingerprint, parts
 from kvqjax.model.hf_config import read_config
-from kvqjax.model.hf_sampling import read_sampling
 from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer
 from kvqjax.model.weight_codes import CodedWeight
 from kvqjax.model.weight_trees import Params, is_unrolled, stored_layers
 from kvqjax.model.weights import ShardingRule, load_params
 
-__all__ = ["BUNDLED", "CODED_WEIGHTS", "Model", "Placement", "compute_dtype", "load", "locate", "name_of"]
-
-BUNDLED = ("demo", "recall")
+__all__ = [
+    "BUNDLED",
+    "CODED_WEIGHTS",
+    "KNOWN",
+    "Model",
+    "Placement",
+    "compute_dtype",
+    "config_of",
+    "load",
+    "locate",
+    "name_of",
+    "read_sampling",
+]
 
 _ASSETS = Path(__file__).parents[1] / "assets"
+_CONFIGS = _ASSETS / "configs"
+
+BUNDLED = ("demo", "recall")  # models whose weights come with the library
+KNOWN = tuple(sorted(file.stem for file in _CONFIGS.glob("*.json")))  # models whose configs come with it
+CODED_WEIGHTS = {"int8": 8, "int4": 4}  # bits of a code
+
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-CODED_WEIGHTS = {"int8": 8, "int4": 4}
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # Mistral's second copy of the weights, folders of other formats
+# Options of generation_config.json that draw a token, with their types. Without do_sample they do nothing.
+_DRAWING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
 
 
 @runtime_checkable
@@ -43,12 +63,17 @@ class Placement(Protocol):
 
 
 class Model(struct.PyTreeNode):
-    """Pytree of the weights (names in kvqjax/model/decoder.py) and a method's calibrated constants; the rest is static.
+    """A pytree of the weights and a method's calibrated constants. The rest is static.
 
-    The dtype of `params` is the compute dtype. `fingerprint` names the checkpoint (kvqjax/model/fingerprint.py),
-    `folder` holds its tokenizer; both are empty for a model that was not loaded from a folder. `rules` say how it and
-    its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one. Of several artifacts `constants`
-    are the newest one's and `others` those of the rest; `calibrated` are their methods in this order.
+    Attributes:
+        params: the weights (names in kvqjax/model/decoder.py). Their dtype is the compute dtype.
+        constants: the constants of the artifact that was added last.
+        others: those of the other artifacts.
+        config: the config.
+        fingerprint: the checkpoint's digests (kvqjax/model/checkpoint.py); "" for a model that is not of a folder.
+        folder: the folder with its tokenizer; "" likewise.
+        rules: how it and its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one device.
+        calibrated: the methods of `constants` and `others`, in this order.
     """
 
     params: Params
@@ -118,38 +143,66 @@ class Model(struct.PyTreeNode):
     def with_artifact(self, artifact) -> "Model":
         """This model with the artifact's `constants` beside those of artifacts of other methods: each cache takes its
         method's. Raises UserError when the artifact's `fingerprint` differs."""
-        ours, theirs = (parts(value) for value in (self.fingerprint, artifact.fingerprint))
+        ours, theirs = (fingerprint_parts(text) for text in (self.fingerprint, artifact.fingerprint))
         for field in dict.fromkeys([*ours, *theirs]):
             if ours.get(field) != theirs.get(field):
                 got, wanted = theirs.get(field, "none"), ours.get(field, "none")
                 raise UserError(f"artifact is for another model: fingerprint {field} is {got}, the model's is {wanted}")
-        held = dict(zip(self.calibrated, (self.constants, *self.others), strict=False))
-        held.pop(artifact.method, None)
-        methods = (artifact.method, *held)
-        return dataclasses.replace(self, constants=artifact.constants, calibrated=methods, others=tuple(held.values()))
+        others = dict(zip(self.calibrated, (self.constants, *self.others), strict=False))
+        others.pop(artifact.method, None)
+        return dataclasses.replace(
+            self,
+            constants=artifact.constants,
+            calibrated=(artifact.method, *others),
+            others=tuple(others.values()),
+        )
 
 
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+def read_sampling(folder: str | Path) -> dict[str, Any]:
+    """Read how a checkpoint's generation_config.json would sample.
 
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
-    # The hub client raises its own, its HTTP library's and the system's errors; all of them mean "not reachable".
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{name!r} is no folder here and could not be had from the hub: {reason}") from error
+    Args:
+        folder: the folder of the model.
+
+    Returns:
+        Options of `generate`: temperature, top_k, top_p and min_p where the file says do_sample, and repetition_penalty
+        in any case. Of a file that says do_sample alone, temperature 1. {} without the file.
+
+    Raises:
+        UserError: for an option that is no number.
+    """
+    file = Path(folder) / "generation_config.json"
+    raw = read_object(file) if file.exists() else {}
+    samples = bool(raw.get("do_sample"))
+    options: dict[str, Any] = {"temperature": 1.0} if samples else {}
+    for name, kind in (_DRAWING | {"repetition_penalty": float}).items():
+        value = raw.get(name)
+        if value is None or (name in _DRAWING and not samples):
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or kind(value) != value:
+            raise UserError(f"{file}: {name}={value!r} is not of type {kind.__name__}")
+        options[name] = kind(value)
+    return options
+
+
+# --- Where models come from ---
 
 
 def locate(name: str | Path) -> Path:
-    """Folder of a bundled model ("demo"), of a path ("./demo"), or of a downloaded hub id ("owner/name")."""
-    bundled = ", ".join(BUNDLED)
+    """Find the folder of a model, which is downloaded where only the hub has it.
+
+    Args:
+        name: a bundled model ("demo"), a path ("./demo"), or a hub id ("owner/name"), looked for in this order.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: for a name that is none of these, a bundled model that is not installed, or a failed download.
+    """
     if name in BUNDLED:
-        if not (_ASSETS / name / "config.json").exists():
-            present = [other for other in BUNDLED if (_ASSETS / other / "config.json").exists()]
-            raise UserError(
-                f"bundled model {name!r} is not in this installation; it has: {', '.join(present) or 'none'}"
-            )
-        return _ASSETS / name
+        return _bundled(str(name))
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -157,7 +210,53 @@ def locate(name: str | Path) -> Path:
         raise UserError(f"{folder}: a file; wanted the folder of a model")
     if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name:
         return _download(name)
+    bundled = ", ".join(BUNDLED)
     raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
+
+
+def _bundled(name: str) -> Path:
+    present = [other for other in BUNDLED if (_ASSETS / other / "config.json").exists()]
+    if name not in present:
+        known = ", ".join(present) or "none"
+        raise UserError(f"bundled model {name!r} is not in this installation; it has: {known}")
+    return _ASSETS / name
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+        return Path(folder)
+    # The hub client raises its own, its HTTP library's and the system's errors; all of them mean "not reachable".
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{name!r} is no folder here and could not be had from the hub: {reason}") from error
+
+
+def config_of(name: str) -> ModelConfig:
+    """Read a model's config by its name, for planning.
+
+    Args:
+        name: a bundled model, a folder or config.json, a known model ("llama-3.1-8b"; of a hub id the part after the
+            slash counts, in any case), or a hub id that is downloaded.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: with the nearest known name for an unknown one, or as `read_config` does.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".json" or path.is_dir():
+        return read_config(path)
+    short = name.rpartition("/")[2].lower()
+    if name not in BUNDLED and short in KNOWN:
+        return read_config(_CONFIGS / f"{short}.json")
+    if name not in BUNDLED and "/" not in name:
+        hint = suggest(short, (*BUNDLED, *KNOWN))
+        raise UserError(f"{name}: no such folder and no known model{hint}")
+    return read_config(locate(name))
 
 
 def name_of(model: Model) -> str:
@@ -166,8 +265,22 @@ def name_of(model: Model) -> str:
     return folder.name if folder.parent == _ASSETS else model.folder
 
 
+# --- Loading ---
+
+
 def compute_dtype(dtype: Any) -> jnp.dtype:
-    """The dtype of a compute policy: None, a short or a full name, or whatever jnp.dtype reads."""
+    """Read a compute policy.
+
+    Args:
+        dtype: a short name ("bf16"), a full one, or whatever jnp.dtype reads. None: float32 on the CPU backend,
+            bfloat16 elsewhere.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        UserError: for a dtype in which nothing is computed here.
+    """
     if dtype is None:
         dtype = "f32" if jax.default_backend() == "cpu" else "bf16"
     try:
@@ -191,20 +304,29 @@ def load(
     text_only: bool = False,
     rope_length: int | None = None,
 ) -> Model:
-    """Model by bundled name, folder or hub id (looked for in this order; "./demo" is always a folder).
+    """Load a model. Code from a checkpoint is never run.
 
-    `dtype` is the compute policy: "bfloat16", "float16" (T4), "float32", their short forms "bf16", "f16", "f32", or a
-    jnp dtype; None means float32 on the CPU backend, bfloat16 elsewhere.
-    `sharding` are the rules of a mesh (kvqjax.parallel.sharding.rules_for): every host reads only what its devices
-    hold. Or `sharding(parameter name)` gives each parameter's placement alone (kvqjax.model.weights.load_params).
-    `weights` "int8" or "int4" keeps the layers' matrices as integers with a scale per 128 inputs; the compute dtype
-    stays. `layers="scan"` keeps layers as stacks, which compile fast, "unroll" each by itself, which XLA for GPUs reads
-    at half the cost (kvqjax/model/decoder.py); None means unroll on GPUs and, of large layers, on CPUs
-    (kvqjax/model/weight_trees.py). Its caches are stored likewise. `text_only=True` loads the language part of a
-    checkpoint of pictures and text, which is refused otherwise.
-    `rope_length` is how long texts may become: RoPE of the kinds dynamic and longrope is another one for texts longer
-    than the length the model was trained on first, which is what None stands for. Other kinds pass it over.
-    Code from a checkpoint is never run. Raises UserError with one line naming the cause.
+    Args:
+        name: a bundled name, a folder or a hub id, looked for in this order; "./demo" is always a folder.
+        dtype: the compute policy: "bfloat16", "float16" (T4), "float32", their short forms "bf16", "f16", "f32", or a
+            jnp dtype. None: float32 on the CPU backend, bfloat16 elsewhere.
+        sharding: the rules of a mesh (kvqjax.parallel.sharding.rules_for): every host reads only what its devices hold.
+            Or `sharding(parameter name)` gives each parameter's placement alone (kvqjax.model.weights.load_params).
+        weights: "int8" or "int4" keeps the layers' matrices as integers with a scale per 128 inputs. The compute dtype
+            stays.
+        layers: "scan" keeps layers as stacks, which compile fast. "unroll" keeps each by itself, which XLA for GPUs
+            reads at half the cost (kvqjax/model/decoder.py). None: unroll on GPUs and, of large layers, on CPUs
+            (kvqjax/model/weight_trees.py). Its caches are stored likewise.
+        text_only: load the language part of a checkpoint of pictures and text, which is refused otherwise.
+        rope_length: how long texts may become. RoPE of the kinds dynamic and longrope is another one for texts longer
+            than the length that the model was trained on first, which is what None stands for. Other kinds pass it
+            over.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: with one line that names the cause.
     """
     compute = compute_dtype(dtype)
     if layers not in (None, "scan", "unroll"):

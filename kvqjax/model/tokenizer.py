@@ -1,4 +1,5 @@
 """Tokenizers: of a folder's tokenizer.json by the `tokenizers` library alone, of anything else by transformers.
+Their chat templates are rendered as transformers renders them.
 
 Importing transformers takes seconds, and PyTorch comes with it where it is installed. What it does with a
 tokenizer.json follows from a few fields. `_read` repeats it for the kinds that it knows, and the tests compare the two.
@@ -7,15 +8,18 @@ Every other folder, and every method that `Tokenizer` lacks, goes to transformer
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvqjax._errors import UserError
 from kvqjax._files import open_text, read_object
-from kvqjax.model.chat_template import is_plain, render
 
 __all__ = ["TOKENIZER_FILES", "Tokenizer", "open_tokenizer"]
 
@@ -27,15 +31,33 @@ LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 # Models whose tokenizer.json transformers takes as it is, whatever class the folder names.
 AS_STORED = ("mistral", "mistral3", "ministral", "ministral3", "mixtral")
+# Classes that take tokenizer.json as it is. The first one stands for all of them.
 PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
+# How transformers splits a text for Qwen's tokenizers.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
+# Options of `apply_chat_template` that have a meaning in transformers. Any other is a variable of the template.
+FULL_OPTIONS = frozenset({
+    "tools", "documents", "chat_template", "continue_final_message", "padding", "truncation", "max_length",
+    "return_tensors", "tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens",
+})  # fmt: skip
+
+
+# --- The tokenizer of a folder ---
+
 
 class _Parts(NamedTuple):
-    """What `Tokenizer` is made of. named: special tokens by their names; template: the chat template, or None."""
+    """What `Tokenizer` is made of.
+
+    Attributes:
+        backend: the tokenizer of the `tokenizers` library.
+        named: special tokens by their names.
+        template: the chat template, or None.
+    """
 
     backend: Any
     named: dict[str, str]
@@ -93,16 +115,21 @@ def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
     split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
     wanted = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
     model = stored.get("model", {})
-    plain = not any(model.get(key) for key in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges"))
-    affixes = not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
-    prefix = [part.get("add_prefix_space") for part in (stored.get("pre_tokenizer") or {}).get("pretokenizers", [])]
+    unwanted = (
+        "dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges",
+        "continuing_subword_prefix", "end_of_word_suffix",
+    )  # fmt: skip
+    steps = (stored.get("pre_tokenizer") or {}).get("pretokenizers", [])
+    prefixes = [step.get("add_prefix_space") for step in steps]
     return (
-        model.get("type") == "BPE" and plain and affixes and not any(prefix)
+        model.get("type") == "BPE"
+        and not any(model.get(key) for key in unwanted)
+        and not any(prefixes)
         and not settings.get("add_prefix_space")
         and stored.get("normalizer") == {"type": "NFC"}
         and _without_defaults(stored.get("pre_tokenizer")) == wanted
         and (stored.get("decoder") or {}).get("type") == "ByteLevel"
-    )  # fmt: skip
+    )
 
 
 def _build_llama(backend: Any, stored: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -124,11 +151,11 @@ def _build_llama(backend: Any, stored: dict[str, Any], settings: dict[str, Any])
 
 def _named_tokens(folder: Path, settings: dict[str, Any], defaults: dict[str, str]) -> dict[str, str]:
     """Special tokens by their names, as the files of a folder give them."""
-    given = {**defaults, **settings}
+    tokens = {**defaults, **settings}
     if "added_tokens_decoder" not in settings:
-        given |= _json(folder / "special_tokens_map.json")
-    names = [*NAMED, *(name for name in given if name.endswith("_token") and name not in NAMED)]
-    texts = {name: _text_of(given[name]) for name in names if isinstance(given.get(name), str | dict)}
+        tokens |= _json(folder / "special_tokens_map.json")
+    names = [*NAMED, *(name for name in tokens if name.endswith("_token") and name not in NAMED)]
+    texts = {name: _text_of(tokens[name]) for name in names if isinstance(tokens.get(name), str | dict)}
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -139,10 +166,10 @@ def _check_added(backend: Any, settings: dict[str, Any], named: dict[str, str]) 
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     _require(isinstance(extra, list))
     _require({*named.values(), *map(_text_of, extra)} <= special)
-    for number, token in (settings.get("added_tokens_decoder") or {}).items():
-        same = stored.get(int(number))
-        _require(same is not None and isinstance(token, dict))
-        _require(all(getattr(same, field) == value for field, value in token.items() if field != "__type"))
+    for number, fields in (settings.get("added_tokens_decoder") or {}).items():
+        token = stored.get(int(number))
+        _require(token is not None and isinstance(fields, dict))
+        _require(all(getattr(token, field) == value for field, value in fields.items() if field != "__type"))
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
@@ -150,14 +177,14 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     _require(not (folder / "additional_chat_templates").exists())
     _require(not list(folder.glob("chat_template_*.jinja")))
     file = folder / "chat_template.jinja"
-    given = open_text(file) if file.is_file() else settings.get("chat_template")
-    if given is None:  # some exporters write the template as processors have it
-        given = _json(folder / "chat_template.json").get("chat_template")
-    if isinstance(given, list):
-        given = {item["name"]: item["template"] for item in given}.get("default")
-        _require(given is not None)
-    _require(given is None or isinstance(given, str))
-    return given
+    template = open_text(file) if file.is_file() else settings.get("chat_template")
+    if template is None:  # some exporters write the template as processors have it
+        template = _json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        template = {item["name"]: item["template"] for item in template}.get("default")
+        _require(template is not None)
+    _require(template is None or isinstance(template, str))
+    return template
 
 
 def _read(folder: Path) -> _Parts:
@@ -198,12 +225,87 @@ def _transformers(folder: str) -> Any:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{folder}: the tokenizer cannot be read: {reason}") from error
     tokenizer.model_max_length = 10**12  # whole texts are encoded here; the cache's capacity is what is checked
-    alone, processor = Path(folder) / "chat_template.jinja", Path(folder) / "chat_template.json"
-    if isinstance(tokenizer.chat_template, str) and alone.is_file():
-        tokenizer.chat_template = open_text(alone)  # transformers would keep a byte-order mark in every prompt
+    template, processor = Path(folder) / "chat_template.jinja", Path(folder) / "chat_template.json"
+    if isinstance(tokenizer.chat_template, str) and template.is_file():
+        tokenizer.chat_template = open_text(template)  # transformers would keep a byte-order mark in every prompt
     elif tokenizer.chat_template is None and processor.is_file():
         tokenizer.chat_template = read_object(processor).get("chat_template")
     return tokenizer
+
+
+# --- Chat templates ---
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}` marks what the assistant wrote. The text is what stands inside."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as a set of the class)
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # Jinja's own filter escapes what HTML would misread.
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    """Compile a template. A checkpoint's template is a stranger's code: it runs in Jinja's sandbox."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    now = lambda format: datetime.now().strftime(format)  # noqa: E731
+    helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": now}
+    environment.globals.update(helpers)
+    return environment.from_string(source)
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether a value is made of JSON's types alone, so that a template may see it."""
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without its empty fields, its reasoning under each name that templates read."""
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[key] for key in REASONING if key in fields), None)
+    if reasoning is None:
+        return fields
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+
+
+def _render(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    """Render a chat template of messages and variables of JSON's types alone.
+
+    A template that refuses the conversation, or is in error, is refused with its own message or the place of its error.
+    """
+    context = {"tools": None, "documents": None} | variables
+    try:
+        conversation = [_message(message) for message in messages]
+        return _compiled(source).render(messages=conversation, **context)
+    except jinja2.TemplateSyntaxError as error:
+        reason = f"line {error.lineno}: {error.message}"
+        raise UserError(f"the chat template cannot be read: {reason}") from error
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise UserError(f"the chat template does not take these messages: {error}") from error
+
+
+# --- What users hold ---
 
 
 class _Encoded(dict):
@@ -233,29 +335,29 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str, parts: _Parts):
-        vars(self).update(_folder=folder, _parts=parts, _other=None)
+        vars(self).update(_folder=folder, _parts=parts, _substitute=None)
 
-    def _full(self) -> Any:
+    def _take_substitute(self) -> Any:
         """Transformers' tokenizer of the folder, which answers from now on."""
-        if self._other is None:
-            vars(self)["_other"] = _transformers(self._folder)
-        return self._other
+        if self._substitute is None:
+            vars(self)["_substitute"] = _transformers(self._folder)
+        return self._substitute
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_folder", "_parts", "_other"):
+        if name.startswith("__") or name in ("_folder", "_parts", "_substitute"):
             raise AttributeError(name)  # of an object that is being copied
-        if self._other is None:
+        if self._substitute is None:
             stem = name.removesuffix("_id")
             if stem in NAMED or stem in self._parts.named:
                 token = self._parts.named.get(stem)
                 return token if name == stem or token is None else self._parts.backend.token_to_id(token)
-        return getattr(self._full(), name)
+        return getattr(self._take_substitute(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._full(), name, value)
+        setattr(self._take_substitute(), name, value)
 
     def __len__(self) -> int:
-        return len(self._other) if self._other is not None else self._parts.backend.get_vocab_size()
+        return len(self._substitute) if self._substitute is not None else self._parts.backend.get_vocab_size()
 
     def __bool__(self) -> bool:
         return True
@@ -263,37 +365,38 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer({Path(self._folder).name}: {len(self)} tokens, {self.special_tokens_map})"
 
-    def __call__(self, text: Any, *more: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+    def __call__(self, text: Any, *arguments: Any, add_special_tokens: bool = True, **options: Any) -> Any:
         """Encode a text, or a list of texts.
 
         Args:
             text: a string or a list of strings.
-            more: further arguments, for transformers' tokenizer.
+            arguments: further arguments, for transformers' tokenizer.
             add_special_tokens: put the tokenizer's own tokens around the text, as models were trained.
             options: further options, for transformers' tokenizer.
 
         Returns:
             `input_ids` and `attention_mask`, of each text for a list.
         """
-        simple = isinstance(text, str) or (isinstance(text, list) and all(isinstance(one, str) for one in text))
-        if self._other is not None or more or options or not simple:
-            return self._full()(text, *more, add_special_tokens=add_special_tokens, **options)
+        texts = [text] if isinstance(text, str) else text
+        readable = isinstance(texts, list) and all(isinstance(item, str) for item in texts)
+        if self._substitute is not None or arguments or options or not readable:
+            return self._take_substitute()(text, *arguments, add_special_tokens=add_special_tokens, **options)
         if isinstance(text, list):
             ids = [item.ids for item in self._parts.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
             return _Encoded(input_ids=ids, attention_mask=[[1] * len(row) for row in ids])
         ids = self._parts.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return _Encoded(input_ids=ids, attention_mask=[1] * len(ids))
 
-    def encode(self, text: Any, *more: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
+    def encode(self, text: Any, *arguments: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
         """Token ids of a text."""
-        if self._other is not None or more or options or not isinstance(text, str):
-            return self._full().encode(text, *more, add_special_tokens=add_special_tokens, **options)
+        if self._substitute is not None or arguments or options or not isinstance(text, str):
+            return self._take_substitute().encode(text, *arguments, add_special_tokens=add_special_tokens, **options)
         return self(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
         """The text of token ids: an id, a list or an array of them; of a list of lists a list of texts."""
-        if self._other is not None or any(options.values()):
-            return self._full().decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+        if self._substitute is not None or any(options.values()):
+            return self._take_substitute().decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
         ids = _numbers(token_ids)
         if isinstance(ids, list) and ids and isinstance(ids[0], list):
             return [self._parts.backend.decode(row, skip_special_tokens=skip_special_tokens) for row in ids]
@@ -306,32 +409,32 @@ class Tokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         """Every token with its id."""
-        return self._other.get_vocab() if self._other is not None else self._parts.backend.get_vocab()
+        return self._substitute.get_vocab() if self._substitute is not None else self._parts.backend.get_vocab()
 
     @property
     def backend_tokenizer(self) -> Any:
         """The object of the `tokenizers` library."""
-        return self._other.backend_tokenizer if self._other is not None else self._parts.backend
+        return self._substitute.backend_tokenizer if self._substitute is not None else self._parts.backend
 
     @property
     def chat_template(self) -> Any:
         """The folder's chat template, or None."""
-        return self._other.chat_template if self._other is not None else self._parts.template
+        return self._substitute.chat_template if self._substitute is not None else self._parts.template
 
     @chat_template.setter
     def chat_template(self, value: Any) -> None:
-        self._full().chat_template = value
+        self._take_substitute().chat_template = value
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Special tokens by their names, such as eos_token."""
-        return self._other.special_tokens_map if self._other is not None else dict(self._parts.named)
+        return self._substitute.special_tokens_map if self._substitute is not None else dict(self._parts.named)
 
     @property
     def all_special_tokens(self) -> list[str]:
         """Every special token."""
-        if self._other is not None:
-            return self._other.all_special_tokens
+        if self._substitute is not None:
+            return self._substitute.all_special_tokens
         added = self._parts.backend.get_added_tokens_decoder().values()
         return list(dict.fromkeys([*self._parts.named.values(), *(t.content for t in added if t.special)]))
 
@@ -366,28 +469,26 @@ class Tokenizer:
             UserError: for a conversation that the template refuses.
         """
         messages = conversation if isinstance(conversation, list) else None
-        simple = bool(messages) and all(type(message) is dict for message in messages or ())
-        simple = simple and is_plain(messages) and is_plain(options) and not FULL_OPTIONS & options.keys()
-        if self._other is not None or not simple or not isinstance(self.chat_template, str):
+        readable = bool(messages) and all(type(message) is dict for message in messages or ())
+        readable = readable and _is_plain(messages) and _is_plain(options)
+        readable = readable and not FULL_OPTIONS & options.keys()
+        if self._substitute is not None or not readable or not isinstance(self.chat_template, str):
             options |= {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
-            return self._full().apply_chat_template(conversation, return_dict=return_dict, **options)
+            return self._take_substitute().apply_chat_template(conversation, return_dict=return_dict, **options)
         variables = self.special_tokens_map | options | {"add_generation_prompt": add_generation_prompt}
-        text = render(self.chat_template, messages or [], **variables)
+        text = _render(self.chat_template, messages or [], **variables)
         if not tokenize:
             return text
         encoded = self(text, add_special_tokens=False)
         return encoded if return_dict else encoded["input_ids"]
 
 
-FULL_OPTIONS = frozenset({
-    "tools", "documents", "chat_template", "continue_final_message", "padding", "truncation", "max_length",
-    "return_tensors", "tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens",
-})  # fmt: skip
-
-
 @functools.lru_cache(maxsize=8)
 def open_tokenizer(folder: str) -> Any:
-    """The tokenizer of a model's folder.
+    """Open the tokenizer of a model's folder.
+
+    Args:
+        folder: the folder.
 
     Returns:
         A `Tokenizer`, or transformers' own where the folder needs it.

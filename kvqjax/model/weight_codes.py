@@ -23,31 +23,46 @@ __all__ = ["WEIGHT_GROUP", "CodedWeight", "code_weight", "pack_nibbles", "place_
 
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 WEIGHT_GROUP = 128  # inputs per scale at most
-LEAST_GROUP = 8  # inputs: of fewer, scales would take more than a quarter of what the codes do
+LEAST_GROUP = 8  # inputs; of fewer, scales would take more than a quarter of what the codes do
 WORD = 8  # 4-bit codes of a 32-bit word
 
 
+# --- Words of 4-bit codes ---
+
+
 def pack_nibbles(codes: UInt[Array, "*L I O"]) -> UInt[Array, "*L P O"]:
-    """Eight 4-bit codes of consecutive inputs per 32-bit word, the first in the lowest bits."""
+    """Pack 4-bit codes of eight consecutive inputs into a 32-bit word, the first in the lowest bits."""
     *lead, inputs, outputs = codes.shape
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape((1,) * (len(lead) + 1) + (8, 1))
-    return (codes.astype(jnp.uint32).reshape(*lead, inputs // 8, 8, outputs) << shifts).sum(-2, dtype=jnp.uint32)
+    words = codes.astype(jnp.uint32).reshape(*lead, inputs // WORD, WORD, outputs)
+    return (words << _shifts(len(lead))).sum(-2, dtype=jnp.uint32)
 
 
 def unpack_nibbles(words: UInt[Array, "*L P O"]) -> UInt[Array, "*L I O"]:
-    """The inverse of `pack_nibbles`."""
+    """Unpack what `pack_nibbles` packed."""
     *lead, rows, outputs = words.shape
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape((1,) * (len(lead) + 1) + (8, 1))
-    return ((words[..., None, :] >> shifts) & jnp.uint32(15)).reshape(*lead, 8 * rows, outputs)
+    codes = (words[..., None, :] >> _shifts(len(lead))) & jnp.uint32(15)
+    return codes.reshape(*lead, WORD * rows, outputs)
+
+
+def _shifts(lead: int) -> UInt[Array, "*L 8 1"]:
+    """The place of each code in its word, along the last axis but one."""
+    return jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape((1,) * (lead + 1) + (WORD, 1))
+
+
+# --- Coded matrices ---
 
 
 class CodedWeight(struct.PyTreeNode):
-    """One stacked matrix [L, I, O]. `codes`: int8 as they are; of 4 bits eight to a word, 8 added to each, the last
-    word filled up with `padding` codes of no input. `scale` is in the compute dtype; each is that of ceil(I / N)
-    inputs, the last one of what is left."""
+    """One stacked matrix [L, I, O].
 
-    codes: Leaf  # Int8[L, I, O] or UInt32[L, ceil(I/8), O]
-    scale: Leaf  # Float[L, N, O], N groups of inputs
+    Attributes:
+        codes: of 8 bits Int8[L, I, O]; of 4 bits UInt32[L, ceil(I/8), O], eight to a word with 8 added to each.
+        scale: Float[L, N, O] in the compute dtype, each of ceil(I / N) inputs, the last one of what is left.
+        padding: codes of no input that fill up the last word.
+    """
+
+    codes: Leaf
+    scale: Leaf
     padding: int = struct.field(pytree_node=False, default=0)
 
     @property
@@ -70,49 +85,77 @@ class CodedWeight(struct.PyTreeNode):
 
 
 def _group(inputs: int) -> int:
-    """Choose how many inputs share a scale: as many as divide 128 and the inputs; where that would be very few, equal
-    parts of at most 128, of which the last may be shorter."""
+    """Choose how many inputs share a scale.
+
+    They are as many as divide 128 and the inputs. Where that would be very few, they are equal parts of at most 128, of
+    which the last may be shorter.
+    """
     group = math.gcd(inputs, WEIGHT_GROUP)
     return group if group >= LEAST_GROUP else -(-inputs // -(-inputs // WEIGHT_GROUP))
 
 
 @functools.partial(jax.jit, static_argnames="bits")
 def code_weight(weight: Float[Array, "*L I O"], bits: int) -> CodedWeight:
-    """`weight` of any width in 8 or 4 bits. A group of zeros has scale 0. Raises UserError for other bits."""
+    """Code a matrix in 8 or 4 bits.
+
+    Args:
+        weight: the matrix, of any width.
+        bits: 8 or 4.
+
+    Returns:
+        Codes and scales. A group of zeros has scale 0.
+
+    Raises:
+        UserError: for other bits.
+    """
     *lead, inputs, outputs = weight.shape
     if bits not in (4, 8):
         raise UserError(f"bits={bits}; weights are coded in 8 or 4 bits")
     limit, group = 2 ** (bits - 1) - 1, _group(inputs)
-    wide = _padded(weight.astype(jnp.float32), -inputs % group)
-    groups = wide.reshape(*lead, -1, group, outputs)
+    padded = _pad(weight.astype(jnp.float32), -inputs % group)
+    groups = padded.reshape(*lead, -1, group, outputs)
     scale = (jnp.abs(groups).max(-2) / limit).astype(weight.dtype)
+    # Codes are those of the scale as it is stored, rounded to the weight's dtype.
     divisor = scale.astype(jnp.float32)[..., None, :]
-    codes = jnp.clip(jnp.round(groups / jnp.where(divisor > 0, divisor, 1.0)), -limit, limit).reshape(wide.shape)
-    codes = codes[..., :inputs, :]
+    codes = jnp.round(groups / jnp.where(divisor > 0, divisor, 1.0))
+    codes = jnp.clip(codes, -limit, limit).reshape(padded.shape)[..., :inputs, :]
     if bits == 8:
         return CodedWeight(codes=codes.astype(jnp.int8), scale=scale)
     padding = -inputs % WORD
-    return CodedWeight(
-        codes=pack_nibbles((_padded(codes, padding) + 8).astype(jnp.uint32)), scale=scale, padding=padding
-    )
+    words = pack_nibbles((_pad(codes, padding) + 8).astype(jnp.uint32))
+    return CodedWeight(codes=words, scale=scale, padding=padding)
 
 
-def _padded(x: Float[Array, "*L I O"], inputs: int) -> Float[Array, "*L P O"]:
+def _pad(x: Float[Array, "*L I O"], inputs: int) -> Float[Array, "*L P O"]:
     """`x` with so many inputs of zeros behind its own."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, inputs), (0, 0)]) if inputs else x
 
 
 def place_codes(weight: CodedWeight, sharding: NamedSharding) -> CodedWeight:
-    """`weight` placed as its decoded matrix would be. Where devices share out a group's inputs, each has its scale: the
-    decoded matrix stays the same. Raises UserError where a device's share would cut a word of eight codes."""
+    """Place a coded matrix as its decoded matrix would be.
+
+    Where devices share out a group's inputs, each has its scale: the decoded matrix stays the same.
+
+    Args:
+        weight: the coded matrix.
+        sharding: the placement of the decoded matrix.
+
+    Returns:
+        The coded matrix on these devices.
+
+    Raises:
+        UserError: where a device's share would cut a word of eight codes.
+    """
     codes, scale = weight.codes, weight.scale
     axes = (*sharding.spec, *[None] * codes.ndim)[codes.ndim - 2]
-    parts = math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
-    if codes.shape[-2] % parts or (parts > 1 and weight.padding):
-        raise UserError(f"{parts} devices cannot share out {codes.shape[-2]} rows of codes of {weight.kind} weights")
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    rows = codes.shape[-2]
+    if rows % parts or (parts > 1 and weight.padding):
+        raise UserError(f"{parts} devices cannot share out {rows} rows of codes of {weight.kind} weights")
     if parts > 1:
-        inputs = codes.shape[-2] * (1 if weight.kind == "int8" else WORD)
+        inputs = rows * (1 if weight.kind == "int8" else WORD)
         group = -(-inputs // scale.shape[-2])
-        each = math.gcd(group, inputs // parts)  # inputs of a scale that lies on one device
-        scale = scale[..., np.arange(0, inputs, each) // group, :]
+        shared = math.gcd(group, inputs // parts)  # inputs of a scale that lie on one device
+        scale = scale[..., np.arange(0, inputs, shared) // group, :]
     return jax.device_put(weight.replace(codes=codes, scale=scale), sharding)

@@ -1,43 +1,188 @@
-"""The weights of a decoder as a pytree: their two forms, and random ones."""
+"""The weights of a decoder as a pytree: their names and shapes, their two forms, the tiles in which they lie.
+
+    params = {"embed": [V, E], "norm": [E], "head": [E, V] (absent when tied), "layers": a stack or a list}
+
+A stack has one array a name, with the layers in front. A list has one dict a layer. kvqjax/model/decoder.py says which
+form is for what.
+
+Weights that only some layers have, or that are read expert by expert, are rows of a stack of their own:
+
+    {"q": [L, E, H*D], "gate": Rows([2, E, F], layers=(0, 3)), "experts_gate": Rows([L-2, X, E, F], layers=(1, 2, ...))}
+
+A loop over stacked layers knows its layer only as data. A `Row` is therefore a promise: which row of the stack, and
+whether this layer has one at all. What is read of it is cut out of the stack where it is used, inside a branch or a
+loop over experts. Cut out before, all experts of the layer would be copied.
+"""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from flax import struct
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
+from jaxtyping import Array, Int
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.experts import BY_EXPERT, Rows, is_unrolled
+from kvqjax.model.weight_codes import CodedWeight
 
-__all__ = ["Params", "init_params", "is_unrolled", "stacked", "stored_layers", "unrolled"]
+__all__ = [
+    "BY_EXPERT",
+    "MATRICES",
+    "SPARSE",
+    "Layer",
+    "Params",
+    "Row",
+    "Rows",
+    "as_multiplied",
+    "init_params",
+    "is_unrolled",
+    "read_weight",
+    "stacked",
+    "stored_layers",
+    "tiles_of",
+    "unrolled",
+]
 
 Params = dict
 Layer = dict
-LARGE_LAYER, DEEPEST = 2**26, 48  # bytes of weights, layers
-SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")
+Leaf = Any  # an array, a CodedWeight, or whatever a tree map puts in its place
+
+BY_EXPERT = ("experts_gate", "experts_up", "experts_down")  # [X, E, F], [X, E, F], [X, F, E]
+SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")  # of layers with experts
+
+# The parameters that are matrices [in, out]. The others are vectors, and the embedding is a table of rows.
+MATRICES = frozenset({
+    "head",
+    *(f"layers/{name}" for name in ("q", "k", "v", "o", "gate", "up", "down", *SPARSE)),
+})  # fmt: skip
+
+
+# --- Leaves that are rows of a stack ---
+
+
+def _decoded(leaf: Leaf) -> Leaf:
+    return leaf.decoded() if isinstance(leaf, CodedWeight) else leaf
+
+
+class Row(struct.PyTreeNode):
+    """One layer's row of a stack.
+
+    Attributes:
+        stack: the stack [N, ...].
+        number: the row, Int[]; any row where the layer has none.
+        here: whether the layer has one, Bool[].
+    """
+
+    stack: Leaf
+    number: Leaf
+    here: Leaf
+
+    def read(self) -> Leaf:
+        """Cut out all of the row, in the compute dtype."""
+        cut = lambda a: jax.lax.dynamic_index_in_dim(a, self.number, keepdims=False)  # noqa: E731
+        return _decoded(jax.tree.map(cut, self.stack))
+
+    @property
+    def experts(self) -> int:
+        """How many experts this device holds."""
+        return jax.tree.leaves(self.stack)[0].shape[1]
+
+    def expert(self, number: Int[Array, ""] | int) -> Leaf:
+        """Cut out one expert's matrix [I, O], in the compute dtype."""
+
+        def cut(a):
+            starts = (self.number, number, *[0] * (a.ndim - 2))
+            return jax.lax.dynamic_slice(a, starts, (1, 1, *a.shape[2:]))[0, 0]
+
+        return _decoded(jax.tree.map(cut, self.stack))
+
+
+class Rows(struct.PyTreeNode):
+    """A stack that not every layer has a row of.
+
+    Attributes:
+        stack: the stack; row i belongs to layer `layers[i]`.
+        layers: the layers that have one, in order.
+    """
+
+    stack: Leaf
+    layers: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def row(self, layer: Int[Array, ""] | int) -> Row | None:
+        """The row of a layer; None where a plain number says that it has none."""
+        if not isinstance(layer, jax.core.Tracer):
+            here = int(layer) in self.layers
+            return Row(self.stack, self.layers.index(int(layer)), True) if here else None
+        known = np.arange(self.layers[-1] + 1)
+        numbers = np.searchsorted(self.layers, known).astype(np.int32)
+        here = np.isin(known, self.layers)
+        # Layers behind the last one of the tables have no row either.
+        inside = jnp.clip(layer, 0, len(known) - 1)
+        exists = jnp.asarray(here)[inside] & (layer < len(known))
+        return Row(self.stack, jnp.asarray(numbers)[inside], exists)
+
+
+def read_weight(weight: Row | Leaf) -> Leaf:
+    """Read a layer's weight in the compute dtype, whether or not it is a row that is still to be cut out."""
+    return weight.read() if isinstance(weight, Row) else _decoded(weight)
+
+
+# --- The two forms of the layers ---
+
+LARGE_LAYER = 2**26  # bytes of weights; from here on a CPU's list is worth its compilation
+DEEPEST = 48  # layers; a list of more takes too long to compile on a CPU
+
+
+def is_unrolled(params: Params) -> bool:
+    """Say whether the layers' weights are a list of one dict a layer. A list has no rows to be read."""
+    return isinstance(params["layers"], list | tuple)
 
 
 def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
-    """Say how the layers of a model are stored by default: "unroll" (each by itself) on GPUs, "scan" (as stacks) on
-    TPUs. XLA for CPUs copies every matrix out of a stack at every step, which takes as long as the product, but
-    compiles each layer of a list anew, a second or more: that is repaid within a text of some hundred tokens where
-    layers are large, and never in a very deep model."""
+    """Choose how the layers of a model are stored by default.
+
+    XLA for CPUs copies every matrix out of a stack at every step, which takes as long as the product. It compiles each
+    layer of a list anew, a second or more. That is repaid within a text of some hundred tokens where layers are large,
+    and never in a very deep model.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        config: the config of the model.
+        dtype: the compute dtype.
+
+    Returns:
+        "unroll" (each layer by itself) or "scan" (as stacks).
+    """
     if platform != "cpu":
         return "unroll" if platform == "gpu" else "scan"
     shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))["layers"]
-    each = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) * jnp.dtype(dtype).itemsize / config.num_layers
-    return "unroll" if each >= LARGE_LAYER and config.num_layers <= DEEPEST else "scan"
+    numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    layer_bytes = numbers * jnp.dtype(dtype).itemsize / config.num_layers
+    return "unroll" if layer_bytes >= LARGE_LAYER and config.num_layers <= DEEPEST else "scan"
 
 
 def unrolled(params: Params) -> Params:
-    """The same weights with every layer's arrays by themselves. One stacked matrix after the other is taken apart, so
-    that no second copy of all weights exists if the caller keeps none."""
+    """Make a list of the layers' weights.
+
+    One stacked matrix after the other is taken apart, so that no second copy of all weights exists if the caller keeps
+    none.
+
+    Args:
+        params: the weights in either form.
+
+    Returns:
+        The same weights with every layer's arrays by themselves.
+    """
     if is_unrolled(params):
         return params
-    rest = dict(params["layers"])
-    layers = [{} for _ in rest["attn_norm"]]
-    for name in list(rest):
-        stack = rest.pop(name)
+    stacks = dict(params["layers"])
+    layers = [{} for _ in stacks["attn_norm"]]
+    for name in list(stacks):
+        stack = stacks.pop(name)
         numbers = stack.layers if isinstance(stack, Rows) else range(len(layers))
         stack = stack.stack if isinstance(stack, Rows) else stack
         for row, index in enumerate(numbers):
@@ -46,65 +191,146 @@ def unrolled(params: Params) -> Params:
 
 
 def stacked(params: Params) -> Params:
-    """The same weights as one stack a name, which is a second copy of a list's."""
+    """Make stacks of the layers' weights, which is a second copy of a list's.
+
+    Args:
+        params: the weights in either form.
+
+    Returns:
+        The same weights as one stack a name.
+    """
     if not is_unrolled(params):
         return params
-    layers, join = params["layers"], lambda *parts: jnp.stack(parts)
-    found = {}
-    for name in dict.fromkeys(name for own in layers for name in own):
-        numbers = tuple(index for index, own in enumerate(layers) if name in own)
-        stack = jax.tree.map(join, *(layers[index][name] for index in numbers))
-        found[name] = Rows(stack, numbers) if name in SPARSE or len(numbers) < len(layers) else stack
-    return params | {"layers": found}
+    layers, stacks = params["layers"], {}
+    for name in dict.fromkeys(name for weights in layers for name in weights):
+        numbers = tuple(index for index, weights in enumerate(layers) if name in weights)
+        parts = [layers[index][name] for index in numbers]
+        stack = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
+        partial = name in SPARSE or len(numbers) < len(layers)
+        stacks[name] = Rows(stack, numbers) if partial else stack
+    return params | {"layers": stacks}
+
+
+# --- Random weights, and with them every name and shape ---
 
 
 def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
-    """Random weights: normal with variance 1/fan_in, residual outputs scaled down by sqrt(2 L); norms one, biases
-    zero."""
+    """Draw random weights.
+
+    Matrices are normal with variance 1/fan_in; those that write into the residual stream are smaller by sqrt(2 L), so
+    that its variance does not grow with depth. Norms are one, biases zero.
+
+    Args:
+        key: the random key.
+        config: the config of the model.
+        dtype: the dtype of the weights.
+
+    Returns:
+        The weights, with the layers as stacks.
+    """
     c, count = config, config.num_layers
-    shapes = {
+    attention = {
         "q": (c.width, c.query_width),
         "k": (c.width, c.kv_width),
         "v": (c.width, c.kv_width),
         "o": (c.query_width, c.width),
     }
-    own = shapes | _mlp_shapes("", c.width, c.mlp_width) | _expert_shapes(config)
-    keys = dict(zip([*own, "embed", "head"], jax.random.split(key, len(own) + 2), strict=True))
+    shapes = attention | _mlp_shapes("", c.width, c.mlp_width) | _expert_shapes(config)
+    drawn = [*shapes, "embed", "head"]
+    keys = dict(zip(drawn, jax.random.split(key, len(drawn)), strict=True))
 
-    def stack(name: str, shape: tuple[int, ...], rows: int):
-        drawn = jax.random.normal(keys[name], (rows, *shape), dtype) * shape[-2] ** -0.5
-        return drawn * (2 * count) ** -0.5 if name.endswith(("o", "down")) else drawn
+    def draw(name: str, shape: tuple[int, ...], rows: int):
+        stack = jax.random.normal(keys[name], (rows, *shape), dtype) * shape[-2] ** -0.5
+        return stack * (2 * count) ** -0.5 if name.endswith(("o", "down")) else stack
+
+    def layers_of(name: str) -> tuple[int, ...]:
+        if name in SPARSE:
+            return c.sparse_layers
+        return tuple(range(count)) if name in attention else c.dense_layers
 
     layers = {}
-    for name, shape in own.items():
-        numbers = c.sparse_layers if name in SPARSE else range(count) if name in shapes else c.dense_layers
+    for name, shape in shapes.items():
+        numbers = layers_of(name)
         if numbers:
-            drawn = stack(name, shape, len(numbers))
-            layers[name] = drawn if len(numbers) == count and name not in SPARSE else Rows(drawn, tuple(numbers))
-    ones = {"attn_norm": c.width, "mlp_norm": c.width}
+            stack = draw(name, shape, len(numbers))
+            complete = len(numbers) == count and name not in SPARSE
+            layers[name] = stack if complete else Rows(stack, numbers)
+    norms = {"attn_norm": c.width, "mlp_norm": c.width}
     if c.qk_norm:
-        ones |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
-    layers |= {name: jnp.ones((count, size), dtype) for name, size in ones.items()}
+        norms |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
+    layers |= {name: jnp.ones((count, size), dtype) for name, size in norms.items()}
     if c.qkv_bias:
         sizes = {"q_bias": c.query_width, "k_bias": c.kv_width, "v_bias": c.kv_width}
         layers |= {name: jnp.zeros((count, size), dtype) for name, size in sizes.items()}
-    params = {"embed": jax.random.normal(keys["embed"], (c.vocab_size, c.width), dtype) * 0.02}
-    params |= {"norm": jnp.ones((c.width,), dtype), "layers": layers}
+    embedding = jax.random.normal(keys["embed"], (c.vocab_size, c.width), dtype) * 0.02
+    params = {"embed": embedding, "norm": jnp.ones((c.width,), dtype), "layers": layers}
     if not c.tied_embeddings:
-        params["head"] = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype) * c.width**-0.5
+        head = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype)
+        params["head"] = head * c.width**-0.5
     return params
 
 
 def _mlp_shapes(prefix: str, width: int, inner: int, *lead: int) -> dict[str, tuple[int, ...]]:
-    into, back = (*lead, width, inner), (*lead, inner, width)
-    return {f"{prefix}gate": into, f"{prefix}up": into, f"{prefix}down": back}
+    inward, outward = (*lead, width, inner), (*lead, inner, width)
+    return {f"{prefix}gate": inward, f"{prefix}up": inward, f"{prefix}down": outward}
 
 
 def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """What a sparse layer has in place of an MLP."""
-    c, x = config, config.experts
-    if x is None:
+    width, experts = config.width, config.experts
+    if experts is None:
         return {}
-    shapes = {"router": (c.width, x.count)} | _mlp_shapes("experts_", c.width, x.width, x.count)
-    shared = _mlp_shapes("shared_", c.width, x.shared_width) | {"shared_router": (c.width, 1)}
-    return shapes | (shared if x.shared_width else {})
+    shapes = {"router": (width, experts.count)}
+    shapes |= _mlp_shapes("experts_", width, experts.width, experts.count)
+    if experts.shared_width:
+        shapes |= _mlp_shapes("shared_", width, experts.shared_width)
+        shapes["shared_router"] = (width, 1)
+    return shapes
+
+
+# --- Tiles ---
+#
+# XLA for a TPU v7x multiplies by 16-bit matrices in tiles of 16 x 128 numbers, but holds what it is given in tiles of
+# 8 x 128. Every call would lay all weights out anew and hold them twice. A jitted function takes its arguments in the
+# tiles in which they lie, so matrices are stored as they are multiplied. Rows of the embedding are read from the
+# default tiles, so it stays as it is, and a head that is tied to it is laid out anew. What has no 16-bit numbers stays
+# as it is, too.
+
+CHIP = "TPU7x"  # how the device kinds of these chips begin
+TALL = ((16, 128), (2, 1))  # tiles of 16 x 128 numbers, two rows to a 32-bit word
+
+
+def tiles_of(name: str, x, place: Sharding) -> Sharding | Format:
+    """Say where a parameter lies.
+
+    Args:
+        name: the name of the parameter ("head", "layers/q").
+        x: anything of the shape and dtype of the parameter.
+        place: the devices on which it lies.
+
+    Returns:
+        `place` itself, or its devices with the tiles there where these are not XLA's default.
+    """
+    chip = next(iter(place.device_set)).device_kind
+    if not chip.startswith(CHIP) or name not in MATRICES or x.dtype.itemsize != 2:
+        return place
+    return Format(Layout(tuple(range(x.ndim)), tiling=TALL), place)
+
+
+def as_multiplied(params: Params, put: Callable = jax.device_put) -> Params:
+    """Lay weights in the tiles in which their chip multiplies by them.
+
+    Args:
+        params: arrays, or shapes with a sharding.
+        put: `put(x, place)` moves one that lies otherwise to where `tiles_of` says.
+
+    Returns:
+        The same weights. What lies as it should is not moved.
+    """
+
+    def lay(path, x):
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        place = tiles_of("/".join(names), x, x.sharding)
+        return x if place in (x.sharding, x.format) else put(x, place)
+
+    return jax.tree_util.tree_map_with_path(lay, params)

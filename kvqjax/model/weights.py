@@ -1,18 +1,23 @@
-"""safetensors <-> params pytree (names in kvqjax/model/decoder.py) without torch.
+"""safetensors <-> the pytree of weights (kvqjax/model/weight_trees.py), without torch.
 
-Hugging Face stores linear layers as [out, in]; ours are [in, out] and stacked over layers. Of one parameter after the
+Hugging Face stores linear layers as [out, in]. Ours are [in, out] and stacked over layers. Of one parameter after the
 other, some layers are read at a time, on every device the slice that lies there, and written into their place in the
 stack, which is donated: a load holds the weights and `PIECE` bytes, or one layer's experts, besides.
+
+In the order of a load: names, the parameters and their tensors, which tensors are read, reading and placing them.
 """
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,86 +27,270 @@ from safetensors.numpy import save_file
 
 from kvqjax._errors import UserError
 from kvqjax._files import read_object
-from kvqjax.model.checkpoint import open_checkpoint
+from kvqjax.model.checkpoint import (
+    Checkpoint,
+    StoredWeight,
+    Tensor,
+    decode_slice,
+    find_weight,
+    open_checkpoint,
+    read_slice,
+    sample,
+)
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.experts import Rows
-from kvqjax.model.hf_config import config_to_hf
-from kvqjax.model.stored import Stored, decoded, read_scheme
+from kvqjax.model.hf_config import Scheme, config_to_hf, read_scheme
+from kvqjax.model.hf_families import FAMILIES
 from kvqjax.model.weight_codes import code_weight, place_codes
-from kvqjax.model.weight_names import Parameter, experts_apart, language_part, parameters
-from kvqjax.model.weight_sources import sources
-from kvqjax.model.weight_tiles import as_multiplied, tiles_of
-from kvqjax.model.weight_trees import Params
+from kvqjax.model.weight_trees import (
+    MATRICES,
+    Params,
+    Rows,
+    as_multiplied,
+    init_params,
+    tiles_of,
+)
 
-__all__ = ["ShardingRule", "load_params", "save_params"]
+__all__ = ["Parameter", "ShardingRule", "load_params", "parameters", "save_params"]
 
 ShardingRule = Callable[[str], jax.sharding.Sharding]
 
-_PROGRESS_AFTER_SECONDS = 2.0
 PIECE = 2**28  # bytes of layers that are read before they are written into their stack
+_PROGRESS_AFTER_SECONDS = 2.0  # a shorter load shows no bar
 
 
-def _fill(sources: list[list[Stored]], by_expert: bool, matrix: bool, shape, dtype: np.dtype, index: tuple[slice, ...]):
-    """One device's slice of some layers' parameter, [layers, ...], each tensor read from disk straight into its
-    place."""
-    index = tuple(slice(*s.indices(size)) for s, size in zip(index, shape, strict=True))
-    inner = index[2:] if by_expert else index[1:]
-    inner = inner[::-1] if matrix else inner
-    block = np.empty([s.stop - s.start for s in index], dtype)
-    for places, row in zip(block, sources[index[0]], strict=True):
-        for place, stored in zip(places if by_expert else [places], row[index[1]] if by_expert else row, strict=True):
-            piece = decoded(stored, inner)
-            with np.errstate(over="ignore"):  # an overflow to float16 is refused below, with the tensor's name
-                place[...] = (piece.T if matrix else piece).astype(dtype)
-            if dtype == np.float16 and not np.isfinite(place).all():
-                file = next(iter(stored.parts.values())).file
-                raise UserError(f"{file}: {stored.name!r} exceeds float16's range; load as bf16 or f32")
-    return block
+# --- Names ---
+
+# Our names -> those of Hugging Face. Names under "layers/" exist once per layer, those with {} once per expert too.
+# What one family names otherwise stands in kvqjax/model/hf_families.py.
+_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "layers/attn_norm": "input_layernorm.weight",
+    "layers/mlp_norm": "post_attention_layernorm.weight",
+    "layers/router": "mlp.gate.weight",
+    "layers/shared_router": "mlp.shared_expert_gate.weight",
+    **{f"layers/{n}": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
+    **{f"layers/experts_{n}": f"mlp.experts.{{}}.{n}_proj.weight" for n in ("gate", "up", "down")},
+    **{f"layers/shared_{n}": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
+    **{f"layers/{n}": f"self_attn.{n}_proj.weight" for n in "qkvo"},
+    **{f"layers/{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkv"},
+    **{f"layers/{n}_norm": f"self_attn.{n}_norm.weight" for n in "qk"},
+}
+
+# In a checkpoint of pictures and text: what stands in front of the language part's names, and of the vision part's.
+_LANGUAGE = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_VISION = (
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+)  # fmt: skip
+_WRAPPERS = ("module.", "_orig_mod.")  # of data parallel training, of torch.compile
+
+# Newer releases of transformers save one tensor for all experts of a layer. The matrices lie in it one after the other,
+# expert by expert.
+_FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
+_FUSED_NAME = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)(_scale_inv)?")
+_ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
 
 
-def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Array:
-    """An array of what `fill` gives for each device's slice; devices with the same slice share one reading."""
-    if sharding is None:
-        return jax.device_put(fill((slice(None),) * len(shape)))
-    once = functools.cache(lambda spans: fill(tuple(slice(*span) for span in spans)))
-    slices = lambda index: tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))  # noqa: E731
-    return jax.make_array_from_callback(shape, sharding, lambda index: once(slices(index)), dtype=dtype)
+def _hf_name(config: ModelConfig, name: str) -> str:
+    family = FAMILIES.get(config.architecture)
+    return _NAMES[name] if family is None else family.tensor_names.get(name, _NAMES[name])
 
 
-def _over_layers(sharding):
-    """A stack's placement, checked: its layers are written one after the other."""
-    if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
-        raise UserError(f"layers cannot be split over a mesh, as {sharding.spec} would")
-    return sharding
+class Parameter(NamedTuple):
+    """One entry of the pytree of weights.
+
+    Attributes:
+        name: the name in the tree ("embed", "layers/q").
+        layers: the layers that have it; None outside of layers.
+        shape: the shape in one layer.
+        tensors: for each of these layers, the names of the tensors of its experts, or of the one tensor.
+        matrix: whether Hugging Face stores it with its last two axes swapped.
+        rows: whether its stack is `Rows`.
+    """
+
+    name: str
+    layers: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    tensors: tuple[tuple[str, ...], ...]
+    matrix: bool
+    rows: bool
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether each expert's matrix is a tensor of its own."""
+        return self.matrix and len(self.shape) == 3
 
 
-def _put(stack, piece, row):
-    """A stack with some layers' piece from `row` on."""
-    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, 0), stack, piece)
+def parameters(config: ModelConfig) -> list[Parameter]:
+    """List all parameters of a model, from the one place that defines their shapes (`init_params`)."""
+    tree = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
+    layers = {f"layers/{name}": leaf for name, leaf in tree.pop("layers").items()}
+    return [
+        *(
+            Parameter(name, None, leaf.shape, ((_hf_name(config, name),),), name in MATRICES, False)
+            for name, leaf in tree.items()
+        ),
+        *(_layer_parameter(config, name, leaf) for name, leaf in layers.items()),
+    ]
 
 
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar on stderr that appears only when loading takes over two seconds; yields `advance(nbytes)`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
+    rows = isinstance(leaf, Rows)
+    shape = leaf.stack.shape if rows else leaf.shape
+    numbers = leaf.layers if rows else tuple(range(shape[0]))
+    hf_name = _hf_name(config, name)
+    experts = range(shape[1] if "{}" in hf_name else 1)
+    tensors = tuple(tuple(f"model.layers.{index}.{hf_name.format(expert)}" for expert in experts) for index in numbers)
+    return Parameter(name, numbers, shape[1:], tensors, name in MATRICES, rows)
 
-    columns = ("loading weights", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    shown = console.is_terminal or console.is_jupyter
-    bar = Progress(*columns, console=console, transient=True, disable=not shown)
-    task, begun = bar.add_task("", total=total), time.monotonic()
 
-    def advance(nbytes: int):
-        if time.monotonic() - begun > _PROGRESS_AFTER_SECONDS:
-            bar.start()
-        bar.advance(task, nbytes)
+# --- A checkpoint's tensors under the names that transformers gives a language model alone ---
 
-    try:
-        yield advance
-    finally:
-        if bar.live.is_started:  # stopping a bar that never showed would print an empty line
-            bar.stop()
+
+def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text_only: bool) -> Checkpoint:
+    checkpoint = _without_wrappers(checkpoint)
+    checkpoint = _language_part(checkpoint, folder, text_only)
+    return checkpoint if config.experts is None else _experts_apart(checkpoint, config)
+
+
+def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without what wrappers of PyTorch put in front of all names."""
+    for front in _WRAPPERS:
+        if checkpoint and all(name.startswith(front) for name in checkpoint):
+            checkpoint = {name.removeprefix(front): t for name, t in checkpoint.items()}
+    # A decoder that was saved alone lacks the "model." of its names.
+    if "embed_tokens.weight" in checkpoint:
+        inner = ("embed_tokens.", "layers.", "norm.")
+        return {f"model.{name}" if name.startswith(inner) else name: tensor for name, tensor in checkpoint.items()}
+    return checkpoint
+
+
+def _language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Checkpoint:
+    """The tensors of the language model. Those of a vision part are refused, or left out by `text_only`."""
+    vision = sorted(name for name in checkpoint if name.startswith(_VISION))
+    if vision and len(vision) == len(checkpoint):
+        raise UserError(f"{folder}: holds a vision model alone ({vision[0]!r} and its like), no language model")
+    if vision and not text_only:
+        raise UserError(
+            f"{folder}: tensor {vision[0]!r} is of the vision part ({len(vision)} such), "
+            "which is not computed here; "
+            "text_only=True (--text-only) loads the language part without it"
+        )
+    tensors = {}
+    for name, tensor in checkpoint.items():
+        if name.startswith(_VISION):
+            continue
+        front = next((front for front in _LANGUAGE if name.startswith(front)), None)
+        if front is not None:
+            name = _LANGUAGE[front] + name.removeprefix(front)
+        tensors[name] = tensor
+    return tensors
+
+
+def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
+    """The checkpoint with fused tensors of experts as the single matrices that they hold."""
+    tensors = {}
+    for name, tensor in checkpoint.items():
+        fused, router = _FUSED_NAME.fullmatch(name), _ROUTER.fullmatch(name)
+        if fused:
+            tensors |= _expert_matrices(tensor, config, *fused.groups())
+        elif router:
+            tensors[router[1] + _hf_name(config, "layers/router")] = tensor
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _expert_matrices(tensor: Tensor, config: ModelConfig, layer: str, fused: str, scales: str | None) -> Checkpoint:
+    """The parts of one fused tensor [experts, parts * outputs, inputs] by the names that they have alone."""
+    names = _FUSED[fused]
+    if len(tensor.shape) != 3 or 0 in tensor.shape or tensor.shape[1] % len(names):
+        wanted = f"[experts, {len(names)} x outputs, inputs]"
+        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {wanted}")
+    experts, outputs, inputs = tensor.shape
+    nbytes = tensor.nbytes // experts // len(names)
+    matrices = {}
+    for expert, (part, ours) in itertools.product(range(experts), enumerate(names)):
+        name = layer + _hf_name(config, f"layers/{ours}").format(expert) + (scales or "")
+        matrices[name] = dataclasses.replace(
+            tensor,
+            name=name,
+            shape=(outputs // len(names), inputs),
+            start=tensor.start + (expert * len(names) + part) * nbytes,
+            nbytes=nbytes,
+        )
+    return matrices
+
+
+# --- Which tensors are read: all that the model needs, and no other may be left ---
+
+# The last two round activations, not weights.
+_IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")
+
+Sources = list[list[StoredWeight]]  # a parameter's weights by row of its stack, then by expert
+
+
+def _find_sources(
+    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None, folder: Path
+) -> dict[str, Sources]:
+    """What is read for each parameter. Refuses a checkpoint that lacks a tensor, has one of another shape or dtype, or
+    one that nothing would read."""
+    used, sources = set(), {}
+    for parameter in parameters(config):
+        rows = []
+        for names in parameter.tensors:
+            row = [_find_source(checkpoint, parameter, name, scheme, folder) for name in names]
+            rows.append(row)
+            for weight in row:
+                stem = weight.name.removesuffix(".weight")
+                used.update({weight.name, *(f"{stem}.{part}" for part in weight.parts)})
+                used.add(f"{stem}.g_idx")  # GPTQ alone orders its inputs by it; elsewhere it is passed over
+        sources[parameter.name] = rows
+    _check_unread(checkpoint, used, config, folder)
+    return sources
+
+
+def _find_source(
+    checkpoint: Checkpoint, parameter: Parameter, name: str, scheme: Scheme | None, folder: Path
+) -> StoredWeight:
+    shape = parameter.shape[1:] if parameter.by_expert else parameter.shape
+    shape = shape[::-1] if parameter.matrix else shape
+    weight = find_weight(checkpoint, name, scheme)
+    if weight is None:
+        tied = "; config.json says tie_word_embeddings = false" if parameter.name == "head" else ""
+        raise UserError(f"{folder}: tensor {name!r} is missing{tied}")
+    if weight.shape != shape:
+        raise UserError(f"{weight.file}: {name!r} has shape {list(weight.shape)}, wanted {list(shape)}")
+    return weight
+
+
+def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
+    """Refuse tensors that nothing would read: the model would not be the checkpoint's."""
+    unread = sorted(name for name in checkpoint.keys() - used if not name.endswith(_IGNORED))
+    if config.tied_embeddings and "lm_head.weight" in unread:
+        unread.remove("lm_head.weight")
+        head, embedding = checkpoint["lm_head.weight"], checkpoint["model.embed_tokens.weight"]
+        if sample(head) != sample(embedding):
+            raise UserError(
+                f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from embed_tokens.weight"
+            )
+    # GPTQ's tools write biases of zeros for every matrix.
+    unread = [name for name in unread if not _is_zero_bias(checkpoint, name)]
+    if unread:
+        raise UserError(f"{folder}: tensor {unread[0]!r} is not part of {config.architecture} ({len(unread)} such)")
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    coded = name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in checkpoint
+    return coded and not read_slice(checkpoint[name], (slice(None),)).any()
+
+
+# --- Loading ---
 
 
 def load_params(
@@ -114,67 +303,122 @@ def load_params(
     layers: str = "scan",
     text_only: bool = False,
 ) -> Params:
-    """Params pytree of a Hugging Face folder in `dtype`, its layers as stacks ("scan") or a list ("unroll").
+    """Load the weights of a Hugging Face folder.
 
-    `sharding(name)` gives each parameter's placement; names are those of the pytree joined by "/", such as "embed" or
-    "layers/q" (axes as in kvqjax/model/decoder.py, [L, in, out]). None: everything on the default device.
-    `bits` 8 or 4 stores the layers' matrices as codes (kvqjax/model/weight_codes.py), made layer by layer. FP8, GPTQ
-    and AWQ matrices are decoded (kvqjax/model/stored.py). `text_only` leaves out a vision part.
-    Raises UserError for a missing folder, file or tensor, a wrong shape, a truncated or foreign file.
+    Args:
+        folder: the folder. FP8, GPTQ and AWQ matrices are decoded (kvqjax/model/checkpoint.py).
+        config: the config of its model.
+        dtype: the dtype of the weights.
+        sharding: `sharding(name)` gives each parameter's placement. Names are those of the pytree joined by "/", such
+            as "embed" or "layers/q" (axes as in kvqjax/model/decoder.py, [L, in, out]). None: everything on the default
+            device.
+        bits: 8 or 4 stores the layers' matrices as codes (kvqjax/model/weight_codes.py), made layer by layer.
+        layers: "scan" gives stacks, "unroll" a list.
+        text_only: leave out a vision part.
+
+    Returns:
+        The pytree of weights.
+
+    Raises:
+        UserError: for a missing folder, file or tensor, a wrong shape, a truncated or foreign file.
     """
     folder, dtype = Path(folder).expanduser(), np.dtype(dtype)
-    checkpoint = experts_apart(language_part(open_checkpoint(folder), folder, text_only), config)
+    checkpoint = _named_alike(open_checkpoint(folder), config, folder, text_only)
     file = folder / "config.json"
-    found_in = sources(checkpoint, config, read_scheme(read_object(file)) if file.exists() else None, folder)
-    found: dict[str, Any] = {"layers": {}}
-    apart: list[dict] = [{} for _ in range(config.num_layers)]
-    with _progress(sum(x.nbytes for rows in found_in.values() for row in rows for x in row)) as advance:
+    scheme = read_scheme(read_object(file)) if file.exists() else None
+    sources = _find_sources(checkpoint, config, scheme, folder)
+
+    params: dict[str, Any] = {}
+    stacks: dict[str, Any] = {}
+    layer_list: list[dict] = [{} for _ in range(config.num_layers)]
+    total = sum(weight.nbytes for rows in sources.values() for row in rows for weight in row)
+    with _progress(total) as advance:
         for parameter in parameters(config):
-            name, place = parameter.name.removeprefix("layers/"), sharding and sharding(parameter.name)
-            pieces = _pieces(parameter, found_in[parameter.name], dtype, place, bits, layers == "unroll", advance)
+            name = parameter.name.removeprefix("layers/")
+            place = sharding and sharding(parameter.name)
+            single = layers == "unroll"
+            pieces = _pieces(parameter, sources[parameter.name], dtype, place, bits, single, advance)
             if parameter.layers is None:
-                found[name] = next(piece for _, piece in pieces)[0]
-            elif layers == "unroll":
+                params[name] = next(piece for _, piece in pieces)[0]
+            elif single:
                 for row, piece in pieces:
-                    apart[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
+                    layer_list[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
             else:
-                stack = _stacked(pieces, len(parameter.layers), parameter.name)
-                found["layers"][name] = Rows(stack, parameter.layers) if parameter.rows else stack
-    return as_multiplied(found | ({"layers": apart} if layers == "unroll" else {}))
+                stack = _stack(pieces, len(parameter.layers), parameter.name)
+                stacks[name] = Rows(stack, parameter.layers) if parameter.rows else stack
+    return as_multiplied(params | {"layers": layer_list if layers == "unroll" else stacks})
 
 
-def _stacked(pieces: Iterator, rows: int, name: str):
+def _pieces(
+    parameter: Parameter,
+    sources: Sources,
+    dtype: np.dtype,
+    place,
+    bits: int | None,
+    single: bool,
+    advance: Callable,
+) -> Iterator[tuple[int, Any]]:
+    """(first row, array or codes [layers, ...]) of as many layers at a time as `PIECE` bytes hold, or of each layer."""
+    layered = parameter.layers is not None
+    # A router is small, and its scores decide which experts compute.
+    coded = bits is not None and layered and parameter.matrix
+    coded = coded and not parameter.name.endswith("router")
+    layer_bytes = max(1, math.prod(parameter.shape) * dtype.itemsize)
+    count = 1 if single or not layered else max(1, PIECE // layer_bytes)
+    for row in range(0, len(sources), count):
+        part = sources[row : row + count]
+        shape = (len(part), *parameter.shape)
+        fill = functools.partial(_fill, part, parameter, shape, dtype)
+        stack_place = _over_layers(place) if layered else _as_stack(place)
+        piece: Any = _placed(fill, shape, dtype, stack_place)
+        advance(sum(weight.nbytes for weights in part for weight in weights))
+        if coded:
+            piece = code_weight(piece, bits)
+            piece = place_codes(piece, place) if isinstance(place, NamedSharding) else piece
+        yield row, piece
+        del piece  # or it would be held while the next one is read
+
+
+def _stack(pieces: Iterator, rows: int, name: str):
     """All layers' pieces as one stack, which each is written into in place, in the tiles of the parameter `name`."""
     _, piece = next(pieces)
     if jax.tree.leaves(piece)[0].shape[0] == rows:
         return piece
     places = jax.tree.map(lambda x: tiles_of(name, x, x.sharding), piece)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), piece)
-    empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
     put = jax.jit(_put, donate_argnums=0, out_shardings=places)
-    stack = put(jax.jit(empty, out_shardings=places)(), piece, 0)
+    stack = put(jax.jit(zeros, out_shardings=places)(), piece, 0)
     for row, piece in pieces:
         stack = put(stack, piece, row)
-        del piece
+        del piece  # as in _pieces
     return stack
 
 
-def _pieces(parameter: Parameter, sources, dtype: np.dtype, place, bits: int | None, single: bool, advance: Callable):
-    """(first row, array or codes [layers, ...]) of as many layers at a time as `PIECE` bytes hold, or of every one."""
-    layered = parameter.layers is not None
-    coded = bits is not None and layered and parameter.matrix and not parameter.name.endswith("router")
-    count = 1 if single or not layered else max(1, PIECE // max(1, math.prod(parameter.shape) * dtype.itemsize))
-    for row in range(0, len(sources), count):
-        part = sources[row : row + count]
-        shape = (len(part), *parameter.shape)
-        fill = functools.partial(_fill, part, parameter.by_expert, parameter.matrix, shape, dtype)
-        piece: Any = _placed(fill, shape, dtype, _over_layers(place) if layered else _as_stack(place))
-        advance(sum(x.nbytes for stored in part for x in stored))
-        if coded:
-            piece = code_weight(piece, bits)
-            piece = place_codes(piece, place) if isinstance(place, NamedSharding) else piece
-        yield row, piece
-        del piece
+def _put(stack, piece, row):
+    """A stack with some layers' piece from `row` on."""
+    write = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, 0)  # noqa: E731
+    return jax.tree.map(write, stack, piece)
+
+
+def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Array:
+    """An array of what `fill` gives for each device's slice; devices with the same slice share one reading."""
+    if sharding is None:
+        return jax.device_put(fill((slice(None),) * len(shape)))
+    fill_once = functools.cache(lambda spans: fill(tuple(slice(*span) for span in spans)))
+
+    def of_device(index):
+        pairs = zip(index, shape, strict=True)
+        return fill_once(tuple(span.indices(size)[:2] for span, size in pairs))
+
+    return jax.make_array_from_callback(shape, sharding, of_device, dtype=dtype)
+
+
+def _over_layers(sharding):
+    """A stack's placement, checked: its layers are written one after the other."""
+    if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
+        raise UserError(f"layers cannot be split over a mesh, as {sharding.spec} would")
+    return sharding
 
 
 def _as_stack(sharding):
@@ -184,17 +428,88 @@ def _as_stack(sharding):
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
+def _fill(
+    sources: Sources,
+    parameter: Parameter,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    index: tuple[slice, ...],
+) -> np.ndarray:
+    """One device's slice of some layers' parameter, [layers, ...], each tensor read from disk into its place."""
+    by_expert, matrix = parameter.by_expert, parameter.matrix
+    index = tuple(slice(*span.indices(size)) for span, size in zip(index, shape, strict=True))
+    inner = index[2:] if by_expert else index[1:]
+    inner = inner[::-1] if matrix else inner
+    block = np.empty([span.stop - span.start for span in index], dtype)
+    for layer, weights in zip(block, sources[index[0]], strict=True):
+        places = layer if by_expert else [layer]
+        weights = weights[index[1]] if by_expert else weights
+        for place, weight in zip(places, weights, strict=True):
+            numbers = decode_slice(weight, inner)
+            # An overflow to float16 is refused with the tensor's name, not warned of.
+            with np.errstate(over="ignore"):
+                place[...] = (numbers.T if matrix else numbers).astype(dtype)
+            if dtype == np.float16 and not np.isfinite(place).all():
+                raise UserError(f"{weight.file}: {weight.name!r} exceeds float16's range; load as bf16 or f32")
+    return block
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, shown only when loading takes over two seconds; yields `advance(nbytes)`."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    visible = console.is_terminal or console.is_jupyter
+    bar = Progress("loading weights", *columns, console=console, transient=True, disable=not visible)
+    task, begun = bar.add_task("", total=total), time.monotonic()
+
+    def advance(nbytes: int):
+        if time.monotonic() - begun > _PROGRESS_AFTER_SECONDS:
+            bar.start()
+        bar.advance(task, nbytes)
+
+    try:
+        yield advance
+    finally:
+        # Stopping a bar that never showed would print an empty line.
+        if bar.live.is_started:
+            bar.stop()
+
+
+# --- Saving ---
+
+
 def save_params(folder: str | Path, params: Params, config: ModelConfig):
-    """Write config.json and model.safetensors in the Hugging Face layout, in the dtype of the params."""
+    """Write config.json and model.safetensors in the Hugging Face layout.
+
+    Args:
+        folder: the folder, which is made where it does not exist.
+        params: the weights as stacks; they are written in their dtype.
+        config: the config of their model.
+
+    Raises:
+        UserError: for a config that Hugging Face's fields cannot describe (`config_to_hf`).
+    """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for parameter in parameters(config):
         layered = parameter.layers is not None
-        value = params["layers"][parameter.name.removeprefix("layers/")] if layered else params[parameter.name]
+        name = parameter.name.removeprefix("layers/")
+        value = params["layers"][name] if layered else params[name]
         value = np.asarray(value.stack if isinstance(value, Rows) else value)
-        for names, own in zip(parameter.tensors, value if layered else [value], strict=True):
-            for name, matrix in zip(names, own if parameter.by_expert else [own], strict=True):
-                tensors[name] = np.ascontiguousarray(matrix.T if parameter.matrix else matrix)
+        for names, layer in zip(parameter.tensors, value if layered else [value], strict=True):
+            for name, array in zip(names, layer if parameter.by_expert else [layer], strict=True):
+                tensors[name] = np.ascontiguousarray(array.T if parameter.matrix else array)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(config_to_hf(config), indent=1) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")

@@ -15,8 +15,7 @@ from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig
-from kvqjax.model.experts import BY_EXPERT
-from kvqjax.model.weight_trees import is_unrolled
+from kvqjax.model.weight_trees import BY_EXPERT, is_unrolled
 
 __all__ = ["Rules", "shares_heads"]
 

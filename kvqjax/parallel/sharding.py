@@ -35,7 +35,7 @@ from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_codes import CodedWeight, place_codes
-from kvqjax.model.weight_tiles import as_multiplied
+from kvqjax.model.weight_trees import as_multiplied
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules, shares_heads
 

@@ -12,8 +12,8 @@ from kvqjax._arguments import clipped
 from kvqjax.cache.state import Cache
 from kvqjax.model import decoder
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.experts import is_unrolled
 from kvqjax.model.loading import Model
+from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla import depending_on, of_two, unknown_zero
 from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step

@@ -16,8 +16,8 @@ from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, units_due
 from kvqjax.model import decoder
-from kvqjax.model.experts import is_unrolled
 from kvqjax.model.loading import Model
+from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.finite import leading
 from kvqjax.ops.xla import unknown_zero
 from kvqjax.step.doors import check_new_tokens, run_constants, run_step

@@ -18,7 +18,7 @@ import dataclasses, json, os
 os.environ["JAX_PLATFORMS"] = "cpu"
 from kvqjax.hardware.aot import lower_decode
 from kvqjax.methods import parse
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.sharding import MeshSize
 config = dataclasses.replace(config_of("qwen3-30b-a3b"), num_layers={LAYERS})
 made = lower_decode(config, parse("exact"), {CONTEXT}, 1, "h100", MeshSize(model={DEVICES})).compile()

@@ -12,7 +12,7 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.hardware.aot import lower_decode
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.sharding import MeshSize
 
 pytestmark = [

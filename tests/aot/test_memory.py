@@ -13,7 +13,7 @@ from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments, lower_prompt
 from kvqjax.hardware.chips import chip_devices
 from kvqjax.hardware.planner import ALONE, GIB
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.sharding import rules_for
 
 pytestmark = pytest.mark.slow
@@ -53,9 +53,9 @@ def check(compiled, cache, limit: float) -> None:
         ("v5p", "commvq:bits=1", 2, 65536, 0.25, "packed_attention_commvq_k6v1"),
         ("v6e", "higgs:bits=2", 2, 65536, 0.25, "packed_attention_higgs_k4v4"),
         ("v6e", "xquant:bits=2", 2, 65536, 0.25, "packed_attention_latents_k2v2"),
-        # Matrices lie as they are multiplied (kvqjax/model/weight_tiles.py): laid out anew at a call they took 14 GiB.
-        ("tpu7x", "exact", 1, 32768, 0.02, None),
-        ("tpu7x", "kivi:bits=2,group=128", 8, 32768, 0.02, "packed_attention_k2v2"),
+        # Matrices lie as they are multiplied (kvqjax/model/weight_trees.py): laid out anew at a call they took 14 GiB.
+        ("v7x", "exact", 1, 32768, 0.02, None),
+        ("v7x", "kivi:bits=2,group=128", 8, 32768, 0.02, "packed_attention_k2v2"),
         # The carry: one layer's keys and values, 0.25 GiB
         ("v6e", "aqua:bits=2", 1, 65536, 0.3, "packed_attention_predicted_k4v4 packed_attention_predicted_k8v8"),
         # One layer at once: queries times each group's steps, and softmax weights times those of 4 groups of channels,
@@ -97,7 +97,7 @@ def prompt(chip: str, layers: int):
 def test_a_prompt_on_a_v7x_lays_out_no_weights():
     """Hidden states, one layer's keys and values and 0.3 GiB; one layer's matrices, laid out anew, would take 0.4 GiB
     more."""
-    memory = prompt("tpu7x", 1).compile().memory_analysis()
+    memory = prompt("v7x", 1).compile().memory_analysis()
     beside = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     assert beside <= 2 * 32768 * (4096 + 2 * 1024) + 0.3 * GIB
 

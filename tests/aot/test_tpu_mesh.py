@@ -11,7 +11,7 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.hardware.aot import lower_decode
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.parallel.mesh_size import MeshSize
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method
+from cases import CASES, model_and_method, thinned
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -29,7 +29,7 @@ COMPARED = ("kivi3-sinks", "kivi8", "kivi-wide-groups", "kivi-published", "omnis
 BOUND = 2e-4
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", thinned([1, 2, 3, 4, 5, 6, 8], 3))
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_codes_are_read_back_as_they_were_written(bits, size):
     random = np.random.default_rng(bits)
@@ -78,7 +78,7 @@ def encoded(cache):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [*((name, "scan") for name in COMPARED), ("mixed", "unroll"), ("kvarn4", "unroll")]
+    ("name", "layers"), thinned([*((name, "scan") for name in COMPARED), ("mixed", "unroll"), ("kvarn4", "unroll")], 4)
 )
 def test_equal_codes_and_logits(name, layers):
     model, method = model_and_method(name)
@@ -118,7 +118,7 @@ DECODED = {
 }
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", thinned(DECODED, 4))
 def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
     """Part after part, or by a loop of as many turns as the capacity has blocks, as by a loop that ends with the
     longest row; or all of it after such a loop, where what flows is what is read. HIGGS's grid points are summed part
@@ -195,7 +195,7 @@ def test_cases_that_have_the_form():
         assert all(run.wiring.fast.direct is not None for run in runs) == (name in (*HEADS, "sliding-mixed")), name
 
 
-@pytest.mark.parametrize("name", ["kivi3-sinks", "mixed", "aqua"])
+@pytest.mark.parametrize("name", thinned(["kivi3-sinks", "mixed", "aqua"], 3))
 def test_a_cache_moves_between_forms_and_back(name):
     model, method = model_and_method(name)
     _, cache = filled(model, method, "planes", "scan")

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 
 from kvqjax.ops.allocation import allocate, block_tokens, logical_bits
 from kvqjax.ops.layout import Field, read, split_bits, unpack, write
@@ -18,7 +19,7 @@ def field_of(kind: str, bits: int, heads: int = 0) -> Field:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("bits", "kind"), [*CODES, *FOR_CPUS])
+@pytest.mark.parametrize(("bits", "kind"), thinned([*CODES, *FOR_CPUS], 4))
 def test_codes_come_back_after_overwriting(bits, kind):
     rng = np.random.default_rng(bits)
     field = field_of(kind, bits)
@@ -89,7 +90,7 @@ MANY = [("codes", 1), ("codes", 2), ("codes", 3), ("columns", 2), ("stripes", 3)
 BY_HEAD = [("codes", 1), ("codes", 2), ("codes", 3), ("codes", 4), ("plain", 0)]
 
 
-@pytest.mark.parametrize(("kind", "bits", "heads"), [(*x, 0) for x in MANY] + [(*x, 2) for x in BY_HEAD])
+@pytest.mark.parametrize(("kind", "bits", "heads"), thinned([(*x, 0) for x in MANY] + [(*x, 2) for x in BY_HEAD], 5))
 def test_many_tokens_at_once_are_written_as_plane_by_plane(kind, bits, heads):
     """From any multiple of 32 on, up to the body's end, over what stood there; or not, where it is not wanted."""
     field = field_of(kind, bits, heads)

@@ -18,7 +18,7 @@ from kvqjax.cache.readers import body as reading_body
 from kvqjax.cache.readers.blocks import body_blocks
 from kvqjax.cache.reading import READERS, Ask, reader_of
 from kvqjax.cache.runs import runs_of
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 from kvqjax.ops.attention import Partial
 
 TABLE = Path(__file__).parents[1] / "data" / "readers.csv"

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvqjax.calibrate.moments import add, gptq, low_rank, refit_bias, ridge, score
+from kvqjax.calibrate.aqua_fit import add, gptq, low_rank, refit_bias, ridge, score
 from kvqjax.methods.papers.aqua import predict, predictor_shapes, unpack_weight
 from kvqjax.model.weight_codes import pack_nibbles
 

@@ -10,9 +10,9 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.calibrate import aqua, centre, commvq, kvquant, needed
+from kvqjax.calibrate.activations import activations
 from kvqjax.calibrate.commvq_em import EMSettings
 from kvqjax.calibrate.commvq_values import ValueSettings
-from kvqjax.calibrate.fisher import activations
 from kvqjax.model.rope import rotate
 
 TOKENS = np.random.default_rng(0).integers(2, 50, (3, 72))

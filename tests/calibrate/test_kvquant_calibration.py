@@ -9,8 +9,8 @@ import pytest
 
 from kvqjax._errors import UserError
 from kvqjax.calibrate import kmeans
-from kvqjax.calibrate import kvquant_passes as passes
-from kvqjax.calibrate.fisher import _perturbed_loss, activations, loss
+from kvqjax.calibrate import kvquant as passes
+from kvqjax.calibrate.activations import _perturbed_loss, activations, loss
 from kvqjax.calibrate.kvquant import Recipe, calibrate
 from kvqjax.methods import kivi, kvquant, parse
 from kvqjax.model import decoder, weight_trees

@@ -9,8 +9,8 @@ import sys
 import pytest
 from commands import run
 
-from kvqjax.cli import lines
-from kvqjax.cli.lines import Lines
+from kvqjax.cli import chat
+from kvqjax.cli.chat import Lines
 from kvqjax.model.loading import locate
 
 # The bundled model "recall" answers ?key with the key's value. A turn is put behind the earlier ones.
@@ -152,7 +152,7 @@ def typed(monkeypatch, *texts) -> list[str]:
 
 def test_keys_of_a_terminal(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(lines, "_editor", lambda: None)
+    monkeypatch.setattr(chat, "_editor", lambda: None)
     assert typed(monkeypatch, "a", "half\\", KeyboardInterrupt(), "b", EOFError()) == ["a", "b"]
     capsys.readouterr()
 

@@ -10,8 +10,8 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.data.corpora import halves
-from kvqjax.eval import measure_perplexity
+from kvqjax.data.tokens import halves
+from kvqjax.eval import windows
 from kvqjax.eval.comparison import artifact_folder, kept_path
 from kvqjax.eval.labels import new_figure, spread
 from kvqjax.eval.plots import PLOTS, draw, series, title_of
@@ -70,7 +70,7 @@ def test_every_mode_with_every_chunk(call, monkeypatch):
     def row(model, ids, method, *, mode, chunk, **options):
         return {"cache": str(method), "mode": mode, "chunk": chunk, "windows": options["cut"], "bits_stored": 16.0}
 
-    monkeypatch.setattr(measure_perplexity, "perplexity", row)
+    monkeypatch.setattr(windows, "perplexity", row)
     words = ["--mode", "loop", "--mode", "prefill", "--chunk", "1", "--chunk", "512", "--windows", "aqua", "--json"]
     code, out, err = call("eval", "ppl", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", *words)
     assert code == 0, err
@@ -236,6 +236,7 @@ def test_compare_calibrates_once_and_draws(call, monkeypatch, tmp_path):
     assert "<svg" in (tmp_path / "again.svg").read_text()
 
 
+@pytest.mark.nightly
 def test_compare_in_python_gives_the_rows_of_the_shell(call, monkeypatch, tmp_path):
     """The same text, figures and calibrations; a table in print, a data frame, and the stamp beside the rows."""
     monkeypatch.chdir(tmp_path)

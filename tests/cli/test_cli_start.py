@@ -13,7 +13,7 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.cli import devices, programs
+from kvqjax.cli import environment
 from kvqjax.cli.app import COMMANDS, command_of
 
 GENERATE = ("generate", "-m", "recall", "-p", "ab12,cd34,?cd", "-n", "2")
@@ -147,7 +147,7 @@ def test_programs_are_kept_below_the_user_s_cache_folder(tmp_path):
     """
     folder, size = json.loads(fresh(script, XDG_CACHE_HOME=str(tmp_path))[-1])
     assert Path(folder).parent == tmp_path / "kvqjax" / "programs"
-    assert size == programs.MOST_BYTES
+    assert size == environment.MOST_BYTES
     given = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "given")}
     assert json.loads(fresh(script, **given)[-1]) == [str(tmp_path / "given"), -1]
     (tmp_path / "file").write_text("")
@@ -169,7 +169,7 @@ def test_the_user_s_cache_folder_of_each_system(monkeypatch, system, variables, 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(Path, "home", lambda: Path("home"))
     monkeypatch.setattr("kvqjax._folders.sys.platform", system)
-    assert programs.program_folder().parent == Path(wanted) / "kvqjax" / "programs"
+    assert environment.program_folder().parent == Path(wanted) / "kvqjax" / "programs"
 
 
 @pytest.mark.parametrize(
@@ -189,12 +189,12 @@ def test_the_user_s_cache_folder_of_each_system(monkeypatch, system, variables, 
 def test_libraries_of_absent_devices_are_not_asked(monkeypatch, tmp_path, plugins, library, files, given, wanted):
     """With libtpu on a machine without TPU, JAX writes five lines to stderr and waits for the network."""
     names = [EntryPoint(name, "a", "jax_plugins") for name in plugins]
-    monkeypatch.setattr(devices, "entry_points", lambda group: names)
-    monkeypatch.setattr(devices, "find_spec", lambda name: object() if library else None)
-    monkeypatch.setattr(devices.sys, "platform", "linux")
+    monkeypatch.setattr(environment, "entry_points", lambda group: names)
+    monkeypatch.setattr(environment, "find_spec", lambda name: object() if library else None)
+    monkeypatch.setattr(environment.sys, "platform", "linux")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    environment = dict(given)
-    devices.look_for_present_devices(environment, tmp_path)
-    assert environment.get("JAX_PLATFORMS") == wanted
+    variables = dict(given)
+    environment.look_for_present_devices(variables, tmp_path)
+    assert variables.get("JAX_PLATFORMS") == wanted

@@ -8,7 +8,7 @@ from commands import run
 
 import kvqjax as kvq
 from kvqjax import _tables as tables
-from kvqjax.cli import progress
+from kvqjax.cli import output
 from kvqjax.cli.demo import _print_demo, explain
 from kvqjax.eval.stamp import ledger_of
 
@@ -96,8 +96,8 @@ def test_the_demonstration_says_what_its_caches_hold():
 
 def test_time_left_leaves_the_first_step_out(monkeypatch):
     clock, told = iter([0.0, 100.0, 105.0, 109.0, 120.0, 181.0, 200.0]), []
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    update = progress.reporter("work", told.append)
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    update = output.reporter("work", told.append)
     for fraction in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         update(fraction)
     # Compiling, or an earlier run, took the first half: 0.1 in 5 s since then. Lines come at most once a minute.
@@ -106,4 +106,4 @@ def test_time_left_leaves_the_first_step_out(monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.2, "4 s"), (89.0, "89 s"), (420.0, "7 min"), (12600.0, "3.5 h")])
 def test_durations(seconds, text):
-    assert progress.duration(seconds) == text
+    assert output.duration(seconds) == text

@@ -11,7 +11,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.calibrate import centre, needed
-from kvqjax.calibrate.fisher import activations
+from kvqjax.calibrate.activations import activations
 from kvqjax.codecs import Centred, Uniform, bits_per_value
 from kvqjax.codecs.higgs import Higgs
 

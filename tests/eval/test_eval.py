@@ -7,10 +7,8 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.eval.measure_drift import drift, encoded_from, growth
-from kvqjax.eval.measure_perplexity import perplexity, score_chunk
 from kvqjax.eval.measure_retrieval import problems, retrieval
-from kvqjax.eval.windows import windows
+from kvqjax.eval.windows import drift, encoded_from, growth, perplexity, score_chunk, windows
 from kvqjax.model import decoder
 
 IDS = np.random.default_rng(0).integers(0, 50, 700)

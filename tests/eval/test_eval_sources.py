@@ -9,8 +9,7 @@ import types
 import pytest
 
 import kvqjax as kvq
-from kvqjax.data.corpora import read_text
-from kvqjax.data.sources import Source, records
+from kvqjax.data.corpora import Source, read_text, records
 
 ROWS = [{"question": "How many hats?", "answer": "Two. #### 2"}, {"question": "How many cats?", "answer": "#### 3"}]
 

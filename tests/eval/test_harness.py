@@ -71,7 +71,7 @@ def test_answers_are_the_same(ours, theirs, instance):
 
 
 def test_scores_come_through_the_cache():
-    from kvqjax.eval.cache_lm import score_rows
+    from kvqjax.eval.harness import score_rows
     from kvqjax.step.new_cache import planned_layout
 
     model, ids, counts = tiny(), tokens(2, 96), jnp.asarray([96, 70])
@@ -102,7 +102,7 @@ def test_prompts_are_prefilled_exactly_unless_a_chunk_is_given(instance):
 
 @pytest.mark.parametrize(("cut", "kept"), [("left", slice(-40, None)), ("middle", None)])
 def test_long_texts_lose_their_beginning_or_their_middle(monkeypatch, instance, cut, kept):
-    from kvqjax.eval import cache_lm
+    from kvqjax.eval import harness
 
     model, asked = kvq.load("demo"), []
 
@@ -110,8 +110,8 @@ def test_long_texts_lose_their_beginning_or_their_middle(monkeypatch, instance, 
         asked.extend(prompts)
         return SimpleNamespace(text=["x"] * len(prompts))
 
-    monkeypatch.setattr(cache_lm, "generate", generate)
-    lm = cache_lm.CacheLM(model, kvq.exact(), max_length=LENGTH, cut=cut, batch=2)
+    monkeypatch.setattr(harness, "generate", generate)
+    lm = harness.CacheLM(model, kvq.exact(), max_length=LENGTH, cut=cut, batch=2)
     prompts = [instance("generate_until", text, {"max_gen_toks": LENGTH - 40}) for text in (TEXT * 2, "The old")]
     assert lm.generate_until(prompts) == ["x", "x"]
     whole = lm.tok_encode(TEXT * 2)

@@ -12,20 +12,17 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.calibrate import xquant
-from kvqjax.eval.measure_drift import encoded_from
-from kvqjax.eval.replay import replay
+from kvqjax.eval.scores import replay
 from kvqjax.eval.stamp import ledger_of
 from kvqjax.eval.tune import Settings, tune_windows
-from kvqjax.eval.tune.budget import Budget, read_budget
-from kvqjax.eval.tune.candidates import layer_bytes, named, sorted_out
-from kvqjax.eval.tune.chains import OWN, Chain, chain_bytes
+from kvqjax.eval.tune.candidates import Learnt, layer_bytes, named, sorted_out
 from kvqjax.eval.tune.choices import Choice
-from kvqjax.eval.tune.choose import best_of, limit_of, losses, mixture, whole
-from kvqjax.eval.tune.constants import Learnt, assembled
 from kvqjax.eval.tune.measure import Meter, divergence
 from kvqjax.eval.tune.report import commands, write_report
-from kvqjax.eval.tune.search import Table
-from kvqjax.eval.tune.trial import Trial, choice_of
+from kvqjax.eval.tune.run import best_of, best_policy, for_all_layers
+from kvqjax.eval.tune.search import Budget, Table, limit_of, read_budget
+from kvqjax.eval.tune.trials import OWN, Chain, Trial, choice_of
+from kvqjax.eval.windows import encoded_from
 from kvqjax.step.new_cache import check_constants
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +64,7 @@ POLICIES = ([[0, 0], [0, 0]], [[1, 1], [1, 1]], [[2, 2], [4, 4]], [[3, 1], [2, 5
 def trial(model):
     found, fixed = methods_with_constants(model)
     assert len(found.parts) == 8
-    assert found.whole.tolist() == [False] * 7 + [True]
+    assert found.joint.tolist() == [False] * 7 + [True]
     return Trial(model, found, Learnt(fixed, ()))
 
 
@@ -76,9 +73,9 @@ def test_codecs_as_data_give_what_the_policy_gives_in_its_own_cache(trial, windo
     """Windows of two lengths, keys and values of other methods, calibrated constants, an assembled artifact."""
     policy, batch = np.asarray(policy), jnp.asarray(windows[0][:2])
     _, ready, method = trial.subject(policy)
-    artifact = assembled(trial.model, trial.found, policy, trial.fixed)
+    artifact = trial.artifact(policy)
     own = trial.model if artifact is None else trial.model.with_artifact(artifact)
-    mixture = trial.found.method(policy)
+    mixture = trial.method(policy)
     check_constants(own, mixture)
     assert kvq.parse(kvq.to_dict(mixture)) == mixture
     np.testing.assert_allclose(
@@ -90,7 +87,7 @@ def test_layers_and_candidates_cost_no_compilation(trial, windows):
     """At most one program, which the test above has compiled if it ran."""
     batch = jnp.asarray(windows[0][:2])
     known = replay._cache_size()
-    plain, *found = [replay(trial.subject(np.asarray(p))[1](), batch, trial.method, CHUNK) for p in POLICIES]
+    plain, *found = [replay(trial.subject(np.asarray(p))[1](), batch, trial.choice, CHUNK) for p in POLICIES]
     assert replay._cache_size() - known <= 1
     assert min(float(abs(x - plain).max()) for x in found) > 1e-2
 
@@ -136,7 +133,7 @@ def test_a_stopped_run_measures_nothing_twice(model, windows, searched, tmp_path
     """Killed in the middle, its last line cut off, it goes on to the same result, figure by figure."""
     whole, first, _ = searched
     stopped = tmp_path
-    made, plain = [], Meter._one
+    made, plain = [], Meter._measure
 
     def count(self, *arguments):
         made.append(1)
@@ -144,7 +141,7 @@ def test_a_stopped_run_measures_nothing_twice(model, windows, searched, tmp_path
             raise KeyboardInterrupt
         plain(self, *arguments)
 
-    monkeypatch.setattr(Meter, "_one", count)
+    monkeypatch.setattr(Meter, "_measure", count)
     with pytest.raises(KeyboardInterrupt):
         tuned(model, windows, stopped)
     file = stopped / "searched.jsonl"
@@ -161,10 +158,10 @@ def test_a_stopped_run_measures_nothing_twice(model, windows, searched, tmp_path
 def found_on(model, found, windows):
     """Losses of single parts, and the policy that a search ends with."""
     trial, budget, silent = Trial(model, found, Learnt({}, ())), read_budget(5.0), lambda label: lambda done: None
-    table = Table(layer_bytes(model, found, 1024), np.zeros((1, 2, 1)), found.whole)
+    table = Table(layer_bytes(model, found, 1024), np.zeros((1, 2, 1)), found.joint)
     meter = Meter(model, windows, chunk=CHUNK, batch=2, scored_from=0, path=None, owner="")
-    limit, table = limit_of(budget, table, model, 1024), table._replace(loss=losses(trial, meter, silent))
-    return table.loss, mixture(trial, budget, table, limit, meter, silent).method
+    limit, table = limit_of(budget, table, model.config, 1024), table._replace(loss=trial.losses(meter, silent))
+    return table.loss, best_policy(trial, budget, table, limit, meter, silent).method
 
 
 def test_a_search_on_a_mesh_finds_the_same_policy(model, windows):
@@ -226,14 +223,14 @@ def test_a_search_puts_exceptions_into_a_chain(model, windows, monkeypatch):
     def one(self, subject, number, tokens, reference):
         self.known[subject[0]] = {number: [harm[subject[0].split()[-1]] + 0.01 * row for row in range(self.rows)]}
 
-    monkeypatch.setattr(Meter, "_one", one)
+    monkeypatch.setattr(Meter, "_measure", one)
     monkeypatch.setattr("kvqjax.eval.tune.measure.replay", lambda *_: None)
     meter = Meter(model, windows[0], chunk=CHUNK, batch=5, scored_from=0, path=None, owner="")
-    size = chain_bytes(chain, 1024)
+    size = chain.bytes(1024)
     for part in range(4):
         whole_size = ledger_of(model, chain.method(np.full((2, 2), part)), 1024).bytes
         assert size[:, part, part].sum() == pytest.approx(whole_size, abs=32)
-    find = lambda limit: whole(trial, 0, Budget("bytes", limit), limit, meter, 1024, silent)  # noqa: E731
+    find = lambda limit: for_all_layers(trial, 0, Budget("bytes", limit), limit, meter, 1024, silent)  # noqa: E731
     (option,) = find(size[:, 3, 3].sum())
     assert chain.subject(np.asarray([[OWN, OWN], [3, 3]]))[0] in meter.known
     assert option.method.layers(model.config)[1] == chain.method(np.full((2, 2), 3)).layers(model.config)[1]
@@ -243,7 +240,7 @@ def test_a_search_puts_exceptions_into_a_chain(model, windows, monkeypatch):
 
 def test_bytes_are_the_ledgers(model):
     found = sorted_out(named(LIST, model.config), model.config)
-    table = Table(layer_bytes(model, found, 1024), np.zeros((2, 2, 6)), found.whole)
+    table = Table(layer_bytes(model, found, 1024), np.zeros((2, 2, 6)), found.joint)
     for policy in ([[1, 1], [1, 1]], [[1, 2], [3, 5]], [[4, 4], [2, 0]]):
         policy = np.asarray(policy)
         assert table.size(policy) == pytest.approx(ledger_of(model, found.method(policy), 1024).bytes, abs=32)

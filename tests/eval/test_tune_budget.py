@@ -11,11 +11,11 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.eval.tune import Settings, needed_windows
-from kvqjax.eval.tune.budget import Budget, read_budget
 from kvqjax.eval.tune.candidates import fast_enough
-from kvqjax.eval.tune.estimate import estimated
 from kvqjax.eval.tune.report import line_at
-from kvqjax.model.catalogue import config_of
+from kvqjax.eval.tune.run import estimated
+from kvqjax.eval.tune.search import Budget, read_budget
+from kvqjax.model.loading import config_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""Counting prompts (benchmarks/prefill_cost): products, the least a prompt needs, blocks that splash leaves out."""
+"""Count prompts (benchmarks/compiled_cost): products, the least a prompt needs, blocks that splash leaves out."""
 
 import dataclasses
 import importlib
@@ -13,17 +13,17 @@ from tiny import tiny
 
 from kvqjax.hardware.planner import DEVICES
 from kvqjax.hardware.prompts import REACHED, estimated_seconds, prompt_operations
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def counter():
-    """Modules of benchmarks, found after everything installed."""
+    """Import a module of benchmarks/compiled_cost, found after everything installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(ROOT)])
-        yield lambda name: importlib.import_module(f"benchmarks.{name}")
+        yield lambda name: importlib.import_module(f"benchmarks.compiled_cost.{name}")
 
 
 def test_products_of_a_loop_are_counted_by_its_trips(counter):
@@ -31,11 +31,12 @@ def test_products_of_a_loop_are_counted_by_its_trips(counter):
         return jax.lax.fori_loop(0, count, lambda _, x: x @ w, x)
 
     made = jax.jit(chain).lower(jnp.zeros((8, 16)), jnp.zeros((16, 16)), jnp.int32(0)).compile()
-    program = counter("step_cost.hlo").parse(made.as_text())
-    found = counter("prefill_cost.account").costs(program, "h100", {"count": np.asarray(3, np.int32)})
-    assert sum(found.operations.values()) == 3 * 2 * 8 * 16 * 16
-    assert found.syncs == 3 + 1
-    assert found.unsure == []
+    program, operations = counter("hlo").parse(made.as_text()), counter("account").operations
+    walked = counter("walk").walk(program, {"count": np.asarray(3, np.int32)}, per_step=False)
+    products = [visit.times * operations(program, visit.instruction, visit.computation) for visit in walked.visits]
+    assert sum(products) == 3 * 2 * 8 * 16 * 16
+    assert walked.syncs == 3 + 1
+    assert walked.unsure == []
 
 
 def test_the_least_that_a_prompt_needs():
@@ -58,13 +59,13 @@ def test_prompts_are_estimated_for_chips_whose_programs_were_compiled():
 
 
 def test_blocks_of_splash_attention(counter):
-    kernels = counter("prefill_cost.kernels")
+    tpu = counter("tpu")
     # Chunks of 2048 after 0, 2048, 4096, 6144 tokens: their two blocks of queries see so many of four blocks of keys.
-    assert kernels.seen(2048, 8192, 8192, None) == ((2 + 4 + 6 + 8) / 4, 8)
-    assert kernels.seen(2048, 8192, 0, None) == (8, 8)
-    assert kernels.seen(2048, 8192, 8192, 1024)[0] == (2 + 3 * 3) / 4  # a window reaches one block back at most
+    assert tpu.seen(2048, 8192, 8192, None) == ((2 + 4 + 6 + 8) / 4, 8)
+    assert tpu.seen(2048, 8192, 0, None) == (8, 8)
+    assert tpu.seen(2048, 8192, 8192, 1024)[0] == (2 + 3 * 3) / 4  # a window reaches one block back at most
     lines = [" 0x1 LB: > { }", " 0x2 : > { }", " 0x3 PF: > { }", " 0x4 : > { }", " 0x5 : > { }", " 0x6 PF: > { }"]
-    assert kernels.bundles("\n".join(lines)) == (6, 3)
+    assert tpu.block_bundles("\n".join(lines)) == (6, 3)
 
 
 SPLASH = """
@@ -78,24 +79,23 @@ operand_layout_constraints={bf16[4,128]{1,0}}, backend_config={"custom_call_conf
 
 
 def test_a_call_has_the_schedule_of_its_kernel(counter, tmp_path):
-    """Which kernel a schedule is of, libtpu writes beside it. Of two schedules of one kernel a call has its own
-    where it is named, else the longer one."""
-    kernels = counter("prefill_cost.kernels")
-    program = counter("step_cost.hlo").parse(SPLASH)
-    call = program.computations["main"].instructions["splash.9"]
-    text, other = (f" 0x1 LB: > {{ }}\n 0x2 : > {{ }}\n 0x3 PF: > {{ }}{more}" for more in ("", "\n 0x4 : > { }"))
+    """libtpu writes the text of a call beside its schedule. Of two schedules of one kernel a call has the one that
+    bears its name, else the longer one."""
+    tpu = counter("tpu")
+    call = counter("hlo").parse(SPLASH).computations["main"].instructions["splash.9"]
+    short, long = (f" 0x1 LB: > {{ }}\n 0x2 : > {{ }}\n 0x3 PF: > {{ }}{end}" for end in ("", "\n 0x4 : > { }"))
 
     def write(name, kernel, schedule):
-        said = SPLASH.replace("PROGRAM", kernel)
-        (tmp_path / f"1-{name}-00-schedule-analysis_final_bundles.txt").write_text(said)
+        text = SPLASH.replace("PROGRAM", kernel)
+        (tmp_path / f"1-{name}-00-schedule-analysis_final_bundles.txt").write_text(text)
         (tmp_path / f"1-{name}-01-final_bundles.txt").write_text(schedule)
 
-    write("splash.7", "ANOTHER", other)
+    write("splash.7", "ANOTHER", long)
     with pytest.raises(ValueError, match=r"splash\.9: no schedule of its kernel was written"):
-        kernels._listing(tmp_path, call)
-    write("splash.8", "PROGRAM", text)
-    assert kernels._listing(tmp_path, call) == text
-    write("splash.6", "PROGRAM", other)
-    assert kernels._listing(tmp_path, call) == other
-    write("splash.9", "PROGRAM", text)
-    assert kernels._listing(tmp_path, call) == text
+        tpu.schedule(tmp_path, call)
+    write("splash.8", "PROGRAM", short)
+    assert tpu.schedule(tmp_path, call) == short
+    write("splash.6", "PROGRAM", long)
+    assert tpu.schedule(tmp_path, call) == long
+    write("splash.9", "PROGRAM", short)
+    assert tpu.schedule(tmp_path, call) == short

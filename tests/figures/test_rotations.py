@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.eval.replay import exact_logits
+from kvqjax.eval.scores import exact_logits
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-"""Counting compiled programs (benchmarks/step_cost): hand-written HLO, small programs compiled for CPUs, and the
-bound."""
+"""Count compiled programs (benchmarks/compiled_cost): hand-written HLO, small programs compiled for CPUs, the bound."""
 
 import importlib
 import json
@@ -11,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny
+from typer.testing import CliRunner
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
-from kvqjax.generation.loop import decode_steps
-from kvqjax.hardware.aot import decode_arguments
+from kvqjax.generation.loop import STRIDE, decode_steps
+from kvqjax.hardware.aot import decode_arguments, layout_for
 from kvqjax.hardware.planner import ALONE
+from kvqjax.model.loading import config_of
 from kvqjax.pallas_kernels.reference import at_once
 from kvqjax.parallel.sharding import rules_for
 
@@ -29,32 +30,32 @@ PROGRAM = (Path(__file__).parents[1] / "data" / "decode_loop.hlo").read_text(enc
 
 @pytest.fixture(scope="module")
 def counter():
-    """Modules of benchmarks/step_cost, found after everything installed."""
+    """Import a module of benchmarks/compiled_cost, found after everything installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(ROOT)])
-        yield lambda name: importlib.import_module(f"benchmarks.step_cost.{name}")
+        yield lambda name: importlib.import_module(f"benchmarks.compiled_cost.{name}")
 
 
-def counted(counter, text: str, **facts):
-    """{instruction: (times, bytes read, bytes written)} of a step, the walk, and its parts."""
-    known = {name: np.asarray(value, np.int32) for name, value in facts.items()}
-    found = counter("walk").walk(counter("hlo").parse(text), known)
-    kernels = counter("gpu").kernels(found)
-    return {k.visit.instruction.name: (k.visit.times, *k.bytes) for k in kernels}, found, kernels
+def counted(counter, text: str, **known):
+    """Return {instruction: (times, bytes read, bytes written)} of a step, the walk, and its kernels."""
+    known = {name: np.asarray(value, np.int32) for name, value in known.items()}
+    walked = counter("walk").walk(counter("hlo").parse(text), known)
+    kernels = counter("walk").kernels(walked)
+    return {visit.instruction.name: (visit.times, *moved) for visit, moved in kernels}, walked, kernels
 
 
 def test_bytes_of_each_kernel(counter):
-    found, walked, kernels = counted(counter, PROGRAM, length=200)
-    assert found["row.4"] == (1, 512 + 4, 1024)  # one row of the stack, and its number
-    assert found["stored.4"] == (1, 1024 + 4, 1024)  # in place: only the row
-    assert found["decoded"] == (3, 4096, 16384)  # half a byte a code
-    assert found["copied"] == (1, 8192, 8192)
-    assert found["negated"] == (1, 8192, 8192)  # started, and not counted once more when done
-    assert found["product.4"] == (1, 8192 + 2048, 8192)  # not its workspace
-    assert {name for name in found if name.startswith(("begun", "ended"))} == set()
-    parts = {k.visit.instruction.name: k.visit.part for k in kernels}
+    table, walked, kernels = counted(counter, PROGRAM, length=200)
+    assert table["row.4"] == (1, 512 + 4, 1024)  # one row of the stack, and its number
+    assert table["stored.4"] == (1, 1024 + 4, 1024)  # in place: only the row
+    assert table["decoded"] == (3, 4096, 16384)  # half a byte a code
+    assert table["copied"] == (1, 8192, 8192)
+    assert table["negated"] == (1, 8192, 8192)  # started, and not counted once more when done
+    assert table["product.4"] == (1, 8192 + 2048, 8192)  # not its workspace
+    assert {name for name in table if name.startswith(("begun", "ended"))} == set()
+    parts = {visit.instruction.name: visit.part for visit, _ in kernels}
     assert (parts["decoded"], parts["row.4"], parts["stored.4"]) == ("attention", "weights", "rest")
-    assert [k.visit.instruction.name for k in kernels if k.visit.once] == ["once"]
+    assert [visit.instruction.name for visit, _ in kernels if visit.once] == ["once"]
     assert walked.unsure == []
     # The step's own condition, four of the blocks' and a branch.
     assert walked.syncs == 1 + 4 + 1
@@ -62,17 +63,17 @@ def test_bytes_of_each_kernel(counter):
 
 @pytest.mark.parametrize(("length", "blocks", "long"), [(0, 0, False), (127, 1, False), (192, 3, True)])
 def test_loops_and_branches_follow_the_length(counter, length, blocks, long):
-    found, walked, _ = counted(counter, PROGRAM, length=length)
-    assert found.get("decoded", (0,))[0] == blocks
-    assert ("copied" in found) == long
+    table, walked, _ = counted(counter, PROGRAM, length=length)
+    assert table.get("decoded", (0,))[0] == blocks
+    assert ("copied" in table) == long
     assert walked.syncs == 1 + blocks + 1 + 1
 
 
 def test_what_cannot_be_known_is_named(counter):
     """Without the length a loop counts once, and a branch at its costliest."""
-    found, walked, _ = counted(counter, PROGRAM)
-    assert found["decoded"][0] == 1
-    assert "copied" in found
+    table, walked, _ = counted(counter, PROGRAM)
+    assert table["decoded"][0] == 1
+    assert "copied" in table
     assert [reason.split(":")[0] for reason in walked.unsure] == ["blocks", "chosen.4"]
     assert all(reason.endswith("length") for reason in walked.unsure)
 
@@ -89,26 +90,32 @@ def compiled():
 def test_decode_loop_of_a_tiny_model(compiled, counter):
     """Blocks of the body are read as far as the longest row reaches; nothing is encoded at rest, one unit when due."""
     config, method, text = compiled
-    bounds, program = counter("bound"), counter("hlo").parse(text)
-    layout = bounds.make_layout(config, method, 4096, "cpu")
+    account, program = counter("account"), counter("hlo").parse(text)
+    layout = layout_for(config, method, 4096, "cpu")
 
-    def visits(*held):
-        found = counter("walk").walk(program, bounds.facts(layout, list(held)))
-        assert found.unsure == []
-        return found, sum(v.times for v in found.visits if v.part == "attention" and v.instruction.op == "fusion")
+    def visits(*rows):
+        walked = counter("walk").walk(program, account.known_arguments(layout, list(rows)))
+        assert walked.unsure == []
+        return walked, sum(v.times for v in walked.visits if v.part == "attention" and v.instruction.op == "fusion")
 
-    short, long = (bounds.resting(layout, length) for length in (1100, 4096))
-    (low, few), (high, most), mixed = visits(short, short), visits(long, long), visits(short, long)
+    short, long = (account.resting(layout, length) for length in (1100, 4096))
+    (low, low_count), (high, high_count), mixed = visits(short, short), visits(long, long), visits(short, long)
     run = runs_of(layout)[0]
     block = at_once(run.wiring.fast.packed.spec, (2, 1, config.num_heads, config.head_dim), run.slots)
-    blocks = [-(-((held - 32) // 32 * 32) // block) for held in (short, long)]  # a window of 32, encoded 32 at a time
+    # A window of 32, encoded 32 at a time.
+    blocks = [-(-((tokens - 32) // 32 * 32) // block) for tokens in (short, long)]
     assert high.syncs - low.syncs == 2 * (blocks[1] - blocks[0]) > 0
-    assert few < most == mixed[1]
-    ((held, unit),) = bounds.encoding(layout, 4096)
+    assert low_count < high_count == mixed[1]
+    ((tokens, unit),) = account.encoding(layout, 4096)
     assert unit == 32
-    assert visits(short, held)[0].syncs > visits(short, held + 1)[0].syncs
-    parts = {visit.part for visit in visits(long, long)[0].visits}
-    assert parts == {"attention", "weights", "rest"}
+    assert visits(short, tokens)[0].syncs > visits(short, tokens + 1)[0].syncs
+    assert {visit.part for visit in visits(long, long)[0].visits} == {"attention", "weights", "rest"}
+
+
+def test_sources_of_parts_exist(counter):
+    """A source file that is renamed takes its part of the account with it."""
+    paths = [*(ROOT / "kvqjax").rglob("*.py"), ROOT / "pallas_kernels"]
+    assert not [name for name in counter("hlo").SOURCES if not any(name in path.as_posix() for path in paths)]
 
 
 def test_static_lengths_by_a_switch(counter):
@@ -128,10 +135,10 @@ def test_static_lengths_by_a_switch(counter):
     shapes = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((1024, 8), jnp.float32)
     program = counter("hlo").parse(jax.jit(loop).lower(*shapes).compile().as_text())
     for lengths, size, flushed in (([3, 5], 64, False), ([3, 96], 256, True), ([1000, 1], 1024, False)):
-        found = counter("walk").walk(program, {"lengths": np.asarray(lengths, np.int32)})
-        assert found.unsure == []
-        sorted_ = [counter("hlo").dimensions(v.instruction.shape) for v in found.visits if v.instruction.op == "sort"]
-        assert sorted_ == [(size, 8)] + [(8, 1024)] * flushed
+        walked = counter("walk").walk(program, {"lengths": np.asarray(lengths, np.int32)})
+        assert walked.unsure == []
+        sorts = [visit.instruction.shape for visit in walked.visits if visit.instruction.op == "sort"]
+        assert [*map(counter("hlo").dimensions, sorts)] == [(size, 8)] + [(8, 1024)] * flushed
 
 
 def test_known_values_of_a_compiled_program(counter):
@@ -151,9 +158,9 @@ def test_known_values_of_a_compiled_program(counter):
     text = jax.jit(loop).lower(*shapes).compile().as_text()
     for lengths, offset, turns in (([100, 6, 3], 4, 3 + 2 + 2), ([0, 0, 0], 0, 1), ([1, 2, 480], 1, 10)):
         known = {"lengths": np.asarray(lengths, np.int32), "offset": np.asarray([offset, 0], np.uint32)}
-        found = counter("walk").walk(counter("hlo").parse(text), known)
-        assert found.unsure == []
-        assert found.syncs == 1 + turns + 1
+        walked = counter("walk").walk(counter("hlo").parse(text), known)
+        assert walked.unsure == []
+        assert walked.syncs == 1 + turns + 1
 
 
 TPU_PROGRAM = """HloModule jit_loop
@@ -177,23 +184,35 @@ ENTRY %main (words: u32[2,4,1024]) -> f32[8,128] {
 """
 
 
-def test_tpu_kernels_and_fast_memory(counter):
+BUNDLE = "  0x1   :  > { %x }\n"
+PACKED = "packed_attention_k2v2_2048.7"
+
+
+def write_schedule(folder, bundles):
+    """Write a kernel's schedule as libtpu does, and beside it the analysis, of which nothing is counted."""
+    (folder / f"179-{PACKED}-01-final_bundles.txt").write_text(bundles * BUNDLE)
+    (folder / f"179-{PACKED}-00-schedule-analysis_final_bundles.txt").write_text(9 * BUNDLE)
+    (folder / "180-fusion.3-01-final_bundles.txt").write_text(5 * BUNDLE)
+
+
+def test_tpu_kernels_and_fast_memory(counter, tmp_path):
     """A tile takes the longer of its bundles and its bytes, for each tile of a row's own length; what lies in the
     chip's fast memory costs no bytes."""
-    tpu, found = counter("tpu"), counted(counter, TPU_PROGRAM)[0]
-    assert found["fetch"] == (1, 16384, 0)
-    assert found["part"] == (1, 4096, 0)
-    assert {"near", "there"}.isdisjoint(found)
-    assert found["out"] == (1, 0, 0)
-    kernel = counter("hlo").parse(TPU_PROGRAM).computations["main"].instructions["packed_attention_k2v2_2048.7"]
-    assert tpu.is_kernel(kernel)
-    reading = tpu.Reading([5000, 2048, 0], token_bytes=100.0)  # 3, 1 and no tiles
-    cycles, moved = tpu.kernel_cost(kernel, {kernel.name: 1000}, reading, "v6e")
+    tpu, (table, _, kernels) = counter("tpu"), counted(counter, TPU_PROGRAM)
+    assert table["fetch"] == (1, 16384, 0)
+    assert table["part"] == (1, 4096, 0)
+    assert {"near", "there"}.isdisjoint(table)
+    assert table["out"] == (1, 0, 0)
+    (visit,) = [visit for visit, _ in kernels if visit.instruction.name == PACKED]
+    assert tpu.is_kernel(visit.instruction)
+    price = lambda: tpu.packed_cost(visit, tmp_path, "v6e", [5000, 2048, 0], token_bytes=100.0)  # noqa: E731
+    with pytest.raises(ValueError, match="no schedule of its kernel was written"):
+        price()
+    write_schedule(tmp_path, 1000)
+    cycles, moved = price()  # 3, 1 and no tiles
     assert (cycles, moved.read) == (4 * 1000, 4 * 204800)
-    slow, _ = tpu.kernel_cost(kernel, {kernel.name: 10}, reading, "v6e")
-    assert slow == pytest.approx(4 * 204800 / 1640e9 * 1.75e9)
-    with pytest.raises(ValueError, match="its schedule was not written"):
-        tpu.kernel_cost(kernel, {}, reading, "v6e")
+    write_schedule(tmp_path, 10)
+    assert price()[0] == pytest.approx(4 * 204800 / 1640e9 * 1.75e9)
 
 
 def test_slice_of_a_stack_laid_out_anew(counter):
@@ -221,22 +240,15 @@ ENTRY %main (x: bf16[4,256], at: s32[]) -> bf16[1,256] {
     assert counted(counter, text)[0] == {"z.3": (1, 512 + 4, 512)}
 
 
-def test_tpu_step_adds_estimates_and_kernels(counter):
-    bounds, account = counter("bound"), counter("account")
-    layout = bounds.make_layout(tiny().config, kvq.parse("kivi:bits=2,group=32,window=32"), 8192, "v6e")
-    target = account.Target("v6e", {"packed_attention_k2v2_2048.7": 10**6}, tiny().config, layout)
-    step = account.step(counter("hlo").parse(TPU_PROGRAM), target, [bounds.resting(layout, 8192)])
-    assert sum(step.work.values()) == pytest.approx((700 + 4 * 10**6) / 16)  # nothing of it is in a loop over steps
-    assert (step.syncs, step.seconds) == (0, pytest.approx(sum(step.work.values()) / 1.75e9))
-
-
-def test_listings_of_schedules(counter, tmp_path):
-    """Bundles by the whole name; of the two listings of a kernel, the schedule itself."""
-    bundle = "  0x1   :  > { %x }\n"
-    (tmp_path / "179-packed_attention_k2v2_2048.7-01-final_bundles.txt").write_text(3 * bundle)
-    (tmp_path / "179-packed_attention_k2v2_2048.7-00-schedule-analysis_final_bundles.txt").write_text(9 * bundle)
-    (tmp_path / "180-fusion.3-01-final_bundles.txt").write_text(5 * bundle)
-    assert counter("tpu").listings(tmp_path) == {"packed_attention_k2v2_2048.7": 3}
+def test_tpu_step_adds_estimates_and_kernels(counter, tmp_path):
+    account, config = counter("account"), tiny().config
+    layout = layout_for(config, kvq.parse("kivi:bits=2,group=32,window=32"), 8192, "v6e")
+    write_schedule(tmp_path, 10**6)
+    rows = [account.resting(layout, 8192)]
+    step = account.step_costs(counter("hlo").parse(TPU_PROGRAM), "v6e", layout, rows, tmp_path)
+    # Nothing of it is in the loop over steps.
+    assert step.total == pytest.approx((700 + 4 * 10**6) / STRIDE / 1.75e9)
+    assert step.syncs == 0
 
 
 def test_shares_of_a_schedules_slots(counter):
@@ -254,21 +266,17 @@ def test_shares_of_a_schedules_slots(counter):
 @pytest.mark.parametrize(("context", "milliseconds"), [(8192, 4.80), (32768, 5.76), (131072, 9.61)])
 def test_bound(counter, context, milliseconds):
     """Llama-3.1-8B on an h100: 7.504 billion weights that are read, 65 536 keys and values a token, 3.35 TB/s."""
-    config = importlib.import_module("kvqjax.model.catalogue").config_of("llama-3.1-8b")
-    bounds = counter("bound")
-    found = bounds.bound(config, [context])
-    assert found.attention == context * 65536 * 2
-    assert found.weights == pytest.approx(7.504e9 * 2, rel=1e-3)
-    assert 1e3 * found.seconds("h100") == pytest.approx(milliseconds, rel=2e-3)
-    ragged = bounds.row_lengths(context, 8, ragged=True)
-    assert ragged[-1] == context
-    assert bounds.bound(config, ragged).attention == pytest.approx(4.5 * found.attention, rel=1e-3)
+    account, config = counter("account"), config_of("llama-3.1-8b")
+    least = account.bound(config, [context])
+    assert least.attention == context * 65536 * 2
+    assert least.weights == pytest.approx(7.504e9 * 2, rel=1e-3)
+    assert 1e3 * least.total / account.bandwidth("h100") == pytest.approx(milliseconds, rel=2e-3)
+    assert account.bound(config, [context, context // 2]).attention == 1.5 * least.attention
 
 
 def test_extrapolated_layers(counter):
-    line = counter("row")._line
     low, high = {"n": 100, "x": 1.5, "of": {"a": 2}, "name": "v6e"}, {"n": 140, "x": 2.0, "of": {"a": 2}, "name": "v6e"}
-    assert line(low, high, 15.0) == {"n": 700, "x": 9.0, "of": {"a": 2}, "name": "v6e"}
+    assert counter("case").extrapolate(low, high, 15.0) == {"n": 700, "x": 9.0, "of": {"a": 2}, "name": "v6e"}
 
 
 @pytest.mark.parametrize(
@@ -277,27 +285,28 @@ def test_extrapolated_layers(counter):
         (["--chip", "h300"], "known: h100, h200"),
         (["--cache", "kivy"], "kivy"),
         (["--model", "llama-9"], "llama-9"),
+        (["--layers", "2"], "two depths"),
         (["--context", "4096", "--held", "8192"], "more than the context"),
     ],
 )
 def test_bad_options_are_named(counter, options, message):
-    from typer.testing import CliRunner
-
-    result = CliRunner().invoke(counter("__main__").app, options)
+    command = importlib.import_module("benchmarks.step_cost")  # `counter` has put the tree on the path
+    result = CliRunner().invoke(command.app, options)
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
 
 
-def test_account_has_the_promised_keys(counter, compiled):
+def test_account_of_a_step(counter, compiled):
     config, method, text = compiled
-    layout = counter("bound").make_layout(config, method, 4096, "cpu")
-    account = counter("account")
-    target = account.Target("h100", {}, config, layout)
-    found = json.loads(json.dumps(account.account(counter("hlo").parse(text), target, [4096, 2048])))
-    promised = {"launches", "syncs", "bytes_over_bound", "attention_over_bound", "estimated_ms"}
-    assert promised <= found.keys()
-    moved = sum(part["read"] + part["written"] for part in found["bytes"].values())
-    assert found["bytes_over_bound"] == pytest.approx(moved / sum(found["bound_bytes"].values()), rel=1e-3)
-    least = 3e-6 * found["launches"] + 8e-6 * found["syncs"]
-    assert found["estimated_ms"] >= 1e3 * least * 0.99
+    layout, account = layout_for(config, method, 4096, "cpu"), counter("account")
+    record = account.step_record(counter("hlo").parse(text), "h100", layout, [4096] * 2, Path())
+    record = json.loads(json.dumps(record | account.step_summary(record, "h100", config, [4096] * 2)))
+    moved = sum(part["read"] + part["written"] for part in record["bytes"].values())
+    assert record["bytes_over_bound"] == pytest.approx(moved / sum(record["bound_bytes"].values()))
+    assert min(record["attention_over_bound"], record["weights_over_bound"]) > 1
+    least = account.LAUNCH * record["launches"] + account.SYNC * record["syncs"]
+    assert record["estimated_ms"] >= 1e3 * least * 0.99
+    case = counter("case")
+    lines = case.report(case.Case("h100", "tiny", "kivi", 4096, 2), record).splitlines()
+    assert f"launches             {record['launches']}" in lines

@@ -8,7 +8,7 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.generation import loop
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 
 GB = 10**9
 

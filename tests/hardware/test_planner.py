@@ -9,7 +9,7 @@ from kvqjax.cache.cache_layout import stored_form
 from kvqjax.hardware.chips import GPUS, slice_of, target_name
 from kvqjax.hardware.devices import DEVICES, GIB, Device
 from kvqjax.hardware.planner import headroom, largest, parameter_shapes, plan_memory, step_bounds
-from kvqjax.model.catalogue import KNOWN, config_of
+from kvqjax.model.loading import KNOWN, config_of
 from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.parallel.mesh_size import MeshSize
 

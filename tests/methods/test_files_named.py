@@ -13,14 +13,14 @@ import kvqjax as kvq
 from kvqjax.cache import CacheLayout, allocate_cache
 from kvqjax.methods import METHODS
 from kvqjax.methods.registry import OWN
-from kvqjax.model.catalogue import config_of
+from kvqjax.model.loading import config_of
 
 LLAMA = config_of("llama-3.1-8b")
 ROOT = Path(kvq.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "method.md"
 DOORS = {"_public.py", "methods/__init__.py", "methods/registry.py"}
 KERNELS = {f"pallas_kernels/{name}.py" for name in ("dispatch", "forms", "support")}
-FAMILY = {"model/hf_families.py", "model/hf_experts.py"}
+FAMILY = {"model/hf_families.py"}
 
 
 def _folders() -> dict[str, Path]:

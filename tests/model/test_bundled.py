@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 
 import kvqjax as kvq
 from kvqjax._errors import UserError
@@ -170,12 +171,15 @@ def trainer(monkeypatch):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"qkv_bias": True},
-        {"qk_norm": True, "tied_embeddings": True},
-        {"sliding_window": (5, None), "num_kv_heads": 4},
-    ],
+    thinned(
+        [
+            {},
+            {"qkv_bias": True},
+            {"qk_norm": True, "tied_embeddings": True},
+            {"sliding_window": (5, None), "num_kv_heads": 4},
+        ],
+        4,
+    ),
     ids=["llama", "qwen2", "qwen3", "mistral"],
 )
 def test_training_forward_is_the_librarys(fields, trainer):
@@ -195,6 +199,7 @@ def test_training_forward_is_the_librarys(fields, trainer):
     assert float(training.loss(params, tokens, weights, config)) == pytest.approx(by_hand, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_stopped_training_goes_on_to_the_same_weights(trainer, tmp_path):
     loop, recipes, corpora = trainer("loop"), trainer("recipes"), trainer("corpus")
     config = ModelConfig(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import _constants
+from cases import _constants, thinned
 from greedy import reference
 from jax.sharding import NamedSharding
 from quick_commvq import METHOD, QUICK
@@ -17,11 +17,11 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.calibrate import needed
 from kvqjax.calibrate.xquant import prepared
-from kvqjax.eval.measure_perplexity import perplexity
+from kvqjax.eval.windows import perplexity
 from kvqjax.model import decoder, experts, weight_trees
 from kvqjax.model.config import ExpertConfig
-from kvqjax.model.experts import Row, Rows
 from kvqjax.model.weight_codes import code_weight
+from kvqjax.model.weight_trees import Row, Rows
 
 SPARSE = ExpertConfig(count=8, per_token=2, width=24, shared_width=16)
 MIXED = dataclasses.replace(SPARSE, dense_layers=(1,), normalised=False)
@@ -55,7 +55,7 @@ def by_hand(model: kvq.Model, layer: int, x: np.ndarray) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalised", thinned([True, False], 3))
 @pytest.mark.parametrize("count", [1, 3, 70])
 def test_experts_are_what_the_formula_says(count, normalised):
     model = mixed()
@@ -68,12 +68,12 @@ def test_experts_are_what_the_formula_says(count, normalised):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("count", [1, 4, 70, 600])
+@pytest.mark.parametrize("count", thinned([1, 4, 70, 600], 2))
 def test_ways_of_computing_agree(count):
     """The loop over tiles, that of CPUs and TPUs, and the products without a loop, that of GPUs."""
     weights = decoder.layer(mixed().params, 0)
     x = jax.random.normal(jax.random.key(0), (count, 32))
-    chosen, _ = experts.route(x, weights["router"].whole(), mixed().config)
+    chosen, _ = experts.route(x, weights["router"].read(), mixed().config)
     wanted = jax.jit(functools.partial(experts._in_turn, alone=True))(weights, x, chosen)
     np.testing.assert_allclose(jax.jit(experts._at_once)(weights, x, chosen), wanted, rtol=0, atol=1e-5)
     elsewhere = jnp.where(chosen < 4, chosen, 8)  # of another device
@@ -83,7 +83,7 @@ def test_ways_of_computing_agree(count):
 
 def test_ties_go_to_the_expert_with_the_lower_number():
     model = mixed()
-    router = decoder.layer(model.params, 0)["router"].whole()
+    router = decoder.layer(model.params, 0)["router"].read()
     twins = jnp.concatenate([router[:, :2]] * 4, axis=1)  # experts 0, 2, 4, 6 score alike, and 1, 3, 5, 7
     chosen, shares = experts.route(jax.random.normal(jax.random.key(0), (50, 32)), twins, model.config)
     assert {tuple(row) for row in np.asarray(chosen).tolist()} == {(0, 2), (1, 3)}
@@ -144,7 +144,7 @@ def ready(model: kvq.Model, spec: str) -> tuple[kvq.Model, kvq.Method]:
     return made, method
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", thinned(SPECS, 4))
 def test_every_kind_of_cache(spec):
     """What is cached comes before the experts, so that all methods work, stacked or layer by layer: exact logits of the
     exact cache, and near them where most bits are stored."""
@@ -167,7 +167,7 @@ def test_every_kind_of_cache(spec):
         assert 1e-4 < typical < (0.6 if "_cl" in spec else 0.1) * np.std(wanted)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", thinned([8, 4], 3))
 @pytest.mark.parametrize("form", ["scan", "unroll"])
 def test_coded_experts(bits, form):
     model, names = mixed(), {"q", "k", "v", "o", "gate", "up", "down", *experts.BY_EXPERT}

@@ -10,10 +10,10 @@ from checkpoints import CONFIG, assert_same, edit, random_params
 from safetensors.numpy import load_file
 
 from kvqjax._errors import UserError
-from kvqjax.model import stored, weights
-from kvqjax.model.checkpoint import open_checkpoint
+from kvqjax.model import weights
+from kvqjax.model.checkpoint import decode_slice, find_weight, open_checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
-from kvqjax.model.hf_config import read_config
+from kvqjax.model.hf_config import read_config, read_scheme
 from kvqjax.model.loading import load
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 .. 7 in a word
@@ -119,12 +119,12 @@ def test_slices_are_decoded_alone(kind, tmp_path):
     """What a device of a mesh reads: also where its slice cuts words and blocks apart."""
     quantise(tmp_path / "codes", kind)
     checkpoint = open_checkpoint(tmp_path / "codes")
-    scheme = stored.read_scheme(json.loads((tmp_path / "codes" / "config.json").read_text()))
-    found = stored.find(checkpoint, "model.layers.0.mlp.gate_proj.weight", scheme)
-    whole = stored.decoded(found, (slice(None), slice(None)))
+    scheme = read_scheme(json.loads((tmp_path / "codes" / "config.json").read_text()))
+    found = find_weight(checkpoint, "model.layers.0.mlp.gate_proj.weight", scheme)
+    whole = decode_slice(found, (slice(None), slice(None)))
     assert whole.shape == (24, 16)
     for index in ((slice(5, 19), slice(None)), (slice(None), slice(3, 13)), (slice(8, 16), slice(8, 16))):
-        np.testing.assert_array_equal(stored.decoded(found, index), whole[index])
+        np.testing.assert_array_equal(decode_slice(found, index), whole[index])
 
 
 def config_with(folder, about):

@@ -197,7 +197,7 @@ def test_ids_and_texts(pair):
     rows = [[5, 6, 7], [8]]
     assert ours.decode(rows) == ours.batch_decode(rows) == theirs.batch_decode(rows)
     assert ours.decode(7) == ours.decode(np.int32(7)) == ours.decode(np.asarray([7])) == theirs.decode([7])
-    assert ours._other is None  # nothing of this needed transformers
+    assert ours._substitute is None  # nothing of this needed transformers
 
 
 def test_tokens(pair):
@@ -209,7 +209,7 @@ def test_tokens(pair):
         assert getattr(ours, name) == getattr(theirs, name)
         assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id")
     assert ours.chat_template is None
-    assert ours._other is None
+    assert ours._substitute is None
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -258,7 +258,7 @@ def test_chat_templates(tmp_path, name):
         assert got == theirs.apply_chat_template(TALK, tokenize=False, **options)
     wanted = theirs.apply_chat_template(TALK)["input_ids"]
     assert ours.apply_chat_template(TALK)["input_ids"] == wanted == ours.apply_chat_template(TALK, return_dict=False)
-    assert ours._other is None
+    assert ours._substitute is None
     assert "20" in datetime.now().strftime("%Y")
 
 
@@ -291,8 +291,8 @@ def test_templates_in_files_of_their_own(tmp_path):
 def test_what_the_library_lacks_comes_from_transformers(tmp_path):
     tokenizer = subject.open_tokenizer(str(write(tmp_path, KINDS["llama 3"])))
     assert tokenizer("the", return_tensors="np")["input_ids"].shape[0] == 1
-    assert tokenizer._other is not None
-    assert tokenizer.convert_ids_to_tokens([1]) == tokenizer._other.convert_ids_to_tokens([1])
+    assert tokenizer._substitute is not None
+    assert tokenizer.convert_ids_to_tokens([1]) == tokenizer._substitute.convert_ids_to_tokens([1])
     again = subject.Tokenizer(str(tmp_path), subject._read(tmp_path))
     again.pad_token = "</s>"
     assert again.pad_token_id == tokenizer.eos_token_id

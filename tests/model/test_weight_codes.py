@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method
+from cases import CASES, model_and_method, thinned
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny import tiny, tokens
 
@@ -104,8 +104,8 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("layers", ["scan", "unroll"])
-@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("layers", thinned(["scan", "unroll"], 2))
+@pytest.mark.parametrize("experts", thinned([{}, EXPERTS], 2), ids=["dense", "experts"])
 def test_a_model_of_odd_widths_loads_in_every_option(tmp_path, weights, layers, experts):
     """Its logits are those of a model of the decoded matrices."""
     model = tiny(**ODD, **experts)
@@ -136,7 +136,10 @@ def test_codes_mean_the_decoded_matrices():
     assert np.abs(codes - plain).max() > 2e-2
 
 
-@pytest.mark.parametrize("name", [*CASES, "xquant:bits=4,group=32", "xquant_cl:bits=2,group=32,base=0,protected=0"])
+ALSO = ("xquant:bits=4,group=32", "xquant_cl:bits=2,group=32,base=0,protected=0")
+
+
+@pytest.mark.parametrize("name", thinned([*CASES, *ALSO], 6))
 def test_every_kind_of_cache_takes_them(name):
     """Traced only: methods see a layer's weights through `decoder.layer`, which the test above is about."""
     model, method = model_and_method(name) if name in CASES else (tiny(), kvq.parse(name))

@@ -9,8 +9,8 @@ from checkpoints import CONFIG, assert_same, random_params
 from jax.experimental.layout import Format, Layout
 
 import kvqjax as kvq
-from kvqjax.model import decoder, weight_tiles, weights
-from kvqjax.model.weight_names import MATRICES
+from kvqjax.model import decoder, weight_trees, weights
+from kvqjax.model.weight_trees import MATRICES
 
 TALL = ((16, 128), (2, 1))
 
@@ -18,7 +18,7 @@ TALL = ((16, 128), (2, 1))
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     weights.save_params(tmp_path, random_params(), CONFIG)
-    monkeypatch.setattr(weight_tiles, "CHIP", jax.devices()[0].device_kind)
+    monkeypatch.setattr(weight_trees, "CHIP", jax.devices()[0].device_kind)
     return tmp_path
 
 
@@ -42,7 +42,7 @@ def test_loaded_matrices_are_tiled(layers, piece, folder, monkeypatch):
     params = weights.load_params(folder, CONFIG, jnp.bfloat16, layers=layers)
     assert tiled(params) == OWN
     assert tiled(weights.load_params(folder, CONFIG, jnp.float32, layers=layers)) == set()
-    monkeypatch.setattr(weight_tiles, "CHIP", "another")
+    monkeypatch.setattr(weight_trees, "CHIP", "another")
     plain = weights.load_params(folder, CONFIG, jnp.bfloat16, layers=layers)
     assert tiled(plain) == set()
     assert_same(params, plain)
@@ -52,7 +52,7 @@ def test_codes_are_not_tiled_nor_what_is_tiled_already(folder):
     coded = weights.load_params(folder, CONFIG, jnp.bfloat16, bits=8)
     assert coded["layers"]["q"].codes.format.layout.tiling != TALL
     params = weights.load_params(folder, CONFIG, jnp.bfloat16)
-    weight_tiles.as_multiplied(params, put=lambda x, place: pytest.fail("moved again"))
+    weight_trees.as_multiplied(params, put=lambda x, place: pytest.fail("moved again"))
 
 
 def test_a_mesh_s_parts_are_tiled_and_programs_take_them_so(folder):

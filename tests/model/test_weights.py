@@ -11,11 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from kvqjax._errors import UserError
+from kvqjax.model import checkpoint, weight_trees, weights
 from kvqjax.model import loading as model_module
-from kvqjax.model import stored, weight_trees, weights
-from kvqjax.model.checkpoint import open_checkpoint
+from kvqjax.model.checkpoint import fingerprint, open_checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
-from kvqjax.model.fingerprint import fingerprint
 from kvqjax.model.loading import Model, load
 
 
@@ -58,14 +57,14 @@ def test_each_device_holds_and_reads_only_its_slice(folder, monkeypatch):
         "layers/mlp_norm": PartitionSpec(),
     }
     read_sizes = {}
-    genuine = stored.read
+    genuine = checkpoint.read_slice
 
     def spy(tensor, index):
         piece = genuine(tensor, index)
         read_sizes.setdefault(tensor.name, []).append(piece.size)
         return piece
 
-    monkeypatch.setattr(stored, "read", spy)
+    monkeypatch.setattr(checkpoint, "read_slice", spy)
     model = load(folder, dtype="f32", sharding=lambda name: NamedSharding(mesh, specs.get(name, PartitionSpec())))
     assert_same(model.params, random_params())
     for name in ("q", "o", "gate", "down"):
@@ -94,7 +93,7 @@ def test_a_load_reads_every_byte_once_and_holds_one_layer_besides(layers, tmp_pa
     )
     weights.save_params(tmp_path, random_params(config), config)
     split(tmp_path)
-    read, held, genuine = {}, [], stored.read
+    read, held, genuine = {}, [], checkpoint.read_slice
 
     def spy(tensor, index):
         piece = genuine(tensor, index)
@@ -102,7 +101,7 @@ def test_a_load_reads_every_byte_once_and_holds_one_layer_besides(layers, tmp_pa
         held.append(sum(x.nbytes for x in jax.live_arrays()))
         return piece
 
-    monkeypatch.setattr(stored, "read", spy)
+    monkeypatch.setattr(checkpoint, "read_slice", spy)
     monkeypatch.setattr(weights, "PIECE", 1)
     before = sum(x.nbytes for x in jax.live_arrays())
     params = weights.load_params(tmp_path, config, layers=layers)

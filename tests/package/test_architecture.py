@@ -104,7 +104,7 @@ def test_wrong_shape_refused_in_calibrate(installed):
 
 @pytest.mark.smoke
 def test_wrong_shape_refused_in_eval(installed):
-    from kvqjax.eval.measure_perplexity import score_chunk
+    from kvqjax.eval.windows import score_chunk
 
     logits, targets = jnp.zeros((1, 3, 8)), jnp.zeros((1, 3), jnp.int32)
     assert score_chunk(logits, logits, targets, targets == 0).tokens == 3

@@ -15,8 +15,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.generation.sampling import make_sampling
-from kvqjax.model.hf_sampling import read_sampling
-from kvqjax.model.loading import locate
+from kvqjax.model.loading import locate, read_sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 

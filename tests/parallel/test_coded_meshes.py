@@ -11,9 +11,8 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.model.config import ExpertConfig
-from kvqjax.model.experts import BY_EXPERT, Rows
 from kvqjax.model.weight_codes import CodedWeight, code_weight
-from kvqjax.model.weight_trees import is_unrolled, unrolled
+from kvqjax.model.weight_trees import BY_EXPERT, Rows, is_unrolled, unrolled
 from kvqjax.model.weights import save_params
 from kvqjax.parallel.sharding import MeshSize, rules_for
 

@@ -1,19 +1,34 @@
-"""What long work says on stderr: what it will do, how far it is, how long it will still take."""
+"""What commands print: rows of figures as a table or as JSON on stdout, with a report's stamp; on stderr what long work
+will do, how far it is, and how long it will still take."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvqjax._tables import Row, table, terminal_width
 from kvqjax._timing import product_rate
 
-__all__ = ["announce", "at_least", "duration", "progress_bar", "reporter"]
+__all__ = ["announce", "at_least", "duration", "progress_bar", "reporter", "show"]
 
 _ERRORS = Console(stderr=True)
 FIRST, EVERY = 10.0, 60.0  # seconds until the first line without a terminal, and between the others
+
+
+def show(rows: list[Row], as_json: bool, title: str = "", about: dict[str, Any] | None = None, note: str = "") -> None:
+    """Print rows of equal keys as a table with a note below it, or as a JSON list. A report's stamp `about` becomes the
+    last entry, "about", of every row of the list."""
+    if as_json:
+        stamped = {"about": about} if about else {}
+        typer.echo(json.dumps([row | stamped for row in rows], indent=1))
+        return
+    typer.echo("\n".join(table(rows, terminal_width(), title, note)))
 
 
 def announce(text: str) -> None:

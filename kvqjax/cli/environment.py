@@ -1,20 +1,68 @@
-"""Compiled programs kept from one run of the command line to the next."""
+"""What the command line sets for JAX: before it is imported, which kinds of devices it shall look for; where compiled
+programs are kept from one run to the next."""
 
 import hashlib
 import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
 
-__all__ = ["MOST_BYTES", "compiling_seconds", "keep_programs", "keep_programs_by_default", "program_folder"]
+__all__ = [
+    "MOST_BYTES",
+    "compiling_seconds",
+    "keep_programs",
+    "keep_programs_by_default",
+    "look_for_present_devices",
+    "program_folder",
+]
 
+GOOGLE = "0x1ae0"  # the PCI vendor of TPUs
+GPUS = ("dev/nvidiactl", "dev/nvmap", "dev/dxg", "dev/kfd")  # NVIDIA's, a Jetson's, Windows' through WSL, AMD's
+GPU_PLUGINS = ("xla_cuda", "xla_rocm")  # how their names begin; others are for devices that are not looked for here
 MOST_BYTES = 2 * 2**30  # a run of `generate` with the bundled model keeps 0.4 MiB on a CPU, larger models more
+
+
+# --- Devices
+
+
+def _has_tpu(root: Path) -> bool:
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return any(file.read_text(errors="replace").strip() == GOOGLE for file in vendors)
+
+
+def look_for_present_devices(environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
+    """Have JAX use the CPU where a machine has no GPU or TPU but JAX's libraries for them are installed: these would
+    search for a device, say on stderr that there is none, and ask the network for one, which takes half a minute.
+
+    Args:
+        environment: variables; nothing is set where JAX_PLATFORMS or PJRT's own ones say what is wanted.
+        root: the machine's file system.
+    """
+    if sys.platform != "linux" or any(
+        name.startswith(("JAX_PLATFORM", "PJRT_", "TPU_LIBRARY")) for name in environment
+    ):
+        return
+    plugins = [plugin.name for plugin in entry_points(group="jax_plugins")]
+    gpus = [name for name in plugins if name.startswith(GPU_PLUGINS)]
+    if len(gpus) < len(plugins) or not (gpus or find_spec("libtpu")):
+        return
+    try:
+        present = any((root / name).exists() for name in GPUS) or _has_tpu(root)
+    except OSError:
+        return
+    if not present:
+        environment["JAX_PLATFORMS"] = "cpu"
+
+
+# --- Compiled programs
 
 
 def _processor() -> str:

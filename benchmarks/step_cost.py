@@ -1,0 +1,39 @@
+"""One decode step against the bound: `generate`'s decode loop compiled ahead of time and counted; nothing runs.
+
+    python -m benchmarks.step_cost --chip h100 --cache kivi:bits=2,group=128 --context 131072
+
+The bound is what an ideal cache of 16-bit numbers takes: weights once, and every row's keys and values once, at the
+chip's bandwidth. `--held 8192` counts rows that hold fewer tokens than fit, by the static length that `generate` would
+choose then. GPUs need JAX's CUDA plugin and ptxas, TPUs libtpu; `make aot` makes environments with both.
+"""
+
+import os
+from typing import Annotated
+
+import typer
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from benchmarks.compiled_cost.case import AsJson, CacheText, Case, Chip, Dump, Layers, Model, run
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    chip: Chip = "h100",
+    model: Model = "llama-3.1-8b",
+    cache: CacheText = "exact",
+    context: Annotated[int, typer.Option(help="tokens that a row has room for, and holds")] = 131072,
+    held: Annotated[int | None, typer.Option(min=1, help="tokens that a row holds, if fewer")] = None,
+    batch: int = 1,
+    layers: Layers = "",
+    dump: Dump = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile one decode step and print its account."""
+    run(Case(chip, model, cache, context, batch, filled=held), layers, dump, as_json)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,251 @@
+"""What calibrations read: keys and values as a cache is given them, of a model that reads a text (`of_model`) or of
+tensors that any model's attention layers computed (`Captured`, `of_captured`). Where a calibration weighs by it, their
+diagonal Fisher information comes with them (KVQuant, arXiv 2401.18079, section 3.2, equation 2).
+
+F_ii = g_i^2, g the gradient of a sequence's mean next-token loss. Keys and values are no parameters, so zeros are
+added to them and the loss is differentiated with respect to these: one backward pass gives every layer's gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
+from kvqjax.methods import Method
+from kvqjax.model import decoder, weight_trees
+from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.decoder import Projected
+from kvqjax.model.loading import Model
+from kvqjax.model.rope import rotate
+
+__all__ = [
+    "Activations",
+    "Captured",
+    "Sequences",
+    "activations",
+    "as_it_is",
+    "cached",
+    "loss",
+    "of_captured",
+    "of_model",
+    "positions_of",
+    "with_fisher",
+]
+
+# One array a layer, or one array with layers in front.
+Layers = Sequence[Array | np.ndarray] | Array | np.ndarray
+
+
+class Activations(NamedTuple):
+    """What a cache would hold of some sequences, and the squared gradients of their loss, float32, W = K*D."""
+
+    k: Float[Array, "L B T W"]
+    v: Float[Array, "L B T W"]
+    k_fisher: Float[Array, "L B T W"] | None = None
+    v_fisher: Float[Array, "L B T W"] | None = None
+
+
+class Sequences(NamedTuple):
+    """`count` sequences of `length` tokens for a calibration that reads one sequence of all layers at a time:
+
+        read(number, rope, gradients, turn) -> Activations of one sequence (B = 1), with F if `gradients`
+
+    `turn(source, x [L, B, T, W])` brings keys ("k") and values ("v"), and their gradients likewise, into the frame that
+    they are encoded in. `fingerprint` names the model that they come from, `parts` are what `resume.identity` takes of
+    them."""
+
+    shape: KVShape
+    count: int
+    length: int
+    read: Callable[..., Activations]
+    fingerprint: str
+    parts: tuple[Any, ...]
+
+
+def as_it_is(source: str, x: Float[Array, "L B T W"]) -> Float[Array, "L B T W"]:
+    """What is encoded in its own frame."""
+    return x
+
+
+def with_fisher(cached, slopes, turn: Callable) -> Activations:
+    """Keys and values [L, B, T, W] in the frame that `turn` brings them to, with F from their gradients there."""
+    k, v = (turn(source, x) for source, x in zip("kv", cached, strict=True))
+    return Activations(k, v, *(turn(source, x) ** 2 for source, x in zip("kv", slopes, strict=False)))
+
+
+# --- A model that reads a text
+
+
+def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str):
+    """Mean next-token cross entropy, float32, with `zeros` = (for k, for v), [L,B,T,K,D] each, added; and k, v as
+    cached."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+
+    def step(h, xs):
+        index, extra_k, extra_v = xs
+        weights = decoder.layer(params, index)
+        projected = decoder.project(weights, h, positions, config)
+        k = rotate(projected.k, positions, config) if rope == "post" else projected.k
+        k, v = k + extra_k.astype(k.dtype), projected.v + extra_v.astype(k.dtype)
+        attended_k = k if rope == "post" else rotate(k, positions, config)
+        attended = decoder.attend_plainly(projected.q, attended_k, v, index, config)
+        return decoder.finish(weights, h, attended, config), (k, v)
+
+    # Without the checkpoint the backward pass would keep every layer's T x T attention weights.
+    xs = (jnp.arange(config.num_layers), *zeros)
+    h, cached = jax.lax.scan(jax.checkpoint(step), decoder.embed(params, tokens), xs)
+    logits = decoder.unembed(params, h[:, :-1], config)
+    chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - chosen).mean(), cached
+
+
+def _zeros(tokens, config: ModelConfig):
+    shape = (config.num_layers, *tokens.shape, config.num_kv_heads, config.head_dim)
+    return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+
+
+def loss(params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, ""]:
+    """Mean next-token cross entropy of the model itself."""
+    return _perturbed_loss(_zeros(tokens, config), params, tokens, config, "pre")[0]
+
+
+def activations(
+    params: weight_trees.Params,
+    tokens: Int[Array, "B T"],
+    config: ModelConfig,
+    *,
+    rope: str = "pre",
+    gradients: bool = True,
+    turn: Callable = as_it_is,
+) -> Activations:
+    """Keys (before RoPE, or after it for `rope="post"`) and values of every layer, with F if `gradients`; `turn` as in
+    `Sequences`.
+
+    Sequences that are compared must have one length: the mean loss divides by it.
+    """
+    arrays = _cached_and_slopes(params, tokens, config, rope=rope, gradients=gradients)
+    return with_fisher(arrays[:2], arrays[2:], turn)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rope", "gradients"))
+def _cached_and_slopes(params, tokens, config: ModelConfig, *, rope: str, gradients: bool) -> tuple[Array, ...]:
+    """Keys and values [L, B, T, W], and their gradients if `gradients`."""
+
+    def flat(x):
+        return x.reshape(*x.shape[:3], -1).astype(jnp.float32)
+
+    zeros = _zeros(tokens, config)
+    if not gradients:
+        return tuple(map(flat, _perturbed_loss(zeros, params, tokens, config, rope)[1]))
+    slopes, cached = jax.grad(_perturbed_loss, has_aux=True)(zeros, params, tokens, config, rope)
+    return (*map(flat, cached), *map(flat, slopes))
+
+
+def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
+    """What the model computes for N sequences of T tokens."""
+    if tokens.ndim != 2:
+        raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, tokens]")
+
+    def read(number: int, rope: str, gradients: bool, turn: Callable = as_it_is) -> Activations:
+        row = jnp.asarray(tokens[number : number + 1], jnp.int32)
+        return activations(model.params, row, model.config, rope=rope, gradients=gradients, turn=turn)
+
+    count, length = tokens.shape
+    return Sequences(model.config.kv_shape, count, length, read, model.fingerprint, (repr(model.config), tokens))
+
+
+# --- Tensors of any model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Captured:
+    """`keys`, `values` [L, N, T, K, D] and `queries` [L, N, T, H, D] of N sequences of T tokens, as `kvq.attend_layer`
+    takes them; `outputs` [L, H*D, E] are output projections. The gradients are those of each sequence's mean loss.
+    Every field may be a list of one array a layer, on the host or not. `dtype` is the cache's."""
+
+    shape: KVShape
+    keys: Layers
+    values: Layers
+    queries: Layers | None = None
+    outputs: Layers | None = None
+    key_gradients: Layers | None = None
+    value_gradients: Layers | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        for name, partner in (("queries", "outputs"), ("key_gradients", "value_gradients")):
+            if (getattr(self, name) is None) != (getattr(self, partner) is None):
+                raise UserError(f"{name} and {partner} go together; give both or neither")
+        if not len(self.keys) or np.ndim(self.keys[0]) != 4:
+            raise UserError("keys: wanted an array [sequences, tokens, heads, head_dim] for every layer")
+        shape = self.shape
+        kv, head = (*self.size, shape.num_kv_heads, shape.head_dim), (*self.size, shape.num_heads, shape.head_dim)
+        wanted = {"keys": kv, "values": kv, "key_gradients": kv, "value_gradients": kv, "queries": head}
+        for name, wanted_shape in wanted.items():
+            self._check(name, wanted_shape)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        arrays = getattr(self, name)
+        if arrays is None:
+            return
+        if len(arrays) != self.shape.num_layers:
+            raise UserError(f"{name} of {len(arrays)} layers given, the shape has {self.shape.num_layers}")
+        for layer, array in enumerate(arrays):
+            if np.shape(array) != shape:
+                raise UserError(f"{name} of layer {layer} have shape {np.shape(array)}, wanted {shape}")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sequences and tokens of each."""
+        return tuple(np.shape(self.keys[0])[:2])
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What `resume.identity` takes of the data."""
+        arrays = (self.keys, self.values, self.queries, self.outputs, self.key_gradients, self.value_gradients)
+        return repr(self.shape), self.dtype, *(np.asarray(x) for layers in arrays if layers is not None for x in layers)
+
+    def layout(self, method: Method) -> CacheLayout:
+        return CacheLayout(shape=self.shape, method=method, capacity=1, dtype=self.dtype)
+
+
+def positions_of(rows: int, length: int) -> Int[Array, "N T"]:
+    """Positions of N sequences of T tokens."""
+    return jnp.broadcast_to(jnp.arange(length)[None], (rows, length))
+
+
+def cached(run: RunLayout, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n T W"]]:
+    """Keys and values of a run's layers, [n, T, K, D] each, as a cache stores them."""
+    nothing: Any = None  # of what the capture of keys and values does not look at
+    projected = Projected(nothing, jnp.asarray(k), jnp.asarray(v), nothing, nothing)
+    new = run.wiring.maps.capture({}, {}, projected, positions_of(*projected.k.shape[:2]))
+    return new["k"].astype(jnp.float32), new["v"].astype(jnp.float32)
+
+
+def of_captured(data: Captured, method: Method) -> Sequences:
+    """Tensors of any model for a calibration that reads one sequence of all layers at a time."""
+    runs = runs_of(data.layout(method))
+
+    def all_layers(number: int, keys, values) -> list:
+        """Keys and values [L, 1, T, W] of one sequence. Gradients turn with the keys, since a rotation is linear."""
+        pairs = []
+        for run in runs:
+            layers = range(run.first, run.first + run.count)
+            pairs.append(cached(run, *(np.stack([x[i][number] for i in layers]) for x in (keys, values))))
+        return [jnp.concatenate(parts)[:, None] for parts in zip(*pairs, strict=True)]
+
+    def read(number: int, rope: str, gradients: bool, turn=as_it_is) -> Activations:
+        pair = all_layers(number, data.keys, data.values)
+        slopes = all_layers(number, data.key_gradients, data.value_gradients) if gradients else ()
+        return with_fisher(pair, slopes, turn)
+
+    return Sequences(data.shape, *data.size, read, "", data.parts)
