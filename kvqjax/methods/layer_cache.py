@@ -127,14 +127,14 @@ class Maps(NamedTuple):
     frame: Frame | None = None
 
 
-def codec_maps(codecs: dict[str, Codec]) -> tuple[Encode, Decode]:
+def codec_maps(codecs: dict[str, Codec]) -> tuple[Callable, Callable]:
     """Make the functions of layers that stand alone and whose sources are encoded one by one.
 
     Args:
         codecs: by the name of their source.
 
     Returns:
-        `encode` and `decode`.
+        An `Encode` and a `Decode`.
     """
 
     def encode(constants, tile, carry):
