@@ -58,6 +58,7 @@ def kvquant(
     }
     key = Nuq(bits=value_or(key_bits, bits), per="channel", slots=slots, **shared)
     value = Nuq(bits=value_or(value_bits, bits), per="token", **shared)
+    # Fitted rotations need codecs without calibrated tables.
     rotations: dict[str, Any] = turning(rotate, value_rotate, rope, fitted=False)
     layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=buffer, **rotations)
     return Method(name="kvquant", layer=layer, sinks=sinks)
