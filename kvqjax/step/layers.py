@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvqjax import cache as caches
-from kvqjax._arguments import check_index, check_integer, clipped, named, typed
+from kvqjax._arguments import check_index, check_integer, clipped, typed
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.run_layout import RunLayout
@@ -79,7 +79,7 @@ def attend_layer(
     constants=None,
     within: str = "chunk",
     softcap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
+    sinks: Float[Array, " sinks"] | None = None,
 ) -> tuple[Float[Array, "B T H D"], New]:
     """Attend to what layer `layer` of the cache holds and to the new tokens: (output in q's dtype, the new tokens for
     `append`). The cache stays as it is.
@@ -101,8 +101,8 @@ def attend_layer(
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
     softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
     check_softcap(softcap)
-    if sinks is not None and getattr(sinks, "shape", None) != (q.shape[2],):
-        raise UserError(f"sinks is {named(sinks)}; wanted an array [{q.shape[2]}], a logit for each query head")
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        raise UserError(f"sinks has shape {list(sinks.shape)}; wanted [{q.shape[2]}], a logit for each query head")
     return _attend_layer(cache, q, k, v, counts, below, constants, sinks, layer=layer, within=within, softcap=softcap)
 
 

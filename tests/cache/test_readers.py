@@ -113,7 +113,7 @@ def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("spec", ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=h2o:budget=64"])
+@pytest.mark.parametrize("spec", ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=h2o:64"])
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
 def test_sinks_take_their_share(spec, softcap):
     """A sink logit for each query head: as a key that every query sees and whose value is 0."""
@@ -135,7 +135,7 @@ def test_sinks_take_their_share(spec, softcap):
         np.testing.assert_allclose(out[row, :count], wanted[row, :count], atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{"softcap": 0.0}, {"softcap": -1.0}, {"sinks": jnp.zeros(3)}, {"sinks": 1.0}])
+@pytest.mark.parametrize("options", [{"softcap": 0.0}, {"softcap": -1.0}, {"sinks": jnp.zeros(3)}])
 def test_score_options_that_are_none_are_one_line(options):
     shape = kvq.KVShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32)
     q, k, v = (jnp.ones((1, 1, heads, 32)) for heads in (4, 2, 2))
