@@ -26,7 +26,7 @@ from kvqjax.calibrate.parts import by_run
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
-from kvqjax.methods.aqua_layer import AquaLayer
+from kvqjax.methods.papers.aqua import AquaLayer
 from kvqjax.model import decoder
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model

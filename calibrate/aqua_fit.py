@@ -16,8 +16,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
-from kvqjax.methods.aqua_layer import AquaLayer, encode_source, predictor_inputs
-from kvqjax.methods.predictors import DTYPES, predict, shapes
+from kvqjax.methods.papers.aqua import (
+    PREDICTOR_DTYPES,
+    AquaLayer,
+    encode_source,
+    predict,
+    predictor_inputs,
+    predictor_shapes,
+)
 from kvqjax.model.weight_codes import pack_nibbles
 
 __all__ = [
@@ -214,7 +220,7 @@ def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) ->
 
 def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
     """Weights of variance 1/fan-in; the last layer starts at zero, so training starts from the mean."""
-    sizes = shapes("mlp", inputs, outputs)
+    sizes = predictor_shapes("mlp", inputs, outputs)
     start = {name: jnp.zeros(shape, jnp.float32) for name, shape in sizes.items()}
     down = jax.random.normal(key, sizes["down"], jnp.float32) * inputs**-0.5
     return start | {"gain": jnp.ones(sizes["gain"], jnp.float32), "down": down}
@@ -256,7 +262,7 @@ def train_mlp(
 
 def cast(constants: dict, dtype) -> dict[str, jax.Array]:
     """Constants as a model of compute dtype `dtype` holds them."""
-    return {name: jnp.asarray(a, DTYPES.get(name, dtype)) for name, a in constants.items()}
+    return {name: jnp.asarray(a, PREDICTOR_DTYPES.get(name, dtype)) for name, a in constants.items()}
 
 
 def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tuple[dict, np.ndarray, np.ndarray]:
@@ -269,7 +275,7 @@ def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tup
         parts = {"down": rounded(down), "up": rounded(up)}
         weight = parts["down"] @ parts["up"]
     elif layer.predictor == "int4":
-        size = inputs // shapes("int4", inputs, outputs)["scale"][0]
+        size = inputs // predictor_shapes("int4", inputs, outputs)["scale"][0]
         parts = gptq(moments, ridge(moments, recipe.damping, centred=recipe.centred)[0], size)
         weight = parts["codes"] * np.repeat(parts["scale"], size, axis=0) + np.repeat(parts["low"], size, axis=0)
         parts["codes"] = np.asarray(pack_nibbles(jnp.asarray(parts["codes"])))

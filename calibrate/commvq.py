@@ -28,8 +28,8 @@ from kvqjax.calibrate.parts import by_run
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
-from kvqjax.methods.commvq_wiring import CommVQLayer
 from kvqjax.methods.keys_values import cached_keys
+from kvqjax.methods.papers.commvq import CommVQLayer
 from kvqjax.model import decoder
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model

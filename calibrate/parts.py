@@ -27,7 +27,7 @@ from kvqjax.calibrate.resume import part_state
 from kvqjax.codecs import Exact
 from kvqjax.codecs.base import Fit
 from kvqjax.methods import KeysAndValues, Method
-from kvqjax.methods.pairs import Pair
+from kvqjax.methods.keys_values import Pair
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.model.config import KVShape
 

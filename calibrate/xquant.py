@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 
 from kvqjax.cache.runs import runs_for
 from kvqjax.methods import Method
+from kvqjax.methods.papers.xquant import LayerInput
+from kvqjax.methods.papers.xquant_cl import CrossLayer
 from kvqjax.methods.spec import LayerSpec
-from kvqjax.methods.xquant_cl_wiring import CrossLayer
-from kvqjax.methods.xquant_wiring import LayerInput
 from kvqjax.model import decoder
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model

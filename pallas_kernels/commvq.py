@@ -2,7 +2,7 @@
 
 Keys before RoPE are k = prescale sum_r (C_r[A_r] + j C_r[B_r]) with one pair of levels (A, B) per round and KV head
 (kvqjax.codecs.commvq_keys). Values are stored as N bits a token, shared by all heads, and a gain. A kernel returns the
-means of gain * bits, and the caller multiplies them by the codebook (kvqjax.methods.wiring.SharedValues)."""
+means of gain * bits, and the caller multiplies them by the codebook (kvqjax.methods.layer_cache.SharedValues)."""
 
 import dataclasses
 from typing import NamedTuple

@@ -2,7 +2,7 @@
 
 A body holds two latents of every token: x = X U_k with a scale per channel of a group of tokens, and y = X U_v with a
 scale per token. Keys are rematerialised from x: k = RoPE(norm(x F + b)), F [R, K*D]. Values are not: a kernel returns
-the means of y, which all heads share, and the caller multiplies them (kvqjax.methods.wiring.SharedValues)."""
+the means of y, which all heads share, and the caller multiplies them (kvqjax.methods.layer_cache.SharedValues)."""
 
 import dataclasses
 from typing import NamedTuple

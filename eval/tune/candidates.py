@@ -22,7 +22,7 @@ from kvqjax.eval.stamp import Bar, ledger_of
 from kvqjax.hardware.devices import DEVICES, find_device
 from kvqjax.hardware.planner import plan_memory, step_bounds
 from kvqjax.methods import METHODS, Method, parse, policy, to_dict
-from kvqjax.methods.pairs import apart, joined
+from kvqjax.methods.keys_values import apart, joined
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.codecs import Exact
-from kvqjax.methods.maps import Maps
-from kvqjax.methods.pairs import PARTS, Pair, apart
+from kvqjax.methods.keys_values import PARTS, Pair, apart
+from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Maps, Storage, Wiring
 from kvqjax.methods.spec import LayerSpec
-from kvqjax.methods.wiring import Calibration, Chain, Clock, Storage, Wiring
 from kvqjax.model.config import KVShape
 
 __all__ = ["Choice", "chosen_constants"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.run_layout import RunLayout
-from kvqjax.methods.wiring import Clock
+from kvqjax.methods.layer_cache import Clock
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing import Stored
 from kvqjax.ops.packing.words import FEW, PLANE

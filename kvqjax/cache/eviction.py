@@ -1,4 +1,4 @@
-"""Token eviction beside every method (kvqjax.methods.keep): the body holds whole groups of one clock unit, `budget`
+"""Token eviction beside every method (kvqjax.methods.spec): the body holds whole groups of one clock unit, `budget`
 tokens in all; every stored token carries its position, and -1 marks a slot that holds none.
 
 A group that must make room is masked and its slots are used again: the one whose newest token is the oldest
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.methods.keep import Keep
+from kvqjax.methods.spec import Keep
 from kvqjax.ops.attention import capped
 
 __all__ = ["Chosen", "Moves", "Received", "allocate_kept", "choose", "crop_kept", "enter", "forget", "received"]

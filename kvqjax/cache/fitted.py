@@ -6,8 +6,8 @@ import functools
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.codecs.kernel_form import Packed
+from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.spec import LayerSpec, Method
-from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.model.rope import following
 from kvqjax.ops.packing.words import PLANE, split_bits

@@ -18,7 +18,7 @@ from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.run_layout import MANY_QUERIES, RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.methods.direct import FEW_QUERIES
-from kvqjax.methods.wiring import SharedValues
+from kvqjax.methods.layer_cache import SharedValues
 from kvqjax.pallas_kernels.dispatch import path
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
@@ -113,7 +113,7 @@ def _decoded(ask: Ask) -> bool:
     between them must be what keys and values are made of, and all of it."""
     run, chain = ask.run, ask.run.wiring.chain
     exact = chain.read_in is None or ask.dtype in chain.read_in
-    alone = not chain.carry or (chain.held and exact and chain.carry.keys() == run.wiring.storage.sources.keys())
+    alone = not chain.carry or (chain.flows and exact and chain.carry.keys() == run.wiring.storage.sources.keys())
     return run.static_loops and is_linear(ask) and ask.length <= FEW_QUERIES and alone
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from kvqjax.cache.encoding import Schedule, at_layer, encode_due, gather_tile
 from kvqjax.cache.view import LayerView, NewTokens
-from kvqjax.methods.wiring import Clock
+from kvqjax.methods.layer_cache import Clock
 from kvqjax.ops.finite import saturated
 
 __all__ = ["recoded", "recoded_units"]

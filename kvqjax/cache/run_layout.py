@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvqjax.methods.wiring import Wiring
+from kvqjax.methods.layer_cache import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
@@ -111,7 +111,7 @@ class RunLayout(NamedTuple):
 
     @property
     def carried(self) -> int:
-        """Count how many body tokens' carry is live during a decode step, per row (`kvqjax.methods.wiring.Chain`)."""
+        """Count the body tokens of a row whose carry is live during a decode step (methods.layer_cache.Chain)."""
         return self.wiring.chain.tokens(self.slots, self.block)
 
 

@@ -10,8 +10,8 @@ from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.fitted import fitted
 from kvqjax.cache.run_layout import Deal, RunLayout
+from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.spec import Method
-from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 from kvqjax.pallas_kernels.forms import SPLASH
@@ -75,7 +75,7 @@ def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
     """Choose how many tokens of all rows are read at a time where layers feed each other (`RunLayout.carrying`)."""
     kind = "gpu" if layout.form == "heads" else family(layout.target)
     known = layout.form == "heads" or kind == "tpu"
-    if not (known and wiring.chain.carry and wiring.chain.held):
+    if not (known and wiring.chain.carry and wiring.chain.flows):
         return 0
     return CARRIED[kind] // (max if kind == "tpu" else sum)(wiring.chain.carry.values())
 

@@ -21,7 +21,7 @@ from kvqjax.cache.reading import readers_text
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.show import arrays_text, run_text
-from kvqjax.methods.wiring import Clock
+from kvqjax.methods.layer_cache import Clock
 from kvqjax.ops.packing import Stored
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 

@@ -47,7 +47,7 @@ class Packable(Protocol):
 
 @runtime_checkable
 class ReadAtOnce(Protocol):
-    """A spec whose body XLA reads as a whole, stored head by head (kvqjax.methods.direct_forms has those of ours)."""
+    """A spec whose body XLA reads as a whole, stored head by head (kvqjax.methods.direct has those of ours)."""
 
     def scores(self, shape: KVShape) -> Callable | None:
         """Give the function of keys, scores(q, fields); None for shapes without one."""

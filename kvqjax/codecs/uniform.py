@@ -72,7 +72,7 @@ class Uniform:
             raise UserError(f"along={self.along!r}; known: tokens, channels")
         if self.along == "tokens" and self.group not in (32, 64, 128):
             raise UserError(f"group={self.group}; groups along tokens have 32, 64 or 128 tokens")
-        if self.group < 0:  # 0 stands for what the model says (kvqjax.methods.rotated_wiring.HeadsLayer)
+        if self.group < 0:  # 0 stands for what the model says (kvqjax.methods.papers.rotated.HeadsLayer)
             raise UserError(f"group={self.group}; a group along channels has at least 1")
         if self.dtype not in ("bfloat16", "float32"):
             raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")

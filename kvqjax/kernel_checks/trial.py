@@ -231,7 +231,7 @@ def _through_layers(q: jax.Array, view: LayerView, tokens: NewTokens) -> Partial
     hands on is checked by what the second one finds."""
     run, chain = view.run, view.run.wiring.chain
     attend = functools.partial(attend_body, q, view, tokens)
-    if not (chain.carry and chain.held):
+    if not (chain.carry and chain.flows):
         return attend({})[0]
     draw = lambda width: jax.random.normal(jax.random.key(width), (len(q), run.slots_here, width), jnp.bfloat16)  # noqa: E731
     below = {name: draw(width).astype(q.dtype) for name, width in chain.carry.items()}

@@ -1,20 +1,18 @@
 """Methods: which vectors a cache keeps, in which codec, and when they leave the window."""
 
-from kvqjax.methods.aqua_wiring import aqua
-from kvqjax.methods.commvq_wiring import commvq
-from kvqjax.methods.higgs_wiring import higgs
-from kvqjax.methods.keep import Keep
 from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
-from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
-from kvqjax.methods.kvquant_wiring import kvquant
-from kvqjax.methods.maps import Maps
+from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Maps, Storage, Wiring
+from kvqjax.methods.papers.aqua import aqua
+from kvqjax.methods.papers.commvq import commvq
+from kvqjax.methods.papers.higgs import higgs
+from kvqjax.methods.papers.kivi import exact, kivi, kivi_star, uniform
+from kvqjax.methods.papers.kvquant import kvquant
+from kvqjax.methods.papers.rotated import kvarn, omniscale, oscar
+from kvqjax.methods.papers.turboquant import turboquant
+from kvqjax.methods.papers.xquant import xquant
+from kvqjax.methods.papers.xquant_cl import xquant_cl
 from kvqjax.methods.registry import METHODS, MethodLike, parse, policy, spelled_out, to_dict
-from kvqjax.methods.rotated_wiring import kvarn, omniscale, oscar
-from kvqjax.methods.spec import Method, method_factory
-from kvqjax.methods.turboquant_wiring import turboquant
-from kvqjax.methods.wiring import Calibration, Chain, Clock, Cost, Fast, Storage, Wiring
-from kvqjax.methods.xquant_cl_wiring import xquant_cl
-from kvqjax.methods.xquant_wiring import xquant
+from kvqjax.methods.spec import Keep, Method, method_factory
 
 __all__ = [
     "METHODS",

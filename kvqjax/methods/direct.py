@@ -1,8 +1,18 @@
-"""Attention to a whole body at once, stored head by head: no loop over blocks, so that XLA for GPUs reads every array
-once, in a handful of products. kvqjax.methods.direct_forms says how each codec's body is read.
+"""Attention to a whole body at once, stored head by head (kvqjax/ops/packing/heads.py): no loop over blocks. XLA for
+GPUs then reads every array once, in a handful of products.
 
-Where a stored number holds two tokens' codes, scores and weights stay apart by plane, [.., S / planes] each:
-putting them in order would write and read them once more.
+    scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
+                            k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
+    out = sum_s p_s v_s     v_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (its values)
+
+OSCAR's keys are per token too. Keys of OScaR and KVarN are also multiplied by a factor of their token, values of KVarN
+by a factor of their channel and group of tokens. Scales are folded into the queries and the softmax weights. Offsets
+and minima become one product a group.
+
+Where a stored number holds the codes of two tokens, scores and weights stay apart by plane, [.., S / planes] each. To
+put them in order would write and read them once more.
+
+X is the number of query rows of a KV head (T * G), N that of groups of tokens, M that of groups of channels in a head.
 """
 
 import functools
@@ -15,8 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from kvqjax.codecs import CodecSpec, Exact, Uniform
+from kvqjax.codecs.balanced import Balanced
+from kvqjax.codecs.clipped import Clipped
+from kvqjax.codecs.kernel_form import ReadAtOnce
+from kvqjax.codecs.scaled import Scaled
+from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, capped
-from kvqjax.ops.packing.heads import HALF
+from kvqjax.ops.packing.heads import HALF, offset, tokens_per_row
+from kvqjax.ops.packing.words import from_bits
 from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = [
@@ -25,90 +42,56 @@ __all__ = [
     "Direct",
     "Stored",
     "attend_whole",
-    "by_plane",
-    "filled",
-    "in_planes",
+    "direct_form",
+    "key_form",
     "scaled",
-    "scored",
-    "scored_part",
     "slots_read",
     "summed",
+    "value_form",
 ]
 
-FEW_QUERIES = 16  # new tokens a row, at most: of more, the scores of a whole body, [B, H, T, S] float32, are too large
-# Stored rows that are summed in one product: a sum over tokens is cut, so that a GPU has work for all its cores. Always
-# after as many rows, so that sums over more tokens are the same where what is added has no weight.
+# New tokens a row, at most. Of more tokens the scores of a whole body, [B, H, T, S] float32, are too large.
+FEW_QUERIES = 16
+# Stored rows that are summed in one product. A sum over tokens is cut, so that a GPU has work for all its cores. It is
+# always cut after as many rows, so that sums over more tokens are the same where what is added has no weight.
 PIECE = 512
 
 Stored = dict  # field name -> arrays of one layer, [1, B, ...]
 
 
 class Direct(NamedTuple):
-    """Read a whole body, both functions from one layer's stored fields:
+    """Functions that read a whole body, from one layer's stored fields:
 
-    scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
-    values(planes of weights [B, K, X, S] float32, fields, dtype, piece) -> [B, K, X, D] float32
+        scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
+        values(planes of weights [B, K, X, S] float32, fields, dtype, piece) -> [B, K, X, D] float32
 
     Sums over tokens are made of partial sums of at most `piece` stored rows. `part` takes the place of `scores` where
-    only the first of a body's keys are read, and those in another way than all."""
+    only the first keys of a body are read, for codecs that read those in another way than all keys."""
 
     scores: Callable
     values: Callable
     part: Callable | None = None
 
 
-def by_plane(x: Array, planes: int) -> list[Array]:
-    """Split [.., S] into `planes` arrays [.., S / planes], one for each plane of kvqjax/ops/packing/heads.py."""
-    if planes == 1:
-        return [x]
-    x = x.reshape(*x.shape[:-1], -1, planes, HALF)
-    return [x[..., plane, :].reshape(*x.shape[:-3], -1) for plane in range(planes)]
-
-
-def in_planes(pieces: list[Array], planes: int) -> list[Array]:
-    """Rearrange numbers per token, given plane by plane, into `planes` planes."""
-    if len(pieces) == planes:
-        return pieces
-    if planes > 1:
-        return by_plane(pieces[0], planes)
-    split = [x.reshape(*x.shape[:-1], -1, HALF) for x in pieces]
-    return [jnp.stack(split, -2).reshape(*pieces[0].shape[:-1], -1)]
-
-
-def filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
-    """Append zero weights until there are `slots`."""
-    return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
-
-
-def scored_part(q: Float[Array, "B K X D"], k: Float[Array, "B K s D"]) -> Float[Array, "B K X s"]:
-    """Multiply queries with the first keys of a body. One product, so that XLA reads the keys in place."""
-    return jnp.einsum("bkxd,bksd->bkxs", q, k, preferred_element_type=jnp.float32)
-
-
-def scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K X S"]:
-    """Multiply queries with keys, in pieces of tokens. XLA for GPUs then writes scores in the order in which values are
-    summed, and makes the softmax weights and their total in one kernel instead of two."""
-    k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])
-    rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))
-    scores = jnp.einsum("bkxpd,bkpsd->bkxps", rows, k, preferred_element_type=jnp.float32)
-    return scores.reshape(*q.shape[:3], -1)
-
-
-def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:
-    """Compute sum_s weights_s v_s by partial sums of gcd(`piece`, S) tokens."""
-    size, dtype = math.gcd(piece, weights.shape[3]), weights.dtype
-    weights = weights.reshape(*weights.shape[:3], -1, size)
-    v = v.reshape(*v.shape[:2], -1, size, v.shape[3]).astype(dtype)
-    return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
+# ---- Attending ----
 
 
 def slots_read(tokens: int, block: int, slots: int) -> tuple[int, bool]:
-    """Return how many of a body's slots are read where no row holds more than `tokens`, and whether values are cut to
-    them too. XLA for GPUs reads the first keys in place, but copies the first values, which costs three times their
-    bytes: more than a third of the values is read as a whole."""
+    """Choose how much of a body is read.
+
+    Args:
+        tokens: what the fullest row holds, at most.
+        block: slots of the body's block.
+        slots: those of the body.
+
+    Returns:
+        The number of slots that are read, and whether values are cut to them too.
+    """
     step = math.lcm(block, 4 * PIECE)
-    few = min(-(-tokens // step) * step, slots)
-    return few, 3 * few <= slots
+    count = min(-(-tokens // step) * step, slots)
+    # XLA for GPUs reads the first keys in place, but copies the first values. That costs three times their bytes, so
+    # more than a third of the values is read as a whole.
+    return count, 3 * count <= slots
 
 
 def scaled(q: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
@@ -126,21 +109,35 @@ def attend_whole(
     cut: Callable[[Stored], Stored] | None = None,
     softcap: float | None = None,
 ) -> Partial:
-    """Attend with few new tokens, `scaled`, to S slots of one layer's body; query t of row b sees the slots in
-    `mask[b, t]`. Where values have more slots than keys, `cut` returns the first S of them. `piece` as in `Direct`."""
+    """Attend with few new tokens to S slots of one layer's body.
+
+    Args:
+        q: queries, `scaled`.
+        body: the stored fields of keys ("k") and values ("v").
+        mask: the slots that query t of row b sees.
+        direct: how the body is read.
+        kv_heads: the number of KV heads.
+        piece: stored rows of a partial sum, as in `Direct`.
+        cut: returns the first S slots of values, where they have more slots than keys.
+        softcap: bounds scores (kvqjax.ops.attention.capped).
+
+    Returns:
+        The output of attention to these slots, and the logarithm of its softmax's denominator.
+    """
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     scores = [capped(x, softcap) for x in direct.scores(rows, body["k"])]
-    seen = by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
+    seen = _by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
-    # Finite even where nothing is seen: exp(-inf - -inf) would be NaN.
+    # Finite also for a query that sees no slot: exp(-inf - -inf) would be NaN.
     least = np.finfo(np.float32).min
     peak = functools.reduce(jnp.maximum, [jax.lax.reduce(x, least, jax.lax.max, (3,)) for x in scores])
     weights = [jnp.exp(x - peak[..., None]) for x in scores]
     total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
     floor = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     stored = body["v"]
-    if cut is not None:  # not before it is needed, or XLA copies that part of all layers at once
+    if cut is not None:
+        # Not before it is needed, or XLA copies that part of all layers at once.
         weights, stored = kept_apart((weights, stored))
         stored = cut(stored)
     out = direct.values(weights, stored, q.dtype, piece) / floor[..., None]
@@ -151,3 +148,251 @@ def attend_whole(
         return jnp.moveaxis(x, 2, 1).reshape(batch, length, heads, *x.shape[4:])
 
     return Partial(by_token(out), by_token(lse))
+
+
+# ---- Which bodies can be read at once, and how ----
+
+
+def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> Direct | None:
+    """Make the functions that read bodies of these two codecs at once.
+
+    Args:
+        key: the codec of keys.
+        value: the codec of values.
+        rope: whether keys are stored before RoPE ("pre") or after it ("post").
+        shape: the model's.
+
+    Returns:
+        The functions; None where one of the codecs must be decoded first.
+    """
+    if rope != "post" and shape.rope is not None:
+        return None
+    scores, values = key_form(key, shape), value_form(value, shape)
+    if scores is None or values is None:
+        return None
+    part = (lambda q, fields: [_scored_part(q, fields["x"][0][0])]) if isinstance(key, Exact) else None
+    return Direct(scores, values, part)
+
+
+def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
+    """Make the function from queries [B, K, X, D] and a body's fields to the scores of its keys. Scores are an array
+    [B, K, X, rows] for every plane of codes. None where keys must be decoded first."""
+    if isinstance(spec, ReadAtOnce):
+        return spec.scores(shape)
+    if isinstance(spec, Clipped):
+        return key_form(spec.inner, shape)
+    if isinstance(spec, Scaled | Balanced):
+        inner = key_form(spec.inner if isinstance(spec, Scaled) else spec.inner(shape.kv_width), shape)
+        return None if inner is None else lambda q, fields: _token_factors(spec.dtype, inner(q, fields), fields)
+    if isinstance(spec, Exact):
+        return lambda q, fields: [_scored(q, fields["x"][0][0])]
+    if isinstance(spec, Uniform) and spec.along == "tokens":
+        return lambda q, fields: _channel_scores(spec, q, fields)
+    if isinstance(spec, Uniform) and _fits_heads(spec, shape):
+        return lambda q, fields: _token_scores(spec, q, fields)
+    return None
+
+
+def value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
+    """Make the function from softmax weights of every plane, a body's fields, the dtype of products and the tokens of
+    one partial sum to the weighted sums of its values [B, K, X, D]. None where values must be decoded first."""
+    if isinstance(spec, ReadAtOnce):
+        return spec.values(shape)
+    if isinstance(spec, Exact):
+        return lambda weights, fields, dtype, piece: _exact_values(weights, fields["x"][0][0], dtype, piece)
+    if isinstance(spec, Clipped):
+        return value_form(spec.inner, shape)
+    if isinstance(spec, Balanced) and spec.along == "channels":
+        return lambda weights, fields, dtype, piece: _balanced_values(spec, weights, fields, dtype)
+    if not isinstance(spec, Uniform) or spec.along != "channels" or not _fits_heads(spec, shape):
+        return None
+    return lambda weights, fields, dtype, piece: _token_values(spec, weights, fields, dtype, piece)
+
+
+def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
+    """Say whether every group of channels is a part of one head, or several whole heads."""
+    group = min(spec.group, shape.kv_width)
+    return not (group % shape.head_dim and shape.head_dim % group)
+
+
+# ---- Scores of keys ----
+
+
+def _scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K X S"]:
+    """Multiply queries with keys, in pieces of tokens. XLA for GPUs then writes scores in the order in which values are
+    summed, and makes the softmax weights and their total in one kernel instead of two."""
+    k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])
+    rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))
+    scores = jnp.einsum("bkxpd,bkpsd->bkxps", rows, k, preferred_element_type=jnp.float32)
+    return scores.reshape(*q.shape[:3], -1)
+
+
+def _scored_part(q: Float[Array, "B K X D"], k: Float[Array, "B K s D"]) -> Float[Array, "B K X s"]:
+    """Multiply queries with the first keys of a body. It is one product, so that XLA reads the keys in place."""
+    return jnp.einsum("bkxd,bksd->bkxs", q, k, preferred_element_type=jnp.float32)
+
+
+def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
+    """Multiply queries with keys whose codes are uniform per channel, in groups of tokens."""
+    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
+    scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
+    wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
+    scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
+    # A sum, not a product, for which XLA would lay the minima of all unrolled layers out anew at the start of a step.
+    added = (wide[:, :, :, None] * low[:, :, None].astype(jnp.float32)).sum(-1)
+    beside = HALF // spec.group if len(planes) == 2 else scale.shape[2]  # groups of one plane side by side
+    out = []
+    for plane, (n, lift) in enumerate(planes):
+        rows, constant = (
+            x.reshape(*x.shape[:3], -1, len(planes), beside, *x.shape[4:])[:, :, :, :, plane] for x in (scaled, added)
+        )
+        constant = constant + lift * rows.astype(jnp.float32).sum(-1)
+        n = n.reshape(*n.shape[:2], -1, beside, spec.group, n.shape[3])
+        part = jnp.einsum("bkxjnd,bkjngd->bkxjng", rows, n, preferred_element_type=jnp.float32)
+        out.append((part + constant[..., None]).reshape(*q.shape[:3], -1))
+    return out
+
+
+def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
+    """Multiply queries with keys whose codes are uniform per token, in groups of channels."""
+    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
+    planes = _readings(spec.bits, codes[0], q.dtype)
+    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, M, S]
+    each, dim = scale.shape[2], q.shape[3]
+    # A row for every group, zero outside it: one product reads the codes once, and M is small.
+    members = jnp.repeat(jnp.eye(each, dtype=q.dtype), dim // each, axis=1)
+    rows = (q[:, :, :, None] * members[None, None, None]).reshape(*q.shape[:2], -1, dim)
+    sums = q.astype(jnp.float32).reshape(*q.shape[:3], each, -1).sum(-1)[..., None]
+    out = []
+    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
+    for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
+        part = jnp.einsum("bkrd,bksd->bkrs", rows, n, preferred_element_type=jnp.float32)
+        # XLA would merge both planes' products and write all keys for that.
+        rows, _ = kept_apart((rows, part))
+        part = part.reshape(*q.shape[:3], each, -1) + lift * sums
+        out.append((part * factor[:, :, None] + sums * least[:, :, None]).sum(3))
+    return out
+
+
+def _token_factors(dtype: str, scores: list[Array], fields: Stored) -> list[Array]:
+    """Multiply the scores of keys by the factor that every token's key was divided by."""
+    factors = _of_tokens(fields["factor"], dtype, scores[0].shape[1], len(scores))
+    return [x * factor for x, factor in zip(scores, factors, strict=True)]
+
+
+# ---- Weighted sums of values ----
+
+
+def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:
+    """Compute sum_s weights_s v_s by partial sums of gcd(`piece`, S) tokens."""
+    size, dtype = math.gcd(piece, weights.shape[3]), weights.dtype
+    weights = weights.reshape(*weights.shape[:3], -1, size)
+    v = v.reshape(*v.shape[:2], -1, size, v.shape[3]).astype(dtype)
+    return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
+
+
+def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int) -> Float[Array, "B K X D"]:
+    """Sum values that are stored as they are, weighted."""
+    return summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
+
+
+def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> Float[Array, "B K X D"]:
+    """Sum values whose codes are uniform per token, in groups of channels, weighted."""
+    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
+    heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
+    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
+    lead, each = weights[0].shape[:3], scale.shape[2]  # M groups of channels a head
+    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
+    weights, out = _in_planes(weights, len(planes)), jnp.float32(0)
+    for weight, scale, low, (n, lift) in zip(weights, scales, lows, planes, strict=True):
+        weight = _filled(weight, scale.shape[3])[:, :, :, None]
+        row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
+        out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
+        # Every group's weights are summed with all channels: one product reads the codes once, and M is small.
+        products = summed(row.reshape(*lead[:2], lead[2] * each, -1), n, piece)
+        products = products.reshape(*lead, each, each, dim // each)
+        out = out + jnp.diagonal(products, axis1=3, axis2=4).swapaxes(-1, -2)
+    return out.reshape(*lead, dim)
+
+
+def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
+    """Sum values whose codes are uniform per token and head, weighted. They also have a factor per channel and group of
+    tokens, so every group is summed by itself and multiplied by its factor."""
+    (codes,) = fields["codes"]
+    heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
+    planes, beside = len(readings), min(spec.group, HALF)  # groups of one plane side by side
+    factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)  # [B, K, N, D]
+    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // beside if planes > 1 else 1, dim)
+    factors = [factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim) for plane in range(planes)]
+    scales, lows = (_of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low"))
+
+    def apart(x):  # [.., rows] by groups
+        return x.reshape(*x.shape[:-1], -1, beside)
+
+    out = jnp.float32(0)
+    for weight, scale, low, factor, (n, lift) in zip(
+        _in_planes(weights, planes), scales, lows, factors, readings, strict=True
+    ):
+        weight = _filled(weight, scale.shape[3])
+        row = (weight * scale).astype(dtype)
+        added = apart(weight * low + lift * row.astype(jnp.float32)).sum(-1)
+        n = n.reshape(*n.shape[:2], -1, beside, dim)
+        part = jnp.einsum("bkxjg,bkjgd->bkxjd", apart(row), n, preferred_element_type=jnp.float32)
+        out = out + ((part + added[..., None]) * factor[:, :, None]).sum(3)
+    return out
+
+
+# ---- Codes by plane, scales and minima by head ----
+
+
+def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
+    """Read every plane as numbers in `dtype` [B, K, rows, D] and a constant. Its codes are the numbers plus the
+    constant. The numbers are one chain of operations on the stored array, which XLA fuses into the product that reads
+    them."""
+    n = stored.astype(dtype)
+    if tokens_per_row(bits) == 1:
+        return [(n, float(offset(bits)))]
+    number = functools.partial(jnp.asarray, dtype=dtype)
+    lower = jnp.abs(jnp.abs(n + number(0.5)) - number(4.0))
+    return [(lower, -0.5), (jnp.floor(n * number(0.25)), 2.0)]
+
+
+def _by_plane(x: Array, planes: int) -> list[Array]:
+    """Split [.., S] into `planes` arrays [.., S / planes], one for each plane of kvqjax/ops/packing/heads.py."""
+    if planes == 1:
+        return [x]
+    x = x.reshape(*x.shape[:-1], -1, planes, HALF)
+    return [x[..., plane, :].reshape(*x.shape[:-3], -1) for plane in range(planes)]
+
+
+def _in_planes(pieces: list[Array], planes: int) -> list[Array]:
+    """Rearrange numbers per token, given plane by plane, into `planes` planes."""
+    if len(pieces) == planes:
+        return pieces
+    if planes > 1:
+        return _by_plane(pieces[0], planes)
+    split = [x.reshape(*x.shape[:-1], -1, HALF) for x in pieces]
+    return [jnp.stack(split, -2).reshape(*pieces[0].shape[:-1], -1)]
+
+
+def _filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
+    """Append zero weights until there are `slots`."""
+    return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
+
+
+def _of_tokens(stored: tuple[Array, ...], dtype: str, heads: int, planes: int) -> list[Float[Array, "B K 1 S"]]:
+    """Read a number per token and KV head, plane by plane. A number of several heads is repeated for each."""
+    numbers = _groups_of_heads(from_bits(stored[0][0], dtype).astype(jnp.float32), heads)
+    return _by_plane(numbers, planes)
+
+
+def _by_head(x: Array, heads: int) -> Array:
+    """Reshape [B, N, K*D] to [B, K, N, D]."""
+    return jnp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
+
+
+def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K M S"]:
+    """Sort numbers of groups of channels by KV head. The number of a group of several heads is repeated for each."""
+    if x.shape[1] < heads:
+        x = jnp.repeat(x, heads // x.shape[1], axis=1)
+    return x.reshape(x.shape[0], heads, -1, x.shape[2])

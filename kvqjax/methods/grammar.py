@@ -1,4 +1,5 @@
-"""The two written forms of a policy and the tree between them; names and values are checked by the registry.
+"""The two written forms of a policy, the tree between them, and what users of other libraries write in their place.
+The registry checks names and values.
 
 text   kivi:key_bits=4,window=64;0-1=exact
 JSON   {"method": "kivi", "key_bits": 4, "window": 64, "layers": {"0-1": "exact"}}
@@ -9,18 +10,23 @@ the text "k=higgs:bits=3;v=kivi:bits=2" is "kivi:bits=2;k=higgs:bits=3".
 """
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from kvqjax import _files as files
 from kvqjax._errors import UserError
 
-__all__ = ["layer_numbers", "read_json", "read_selector", "read_text", "write_selector"]
+__all__ = ["layer_numbers", "nearest_policy", "read_json", "read_selector", "read_text", "write_selector"]
 
-MOST_LAYERS = 10_000  # a range is written out layer by layer before any model is known
+MOST_LAYERS = 10_000  # of a range, which is written out layer by layer before any model is known
 
 
-def _read_one(text: str) -> dict[str, Any]:
+# ---- Text and JSON ----
+
+
+def _read_method(text: str) -> dict[str, Any]:
+    """Read one level of a tree: `method:option=value,...`."""
     name, _, rest = text.strip().partition(":")
     tree: dict[str, Any] = {"method": name}
     for item in filter(None, (part.strip() for part in rest.split(","))):
@@ -35,23 +41,30 @@ def _read_one(text: str) -> dict[str, Any]:
     return tree
 
 
+def _split(text: str) -> tuple[str, list[str]]:
+    """Split a spec string into the method of all layers and its exceptions. Where keys and values are named apart, the
+    values' method is that of all layers, and the keys' the first exception."""
+    default, *exceptions = text.split(";")
+    if not re.match(r"\s*[kv]\s*=", default):
+        return default, exceptions
+    parts = dict(re.findall(r"(?:^|;)\s*([kv])\s*=([^;]*)", text))
+    if set(parts) != {"k", "v"}:
+        raise UserError(f"{default!r} names no method for the other part; wanted k=METHOD;v=METHOD")
+    of_layers = [item for item in exceptions if not re.match(r"\s*[kv]\s*=", item)]
+    return parts["v"], [f"k={parts['k']}", *of_layers]
+
+
 def read_text(text: str) -> dict[str, Any]:
     """Read the tree of a spec string: a method with options, then `;layers=method` exceptions."""
-    head, *exceptions = text.split(";")
-    parts = dict(re.findall(r"(?:^|;)\s*([kv])\s*=([^;]*)", text))
-    if re.match(r"\s*[kv]\s*=", head):
-        if set(parts) != {"k", "v"}:
-            raise UserError(f"{head!r} names no method for the other part; wanted k=METHOD;v=METHOD")
-        others = [item for item in exceptions if not re.match(r"\s*[kv]\s*=", item)]
-        head, exceptions = parts["v"], [f"k={parts['k']}", *others]
-    tree, layers = _read_one(head), {}
+    default, exceptions = _split(text)
+    tree, layers = _read_method(default), {}
     for item in exceptions:
         numbers, equals, spec = item.partition("=")
         if not equals:
             raise UserError(f"{item!r} is not layers=method")
         if numbers.strip() in layers:
             raise UserError(f"layers {numbers.strip()} stand twice")
-        layers[numbers.strip()] = _read_one(spec)
+        layers[numbers.strip()] = _read_method(spec)
     return tree | ({"layers": layers} if layers else {})
 
 
@@ -63,13 +76,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
+# ---- Layers and parts that an exception names ----
+
+
 def layer_numbers(text: str | int) -> range:
     """Read `3`, `-1`, `0-2` or `-4--2`, both ends included."""
-    found = re.fullmatch(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", str(text))
-    if found is None:
+    numbers = re.fullmatch(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", str(text))
+    if numbers is None:
         raise UserError(f"{text!r} is not a layer number or a range such as 0-2")
-    first = int(found[1])
-    last = first if found[2] is None else int(found[2])
+    first = int(numbers[1])
+    last = first if numbers[2] is None else int(numbers[2])
     if last < first or first < 0 <= last:
         raise UserError(f"{text!r} is an empty range of layers")
     if not -MOST_LAYERS < first <= last < MOST_LAYERS:
@@ -94,3 +110,47 @@ def write_selector(numbers: range | None, part: str) -> str:
         return part
     layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
     return f"{layers}.{part}" if part else layers
+
+
+# ---- What other libraries name a cache, and the policy here that comes nearest to it ----
+
+_EXACT = "exact"
+# Codes of 32 numbers of a token that share a scale and a minimum of 16 bits each. They add a bit to every number.
+_EIGHT, _SIX, _FIVE, _FOUR = (f"uniform:bits={bits},group=32 ({bits + 1} bits a number)" for bits in (8, 6, 5, 4))
+_GENERAL = "kivi:bits={}"
+
+# llama.cpp's types of a cache, vLLM's and SGLang's dtypes, transformers' implementations and back ends.
+_HABITS = {
+    **dict.fromkeys(("f32", "f16", "bf16", "fp16", "fp32", "float16", "bfloat16", "float32", "auto", "none"), _EXACT),
+    **dict.fromkeys(("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "sliding_window"), _EXACT),
+    **dict.fromkeys(("q8_0", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "int8", "float8", "8bit"), _EIGHT),
+    **dict.fromkeys(("q4_0", "q4_1", "iq4_nl", "int4", "fp4", "nf4", "nvfp4", "mxfp4", "4bit"), _FOUR),
+    **dict.fromkeys(("q5_0", "q5_1"), _FIVE),
+    **dict.fromkeys(("q6_k",), _SIX),
+    **dict.fromkeys(("q2_k", "int2", "2bit"), _GENERAL.format(2)),
+    **dict.fromkeys(("q3_k", "int3", "3bit"), _GENERAL.format(3)),
+    **dict.fromkeys(("quantized", "quanto", "hqq"), _GENERAL.format(4)),
+}
+
+
+def nearest_policy(name: str, known: Collection[str]) -> str | None:
+    """Say which policy an unknown method's name stands for.
+
+    Args:
+        name: what was written in the place of a method.
+        known: the names of methods.
+
+    Returns:
+        What to write, as the end of a message. None for a name that no other library has.
+    """
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    plain = plain.replace("*", "_star").replace("aqua_kv", "aqua").replace("kv_cache_", "")
+    if plain in known:
+        return f"names of methods are in lower case: write {plain}" if plain == name.lower() else f"write {plain}"
+    if plain in _HABITS:
+        policy = _HABITS[plain]
+        return "write exact (the compute dtype: --dtype)" if policy == _EXACT else f"the nearest here is {policy}"
+    bits = re.fullmatch(r"([a-z_]*?)_?(\d+)_?(?:bits?|b)?", plain)
+    if bits is not None and (bits[1] in known or not bits[1]):
+        return f"write {bits[1] or 'kivi'}:bits={bits[2]}"
+    return None

@@ -1,28 +1,38 @@
-"""Layers that cache keys and values themselves, each source with a codec of its own: most methods."""
+"""Layers that cache keys and values themselves, each source with a codec of its own: most methods.
+
+Two such layers can be taken apart, and the keys of one stand beside the values of the other. Where they are of one
+method and differ in their codecs alone, they make an ordinary layer of that method, which kernels then read as any
+other. All else is a `Pair`, read block by block.
+"""
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
-from kvqjax.codecs import CodecSpec, Fit
+from kvqjax.codecs import CodecSpec, Fit, Uniform
 from kvqjax.codecs.base import Codec
+from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.kernel_form import packed_form
-from kvqjax.methods.direct_forms import direct_form
-from kvqjax.methods.maps import Maps
+from kvqjax.methods.direct import direct_form
+from kvqjax.methods.layer_cache import Calibration, Clock, Fast, Maps, Storage, Wiring, codec_maps
 from kvqjax.methods.rotation import check_rotation, frame, needs_of
-from kvqjax.methods.wiring import Calibration, Clock, Fast, Storage, Wiring
+from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
-from kvqjax.model.decoder import Projected, key_bias
+from kvqjax.model.decoder import Projected, heads, key_bias
 from kvqjax.model.rope import rotate
 
-__all__ = ["KeysAndValues", "cached_keys", "keys_and_values"]
+__all__ = ["KeysAndValues", "Pair", "apart", "bias_advice", "cached_keys", "joined", "keys_and_values"]
 
 FIT = Fit("kvqjax.calibrate.rotation", also=("kvqjax.calibrate.centre",))
+PARTS = ("k", "v")  # sources
+NAMES = {"k": "keys", "v": "values"}  # of sources, in messages
+# Uniform codes of a token of up to so many bits lose a bundled model with Qwen2's bias (benchmarks/gate.py).
+FEW_BITS = 4
 
 
-def _heads(x, config: KVShape):
-    return x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim)
+# ---- One layer ----
 
 
 def cached_keys(
@@ -60,28 +70,37 @@ def keys_and_values(
 ) -> Wiring:
     """Wire a layer whose sources are keys and values over all KV heads, `[K*D]` each, each with its own codec.
 
-    Keys are kept as attended (`rope="post"`) or before RoPE (`rope="pre"`: they are rotated at every read). `unbiased`
-    keys before RoPE are kept without the model's bias in sinks, window and body; reading adds it. `rotations` {source:
-    rotation} turn the body (kvqjax.methods.rotation)."""
+    Args:
+        config: the model's shape.
+        codecs: of keys ("k") and values ("v").
+        clocks: when they leave the window.
+        rope: "post" keeps keys as attended, "pre" keeps them before RoPE and rotates them at every read.
+        unbiased: keeps keys before RoPE without the model's bias, in sinks, window and body. Reading adds it.
+        rotations: {source: rotation} of the body (kvqjax.methods.rotation).
+
+    Returns:
+        The layer's cache, without faster ways to read it.
+
+    Raises:
+        UserError: for a frame that keys of this shape cannot have.
+    """
     _check(config, rope, unbiased, rotations)
-    turning = frame(rotations, config)
-    turn = (lambda constants, source, x, back=False: x) if turning is None else turning.turn
+    body_frame = frame(rotations, config)
+    encode_framed, decode = codec_maps(codecs)
 
     def capture(weights, constants, projected, positions):
         k = cached_keys(projected, positions, config, rope, unbiased)
         return {"k": k.reshape(*k.shape[:2], -1), "v": projected.v.reshape(*k.shape[:2], -1)}
 
     def encode(constants, tile, carry):
-        own = {name: turn(constants, name, x) for name, x in tile.items()}
-        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in own.items()}
-        recon = decode(constants, payload, {})[0]
-        return payload, {name: turn(constants, name, x, back=True) for name, x in recon.items()}, carry
-
-    def decode(constants, payload, carry):
-        return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
+        if body_frame is None:
+            return encode_framed(constants, tile, carry)
+        framed = {name: body_frame.turn(constants, name, x) for name, x in tile.items()}
+        payload, recon, carry = encode_framed(constants, framed, carry)
+        return payload, {name: body_frame.turn(constants, name, x, back=True) for name, x in recon.items()}, carry
 
     def expand(weights, constants, sources, positions):
-        k, v = _heads(sources["k"], config), _heads(sources["v"], config)
+        k, v = (heads(sources[part], config.num_kv_heads) for part in PARTS)
         if unbiased and config.known_key_bias:
             k = k + key_bias(weights, config).astype(k.dtype)
         return (rotate(k, positions, config) if rope == "pre" else k), v
@@ -89,7 +108,7 @@ def keys_and_values(
     needs, widths = needs_of(rotations, config), {"k": config.kv_width, "v": config.kv_width}
     return Wiring(
         Storage(widths, codecs, clocks),
-        Maps(capture, encode, decode, expand, frame=turning),
+        Maps(capture, encode, decode, expand, frame=body_frame),
         fast=Fast(before_rope=rope == "pre"),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )
@@ -97,20 +116,19 @@ def keys_and_values(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeysAndValues:
-    """Keys and values over all KV heads, each with its own codec; `rope` says whether keys are cached before ("pre")
-    or after ("post") rotation. The default clock moves both together: once the window holds `window + unit` tokens its
-    oldest `unit` are encoded, so at least the newest `window` tokens are exact. `clocks` overrides it. `unbiased` keys
-    before rotation are kept without the model's key bias, if it has one; no kernel reads such bodies yet. The body of
-    keys and of values is rotated as `key_rotation` and `value_rotation` say (kvqjax.methods.rotation)."""
+    """Keys and values over all KV heads, each with its own codec.
+
+    The default clock moves both together: once the window holds `window + unit` tokens its oldest `unit` are encoded,
+    so at least the newest `window` tokens are exact. `clocks` takes its place."""
 
     key: CodecSpec
     value: CodecSpec
-    rope: str = "post"
+    rope: str = "post"  # keys are cached before ("pre") or after ("post") RoPE
     window: int = 0
     unit: int = 32
     clocks: tuple[Clock, ...] = ()
-    unbiased: bool = False
-    key_rotation: str = "none"
+    unbiased: bool = False  # keys before RoPE are kept without the model's key bias; no kernel reads such bodies yet
+    key_rotation: str = "none"  # of the body (kvqjax.methods.rotation)
     value_rotation: str = "none"
 
     def build(self, config: KVShape) -> Wiring:
@@ -123,3 +141,107 @@ class KeysAndValues:
         direct = direct_form(self.key, self.value, self.rope, config)
         packed = packed_form(self.key, self.value, self.rope, config)
         return wiring.having(fast={"packed": packed, "direct": direct})
+
+
+# ---- Keys of one layer beside values of another ----
+
+
+def apart(wiring: Wiring) -> bool:
+    """Say whether a layer caches keys and values themselves, each with a codec whose constants are all that the layer
+    has. Latents do not count: their constants stand for weights, which a layer's other part would lack."""
+    return set(wiring.storage.sources) == set(PARTS) and not (wiring.chain.carry or any(wiring.calibration))
+
+
+def _clock(wiring: Wiring, part: str) -> Clock:
+    """Give the clock of one part alone."""
+    clock = next(clock for clock in wiring.storage.clocks if part in clock.sources)
+    return clock._replace(sources=(part,))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A layer that caches keys as `key` does and values as `value` does, each in its own window."""
+
+    key: LayerSpec
+    value: LayerSpec
+
+    def build(self, config: KVShape) -> Wiring:
+        wirings = {"k": self.key.build(config), "v": self.value.build(config)}
+        for part, wiring in wirings.items():
+            if not apart(wiring):
+                raise UserError(f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together")
+        clocks = tuple(_clock(wiring, part) for part, wiring in wirings.items())
+        if clocks[0][1:] == clocks[1][1:]:
+            clocks = (clocks[0]._replace(sources=PARTS),)
+
+        def capture(*arguments):
+            return {part: wiring.maps.capture(*arguments)[part] for part, wiring in wirings.items()}
+
+        def encode(constants, tile, carry):
+            encoded = {part: wirings[part].maps.encode(constants, {part: x}, {}) for part, x in tile.items()}
+            payload = {part: payload[part] for part, (payload, _, _) in encoded.items()}
+            return payload, {part: recon[part] for part, (_, recon, _) in encoded.items()}, carry
+
+        def decode(constants, payload, carry):
+            parts = {part: wirings[part].maps.decode(constants, {part: x}, {})[0] for part, x in payload.items()}
+            return {part: sources[part] for part, sources in parts.items()}, carry
+
+        def expand(*arguments):
+            return wirings["k"].maps.expand(*arguments)[0], wirings["v"].maps.expand(*arguments)[1]
+
+        return Wiring(
+            Storage(
+                sources={part: wiring.storage.sources[part] for part, wiring in wirings.items()},
+                codecs={part: wiring.storage.codecs[part] for part, wiring in wirings.items()},
+                clocks=clocks,
+            ),
+            Maps(capture, encode, decode, expand),
+            fast=Fast(reading=max(wiring.fast.reading for wiring in wirings.values())),
+        )
+
+
+def _of_one_method(key: Any, value: Any) -> LayerSpec | None:
+    """Make the layer with `key`'s key codec and `value`'s value codec. None where the two differ in more."""
+    fields = {field.name for field in dataclasses.fields(key)}
+    if type(key) is not type(value) or not {"key", "value"} <= fields or isinstance(key, Pair):
+        return None
+    if dataclasses.replace(key, key=value.key, value=value.value) != value:
+        return None
+    return dataclasses.replace(key, value=value.value)
+
+
+def joined(key: LayerSpec, value: LayerSpec) -> LayerSpec:
+    """Make one layer's spec with keys as in `key` and values as in `value`."""
+    key = key.key if isinstance(key, Pair) else key
+    value = value.value if isinstance(value, Pair) else value
+    return _of_one_method(key, value) or Pair(key=key, value=value)
+
+
+# ---- What a key bias costs ----
+
+
+def _shares_scales(spec: LayerSpec) -> bool:
+    """Say whether channels of keys after RoPE share a scale, and nothing is taken off them first."""
+    key = getattr(spec, "key", None)
+    coarse = isinstance(key, Uniform) and key.along == "channels" and key.bits <= FEW_BITS
+    uncentred = getattr(spec, "centre", "none") == "none"
+    return (coarse or isinstance(key, Higgs)) and uncentred and getattr(spec, "rope", "pre") == "post"
+
+
+def bias_advice(method: Method, config: KVShape) -> str:
+    """Warn where the model's key bias will cost most of the precision of this method's keys.
+
+    Args:
+        method: how the keys are stored.
+        config: the model's shape.
+
+    Returns:
+        The warning in one line. Empty where there is nothing to warn of.
+    """
+    if not config.qkv_bias or not any(map(_shares_scales, method.layers(config))):
+        return ""
+    return (
+        f"{method} will lose precision on this model: its keys have a bias, so a few channels are large, and this "
+        "method gives them one scale with small channels; add centre=mean and calibrate, or choose a method that "
+        "stores keys before RoPE, such as higgs"
+    )

@@ -1,4 +1,12 @@
-"""Every method by name, and the policies that combine them, as text, dict or JSON (kvqjax.methods.grammar)."""
+"""Every method by name, and the policies that combine them, as text, dict or JSON (kvqjax.methods.grammar).
+
+Methods of other packages are found by their entry points:
+
+    [project.entry-points."kvqjax.methods"]
+    fp4 = "their_package:fp4"                # a factory made by `kvqjax.methods.method_factory`
+
+They then have a name like ours: for policies, the command line, the ledger, the planner and `kvqjax.testing`.
+"""
 
 import dataclasses
 import functools
@@ -6,33 +14,37 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from kvqjax._errors import UserError, suggest
 from kvqjax._options import check_names
-from kvqjax.methods.aqua_wiring import aqua
-from kvqjax.methods.commvq_wiring import commvq
-from kvqjax.methods.grammar import read_json, read_selector, read_text, write_selector
-from kvqjax.methods.habits import meant
-from kvqjax.methods.higgs_wiring import higgs
-from kvqjax.methods.kivi_wiring import exact, kivi, kivi_star, uniform
-from kvqjax.methods.kvquant_wiring import kvquant
-from kvqjax.methods.pairs import joined
-from kvqjax.methods.plugins import Methods
-from kvqjax.methods.rotated_wiring import kvarn, omniscale, oscar
+from kvqjax.methods.grammar import nearest_policy, read_json, read_selector, read_text, write_selector
+from kvqjax.methods.keys_values import joined
+from kvqjax.methods.papers.aqua import aqua
+from kvqjax.methods.papers.commvq import commvq
+from kvqjax.methods.papers.higgs import higgs
+from kvqjax.methods.papers.kivi import exact, kivi, kivi_star, uniform
+from kvqjax.methods.papers.kvquant import kvquant
+from kvqjax.methods.papers.rotated import kvarn, omniscale, oscar
+from kvqjax.methods.papers.turboquant import turboquant
+from kvqjax.methods.papers.xquant import xquant
+from kvqjax.methods.papers.xquant_cl import xquant_cl
 from kvqjax.methods.spec import LayerSpec, Method, option_text
-from kvqjax.methods.turboquant_wiring import turboquant
-from kvqjax.methods.xquant_cl_wiring import xquant_cl
-from kvqjax.methods.xquant_wiring import xquant
 
-__all__ = ["METHODS", "MethodLike", "parse", "parse_all", "policy", "spelled_out", "to_dict"]
+__all__ = ["METHODS", "MethodLike", "Methods", "parse", "parse_all", "policy", "spelled_out", "to_dict"]
 
+GROUP = "kvqjax.methods"  # of entry points
+Factory = Callable[..., Method]
 Source = str | os.PathLike | Mapping[str, Any]
 MethodLike = Method | Source  # whatever `parse` takes: it stands at every door that wants a method
 
-OWN: dict[str, Callable[..., Method]] = {
+
+# ---- Methods by name ----
+
+OWN: dict[str, Factory] = {
     "exact": exact,
     "uniform": uniform,
     "kivi": kivi,
@@ -48,7 +60,42 @@ OWN: dict[str, Callable[..., Method]] = {
     "oscar": oscar,
     "turboquant": turboquant,
 }
-METHODS = Methods(OWN)  # with those of other packages
+
+
+class Methods(Mapping):
+    """Factories by name: this library's, and those of other packages, which are looked for once and imported when asked
+    for. Raises UserError for a method that cannot be imported, or that has the name of one of this library's."""
+
+    def __init__(self, library: dict[str, Factory]):
+        self.library = library
+
+    @functools.cached_property
+    def of_packages(self) -> dict[str, Any]:
+        entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+        for name in entries.keys() & self.library.keys():
+            raise UserError(f"{entries[name].value}: {name!r} is a method of kvqjax; name yours otherwise")
+        return entries
+
+    def __getitem__(self, name: str) -> Factory:
+        if name in self.library:
+            return self.library[name]
+        entry = self.of_packages[name]
+        try:
+            return entry.load()
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"method {name!r} of {entry.value} cannot be imported: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.library, *self.of_packages])
+
+    def __len__(self) -> int:
+        return len(self.library) + len(self.of_packages)
+
+
+METHODS = Methods(OWN)
+
+
+# ---- Reading and writing policies ----
 
 
 def _convert(value: Any, annotation, where: str) -> Any:
@@ -75,7 +122,7 @@ def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Read the method's name and typed options at one level of a tree, without its layers."""
     name = tree.get("method", "")
     if name not in METHODS:
-        hint = meant(str(name), METHODS)
+        hint = nearest_policy(str(name), METHODS)
         raise UserError(f"unknown method {str(name)!r}{suggest(str(name), METHODS) if hint is None else f'; {hint}'}")
     parameters = inspect.signature(METHODS[name]).parameters
     options = {}
@@ -90,8 +137,8 @@ def _tree(source: Source) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, str | os.PathLike):
-        given = f"the function {source.__name__}" if callable(source) else repr(source)
-        raise UserError(f"{given} is no method; wanted its value, such as kivi(bits=2), or a policy: 'kivi:bits=2'")
+        what = f"the function {source.__name__}" if callable(source) else repr(source)
+        raise UserError(f"{what} is no method; wanted its value, such as kivi(bits=2), or a policy: 'kivi:bits=2'")
     if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
         return read_json(Path(source.strip() if isinstance(source, str) else source))
     return read_text(source)
@@ -100,10 +147,17 @@ def _tree(source: Source) -> Mapping[str, Any]:
 def parse(source: MethodLike) -> Method:
     """Read the method that a policy describes.
 
-    A policy is a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form (`{"method": "kivi", "bits": 2,
-    "layers": {"0-1": "exact"}}`), or the path of a .json file that holds one. A method is returned as it is: every
-    function that wants a method takes all of these. Raises UserError with the nearest known name when one is
-    misspelt."""
+    Args:
+        source: a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form (`{"method": "kivi", "bits": 2,
+            "layers": {"0-1": "exact"}}`), the path of a .json file that holds such a dict, or a method. Every function
+            that takes a method takes all of these.
+
+    Returns:
+        The method. One that is a method already is returned as it is.
+
+    Raises:
+        UserError: for a text that is no policy. It has the nearest known name of one that is misspelt.
+    """
     if isinstance(source, Method):
         return source
     tree = _tree(source)
@@ -134,33 +188,44 @@ def to_dict(method: MethodLike) -> dict[str, Any]:
 
 
 def spelled_out(method: Method) -> str:
-    """Write a method's policy with every option of every layer, also those at their defaults. This text is what files
-    store, because a later version may have other defaults. `parse` reads it back."""
+    """Write a method's policy with every option of every layer, also those at their defaults. Files store this text,
+    because a later version may have other defaults. `parse` reads it back."""
     tree = read_text(str(method))
 
-    def one(part: Mapping[str, Any]) -> str:
+    def in_full(part: Mapping[str, Any]) -> str:
         name, options = _options(part)
         every = {p.name: options.get(p.name, p.default) for p in inspect.signature(METHODS[name]).parameters.values()}
         return name + ":" + ",".join(f"{key}={option_text(value)}" for key, value in every.items())
 
-    exceptions = [f"{numbers}={one(part)}" for numbers, part in tree.get("layers", {}).items()]
-    return ";".join([one(tree), *exceptions])
+    exceptions = [f"{numbers}={in_full(part)}" for numbers, part in tree.get("layers", {}).items()]
+    return ";".join([in_full(tree), *exceptions])
 
 
 def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Method:
-    """`default` for every layer but those named ("3", "-1", "0-2"), which follow their own method (or what `parse`
-    reads as one); "0-2.k" and "-1.v" are the keys or values of layers alone, "k" and "v" those of all. Of what is named
-    twice the later entry holds. Sinks and `keep` are the default's. Where `default`'s layers feed each other (aqua,
-    xquant_cl), the others take their place in the chain: see `admit` of its layer."""
+    """Combine methods, layer by layer.
+
+    Args:
+        default: the method of all layers that `overrides` does not name. Sinks and `keep` are its own.
+        overrides: methods by the layers that follow them ("3", "-1", "0-2"). "0-2.k" and "-1.v" name the keys or the
+            values of layers alone, "k" and "v" those of all layers. The later of two entries for a layer holds. Where
+            the default's layers feed each other (aqua, xquant_cl), others take their place in the chain: see `admit`
+            of its layer.
+
+    Returns:
+        The method, named after all of these.
+
+    Raises:
+        UserError: for layers that cannot be read, and methods that cannot stand for single layers.
+    """
     default = parse(default)
     if not overrides:
         return default
     layer, pairs, names = default.layer, dict(default.overrides), [default.name]
-    for chosen, given in overrides.items():
-        method, (numbers, part) = parse(given), read_selector(chosen)
+    for selector, source in overrides.items():
+        method, (numbers, part) = parse(source), read_selector(selector)
         if method.overrides or method.keep:
             what = "layers" if method.overrides else "a keep"
-            raise UserError(f"{method} has {what} of its own and cannot stand for layers {chosen} of {default}")
+            raise UserError(f"{method} has {what} of its own and cannot stand for layers {selector} of {default}")
         place = functools.partial(_replaced, default.layer, part, method.layer)
         if numbers is None:
             layer, pairs = place(layer), {number: place(spec) for number, spec in pairs.items()}
@@ -172,7 +237,7 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
 
 
 def _replaced(default: LayerSpec, part: str, new: LayerSpec, old: LayerSpec) -> LayerSpec:
-    """Give `old` the keys or values of `new`; with "" for both, give `new` as `default` admits it."""
+    """Give `old` the keys ("k") or values ("v") of `new`. For "", give `new` as `default` admits it."""
     if part:
         return joined(new, old) if part == "k" else joined(old, new)
     return getattr(default, "admit", lambda spec: spec)(new)

@@ -1,21 +1,27 @@
 """What a decode step costs, and where it stops hiding rematerialisation behind memory traffic (XQuant, arXiv
 2508.10395, section 3.4). A multiply-accumulate counts as two operations.
 
-Per layer and cached token, KD = kv_width <= E:  X: 4 E KD;  latents: 4 KD^2;  a difference at full width: 4 E KD + 2 E;
-a difference in latents: 8 E KD (up-projection and [W_k|W_v]); AQUA-KV's linear predictors: 6 KD^2. The papers' formulas
-are these with KD = d/g. They make keys and values anew; a step of few tokens sums XQuant's stored values first and
-multiplies the sum (wiring.SharedValues), and then spends about half of it.
+Per layer and cached token, with KD = kv_width <= E (the papers' d/g):
 
-One sequence: every step reads the layers' 16-bit weights once and the cache once, and computes what it does not store.
-Attention's own products and the head are left out, as XQuant's paper leaves them out.
+    XQuant, X                          4 E KD
+    XQuant, latents                    4 KD^2
+    XQuant-CL, at full width           4 E KD + 2 E
+    XQuant-CL, in latents              8 E KD            up-projection and [W_k|W_v]
+    AQUA-KV, linear predictors         6 KD^2
+
+These make keys and values anew. A step of few tokens sums XQuant's stored values first and multiplies the sum
+(layer_cache.SharedValues), which takes about half of that.
+
+What is counted is one sequence: every step reads the layers' 16-bit weights once and the cache once, and computes what
+it does not store. Attention's own products and the head are left out, as XQuant's paper leaves them out.
 """
 
 import math
 from typing import NamedTuple
 
 from kvqjax.codecs import bits_per_value
+from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.spec import LayerSpec, Method
-from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape, ModelConfig
 
 __all__ = [
@@ -32,12 +38,11 @@ Number = int | float
 
 
 class StepCost(NamedTuple):
-    """`flops` and `cache_bytes` per cached token (a multiply-accumulate is two operations; scales count, the
-    accumulator of XQuant-CL as stored and loaded once), `weight_bytes` per step."""
+    """What a step costs."""
 
-    flops: Number
-    cache_bytes: Number
-    weight_bytes: Number
+    flops: Number  # per cached token
+    cache_bytes: Number  # per cached token, scales included, and XQuant-CL's accumulator as stored and loaded once
+    weight_bytes: Number  # per step
 
 
 def _wirings(method: Method, config: KVShape) -> list[Wiring]:
@@ -47,21 +52,22 @@ def _wirings(method: Method, config: KVShape) -> list[Wiring]:
 
 
 def flops_per_token(method: Method, config: KVShape) -> int:
-    """Count operations per generated token and cached token, all layers: times the context length, the price of one
-    step."""
+    """Count the operations of all layers per generated token and cached token. Times the context length they are those
+    of one step."""
     return sum(flops_by_layer(method, config))
 
 
 def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
-    """Count the operations that every layer spends on one cached token per read; 0 where keys and values themselves are
-    stored. A chain without a copy computes a layer once more for every layer above it."""
+    """Count the operations that every layer spends on one cached token per read. They are 0 where keys and values
+    themselves are stored."""
     wirings = enumerate(_wirings(method, config))
-    anew = lambda wiring, i: config.num_layers - i if wiring.chain.rebuilt else 1  # noqa: E731
-    return tuple(anew(wiring, i) * wiring.cost.operations for i, wiring in wirings)
+    # A chain without a copy computes a layer once more for every layer above it.
+    reads = lambda wiring, i: config.num_layers - i if wiring.chain.rebuilt else 1  # noqa: E731
+    return tuple(reads(wiring, i) * wiring.cost.operations for i, wiring in wirings)
 
 
 def bits_by_layer(method: Method, config: KVShape) -> tuple[float, ...]:
-    """Give each layer's stored bits per number of its sources; numbers in the compute dtype count as 16 bits."""
+    """Give each layer's stored bits per number of its sources. Numbers in the compute dtype count as 16 bits."""
     stored = [wiring.storage.codecs.values() for wiring in _wirings(method, config)]
     total = lambda codecs: sum(bits_per_value(codec) * codec.width for codec in codecs)  # noqa: E731
     return tuple(total(codecs) / sum(codec.width for codec in codecs) for codecs in stored)
@@ -84,7 +90,14 @@ def step_cost(method: Method, config: ModelConfig) -> StepCost:
 
 
 def longest_memory_bound(cost: StepCost, ridge: Number) -> float:
-    """Solve the paper's equations 3 and 4 for l: the cached tokens up to which memory traffic bounds a step, inf where
-    it always does. ridge: the device's operations per byte, peak over bandwidth."""
+    """Solve the paper's equations 3 and 4 for l, the cached tokens up to which memory traffic bounds a step.
+
+    Args:
+        cost: of the step.
+        ridge: the device's operations per byte, its peak over its bandwidth.
+
+    Returns:
+        The number of tokens; infinity where memory traffic always bounds the step.
+    """
     spare = cost.flops - ridge * cost.cache_bytes
     return math.inf if spare <= 0 else ridge * cost.weight_bytes / spare

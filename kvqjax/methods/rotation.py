@@ -2,11 +2,11 @@
 
     k' = k R_k      v' = v R_v      q . k = (q R_k) . k'      sum_t p_t v_t = (sum_t p_t v'_t) R_v^T
 
-So a body that holds k' and v' is attended to with rotated queries, and its output is rotated back: once per step and
-query, never per cached token. Sinks, window and new tokens keep the source's frame.
+So a body that holds k' and v' is attended to with rotated queries, and its output is rotated back. That is done once
+per step and query, never per cached token. Sinks, window and new tokens keep the source's frame.
 
-- hadamard: the orthonormal Hadamard matrix H / sqrt(D): large channels are spread over all of their head.
-- signs: random signs before it (`signs:7` for another seed), the same for every head: without them a constant vector
+- hadamard: the orthonormal Hadamard matrix H / sqrt(D). It spreads large channels over all of their head.
+- signs: random signs before it (`signs:7` for another seed), the same for every head. Without them a constant vector
   becomes one spike.
 - pairs: 45 degrees within each RoPE pair. It commutes with RoPE, so that keys before RoPE can be stored rotated.
 - fitted: calibrated matrices, one per layer and KV head (kvqjax.calibrate.rotation).
@@ -59,21 +59,43 @@ def check_rotation(text: str, rope: str = "post") -> None:
 
 
 def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = True) -> dict[str, str]:
-    """Turn the options `rotate` and `value_rotate` ("same": as the keys) into fields of KeysAndValues. `fitted` says
-    whether matrices can be calibrated for the method's codecs."""
-    own = {"key_rotation": rotate, "value_rotation": rotate if value_rotate == "same" else value_rotate}
+    """Turn a method's options into fields of KeysAndValues.
+
+    Args:
+        rotate: the rotation of keys.
+        value_rotate: that of values; "same" for the keys' rotation.
+        rope: how keys are stored, "pre" or "post".
+        fitted: whether matrices can be calibrated for the method's codecs.
+
+    Returns:
+        The fields `key_rotation` and `value_rotation`.
+
+    Raises:
+        UserError: for rotations that do not exist, or that such keys or codecs cannot have.
+    """
+    rotations = {"key_rotation": rotate, "value_rotation": rotate if value_rotate == "same" else value_rotate}
     check_rotation(rotate, rope)
-    check_rotation(own["value_rotation"])
-    if "fitted" in own.values() and not fitted:
+    check_rotation(rotations["value_rotation"])
+    if "fitted" in rotations.values() and not fitted:
         known = ", ".join(KINDS[:-1])
         raise UserError(f"rotation 'fitted' needs codecs without calibrated tables; known here: {known}")
-    return own
+    return rotations
 
 
 @functools.lru_cache(maxsize=32)
 def matrix_of(text: str, dim: int) -> np.ndarray:
-    """Build the integers M [D, D], int8, of a rotation that is not fitted. R is M over the root of its columns' squared
-    lengths."""
+    """Build the integers of a rotation that is not fitted.
+
+    Args:
+        text: the rotation, as policies write it.
+        dim: D, the channels of a head.
+
+    Returns:
+        M [D, D], int8. The rotation R is M over the root of its columns' squared lengths.
+
+    Raises:
+        UserError: where no Hadamard matrix of this order is known.
+    """
     kind, _, seed = text.partition(":")
     if kind == "pairs":
         half = np.eye(dim // 2, dtype=np.int8)
@@ -92,11 +114,20 @@ def matrix_of(text: str, dim: int) -> np.ndarray:
 def turned(
     x: Float[Array, "*B K X D"], matrix: np.ndarray | Float[Array, "K D D"], back: bool = False
 ) -> Float[Array, "*B K X D"]:
-    """Multiply by R, or by R^T (`back`), in float32 sums. Integers in the dtype of `x` are exact, so that bfloat16
-    queries lose nothing in the product."""
+    """Multiply by a rotation.
+
+    Args:
+        x: vectors by KV head.
+        matrix: the integers of `matrix_of`, the same for all heads, or fitted matrices R.
+        back: multiply by R^T.
+
+    Returns:
+        The rotated vectors, float32.
+    """
     precision = jax.lax.Precision.HIGHEST
     if isinstance(matrix, np.ndarray):
         scale = float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5
+        # Integers are exact in the dtype of `x`, so that bfloat16 queries lose nothing in the product.
         fixed = jnp.asarray(matrix.T if back else matrix, x.dtype)
         out = jnp.einsum("...kxd,de->...kxe", x, fixed, precision=precision, preferred_element_type=jnp.float32)
         return out * jnp.float32(scale)
@@ -107,8 +138,10 @@ def turned(
 def needs_of(rotations: Rotations, config: KVShape) -> dict[str, dict[str, tuple[int, ...]]]:
     """Give the shapes of the constants that fitted rotations need."""
     shape = (config.num_kv_heads, config.head_dim, config.head_dim)
-    own: dict[str, tuple[int, ...]] = {NAMES[source]: shape for source, text in rotations.items() if text == "fitted"}
-    return {CONSTANTS: own} if own else {}
+    shapes: dict[str, tuple[int, ...]] = {
+        NAMES[source]: shape for source, text in rotations.items() if text == "fitted"
+    }
+    return {CONSTANTS: shapes} if shapes else {}
 
 
 def frame(rotations: Rotations, config: KVShape) -> Frame | None:

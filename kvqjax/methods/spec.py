@@ -1,7 +1,17 @@
 """`Method`: the frozen, hashable, printable description of a compressed cache, layer by layer.
 
-A layer spec is a frozen dataclass with `build(config) -> Wiring`; a method gives every layer one, with exceptions by
-layer number. `str(method)` is the text the CLI, artifacts and reports share, and `parse` reads it back."""
+A layer spec is a frozen dataclass with `build(config) -> Wiring`. A method gives every layer one, with exceptions by
+layer number. `str(method)` is the text that the CLI, artifacts and reports share, and `parse` reads it back.
+
+`Keep` says which tokens a cache keeps when it may not keep all of them. It stands beside every method, which knows
+nothing of it:
+
+    streaming:512   the newest 512 tokens that left the window (StreamingLLM, arXiv 2309.17453: sinks + recent)
+    h2o:512         the 512 that were attended to most (heavy-hitter oracle, arXiv 2306.14048, section 4)
+
+Sinks and window stay beside them. Tokens are chosen per row for all layers and heads together, keep their positions,
+and leave the body by whole groups (kvqjax.cache.eviction).
+"""
 
 import dataclasses
 import functools
@@ -9,17 +19,64 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from kvqjax._arguments import check_integer, named, typed
+from kvqjax._arguments import check_fields, check_integer, named, typed
 from kvqjax._errors import UserError
 from kvqjax._options import check_names
-from kvqjax.methods.keep import Keep, read_keep
-from kvqjax.methods.wiring import Wiring
+from kvqjax.methods.layer_cache import Wiring
 from kvqjax.model.config import KVShape
 
-__all__ = ["LayerSpec", "Method", "calibrated_part", "first_layers", "given", "method_factory", "option_text"]
+__all__ = [
+    "Keep",
+    "LayerSpec",
+    "Method",
+    "calibrated_part",
+    "first_layers",
+    "method_factory",
+    "option_text",
+    "read_keep",
+    "value_or",
+]
 
-MOST_LAYERS = 4096  # an option's slip must not fill the memory with overrides
-UNCALIBRATED = ("window", "unit", "clocks", "copy")  # of layer specs: when tokens are encoded, and what a reader holds
+MOST_LAYERS = 4096  # layers that an option may name; a slip must not fill the memory with overrides
+# Fields of layer specs that no constant depends on: when tokens are encoded, and what a reader has in memory.
+UNCALIBRATED = ("window", "unit", "clocks", "copy")
+
+
+# ---- Which tokens are kept ----
+
+RULES = ("streaming", "h2o")
+KEEP_WANTED = f"wanted a rule ({', '.join(RULES)}) and a count of tokens, such as h2o:512"
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """`budget` tokens of each row stay in the body, chosen by `rule`."""
+
+    rule: str
+    budget: int
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.rule not in RULES or self.budget < 1:
+            raise UserError(f"keep={self}; {KEEP_WANTED}")
+
+    def __str__(self) -> str:
+        return f"{self.rule}:{self.budget}"
+
+
+def read_keep(text: str | Keep) -> Keep:
+    """Read `rule:tokens`. Raises UserError on anything else."""
+    if isinstance(text, Keep):
+        return text
+    if not isinstance(text, str):
+        raise UserError(f"keep is {named(text)}; {KEEP_WANTED}")
+    rule, _, budget = text.partition(":")
+    if not budget.isdecimal():
+        raise UserError(f"keep={text}; {KEEP_WANTED}")
+    return Keep(rule, int(budget))
+
+
+# ---- Layer specs and methods ----
 
 
 @runtime_checkable
@@ -31,16 +88,15 @@ class LayerSpec(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """How every layer caches. `sinks` tokens at the start of a row stay exact; `overrides` lists (layer, spec) pairs
-    that differ from `layer`, a negative number counting from the last layer; `keep` bounds the body's tokens. Overrides
-    protect `boundary` layers at each end, and must leave some. Methods are equal when they cache alike, however they
-    are named."""
+    """How every layer caches. Methods are equal when they cache alike, whatever their names are."""
 
     name: str = dataclasses.field(compare=False)
     layer: LayerSpec
-    sinks: int = 0
+    sinks: int = 0  # tokens at the start of a row that stay exact
+    # (layer, spec) pairs that differ from `layer`. A negative number counts from the last layer.
     overrides: tuple[tuple[int, LayerSpec], ...] = ()
-    keep: Keep | None = None
+    keep: Keep | None = None  # bounds the body's tokens
+    # Layers at each end that overrides protect. A model must have layers between them.
     boundary: int = dataclasses.field(default=0, compare=False)
 
     def __post_init__(self):
@@ -74,13 +130,19 @@ class Method:
 
 
 def calibrated_part(method: Method, config: KVShape) -> Method:
-    """Reduce a method to its codecs and layers: sinks, windows, units and `keep` get their defaults, and whether keys
-    are kept without their bias counts only for models that have one. Methods that are equal in this take each other's
-    constants."""
+    """Reduce a method to its codecs and layers. Methods that are equal in this take each other's constants.
+
+    Args:
+        method: whose constants are asked for.
+        config: the model's shape. Whether keys are kept without their bias counts only for models that have one.
+
+    Returns:
+        The method with sinks, windows, units and `keep` at their defaults.
+    """
     left_out = UNCALIBRATED if config.known_key_bias else (*UNCALIBRATED, "unbiased")
 
     def bare(spec: Any) -> Any:
-        # Of a pair these are layers themselves; codecs have none of the fields that are left out.
+        # Of a `Pair` key and value are layers themselves. Codecs have none of the fields that are left out.
         parts = {name: getattr(spec, name, None) for name in ("key", "value")}
         spec = dataclasses.replace(spec, **{n: bare(x) for n, x in parts.items() if isinstance(x, LayerSpec)})
         fields = (field for field in dataclasses.fields(spec) if field.name in left_out)
@@ -97,8 +159,9 @@ def first_layers(count: int) -> range:
     return range(count)
 
 
-def given(value: Any, default: Any) -> Any:
-    """Give an option's value, and for None what it then follows. A 0 is a value: whoever takes it refuses it."""
+def value_or(value: Any, default: Any) -> Any:
+    """Give an option's value, and for None what it then follows. A 0 is a value, which the codec that gets it
+    refuses."""
     return default if value is None else value
 
 
@@ -108,13 +171,22 @@ def option_text(value: Any) -> str:
 
 
 def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
-    """Name the method that `function` returns after the call that made it, options at their defaults left out, but not
-    its bits; and give every method the option `keep` ("h2o:512", "streaming:512"), which is the cache's matter and not
-    the method's. The factory raises UserError, with its name in front, for an option that it has not, for a value of
-    another type than the annotation says, and for whatever `function` refuses by a ValueError."""
-    own = inspect.signature(function)
+    """Make a method's factory of a function that builds the method.
+
+    The method is named after the call that made it. Options at their defaults are left out of the name, but not the
+    bits. Every factory also has the option `keep` ("h2o:512", "streaming:512"), which is the cache's matter and not the
+    method's.
+
+    Args:
+        function: returns a method for options that are keyword-only and have annotations and defaults.
+
+    Returns:
+        The factory. It raises UserError, with its name in front, for an option that it does not have, for a value of
+        another type than the annotation says, and for whatever `function` refuses by a ValueError.
+    """
+    signature = inspect.signature(function)
     keep_option = inspect.Parameter("keep", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
-    parameters = own.replace(parameters=[*own.parameters.values(), keep_option]).parameters
+    parameters = signature.replace(parameters=[*signature.parameters.values(), keep_option]).parameters
 
     @functools.wraps(function)
     def make(*, keep: str | Keep | None = None, **options: Any) -> Method:
@@ -124,12 +196,12 @@ def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
             method, bound = function(**options), None if keep is None else read_keep(keep)
         except ValueError as error:  # a UserError of a codec does not say which method was asked for
             raise UserError(f"{function.__name__}: {error}") from error
-        given = {k: v for k, v in (options | {"keep": keep}).items() if v != parameters[k].default}
-        if "bits" in parameters and not {"key_bits", "value_bits"} <= given.keys():
-            given["bits"] = options.get("bits", parameters["bits"].default)
-        text = ",".join(f"{k}={option_text(given[k])}" for k in parameters if k in given)
+        written = {k: v for k, v in (options | {"keep": keep}).items() if v != parameters[k].default}
+        if "bits" in parameters and not {"key_bits", "value_bits"} <= written.keys():
+            written["bits"] = options.get("bits", parameters["bits"].default)
+        text = ",".join(f"{k}={option_text(written[k])}" for k in parameters if k in written)
         name = function.__name__ + (f":{text}" if text else "")
         return dataclasses.replace(method, name=name, keep=bound)
 
-    make.__dict__["__signature__"] = own.replace(parameters=list(parameters.values()))
+    make.__dict__["__signature__"] = signature.replace(parameters=list(parameters.values()))
     return make

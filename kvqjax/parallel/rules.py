@@ -12,8 +12,8 @@ from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run
+from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
-from kvqjax.methods.wiring import Wiring
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.weight_trees import BY_EXPERT, is_unrolled
 from kvqjax.ops.packing.base import CHANNELS, TOKENS

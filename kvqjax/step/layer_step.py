@@ -105,7 +105,7 @@ def first_flow(call: Call) -> Flow:
     cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
     dtype, unit = cache.layout.dtype, runs[0].wiring.storage.clocks[0].unit
     body = slab(
-        [run for run in runs if run.wiring.chain.held], (cache.batch, max(run.slots_here for run in runs)), dtype
+        [run for run in runs if run.wiring.chain.flows], (cache.batch, max(run.slots_here for run in runs)), dtype
     )
     tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
     return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))

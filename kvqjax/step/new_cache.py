@@ -15,7 +15,7 @@ from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.kernel_checks.choose import choose, over_devices
 from kvqjax.methods import Method, MethodLike, parse
-from kvqjax.methods.advice import bias_advice
+from kvqjax.methods.keys_values import bias_advice
 from kvqjax.model import weight_trees
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model, compute_dtype, name_of

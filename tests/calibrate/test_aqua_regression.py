@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvqjax.calibrate.aqua_fit import add, gptq, low_rank, refit_bias, ridge, score
-from kvqjax.methods.predictors import predict, shapes, unpack_weight
+from kvqjax.methods.papers.aqua import predict, predictor_shapes, unpack_weight
 from kvqjax.model.weight_codes import pack_nibbles
 
 
@@ -97,7 +97,7 @@ def test_gptq_beats_rounding_and_keeps_the_mean(golden, moments):
 @pytest.mark.parametrize("kind", ["linear", "int4", "low_rank", "mlp"])
 def test_predictors_have_the_shapes_they_declare(kind):
     rng = np.random.default_rng(1)
-    wanted = shapes(kind, 32, 16, rank=4)
+    wanted = predictor_shapes(kind, 32, 16, rank=4)
     constants = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in wanted.items()}
     if kind == "int4":
         constants["codes"] = jnp.asarray(rng.integers(0, 2**32, wanted["codes"]), jnp.uint32)
@@ -107,4 +107,4 @@ def test_predictors_have_the_shapes_they_declare(kind):
     if kind == "linear":
         np.testing.assert_allclose(y, x @ constants["weight"] + constants["bias"][None], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="predictor='forest'"):
-        shapes("forest", 4, 4)
+        predictor_shapes("forest", 4, 4)

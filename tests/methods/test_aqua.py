@@ -12,7 +12,7 @@ from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.calibrate.aqua_fit import Recipe, cast, fit_layer
 from kvqjax.codecs.higgs import Higgs, higgs_codec
 from kvqjax.methods import aqua, parse
-from kvqjax.methods.aqua_layer import AquaLayer, encode_source, reconstruct
+from kvqjax.methods.papers.aqua import AquaLayer, encode_source, reconstruct
 from kvqjax.methods.roofline import bits_by_layer, flops_per_token
 from kvqjax.model.config import ModelConfig
 

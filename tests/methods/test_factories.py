@@ -13,7 +13,7 @@ import pytest
 import kvqjax as kvq
 from kvqjax.codecs import Uniform
 from kvqjax.methods import KeysAndValues
-from kvqjax.methods.keep import Keep
+from kvqjax.methods.spec import Keep
 from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for

@@ -60,7 +60,7 @@ def test_few_files_name_a_method_a_kernel_or_a_family():
     kernel = {file for file in files_that_name(r"commvq\w*|CommVQ\w*") if file.startswith("pallas_kernels/")}
     found = [files_that_name("turboquant"), kernel, files_that_name("Qwen3MoeForCausalLM")]
     own = {f"pallas_kernels/{name}.py" for name in ("commvq", "tpu/commvq", "tpu/commvq_kernel", "tpu/commvq_plan")}
-    assert found == [DOORS | {"methods/turboquant_wiring.py"}, KERNELS | own, FAMILY]
+    assert found == [DOORS | {"methods/papers/turboquant.py"}, KERNELS | own, FAMILY]
     said = re.findall(r"^\| .* \| (\d+): ", PAGE.read_text(encoding="utf-8"), flags=re.M)
     assert said == [str(len(files)) for files in found]
 

@@ -10,7 +10,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, runs_of
-from kvqjax.methods.pairs import Pair
+from kvqjax.methods.keys_values import Pair
 from kvqjax.methods.spec import calibrated_part
 
 KIVI, HIGGS = "kivi:bits=2,window=32", "higgs:bits=3,buffer=32,sinks=0"

@@ -16,8 +16,8 @@ import kvqjax as kvq
 from kvqjax.cache import runs_of
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.codecs import Codec, Fit, Uniform
-from kvqjax.methods import KeysAndValues, Method, direct_forms, method_factory, registry
-from kvqjax.methods.plugins import GROUP, Methods
+from kvqjax.methods import KeysAndValues, Method, direct, method_factory, registry
+from kvqjax.methods.registry import GROUP, Methods
 
 
 @method_factory
@@ -35,7 +35,7 @@ def package(monkeypatch):
 
     def install(**entries: str) -> Methods:
         made = [importlib.metadata.EntryPoint(name, value, GROUP) for name, value in entries.items()]
-        monkeypatch.setattr("kvqjax.methods.plugins.entry_points", lambda group: [*find(group=group), *made])
+        monkeypatch.setattr("kvqjax.methods.registry.entry_points", lambda group: [*find(group=group), *made])
         methods = Methods(registry.OWN)
         for module in ("kvqjax.methods.registry", "kvqjax.cli.info"):
             monkeypatch.setattr(f"{module}.METHODS", methods)
@@ -88,10 +88,10 @@ class Gained:
         return None if self.needs else self.inner.packed(value.inner, rope, shape)
 
     def scores(self, shape):
-        return None if self.needs else direct_forms.key_form(self.inner, shape)
+        return None if self.needs else direct.key_form(self.inner, shape)
 
     def values(self, shape):
-        return None if self.needs else direct_forms.value_form(self.inner, shape)
+        return None if self.needs else direct.value_form(self.inner, shape)
 
 
 @method_factory

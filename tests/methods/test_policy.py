@@ -12,8 +12,8 @@ import kvqjax as kvq
 from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import spelled_out
-from kvqjax.methods.aqua_layer import AquaLayer
-from kvqjax.methods.habits import _OTHERS
+from kvqjax.methods.grammar import _HABITS
+from kvqjax.methods.papers.aqua import AquaLayer
 from kvqjax.parallel.mesh_size import MeshSize
 
 POLICIES = (
@@ -175,7 +175,7 @@ def test_other_layers_take_their_place_in_a_chain():
 
 def test_the_policies_that_hints_name_exist_and_have_the_bits_said():
     config = tiny(head_dim=64).config
-    for text in set(_OTHERS.values()):
+    for text in set(_HABITS.values()):
         method = kvq.parse(text.split(" ")[0])
         bits = plan_memory(config, method, 1024, 1, MeshSize()).book.bits_method
         if said := re.search(r"\((\d+) bits a number\)", text):

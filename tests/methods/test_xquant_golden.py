@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvqjax.calibrate.xquant import latent_maps, shared_map
-from kvqjax.methods.xquant_cl_wiring import CrossLayer
-from kvqjax.methods.xquant_wiring import LayerInput
+from kvqjax.methods.papers.xquant import LayerInput
+from kvqjax.methods.papers.xquant_cl import CrossLayer
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.decoder import Projected
 

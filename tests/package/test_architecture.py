@@ -61,7 +61,7 @@ def test_every_source_file_is_installed(installed, package):
 @pytest.mark.smoke
 @pytest.mark.parametrize("package", FOLDERS)
 def test_no_function_hides_a_module(package):
-    """`import kvqjax.methods.kivi_wiring` and `kvqjax.methods.kivi` do not fight over one attribute."""
+    """`import kvqjax.methods.roofline` gives the module: no package exports another thing under a module's name."""
     hidden = []
     for path in sorted((ROOT / FOLDERS[package]).rglob("*.py")):
         parents, leaf = path.relative_to(ROOT / FOLDERS[package]).parent.parts, path.stem

@@ -12,7 +12,7 @@ from kvqjax.cache.readers.reader import BodyCall, Carry
 from kvqjax.cache.run_layout import MANY_QUERIES, MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.state import Run
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, seen
-from kvqjax.methods.wiring import MixedKeys, SharedValues
+from kvqjax.methods.layer_cache import MixedKeys, SharedValues
 from kvqjax.ops.attention import Partial, blockwise_attention
 from kvqjax.ops.finite import saturated
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from kvqjax.cache.reading import Ask
 from kvqjax.cache.view import LayerView, NewTokens
-from kvqjax.methods.wiring import SharedValues
+from kvqjax.methods.layer_cache import SharedValues
 from kvqjax.ops.attention import Partial
 
 __all__ = ["Attend", "BodyCall", "Carry"]

@@ -1,7 +1,7 @@
 """Reader `stored`: XLA meets the codes where they lie, and nothing is decoded into memory.
 
 Two stored forms allow it. Fields that lie head by head are read whole, in a handful of products
-(kvqjax/methods/direct_forms.py): what a GPU wants. Words of uniform codes are read a block at a time by sums that
+(kvqjax/methods/direct.py): what a GPU wants. Words of uniform codes are read a block at a time by sums that
 decode as they go (pallas_kernels/reference.py): what a CPU wants."""
 
 import functools

@@ -9,53 +9,16 @@ from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.keys_values import KeysAndValues
+from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import Method, given, method_factory
-from kvqjax.methods.wiring import Wiring
+from kvqjax.methods.spec import Method, method_factory, value_or
 from kvqjax.model.config import KVShape
+from kvqjax.ops.packing.words import PLANE
 
 __all__ = ["HeadsLayer", "kvarn", "omniscale", "oscar"]
 
-PLANE = 32
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsLayer:
-    """Keys and values of one layer in codecs that see KV heads: the number of heads (`heads` of Balanced, `parts` of
-    Scaled and Clipped) and groups of a head's channels (`group` 0) are filled in from the model, wherever a codec or
-    the codec inside it has 0 there."""
-
-    key: CodecSpec
-    value: CodecSpec
-    rope: str = "post"
-    window: int = 0
-    unit: int = 32
-    centre: str = "none"
-    key_rotation: str = "hadamard"
-    value_rotation: str = "hadamard"
-
-    def __post_init__(self):
-        if self.centre not in CENTRES:
-            raise UserError(f"centre={self.centre!r}; known: {', '.join(CENTRES)}")
-
-    def build(self, config: KVShape) -> Wiring:
-        sizes = {"heads": config.num_kv_heads, "parts": config.num_kv_heads, "group": config.head_dim}
-
-        def fitted(spec):
-            found = {name: size for name, size in sizes.items() if getattr(spec, name, None) == 0}
-            inner = {"inner": fitted(spec.inner)} if isinstance(spec, Scaled | Clipped) else {}
-            return dataclasses.replace(spec, **found, **inner)
-
-        layer = KeysAndValues(
-            key=centred(fitted(self.key), self.centre),
-            value=fitted(self.value),
-            rope=self.rope,
-            window=self.window,
-            unit=self.unit,
-            key_rotation=self.key_rotation,
-            value_rotation=self.value_rotation,
-        )
-        return layer.build(config)
+# ---- The methods and their options ----
 
 
 @method_factory
@@ -84,8 +47,8 @@ def omniscale(
     """
     if norm not in ("layer", "head"):
         raise UserError(f"norm={norm!r}; known: layer, head")
-    key = Uniform(bits=given(key_bits, bits), along="tokens", group=group, dtype=scales)
-    value = Uniform(bits=given(value_bits, bits), along="channels", group=given(value_group, group), dtype=scales)
+    key = Uniform(bits=value_or(key_bits, bits), along="tokens", group=group, dtype=scales)
+    value = Uniform(bits=value_or(value_bits, bits), along="channels", group=value_or(value_group, group), dtype=scales)
     scaled = Scaled(inner=key, parts=1 if norm == "layer" else 0, dtype=scales)
     timing = {"window": window, "unit": group, "centre": centre}
     layer = HeadsLayer(key=scaled, value=value, **timing, **turning(rotate, value_rotate))
@@ -119,8 +82,8 @@ def kvarn(
     bits per channel. Raises UserError for values that are not listed here.
     """
     spec = {"heads": 0, "group": group, "rounds": rounds, "floor": floor, "dtype": scales}
-    key = Balanced(bits=given(key_bits, bits), along="tokens", **spec)
-    value = Balanced(bits=given(value_bits, bits), along="channels", **spec)
+    key = Balanced(bits=value_or(key_bits, bits), along="tokens", **spec)
+    value = Balanced(bits=value_or(value_bits, bits), along="channels", **spec)
     timing = {"window": window, "unit": group, "centre": centre}
     layer = HeadsLayer(key=key, value=value, **timing, **turning(rotate, value_rotate))
     return Method(name="kvarn", layer=layer, sinks=sinks)
@@ -152,8 +115,50 @@ def oscar(
     defaults, Llama-3.1-8B stores 2.25 bits per channel. Raises UserError for values that are not listed here.
     """
     uniform = {"along": "channels", "group": group, "dtype": scales}
-    key = Clipped(inner=Uniform(bits=given(key_bits, bits), **uniform), parts=0, ratio=clip)
-    value = Clipped(inner=Uniform(bits=given(value_bits, bits), **uniform), parts=0, ratio=value_clip)
+    key = Clipped(inner=Uniform(bits=value_or(key_bits, bits), **uniform), parts=0, ratio=clip)
+    value = Clipped(inner=Uniform(bits=value_or(value_bits, bits), **uniform), parts=0, ratio=value_clip)
     timing = {"window": window, "unit": PLANE, "centre": centre}
     layer = HeadsLayer(key=key, value=value, **timing, **turning(rotate, value_rotate))
     return Method(name="oscar", layer=layer, sinks=sinks)
+
+
+# ---- One layer ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsLayer:
+    """Keys and values of one layer in codecs that see KV heads. The number of heads (`heads` of Balanced, `parts` of
+    Scaled and Clipped) and the channels of a head (`group`) are taken from the model, wherever a codec or the codec
+    inside it has 0 there."""
+
+    key: CodecSpec
+    value: CodecSpec
+    rope: str = "post"
+    window: int = 0
+    unit: int = 32
+    centre: str = "none"
+    key_rotation: str = "hadamard"
+    value_rotation: str = "hadamard"
+
+    def __post_init__(self):
+        if self.centre not in CENTRES:
+            raise UserError(f"centre={self.centre!r}; known: {', '.join(CENTRES)}")
+
+    def build(self, config: KVShape) -> Wiring:
+        sizes = {"heads": config.num_kv_heads, "parts": config.num_kv_heads, "group": config.head_dim}
+
+        def fitted(spec):
+            filled = {name: size for name, size in sizes.items() if getattr(spec, name, None) == 0}
+            inner = {"inner": fitted(spec.inner)} if isinstance(spec, Scaled | Clipped) else {}
+            return dataclasses.replace(spec, **filled, **inner)
+
+        layer = KeysAndValues(
+            key=centred(fitted(self.key), self.centre),
+            value=fitted(self.value),
+            rope=self.rope,
+            window=self.window,
+            unit=self.unit,
+            key_rotation=self.key_rotation,
+            value_rotation=self.value_rotation,
+        )
+        return layer.build(config)

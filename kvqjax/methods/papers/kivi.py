@@ -1,17 +1,20 @@
-"""KIVI (arXiv 2402.02750), the exact cache, and the naive per-token baseline: all wirings of keys and values."""
+"""KIVI (arXiv 2402.02750), and two baselines of the same layers of keys and values: the exact cache, and uniform codes
+per token."""
 
 from typing import Any
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import Exact, Uniform, centred
 from kvqjax.methods.keys_values import KeysAndValues
+from kvqjax.methods.layer_cache import Clock
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import Method, first_layers, given, method_factory
-from kvqjax.methods.wiring import Clock
+from kvqjax.methods.spec import Method, first_layers, method_factory, value_or
+from kvqjax.ops.packing.words import PLANE
 
 __all__ = ["exact", "kivi", "kivi_star", "uniform"]
 
-PLANE = 32  # tokens that leave the window together where the codec does not ask for more
+
+# ---- The methods and their options ----
 
 
 @method_factory
@@ -22,21 +25,30 @@ def exact(*, window: int = 0, sinks: int = 0) -> Method:
     return Method(name="exact", layer=KeysAndValues(key=Exact(), value=Exact(), window=window, unit=PLANE), sinks=sinks)
 
 
-def _kivi_layer(
-    key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none", **rotations
-) -> KeysAndValues:
-    key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
-    value = Uniform(bits=value_bits, along="channels", group=value_group, dtype=scales)
-    if rule not in ("together", "published"):
-        raise UserError(f"rule={rule!r}; known: together, published")
-    clocks = ()
-    if rule == "published":
-        # Section 1.4-1.5 of the released code's behaviour: keys leave all R at once, values one by one.
-        if window == 0 or window % group:
-            raise UserError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
-        clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
-    timing: dict[str, Any] = {"rope": rope, "window": window, "unit": group, "clocks": clocks, **rotations}
-    return KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto" and rope == "pre", **timing)
+@method_factory
+def uniform(
+    *,
+    bits: int = 4,
+    group: int = 128,
+    window: int = 0,
+    sinks: int = 0,
+    scales: str = "bfloat16",
+    centre: str = "none",
+    rotate: str = "none",
+    value_rotate: str = "same",
+) -> Method:
+    """The simplest compression, a baseline: uniform codes of keys (after RoPE) and values, with a scale and a minimum
+    for every `group` channels of a token.
+
+    `bits` of a code, 1 to 6 or 8. `window` newest and `sinks` first tokens stay exact; `scales` is the dtype of scales
+    and minima. `centre="mean"` takes a calibrated mean off the keys first. `rotate` and `value_rotate` as in `kivi`:
+    with them it is the rotated q4 and q8 of other engines. A channel takes `bits + 32 / group` bits: with the defaults,
+    Llama-3.1-8B stores 4.25 bits per channel. Raises UserError as `kivi` does.
+    """
+    codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
+    rotations: dict[str, Any] = turning(rotate, value_rotate)
+    layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE, **rotations)
+    return Method(name="uniform", layer=layer, sinks=sinks)
 
 
 @method_factory
@@ -73,10 +85,10 @@ def kivi(
     Llama-3.1-8B stores 3 bits per channel. Raises UserError for values that are not listed here.
     """
     layer = _kivi_layer(
-        given(key_bits, bits),
-        given(value_bits, bits),
+        value_or(key_bits, bits),
+        value_or(value_bits, bits),
         group,
-        given(value_group, group),
+        value_or(value_group, group),
         window,
         rope,
         rule,
@@ -102,27 +114,21 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
     return Method(name="kivi_star", layer=layer, sinks=sinks, overrides=overrides)
 
 
-@method_factory
-def uniform(
-    *,
-    bits: int = 4,
-    group: int = 128,
-    window: int = 0,
-    sinks: int = 0,
-    scales: str = "bfloat16",
-    centre: str = "none",
-    rotate: str = "none",
-    value_rotate: str = "same",
-) -> Method:
-    """The simplest compression, a baseline: uniform codes of keys (after RoPE) and values, with a scale and a minimum
-    for every `group` channels of a token.
+# ---- One layer ----
 
-    `bits` of a code, 1 to 6 or 8. `window` newest and `sinks` first tokens stay exact; `scales` is the dtype of scales
-    and minima. `centre="mean"` takes a calibrated mean off the keys first. `rotate` and `value_rotate` as in `kivi`:
-    with them it is the rotated q4 and q8 of other engines. A channel takes `bits + 32 / group` bits: with the defaults,
-    Llama-3.1-8B stores 4.25 bits per channel. Raises UserError as `kivi` does.
-    """
-    codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
-    rotations: dict[str, Any] = turning(rotate, value_rotate)
-    layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE, **rotations)
-    return Method(name="uniform", layer=layer, sinks=sinks)
+
+def _kivi_layer(
+    key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none", **rotations
+) -> KeysAndValues:
+    key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
+    value = Uniform(bits=value_bits, along="channels", group=value_group, dtype=scales)
+    if rule not in ("together", "published"):
+        raise UserError(f"rule={rule!r}; known: together, published")
+    clocks = ()
+    if rule == "published":
+        # As the released code does: keys leave the window all at once, values one by one.
+        if window == 0 or window % group:
+            raise UserError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
+        clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
+    timing: dict[str, Any] = {"rope": rope, "window": window, "unit": group, "clocks": clocks, **rotations}
+    return KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto" and rope == "pre", **timing)

@@ -1,9 +1,11 @@
 """CommVQ (arXiv 2506.18879): keys before RoPE in a RoPE-commutative codebook, values in learned additive codes.
 
-Attention reads keys block by block: gather C_A + j C_B once per KV head, rotate, one product for all query heads. The
-commuted form of section 4.3 would gather once per *query* head. Values v_n = gain_n (bits_n @ E)
-are summed as bits, which all heads share, and multiplied by E once per query: N W multiplications per cached token
-become H N. With T new tokens at once decoding costs N W + T H D and summing bits T H N, so long chunks decode.
+Attention reads keys block by block: it gathers C_A + j C_B once per KV head, rotates, and takes one product for all
+query heads. The commuted form of section 4.3 would gather once per *query* head.
+
+Values v_n = gain_n (bits_n @ E) are summed as bits, which all heads share, and multiplied by E once per query: N W
+multiplications per cached token become H N. With T new tokens at once decoding costs N W + T H D and summing bits
+T H N, so long chunks decode.
 """
 
 import dataclasses
@@ -17,81 +19,16 @@ from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.codecs.kernel_form import Packed, rope_of
 from kvqjax.methods.keys_values import keys_and_values
+from kvqjax.methods.layer_cache import Clock, SharedValues, Wiring, shared_until, through_heads
 from kvqjax.methods.spec import Method, method_factory
-from kvqjax.methods.summing import shared_until, through_heads
-from kvqjax.methods.wiring import Clock, SharedValues, Wiring
 from kvqjax.model.config import KVShape
+from kvqjax.ops.packing.words import PLANE
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 
 __all__ = ["CommVQLayer", "commvq"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CommVQLayer:
-    """One layer's key and value codecs, once the head dimension is known; `rounds` None: as many as `bits` allow.
-    `unbiased` as in KeysAndValues."""
-
-    bits: int
-    rounds: int | None = None
-    levels: int = 64
-    group: int = 0
-    hidden: int = 0
-    window: int = 128
-    unit: int = 128
-    unbiased: bool = False
-
-    def __post_init__(self):
-        if self.unit % 32 or self.unit < 32:
-            raise UserError(f"unit={self.unit}; tokens leave the window in multiples of 32")
-
-    def key(self, config: KVShape) -> CommVQKeys:
-        """Choose the key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
-        pairs = self.group or config.head_dim // 2
-        rounds = self.rounds or max(1, round(self.bits * pairs / math.log2(self.levels)))
-        return CommVQKeys(head_dim=config.head_dim, rounds=rounds, levels=self.levels, group=self.group)
-
-    def value(self) -> CommVQValues:
-        return CommVQValues(bits=self.bits, hidden=self.hidden)
-
-    def build(self, config: KVShape) -> Wiring:
-        codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
-        wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre", self.unbiased)
-        shared = _summed_bits(self.bits * config.kv_width, config)
-        plain = not (self.unbiased and config.known_key_bias)
-        packed = _packed(self.key(config), self.value(), config) if plain else None
-        return wiring.having(maps={"prepare": _prepare}, fast={"packed": packed, "shared": shared})
-
-
-def _packed(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | None:
-    """Say how kernels read codes with one pair of levels a round and head; None for groups of fewer pairs."""
-    if key.pairs != config.head_dim // 2 or (key.dtype, value.dtype) != ("bfloat16", "bfloat16"):
-        return None
-    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
-    width = value.bits * config.kv_width
-
-    def body(weights, constants, stored, positions) -> CommVQBody:
-        (prescale,), (bits,), (gain,) = stored["k"]["prescale"], stored["v"]["bits"], stored["v"]["gain"]
-        matrix = decoding_matrix(constants["k"]["codebook"])
-        return CommVQBody(stored["k"]["codes"], prescale, bits, gain, positions, matrix)
-
-    return Packed(CommVQSpec(rounds=key.rounds, levels=key.levels, value_width=width, **heads), body)
-
-
-def _prepare(constants):
-    """Add the key codebook as TPUs read it; programs that do not read it never make it."""
-    return constants | {"k": constants["k"] | {"columns": columns(constants["k"]["codebook"])}}
-
-
-def _summed_bits(count: int, config: KVShape) -> SharedValues:
-    """Reorder the value product (section 4.3, equation 22): sum N = `count` bits per token, then multiply."""
-
-    def read(weights, constants, payload, sources):
-        return payload["v"]["bits"].astype(jnp.float32) * jnp.swapaxes(payload["v"]["gain"], -1, -2).astype(jnp.float32)
-
-    def finish(weights, constants, means):
-        return through_heads(means, constants["v"]["codebook"].astype(jnp.float32), config, precision="highest")
-
-    return SharedValues(count, shared_until(count, count * config.kv_width, config), read, finish)
+# ---- The method and its options ----
 
 
 @method_factory
@@ -126,3 +63,74 @@ def commvq(
     options = {"bits": bits, "rounds": rounds, "levels": levels, "group": group, "hidden": hidden}
     options["unbiased"] = centre == "auto"
     return Method(name="commvq", layer=CommVQLayer(**options, window=window, unit=unit), sinks=sinks)
+
+
+# ---- One layer ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommVQLayer:
+    """One layer, whose codecs depend on the model's head dimension."""
+
+    bits: int
+    rounds: int | None = None  # None: as many as `bits` allow
+    levels: int = 64
+    group: int = 0  # rotation pairs that share a code; 0: those of a head
+    hidden: int = 0
+    window: int = 128
+    unit: int = 128
+    unbiased: bool = False  # as in KeysAndValues
+
+    def __post_init__(self):
+        if self.unit % PLANE or self.unit < PLANE:
+            raise UserError(f"unit={self.unit}; tokens leave the window in multiples of {PLANE}")
+
+    def key(self, config: KVShape) -> CommVQKeys:
+        """Choose the key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
+        pairs = self.group or config.head_dim // 2
+        rounds = self.rounds or max(1, round(self.bits * pairs / math.log2(self.levels)))
+        return CommVQKeys(head_dim=config.head_dim, rounds=rounds, levels=self.levels, group=self.group)
+
+    def value(self) -> CommVQValues:
+        """Choose the value codec."""
+        return CommVQValues(bits=self.bits, hidden=self.hidden)
+
+    def build(self, config: KVShape) -> Wiring:
+        codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
+        wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre", self.unbiased)
+        shared = _summed_bits(self.bits * config.kv_width, config)
+        biasless = self.unbiased and config.known_key_bias  # no kernel reads keys without their bias
+        packed = None if biasless else _packed(self.key(config), self.value(), config)
+        return wiring.having(maps={"prepare": _prepare}, fast={"packed": packed, "shared": shared})
+
+
+def _packed(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | None:
+    """Say how kernels read codes that all rotation pairs of a head share. None for groups of fewer pairs."""
+    if key.pairs != config.head_dim // 2 or (key.dtype, value.dtype) != ("bfloat16", "bfloat16"):
+        return None
+    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
+    width = value.bits * config.kv_width
+
+    def body(weights, constants, stored, positions) -> CommVQBody:
+        (prescale,), (bits,), (gain,) = stored["k"]["prescale"], stored["v"]["bits"], stored["v"]["gain"]
+        matrix = decoding_matrix(constants["k"]["codebook"])
+        return CommVQBody(stored["k"]["codes"], prescale, bits, gain, positions, matrix)
+
+    return Packed(CommVQSpec(rounds=key.rounds, levels=key.levels, value_width=width, **heads), body)
+
+
+def _prepare(constants):
+    """Add the key codebook as TPUs read it. Programs that do not read it never compute it."""
+    return constants | {"k": constants["k"] | {"columns": columns(constants["k"]["codebook"])}}
+
+
+def _summed_bits(count: int, config: KVShape) -> SharedValues:
+    """Reorder the value product (section 4.3, equation 22): sum N = `count` bits per token, then multiply."""
+
+    def read(weights, constants, payload, sources):
+        return payload["v"]["bits"].astype(jnp.float32) * jnp.swapaxes(payload["v"]["gain"], -1, -2).astype(jnp.float32)
+
+    def finish(weights, constants, means):
+        return through_heads(means, constants["v"]["codebook"].astype(jnp.float32), config, precision="highest")
+
+    return SharedValues(count, shared_until(count, count * config.kv_width, config), read, finish)

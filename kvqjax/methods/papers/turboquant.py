@@ -5,14 +5,14 @@ from kvqjax._errors import UserError
 from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.uniform import Uniform
-from kvqjax.methods.higgs_wiring import HiggsLayer
 from kvqjax.methods.keys_values import KeysAndValues
-from kvqjax.methods.spec import Method, first_layers, given, method_factory
+from kvqjax.methods.papers.higgs import HiggsLayer
+from kvqjax.methods.spec import Method, first_layers, method_factory, value_or
+from kvqjax.ops.packing.words import PLANE
 
 __all__ = ["turboquant"]
 
-PLANE = 32
-FORMS = {"paper": 0, "vllm": 2}  # exact layers at each end
+FORMS = {"paper": 0, "vllm": 2}  # form -> exact layers at each end
 
 
 @method_factory
@@ -47,11 +47,13 @@ def turboquant(
         raise UserError(f"centre={centre!r}; known: none, mean (keys are stored after RoPE)")
     ends = FORMS[form] if boundary is None else boundary
     grid = {"dim": 1, "dtype": scales, "rotated": True, "norm": norm}
-    key = Higgs(bits=given(key_bits, bits), **grid)
+    key = Higgs(bits=value_or(key_bits, bits), **grid)
     if form == "paper":
-        value, rotations = Higgs(bits=given(value_bits, bits), **grid), (f"signs:{seed}", f"signs:{seed}")
+        value = Higgs(bits=value_or(value_bits, bits), **grid)
+        rotations = (f"signs:{seed}", f"signs:{seed}")
     else:
-        value, rotations = Uniform(bits=given(value_bits, bits), along="channels", dtype=scales), ("hadamard", "none")
+        value = Uniform(bits=value_or(value_bits, bits), along="channels", dtype=scales)
+        rotations = ("hadamard", "none")
     layer = HiggsLayer(
         key=key,
         value=value,

@@ -6,7 +6,7 @@ from typing import Any
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
-from kvqjax.methods.spec import Method, given, method_factory
+from kvqjax.methods.spec import Method, method_factory, value_or
 
 __all__ = ["kvquant"]
 
@@ -56,8 +56,9 @@ def kvquant(
         "dtype": scales,
         "outlier_dtype": outlier_dtype,
     }
-    key = Nuq(bits=given(key_bits, bits), per="channel", slots=slots, **shared)
-    value = Nuq(bits=given(value_bits, bits), per="token", **shared)
+    key = Nuq(bits=value_or(key_bits, bits), per="channel", slots=slots, **shared)
+    value = Nuq(bits=value_or(value_bits, bits), per="token", **shared)
+    # Fitted rotations need codecs without calibrated tables.
     rotations: dict[str, Any] = turning(rotate, value_rotate, rope, fitted=False)
     layer = KeysAndValues(key=key, value=value, rope=rope, window=window, unit=buffer, **rotations)
     return Method(name="kvquant", layer=layer, sinks=sinks)

@@ -1,0 +1,428 @@
+"""AQUA-KV (arXiv 2501.19392): quantise what a small model cannot predict from the layer below.
+
+    K_pred = f_k(Kr_prev)              Kr = K_pred + Q^-1(Q(K - K_pred))
+    V_pred = f_v([Kr, Vr_prev])        Vr = V_pred + Q^-1(Q(V - V_pred))        (Algorithm 1; keys first)
+
+Kr and Vr are the reconstructions, of this layer and of the layer below (`_prev`), all before RoPE and over all KV
+heads. They are the carry. The first layer has no predictor and a codec of its own. Q is any codec: HIGGS, per token,
+per channel.
+
+Encoder and decoder reconstruct with one function on one fixed tile, `unit` tokens of one row, rounded to the carry's
+dtype. So they agree bit for bit, and the chain does not drift with depth. GPUs and TPUs decode all tiles of a block at
+once, by the same function. Where its products sum in another order, a number may round to its neighbour.
+
+Predictors map vectors to a vector of the same token (sections 3.1 and 4.3):
+
+    linear    y = x W + b                                    {"weight": [I,O], "bias": [O]}
+    int4      the same with W in 4 bits, decoded at use      {"codes": uint32 [I/8,O], "scale", "low": [I/g,O], "bias"}
+    low_rank  y = (x A) B + b                                {"down": [I,R], "up": [R,O], "bias"}
+    mlp       y = silu(norm(x) A + a) B + b                  {"gain", "offset": [I], "down": [I,2O], "inner": [2O], ...}
+    none      y = 0                                          {}
+
+Their products take the weights' dtype and accumulate in float32, and the result is float32.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvqjax._errors import UserError
+from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Fit, Uniform, centred
+from kvqjax.codecs.higgs import Higgs
+from kvqjax.codecs.kernel_form import Packed, packed_form
+from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
+from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Wiring
+from kvqjax.methods.spec import LayerSpec, Method, method_factory, value_or
+from kvqjax.model.config import KVShape
+from kvqjax.model.weight_codes import WEIGHT_GROUP, unpack_nibbles
+from kvqjax.ops.finite import saturated, wide
+from kvqjax.ops.layout import Field
+from kvqjax.ops.xla_workarounds import kept_apart, rounded
+from kvqjax.pallas_kernels.higgs import HiggsSpec
+from kvqjax.pallas_kernels.predicted import Maps as PredictorMaps
+from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
+
+__all__ = [
+    "PREDICTOR_DTYPES",
+    "AquaLayer",
+    "aqua",
+    "encode_source",
+    "predict",
+    "predictor_inputs",
+    "predictor_shapes",
+    "reconstruct",
+    "unpack_weight",
+]
+
+UNIT = 128  # tokens that leave the window together
+BACKBONES = ("higgs", "token", "channel")
+COPIES = ("none", "layer", "all")
+INPUTS = ("k", "v", "kv", "none")
+PREDICTORS = ("linear", "int4", "low_rank", "mlp", "none")
+SPEC_FIELDS = {"k": "key", "v": "value"}  # source -> AquaLayer's field
+FIT = Fit("kvqjax.calibrate.aqua", also=("kvqjax.calibrate.centre",))
+# Of predictors' constants; others have the compute dtype.
+PREDICTOR_DTYPES = {"codes": "uint32", "scale": "bfloat16", "low": "bfloat16", "bias": "float32"}
+MULTIPLIED = {"weight": 1, "down": 1, "up": 1, "codes": 8}  # multiply-accumulates per stored element
+NORM_EPS = 1e-5  # of the MLP's norm
+
+
+# ---- The method and its options ----
+
+
+@method_factory
+def aqua(
+    *,
+    bits: int = 2,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    first_bits: int = 4,
+    backbone: str = "higgs",
+    dim: int = 2,
+    group: int | None = None,
+    seed: int | None = None,
+    predictor: str = "linear",
+    rank: int = 256,
+    key_inputs: str = "k",
+    value_inputs: str = "kv",
+    rope: str = "pre",
+    copy: str = "layer",
+    exact: str = "",
+    buffer: int = UNIT,
+    window: int = 0,
+    sinks: int = 4,
+    centre: str = "auto",
+) -> Method:
+    """AQUA-KV (arXiv 2501.19392, sections 3 and 4.1): a small calibrated model predicts a layer's keys and values from
+    those of the layer below. The error of the prediction is stored, in codes of `backbone`.
+
+    - `bits` per number (`key_bits` and `value_bits` override it) by `backbone` "higgs" (in `dim` dimensions), "token"
+      or "channel" (uniform), a scale for `group` channels or tokens; `seed` as in `higgs`. The first layer has no
+      predictor and `first_bits` by HIGGS; 16 means exact.
+    - `predictor`: "linear", "int4", "low_rank" (of `rank`) or "mlp". `key_inputs` and `value_inputs` ("k", "v", "kv" or
+      "none") and `rope` ("pre" or "post") give the paper's ablations.
+    - Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above predicts from them.
+    - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
+    - `copy`, what a decode step holds of the layer below: "layer", "none" or "all", see `AquaLayer`.
+    - `centre="auto"` takes the model's key bias, where it has one, off the keys of every layer (before RoPE); "mean" a
+      calibrated mean off the first layer's (the predictors' biases do so above it); "none" nothing.
+
+    With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that are not listed
+    here.
+    """
+    shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
+    unbiased = centre == "auto" and rope == "pre"
+    key, value = (_backbone(backbone, value_or(b, bits), dim, group, seed) for b in (key_bits, value_bits))
+    alone = {"key_inputs": "none", "value_inputs": "none"}
+    start = _backbone("higgs", first_bits, 2, group if backbone == "higgs" else None, seed)
+    first = AquaLayer(key=centred(start, centre), value=start, unbiased=unbiased, **alone, **shared)
+    inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
+    low_rank = {"rank": rank} if predictor == "low_rank" else {}
+    layer = AquaLayer(key=key, value=value, predictor=predictor, unbiased=unbiased, **low_rank, **inputs, **shared)
+    plain = layer.admit(KeysAndValues(key=Exact(), value=Exact()))
+    overrides = ((0, first), *((number, plain) for number in _numbers(exact)))
+    return Method(name="aqua", layer=layer, sinks=sinks, overrides=overrides)
+
+
+def _backbone(name: str, bits: int, dim: int, group: int | None, seed: int | None) -> CodecSpec:
+    """Choose the codec of what the predictors miss."""
+    if bits == 16:
+        return Exact()
+    if name == "higgs":
+        return Higgs(bits=bits, dim=dim, group=group, seed=seed)
+    if name == "token":  # the uniform quantiser of the paper's "Quanto" rows
+        return Uniform(bits=bits, along="channels", group=group or 64)
+    if name == "channel":
+        return Uniform(bits=bits, along="tokens", group=group or UNIT)
+    raise UserError(f"backbone={name!r}; known: {', '.join(BACKBONES)}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Read layer numbers joined by +."""
+    try:
+        return tuple(int(part) for part in text.split("+") if part)
+    except ValueError:
+        raise UserError(f"exact={text!r}; wanted layer numbers joined by +, such as 3+7") from None
+
+
+# ---- One layer ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AquaLayer:
+    """One layer. `key_inputs` and `value_inputs` name what each predictor sees: "k", "v", "kv", or "none" for no
+    predictor. A predictor of keys sees the previous layer's keys and values. One of values sees this layer's keys and
+    the previous layer's values.
+
+    `copy` trades memory for compute at every decode step of L layers and S body tokens:
+
+    - "layer": one layer's keys and values, 2 S K D numbers, are in memory during the call. A token costs L predictions.
+    - "none": those of one block are. Every layer is computed anew from the first one, L (L + 1) / 2 predictions.
+    - "all": every layer's reconstruction is stored beside its codes. No prediction is needed, and no memory is saved
+      against the exact cache.
+
+    `unbiased` keys are those without the model's key bias, in codes, predictors and carry alike."""
+
+    key: CodecSpec
+    value: CodecSpec
+    key_inputs: str = "k"
+    value_inputs: str = "kv"
+    predictor: str = "linear"
+    rank: int = 0
+    rope: str = "pre"
+    copy: str = "layer"
+    window: int = 0
+    unit: int = UNIT
+    unbiased: bool = False
+
+    def __post_init__(self):
+        for name in ("key_inputs", "value_inputs"):
+            if getattr(self, name) not in INPUTS:
+                raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(INPUTS)}")
+        if self.copy not in COPIES:
+            raise UserError(f"copy={self.copy!r}; known: {', '.join(COPIES)}")
+
+    def admit(self, other: LayerSpec) -> LayerSpec:
+        """Take a layer of keys and values by other codecs, exact ones among them, into the chain. It gets no predictor,
+        and this layer's window, unit and `rope`. The layer above predicts from its reconstruction."""
+        if not isinstance(other, KeysAndValues):
+            return other
+        alone = {"key_inputs": "none", "value_inputs": "none", "predictor": "linear", "rank": 0}
+        return dataclasses.replace(self, key=other.key, value=other.value, **alone)
+
+    def inputs(self, source: str) -> str:
+        """Name the inputs of the predictor of "k" or "v"."""
+        return self.key_inputs if source == "k" else self.value_inputs
+
+    def kind(self, source: str) -> str:
+        """Name the kind of the predictor of "k" or "v"."""
+        return "none" if self.inputs(source) == "none" else self.predictor
+
+    def build(self, config: KVShape) -> Wiring:
+        width = config.kv_width
+        codecs = {"k": self.key.build(width), "v": self.value.build(width)}
+        if self.copy == "all":
+            codecs = {name: _with_copy(codec) for name, codec in codecs.items()}
+        return _wired(self, config, codecs)
+
+    def packed(self, config: KVShape) -> Packed | None:
+        """Name the kernel for layers with the usual linear predictors, or with none, where one layer's reconstruction
+        flows upwards."""
+        inputs, linear = (self.key_inputs, self.value_inputs), self.predictor == "linear"
+        if self.copy != "layer" or not linear or inputs not in (("k", "kv"), ("none", "none")):
+            return None
+        if self.unbiased and config.known_key_bias:
+            return None
+        return _predicted_form(packed_form(self.key, self.value, self.rope, config), inputs == ("k", "kv"))
+
+    def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
+        """Give the shapes of the predictor's constants by name, and of the mean of keys that are centred."""
+        inputs = len(self.inputs(source)) * width
+        shapes = predictor_shapes(self.kind(source), inputs, width, self.rank)
+        return shapes | ({"mean": (width,)} if isinstance(getattr(self, SPEC_FIELDS[source]), Centred) else {})
+
+
+def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wiring:
+    """Make the layer's cache with these codecs of keys and values."""
+    base = keys_and_values(config, codecs, (Clock(("k", "v"), layer.window, layer.unit),), layer.rope, layer.unbiased)
+    width = config.kv_width
+
+    def encode(constants, tile, carry):
+        payload, recon = {}, {"k": None}
+        for source in ("k", "v"):
+            payload[source], recon[source] = encode_source(
+                layer, codecs[source], source, constants, tile[source], carry, recon["k"]
+            )
+            if layer.copy == "all":
+                payload[source] = payload[source] | {"copy": recon[source]}
+        return payload, recon, recon
+
+    def tile_step(constants, payload, carry, after=lambda k, payload: payload):
+        k = reconstruct(layer, codecs["k"], "k", constants, payload["k"], carry, None)
+        values = after(k, payload["v"])
+        return {"k": k, "v": reconstruct(layer, codecs["v"], "v", constants, values, carry, k)}
+
+    def after_keys(k, payload):
+        # XLA for TPUs would look up the codes of both in one operation, and spill.
+        return kept_apart((k, payload))[1]
+
+    def decode(constants, payload, carry):
+        if layer.copy == "all":
+            recon = {source: payload[source]["copy"].astype(carry[source].dtype) for source in ("k", "v")}
+            return recon, recon
+        shape = carry["k"].shape
+        tiles = {source: _tiles(codecs[source], payload[source], layer.unit) for source in ("k", "v")}
+        below = {source: x.reshape(-1, layer.unit, width) for source, x in carry.items()}
+        step = functools.partial(tile_step, constants)
+        # On a GPU or a TPU a loop over tiles would take longer to start its operations than to run them.
+        keys_first = jax.vmap(functools.partial(step, after=after_keys))
+        loop = lambda *pair: jax.lax.map(lambda tile: step(*tile), pair)  # noqa: E731
+        recon = jax.lax.platform_dependent(tiles, below, cuda=jax.vmap(step), tpu=keys_first, default=loop)
+        recon = {source: x.reshape(shape) for source, x in recon.items()}
+        return recon, recon
+
+    needs = {source: shape for source in ("k", "v") if (shape := layer.needs(source, width))}
+    kinds = {name: PREDICTOR_DTYPES.get(name, "compute") for names in needs.values() for name in names}
+    return Wiring(
+        base.storage,
+        base.maps._replace(encode=encode, decode=decode),
+        chain=Chain({"k": width, "v": width}, layer.copy, read_in=None),
+        fast=Fast(packed=layer.packed(config)),
+        calibration=Calibration(needs, kinds, FIT),
+        cost=Cost(operations=_operations(needs) if layer.copy != "all" else 0),
+    )
+
+
+def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
+    """Reshape a payload [B, ...] of n tokens to [B * n / unit, ...] tiles of `unit` tokens, the shapes that `encode`
+    makes."""
+
+    return {name: field.split_tiles(payload[name], unit) for name, field in codec.fields.items()}
+
+
+def _operations(needs: dict[str, dict[str, tuple[int, ...]]]) -> int:
+    """Count the operations of predictors of these constants for one token."""
+    constants = (item for group in needs.values() for item in group.items())
+    return sum(2 * MULTIPLIED.get(name, 0) * math.prod(shape) for name, shape in constants)
+
+
+def _with_copy(codec: Codec) -> Codec:
+    """Give the codec a field for the reconstruction beside the codes."""
+    copy = Field(kind="plain", width=codec.width, role="copies", dtype="compute")
+    return codec._replace(fields=codec.fields | {"copy": copy})
+
+
+def _predicted_form(form: Packed | None, mapped: bool) -> Packed | None:
+    """Name the kernel for codes that `form` reads: of what linear predictors miss (`mapped`), or of keys and values
+    themselves. None for codes other than HIGGS."""
+    if form is None or not isinstance(form.spec, HiggsSpec):
+        return None
+
+    def body(weights, constants, stored, positions):
+        codes = form.body(weights, constants, stored, positions)
+        if not mapped:
+            return PredictedBody(codes, None)
+        maps = (constants[source][name] for source in ("k", "v") for name in ("weight", "bias"))
+        return PredictedBody(codes, PredictorMaps(*maps))
+
+    return Packed(PredictedSpec(codes=form.spec, mapped=mapped), body)
+
+
+# ---- One source of one tile: its prediction, its codes, its reconstruction ----
+
+
+def predictor_inputs(names: str, keys: Float[Array, "u W"], values: Float[Array, "u W"]) -> Float[Array, "u I"]:
+    """Concatenate `keys` and `values` as `names` asks, keys first as in the released predictors."""
+    parts = [x for name, x in (("k", keys), ("v", values)) if name in names]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _prediction(layer: AquaLayer, source: str, constants: dict, carry: dict, keys) -> Float[Array, "u W"]:
+    """Predict one source's tile, float32. `keys` is Kr of this layer, used for values only."""
+    if layer.inputs(source) == "none":
+        return jnp.zeros(carry[source].shape, jnp.float32)
+    x = predictor_inputs(layer.inputs(source), carry["k"] if source == "k" else keys, carry["v"])
+    return predict(layer.predictor, constants.get(source, {}), x)
+
+
+def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, payload: dict, carry: dict, keys):
+    """Reconstruct one source's tile. Encoder and decoder both use this one function.
+
+    Args:
+        layer: the layer's spec.
+        codec: the source's.
+        source: "k" or "v".
+        constants: the layer's.
+        payload: the tile's codes.
+        carry: reconstructions of the layer below.
+        keys: Kr of this layer, which a predictor of values may see; None for keys.
+
+    Returns:
+        The reconstruction [u, W], in the carry's dtype.
+    """
+    residual = codec.decode(constants.get(source, {}), payload).astype(jnp.float32)
+    total = _prediction(layer, source, constants, carry, keys) + residual
+    dtype = carry[source].dtype
+    return saturated(rounded(total, dtype), dtype)
+
+
+def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys):
+    """Encode one source's tile `x` [u, W]. The other arguments are those of `reconstruct`.
+
+    Returns:
+        The tile's payload and its reconstruction.
+    """
+    residual = wide(x) - _prediction(layer, source, constants, carry, keys)
+    payload = codec.encode(constants.get(source, {}), residual)
+    return payload, reconstruct(layer, codec, source, constants, payload, carry, keys)
+
+
+# ---- Predictors ----
+
+
+def predictor_shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
+    """Give the shapes of one predictor's constants by name, without the layer axis.
+
+    Args:
+        kind: of the predictor.
+        inputs: I, the numbers that it sees.
+        outputs: O, the numbers that it predicts.
+        rank: R of a "low_rank" predictor.
+
+    Returns:
+        {name: shape}, nothing for "none".
+
+    Raises:
+        UserError: for a kind that does not exist.
+    """
+    if kind not in PREDICTORS:
+        raise UserError(f"predictor={kind!r}; known: {', '.join(PREDICTORS)}")
+    if kind == "none":
+        return {}
+    bias: tuple[int, ...] = (outputs,)
+    if kind == "linear":
+        return {"weight": (inputs, outputs), "bias": bias}
+    if kind == "low_rank":
+        return {"down": (inputs, rank), "up": (rank, outputs), "bias": bias}
+    if kind == "int4":
+        groups = (inputs // math.gcd(inputs, WEIGHT_GROUP), outputs)
+        return {"codes": (inputs // 8, outputs), "scale": groups, "low": groups, "bias": bias}
+    hidden = 2 * outputs
+    layers = {"down": (inputs, hidden), "inner": (hidden,), "up": (hidden, outputs), "bias": bias}
+    return {"gain": (inputs,), "offset": (inputs,), **layers}
+
+
+def unpack_weight(constants: dict[str, Array]) -> Float[Array, "I O"]:
+    """Decode the float32 weight of an `int4` predictor: codes * scale + low per group of inputs."""
+    codes = unpack_nibbles(constants["codes"]).astype(jnp.float32)
+    groups = codes.reshape(constants["scale"].shape[0], -1, codes.shape[1])
+    scale, low = (constants[name].astype(jnp.float32)[:, None] for name in ("scale", "low"))
+    return (groups * scale + low).reshape(codes.shape)
+
+
+def _times(x, weight):
+    return jnp.einsum("ti,io->to", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+
+
+def predict(kind: str, constants: dict[str, Array], x: Float[Array, "u I"]) -> Float[Array, "u O"]:
+    """Predict vectors of u tokens, float32. Raises UserError for a kind that is not evaluated."""
+    if kind == "linear":
+        y = _times(x, constants["weight"])
+    elif kind == "int4":
+        y = _times(x, unpack_weight(constants).astype(constants["scale"].dtype))
+    elif kind == "low_rank":
+        y = _times(_times(x, constants["down"]), constants["up"])
+    elif kind == "mlp":
+        numbers = x.astype(jnp.float32)
+        deviation = numbers - numbers.mean(-1, keepdims=True)
+        normed = deviation * jax.lax.rsqrt((deviation * deviation).mean(-1, keepdims=True) + NORM_EPS)
+        normed = normed * constants["gain"].astype(jnp.float32)[None] + constants["offset"].astype(jnp.float32)[None]
+        inner = _times(normed, constants["down"]) + constants["inner"].astype(jnp.float32)[None]
+        y = _times(jax.nn.silu(inner), constants["up"])
+    else:
+        raise UserError(f"predictor={kind!r} cannot be evaluated; known: {', '.join(PREDICTORS[:-1])}")
+    return y + constants["bias"].astype(jnp.float32)[None]

@@ -1,0 +1,317 @@
+"""XQuant (arXiv 2508.10395): cache the layer input, rematerialise keys and values at every read.
+
+    MHA (section 3.1):  cache X,  K = X W_k + b_k,  V = X W_v + b_v
+    GQA (section 3.3):  cache X U_k and X U_v, with W = U S B^T the economy SVD and F = S B^T fused offline;
+                        K = (X U_k) F_k + b_k,  V = (X U_v) F_v + b_v;  S is not applied before quantisation
+
+X [l, E] is the layer input after the attention norm. Bias, QK-norm and RoPE, in this order, come after
+rematerialisation, so quantised vectors never depend on the position. X and X U_v are quantised per token, X U_k per
+channel (section 3.3.1). Every head reads the same X.
+
+Attention is linear in the values, so few new tokens sum what is stored and rematerialise the sum instead of every
+token: sum_t p_t (x_t W_v + b_v) = (sum_t p_t x_t) W_v + b_v (layer_cache.SharedValues).
+
+Constants of one layer for GQA: {"k": {"down": U_k [E,R], "up": F_k [R,KD]}, "v": likewise}, KD = kv_width and the rank
+R = min(E, KD); made from the weights alone by kvqjax.calibrate.xquant. MHA needs none.
+"""
+
+import dataclasses
+
+from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax._errors import UserError
+from kvqjax.codecs import Codec, Exact, Fit, Uniform
+from kvqjax.codecs.kernel_form import BLOCK, Packed, rope_of
+from kvqjax.codecs.outlier_channel import OutlierChannels
+from kvqjax.codecs.uniform import check_group, uniform_body
+from kvqjax.methods.layer_cache import (
+    Calibration,
+    Clock,
+    Cost,
+    Fast,
+    Maps,
+    SharedValues,
+    Storage,
+    Wiring,
+    codec_maps,
+    shared_until,
+    through_heads,
+)
+from kvqjax.methods.spec import Method, first_layers, method_factory
+from kvqjax.model.config import KVShape
+from kvqjax.model.decoder import Layer, heads, norm
+from kvqjax.model.rope import Waves, rotate
+from kvqjax.ops.finite import saturated
+from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.xla_workarounds import row_major
+from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
+from kvqjax.pallas_kernels.packed import PackedSpec
+
+__all__ = [
+    "FIT",
+    "LayerInput",
+    "attended",
+    "input_width",
+    "latents",
+    "layer_input",
+    "prefers_latents",
+    "quantiser",
+    "summed_first",
+    "times",
+    "xquant",
+]
+
+FIT = Fit("kvqjax.calibrate.xquant", source="weights")
+
+
+# ---- The method and its options ----
+
+
+@method_factory
+def xquant(
+    *,
+    bits: int = 4,
+    value_bits: int | None = None,
+    outliers: int = 0,
+    group: int = 128,
+    window: int = 0,
+    sinks: int = 0,
+    protected: int = 0,
+    high_bits: int = 4,
+    latent: bool | None = None,
+    scales: str = "bfloat16",
+) -> Method:
+    """XQuant (arXiv 2508.10395, sections 3.1 and 3.3): uniform codes of a layer's input, or with grouped queries of
+    two smaller projections of it (the latents). Every read computes keys and values anew (kvqjax.methods.roofline).
+
+    - `bits` of a code, 1 to 6 or 8, 16 for the identity. With latents `value_bits` overrides it for values, and the
+      first `outliers` channels of the keys' latent stay at 16 bits. `latent` None chooses by size.
+    - The first `protected` layers have `high_bits` (Table 4: 3 layers of 4 bits).
+    - `group` channels (of keys' latents: tokens) share a scale of dtype `scales`. `group` tokens leave the window
+      together, beyond the newest `window`; `sinks` first tokens stay exact.
+
+    With the defaults, Llama-3.1-8B stores 4.25 bits per key or value channel. Raises UserError for values that are not
+    listed here, and for value bits or outliers where there is no latent.
+    """
+    layer = LayerInput(
+        bits=bits, value_bits=value_bits, outliers=outliers, group=group, window=window, latent=latent, scales=scales
+    )
+    first = dataclasses.replace(layer, bits=high_bits, value_bits=None)
+    overrides = tuple((i, first) for i in first_layers(protected))
+    return Method(name="xquant", layer=layer, sinks=sinks, overrides=overrides)
+
+
+# ---- One layer ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """One layer of XQuant."""
+
+    bits: int = 4  # of X, or with latents of keys
+    value_bits: int | None = None  # of values, with latents
+    outliers: int = 0  # the first channels of X U_k, which stay at 16 bits
+    group: int = 128
+    window: int = 0
+    latent: bool | None = None  # None chooses X or its latents by size (prefers_latents)
+    scales: str = "bfloat16"
+
+    def uses_latents(self, config: KVShape) -> bool:
+        return prefers_latents(config) if self.latent is None else self.latent
+
+    def build(self, config: KVShape) -> Wiring:
+        clock = Clock(("x",), self.window, self.group)
+        full = input_width(config)
+        width = min(full, config.kv_width) if self.uses_latents(config) else full
+        per_token = {"along": "channels", "group": self.group, "scales": self.scales, "width": width}
+        if not self.uses_latents(config):
+            if self.outliers or self.value_bits not in (None, self.bits):
+                options = f"value_bits={self.value_bits}, outliers={self.outliers}"
+                raise UserError(f"xquant caches X itself here, of one width and without a first latent; got {options}")
+            return layer_input(config, quantiser(self.bits, **per_token).build(width), clock)
+        key = quantiser(self.bits, **{**per_token, "along": "tokens"})
+        if self.outliers:
+            key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
+        value = quantiser(self.value_bits or self.bits, **per_token)
+        codecs = {name: codec.build(width) for name, codec in (("k", key), ("v", value))}
+        wiring = latents(config, codecs, clock._replace(sources=("k", "v")))
+        return wiring.having(fast={"packed": _packed(key, value, width, config)})
+
+
+def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
+    """Wire XQuant for MHA: the source is X itself."""
+
+    def capture(weights, constants, projected, positions):
+        return {"x": projected.x}
+
+    def expand(weights, constants, sources, positions):
+        k, v = (times(sources["x"], weights[name], weights[name].dtype) for name in ("k", "v"))
+        return attended(k, v, weights, positions, config)
+
+    def read(weights, constants, payload, sources):
+        return sources["x"]
+
+    width, codecs = input_width(config), {"x": codec}
+    shared = summed_first(width, config, read, lambda weights, constants: weights["v"])
+    return Wiring(
+        Storage({"x": width}, codecs, (clock,)),
+        Maps(capture, *codec_maps(codecs), expand),
+        fast=Fast(shared=shared, before_rope=True),
+        calibration=Calibration(fit=FIT),
+        cost=Cost(operations=4 * width * config.kv_width),  # two products, each multiply-accumulate two operations
+    )
+
+
+def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
+    """Wire XQuant for GQA: the sources are the latents X U_k ("k") and X U_v ("v")."""
+    width = input_width(config)
+    rank = min(width, config.kv_width)
+    needs = {"down": (width, rank), "up": (rank, config.kv_width)}
+    codecs = {name: codec._replace(needs=codec.needs | needs) for name, codec in codecs.items()}
+
+    def capture(weights, constants, projected, positions):
+        return {name: times(projected.x, constants[name]["down"], projected.x.dtype) for name in ("k", "v")}
+
+    def expand(weights, constants, sources, positions):
+        k, v = (times(sources[name], constants[name]["up"], weights[name].dtype) for name in ("k", "v"))
+        return attended(k, v, weights, positions, config)
+
+    def read(weights, constants, payload, sources):
+        return sources["v"]
+
+    shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
+    return Wiring(
+        Storage({"k": rank, "v": rank}, codecs, (clock,)),
+        Maps(capture, *codec_maps(codecs), expand),
+        fast=Fast(shared=shared, before_rope=True),
+        # The constants stand for weights, and have their dtype.
+        calibration=Calibration(kinds=dict.fromkeys(needs, "compute"), fit=FIT),
+        # U takes the place of W_k and W_v, so a decode step leaves them unread.
+        cost=Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width),
+    )
+
+
+def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | None:
+    """Say how kernels read two latents of `rank` numbers, uniform per channel and per token; None for others."""
+    if not (isinstance(key, Uniform) and isinstance(value, Uniform)) or key.dtype != value.dtype:
+        return None
+    stored = PackedSpec(
+        key_bits=key.bits,
+        value_bits=value.bits,
+        key_group=key.group,
+        value_group=min(value.group, rank),
+        kv_heads=1,
+        head_dim=rank,
+        scales=value.dtype,
+        block=BLOCK,
+    )
+    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
+    epsilon = config.norm_eps if config.qk_norm else 0.0
+
+    def body(weights, constants, stored, positions) -> LatentBody:
+        arrays = uniform_body(weights, constants, stored, positions)
+        up = constants["k"]["up"].astype(weights["k"].dtype)
+        return LatentBody(arrays, positions, up, weights.get("k_bias"), weights.get("k_norm"))
+
+    return Packed(LatentSpec(stored=stored, epsilon=epsilon, **heads), body)
+
+
+# ---- Keys and values made anew from a layer's input (XQuant-CL does so too) ----
+
+
+def input_width(shape: KVShape) -> int:
+    """Give the width of the layer input that is cached. Raises UserError for a shape that does not know it."""
+    if shape.width is None:
+        raise UserError("its keys and values are computed from a layer's input and weights; use a kvqjax model")
+    return shape.width
+
+
+def prefers_latents(config: KVShape) -> bool:
+    """Say whether two latents of kv_width numbers take no more room than X."""
+    # So it is in the usual models from two query heads per KV head on. Widths decide, not head counts: Qwen3-0.6B has
+    # GQA, and still 2*kv_width > E.
+    return 2 * config.kv_width <= input_width(config)
+
+
+def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exact | Uniform:
+    """Choose the uniform codec of section 4.
+
+    Args:
+        bits: of a code; 16 for the compute dtype itself (the identity).
+        along: what shares a scale: "channels" of a token, or "tokens" of a channel.
+        group: how many of them do.
+        scales: the dtype of scales and minima.
+        width: channels of a token.
+
+    Returns:
+        The codec's spec.
+
+    Raises:
+        UserError: for groups of channels that do not fit `width`.
+    """
+    if bits == 16:
+        return Exact()
+    if along == "channels":
+        check_group(group, width, least=PLANE)  # as many tokens leave the window at a time
+    return Uniform(bits=bits, along=along, group=group, dtype=scales)
+
+
+def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float[Array, "B n N"]:
+    """Multiply x by a matrix in the compute dtype `dtype`."""
+    # Without the order XLA would choose the product's transpose for what follows, and transpose the matrices of all
+    # layers for that.
+    return row_major(jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype)))
+
+
+def attended(
+    k: Float[Array, "B n KD"],
+    v: Float[Array, "B n KD"],
+    weights: Layer,
+    positions: Int[Array, "B n"] | Waves | None,
+    config: KVShape,
+) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
+    """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE.
+
+    Args:
+        k: the layer's input times W_k.
+        v: the layer's input times W_v.
+        weights: the layer's.
+        positions: of the tokens, or what stands for them; None leaves keys unrotated.
+        config: the model's shape.
+
+    Returns:
+        Keys and values by KV head.
+    """
+    if config.qkv_bias:
+        k, v = k + weights["k_bias"][None, None], v + weights["v_bias"][None, None]
+    # Numbers that overflowed saturate, before a norm or a rotation makes NaN of them.
+    k, v = (heads(saturated(x, x.dtype), config.num_kv_heads) for x in (k, v))
+    if config.qk_norm:
+        k = norm(k, weights["k_norm"], config.norm_eps)
+    return rotate(k, positions, config), v
+
+
+def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
+    """Sum stored values first, then multiply the sum by a matrix.
+
+    Args:
+        width: of a stored value.
+        config: the model's shape.
+        read: gives a block's stored values (`SharedValues.read`).
+        up: up(weights, constants) gives the matrix [width, KD].
+
+    Returns:
+        These two steps, and up to how many new tokens they are the cheaper order.
+    """
+
+    def finish(weights, constants, means):
+        out = through_heads(means, up(weights, constants).astype(weights["v"].dtype), config)
+        if not config.qkv_bias:
+            return out
+        # Weights add up to 1, so a mean of values has their bias once.
+        bias = weights["v_bias"].astype(jnp.float32).reshape(config.num_kv_heads, 1, config.head_dim)
+        group = config.num_heads // config.num_kv_heads
+        return out + jnp.repeat(bias, group, 0).reshape(1, 1, *out.shape[2:])
+
+    return SharedValues(width, shared_until(width, width * config.kv_width, config), read, finish)

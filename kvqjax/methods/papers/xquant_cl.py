@@ -1,0 +1,289 @@
+"""XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2): cache each layer's input as its difference from the layers below.
+
+    base layer b:   Xhat_b = Q(X_b)                                      (more bits, full width)
+    MHA, i > b:     D_i = Q(X_i - Xhat_{i-1})            Xhat_i = Xhat_{i-1} + D_i
+    GQA, i > b:     Z_i = Q((X_i - Xhat_{i-1}) U_i)      Xhat_i = Xhat_{i-1} + Z_i U_i^T,   [W_k|W_v]_i = U_i S_i B_i^T
+    every layer:    [K|V]_i = Xhat_i [W_k|W_v]_i, then bias, QK-norm and RoPE
+
+The loop is closed: the difference is taken from what the decoder will have, so layer i's error is that of its own
+quantiser alone. For GQA, the part of X_i that U_i does not span stays stale in Xhat_i; [K|V]_i does not see it and is
+exact when Q is the identity.
+
+Constants of one layer for GQA: {"x": {"down": U_i [E, R]}}, R = min(E, 2*KD); with residual deltas U is that of
+diag(gain) [W_k|W_v]. Made from the weights alone by kvqjax.calibrate.xquant. MHA needs none.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvqjax._errors import UserError
+from kvqjax.codecs import Codec, Uniform
+from kvqjax.codecs.uniform import check_group
+from kvqjax.methods.keys_values import KeysAndValues
+from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Maps, Storage, Wiring
+from kvqjax.methods.papers.xquant import (
+    FIT,
+    LayerInput,
+    attended,
+    input_width,
+    prefers_latents,
+    quantiser,
+    summed_first,
+    times,
+)
+from kvqjax.methods.spec import LayerSpec, Method, first_layers, method_factory
+from kvqjax.model.config import KVShape
+from kvqjax.ops.finite import saturated, wide
+from kvqjax.ops.layout import Field
+from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.xla_workarounds import kept_apart, rounded
+
+__all__ = ["CrossLayer", "xquant_cl"]
+
+# What the sum of differences is stored as between layers: a dtype, or the bits of uniform codes.
+ACCUMULATORS = ("float32", "bfloat16", "2", "3", "4", "5", "6", "8")
+SPACES = ("norm", "residual")  # differences of inputs after the attention norm, or of the residual stream
+
+
+# ---- The method and its options ----
+
+
+@method_factory
+def xquant_cl(
+    *,
+    bits: int = 2,
+    base: int = 2,
+    protected: int = 3,
+    high_bits: int = 4,
+    axis: str = "token",
+    accumulator: str | None = None,
+    space: str = "norm",
+    group: int = 128,
+    window: int = 0,
+    sinks: int = 0,
+    latent: bool | None = None,
+    scales: str = "bfloat16",
+) -> Method:
+    """XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2 and 4.3): a layer stores by how much its input differs from the
+    sum of what the layers below have stored. Layer `base` begins the sum; layers below it are stored as in `xquant`.
+
+    - `bits` of a code, 1 to 6 or 8, 16 for the identity; the first `protected` layers have `high_bits` (section 4.3:
+      the third layer is the base).
+    - `group`, `window`, `sinks`, `latent` and `scales` as in `xquant`.
+    - The paper leaves open, and these options decide: `axis` of the differences' scales ("token" or "channel"), what
+      the `accumulator` is stored as between layers ("bfloat16"; "float32" by default for the identity; or a number of
+      bits), and whether differences are taken after the norm or of the residual stream (`space`: "norm", "residual").
+
+    With the defaults, Llama-3.1-8B stores 2.57 bits per key or value channel. Raises UserError for values that are not
+    listed here.
+    """
+    store = accumulator or ("float32" if bits == 16 else "bfloat16")
+    shared = {"group": group, "window": window, "latent": latent, "scales": scales}
+    width = lambda i: high_bits if i < protected else bits  # noqa: E731
+    loop = {"axis": axis, "accumulator": store, "space": space, **shared}
+    below = [(i, LayerInput(bits=width(i), **shared)) for i in first_layers(base)]
+    start = [(base, CrossLayer(start=True, bits=width(base), **loop))]
+    above = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in first_layers(protected)[base + 1 :]]
+    layer = CrossLayer(start=False, bits=bits, **loop)
+    return Method(name="xquant_cl", layer=layer, sinks=sinks, overrides=tuple(below + start + above))
+
+
+# ---- Differences, and the accumulator that flows upwards ----
+
+
+class Difference(NamedTuple):
+    """How a layer's input is stored: the base layer's as it is, others as differences from the layer below."""
+
+    start: bool  # the base layer
+    latent: bool  # as coordinates in U instead of at full width
+    accumulator: str  # how the sum of differences is stored between layers
+    space: str
+    group: int  # channels that share a scale in an accumulator of codes
+
+    @property
+    def read_in(self) -> tuple[str, ...] | None:
+        """Name the dtypes in which keys and values are made of the accumulator as it is stored (`Chain.read_in`)."""
+        return None if self.accumulator == "float32" else (self.accumulator,)
+
+    def add(self, constants, step, reference) -> tuple[jax.Array, jax.Array]:
+        """Add one tile's decoded difference to the accumulator below. Gives Xhat, and the accumulator as it is stored.
+
+        Encoder and decoder both call this with one unit of tokens, as a matmul of another shape would round
+        differently."""
+        if self.latent:
+            step = jnp.einsum("tr,er->te", step, constants["down"].astype(jnp.float32))
+        x = step if self.start else reference.astype(jnp.float32) + step
+        return x, saturated(_stored_accumulator(x, self.accumulator, self.group), reference.dtype)
+
+    def take(self, constants, x, reference) -> jax.Array:
+        """Take the difference of one tile of inputs from the accumulator below, as it is then encoded."""
+        delta = wide(x) if self.start else wide(x) - reference.astype(jnp.float32)
+        return jnp.einsum("te,er->tr", delta, constants["down"].astype(jnp.float32)) if self.latent else delta
+
+    def cost(self, width: int, kv_width: int) -> Cost:
+        """Count the operations of one read, W_k and W_v included, and the bits of the accumulator."""
+        products = 4 * width * kv_width
+        if self.start:
+            return Cost(operations=products)
+        bits = {"float32": 32, "bfloat16": 16}.get(self.accumulator) or int(self.accumulator)
+        return Cost(operations=2 * products if self.latent else products + 2 * width, bits=bits * width)
+
+
+def _stored_accumulator(x: jax.Array, accumulator: str, group: int) -> jax.Array:
+    """Store Xhat `[..., E]` as the next layer finds it, float32: as it is, rounded to bfloat16, or re-quantised per
+    token."""
+    if accumulator == "float32":
+        return x
+    if accumulator == "bfloat16":
+        return rounded(x, jnp.bfloat16)
+    codec = Uniform(bits=int(accumulator), along="channels", group=group).build(x.shape[-1])
+    return codec.decode({}, codec.encode({}, x.reshape(-1, x.shape[-1]))).reshape(x.shape)
+
+
+# ---- One layer ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CrossLayer:
+    """One layer of XQuant-CL: the base layer (`start`) or a difference."""
+
+    start: bool
+    bits: int
+    axis: str = "token"  # a scale belongs to a token, or to a channel of `group` tokens
+    accumulator: str = "bfloat16"
+    space: str = "norm"
+    group: int = 128
+    window: int = 0
+    latent: bool | None = None
+    scales: str = "bfloat16"
+
+    def __post_init__(self):
+        for name, known in (("axis", ("token", "channel")), ("accumulator", ACCUMULATORS), ("space", SPACES)):
+            if getattr(self, name) not in known:
+                raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
+
+    def admit(self, other: LayerSpec) -> LayerSpec:
+        """Take a layer of keys and values among these, in their window and unit. The accumulator passes it by, so the
+        layer above stores its difference from the layer below."""
+        if not isinstance(other, KeysAndValues):
+            return other
+        return dataclasses.replace(other, window=self.window, unit=self.group, clocks=())
+
+    def uses_latents(self, config: KVShape) -> bool:
+        return not self.start and (prefers_latents(config) if self.latent is None else self.latent)
+
+    def build(self, config: KVShape) -> Wiring:
+        latent = self.uses_latents(config)
+        along = "tokens" if self.axis == "channel" and not self.start else "channels"
+        if config.window is not None:
+            # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
+            raise UserError(f"xquant_cl needs full attention in every layer; its window is {config.window}")
+        full = input_width(config)
+        if self.accumulator.isdigit():
+            check_group(self.group, full, least=PLANE)
+        width = min(full, 2 * config.kv_width) if latent else full
+        codec = quantiser(self.bits, along, self.group, self.scales, width).build(width)
+        return _wired(
+            config,
+            codec._replace(needs={"down": (full, width)}) if latent else codec,
+            Clock(("x",), self.window, self.group),
+            Difference(self.start, latent, self.accumulator, self.space, self.group),
+        )
+
+
+def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) -> Wiring:
+    """Wire one layer of the loop, whose difference `codec` stores. The carry "x" is the accumulator."""
+    residual, width = difference.space == "residual", input_width(config)
+    codecs = {"x": codec} | ({"inverse_rms": _scalar_codec()} if residual else {})
+    sources = {"x": width} | ({"inverse_rms": 1} if residual else {})
+
+    def encode(constants, tile, carry):
+        basis = constants.get("x", {})
+        delta = difference.take(basis, tile["x"], carry["x"])
+        payload = {name: codecs[name].encode({}, x) for name, x in (tile | {"x": delta}).items()}
+        recon = {name: codecs[name].decode({}, x) for name, x in payload.items()}
+        x, carried = difference.add(basis, recon["x"], carry["x"])
+        return payload, recon | {"x": x}, {"x": carried}
+
+    def decode(constants, payload, carry):
+        basis = constants.get("x", {})
+        recon = {name: codecs[name].decode({}, x) for name, x in payload.items()}
+        # A loop also where there is no matmul: XLA computes a plain sum once more inside the users of Xhat, from the
+        # accumulator it is about to overwrite, and copies all of it for every block to be able to.
+        pairs = [a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"])]
+
+        def tile_by_tile(*pairs):
+            return jax.lax.map(lambda pair: difference.add(basis, *pair), pairs)
+
+        def at_once(*pairs):
+            # On a GPU or a TPU the operations of a loop would take longer to start than to run.
+            x, carried = jax.vmap(functools.partial(difference.add, basis))(*pairs)
+            if difference.accumulator == carried.dtype.name:
+                # Xhat is read in this dtype, so one array is enough.
+                carried = kept_apart(carried)
+                return carried.astype(jnp.float32), carried
+            return kept_apart((x, carried))
+
+        x, carried = jax.lax.platform_dependent(*pairs, cuda=at_once, tpu=at_once, default=tile_by_tile)
+        shape = carry["x"].shape
+        return recon | {"x": x.reshape(shape)}, {"x": carried.reshape(shape)}
+
+    return Wiring(
+        Storage(sources, codecs, (clock._replace(sources=tuple(sources)),)),
+        Maps(_capture(config, difference.space), encode, decode, _expand(config, difference.space)),
+        chain=Chain({"x": width}, read_in=difference.read_in),
+        fast=Fast(shared=_shared(config, difference.space)),
+        calibration=Calibration(fit=FIT),
+        cost=difference.cost(width, config.kv_width),
+    )
+
+
+# ---- From inputs to sources, and back to keys and values ----
+
+
+def _capture(config: KVShape, space: str):
+    def capture(weights, constants, projected, positions):
+        if space == "norm":
+            return {"x": projected.x}
+        stream = projected.h.astype(jnp.float32)
+        square = jnp.mean(stream * stream, axis=-1, keepdims=True)
+        return {"x": projected.h, "inverse_rms": jax.lax.rsqrt(square + config.norm_eps)}
+
+    return capture
+
+
+def _scalar_codec() -> Codec:
+    """Build the codec of one number per token in the compute dtype."""
+    field = Field(kind="token", width=1, role="scales", dtype="compute")
+    turn = lambda x: jnp.swapaxes(x, -1, -2)  # noqa: E731
+    return Codec(1, 1, {"x": field}, lambda _, x: {"x": turn(x)}, lambda _, tile: turn(tile["x"]))
+
+
+def _normed(weights, sources, space: str):
+    """Give the layer's input after the attention norm, from Xhat."""
+    x, dtype = sources["x"], weights["k"].dtype
+    if space == "norm":
+        return x
+    # The norm with the exact token's scale: Xhat's own would contain what is stale in it.
+    x = (x.astype(jnp.float32) * sources["inverse_rms"].astype(jnp.float32)).astype(dtype)
+    return x * weights["attn_norm"][None, None]
+
+
+def _expand(config: KVShape, space: str):
+    def expand(weights, constants, sources, positions):
+        x = _normed(weights, sources, space)
+        k, v = (times(x, weights[name], weights["k"].dtype) for name in ("k", "v"))
+        return attended(k, v, weights, positions, config)
+
+    return expand
+
+
+def _shared(config: KVShape, space: str):
+    def read(weights, constants, payload, sources):
+        return _normed(weights, sources, space)
+
+    return summed_first(input_width(config), config, read, lambda weights, constants: weights["v"])
