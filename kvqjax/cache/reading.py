@@ -11,6 +11,7 @@
 A ring (sliding windows) and a body that loses tokens (`keep=`) are for `blocks` alone, and a score cap is beyond
 `kernel`. How each reader attends is in kvqjax/cache/readers/, a file each."""
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,7 +39,6 @@ __all__ = [
 # than putting scores in order.
 MOST_BY_WORDS = 64
 MOST_RECENT = 512  # tokens beside a body: their keys and values lie in a TPU core's fast memory as a whole
-SAMPLES = 1, FEW_QUERIES, MANY_QUERIES  # new tokens of a row that `readers_text` asks for: a step, a draft, a chunk
 
 
 class Ask(NamedTuple):
@@ -156,15 +156,16 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
 
 
 def readers_text(layout: CacheLayout, batch: int) -> list[str]:
-    """Name what reads every run's body, in layer order: "stored, tiles from 128 new tokens"."""
-    lines = []
+    """Name what reads every run's body, in layer order: "stored, blocks from 65 new tokens"."""
+    lines, evicted = [], layout.method.keep is not None
     for run in runs_of(layout):
-        evicted = layout.method.keep is not None
-        asks = [Ask(run, batch, length, evicted, run.shape.softcap, layout.dtype) for length in SAMPLES]
-        names = [reader_of(ask) for ask in asks]
+        names = [
+            reader_of(Ask(run, batch, length, evicted, run.shape.softcap, layout.dtype))
+            for length in range(1, MANY_QUERIES + 1)
+        ]
         changes = [
             f"{name} from {length} new tokens"
-            for before, name, length in zip(names, names[1:], SAMPLES[1:], strict=False)
+            for length, (before, name) in enumerate(itertools.pairwise(names), 2)
             if name != before
         ]
         lines.append(", ".join([names[0], *changes]) if run.slots else "no body")

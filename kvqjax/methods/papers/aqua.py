@@ -280,7 +280,6 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
 def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
     """Reshape a payload [B, ...] of n tokens to [B * n / unit, ...] tiles of `unit` tokens, the shapes that `encode`
     makes."""
-
     return {name: field.split_tiles(payload[name], unit) for name, field in codec.fields.items()}
 
 
