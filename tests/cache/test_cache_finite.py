@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import BAD, all_finite, check_row, empty, extend, fresh
-from cases import CASES, FEW, GENERAL, model_and_method, with_nightly
+from cases import CASES, FEW, GENERAL, model_and_method, thinned, with_nightly
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
@@ -129,7 +129,7 @@ H2O = "exact:keep=h2o:32"
 THROUGH = ("kivi3-sinks", "kivi-published", "aqua", "xquant-cl", H2O)
 
 
-@pytest.mark.parametrize("name", THROUGH)
+@pytest.mark.parametrize("name", thinned(THROUGH, 2))
 def test_a_token_without_a_finite_embedding(name):
     """Through `forward` and through `prefill`: logits are NaN from that token on, and in later calls; the padding,
     which is such tokens too, and the other rows do no harm."""
@@ -184,7 +184,7 @@ HUGE = 6e4
 
 
 @pytest.mark.parametrize(
-    "name", ["kivi-published", "kivi-pre", "kvquant", "commvq", "aqua", "xquant-latents", "xquant-cl"]
+    "name", thinned(["kivi-published", "kivi-pre", "kvquant", "commvq", "aqua", "xquant-latents", "xquant-cl"], 3)
 )
 def test_reconstructions_saturate_in_float16(name):
     """Sources near the largest number of float16: what is stored, decoded and attended to stays finite."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import CAPACITY, check_row, empty, encoded, extend, fresh, same_words
-from cases import GENERAL, model_and_method, with_nightly
+from cases import GENERAL, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -99,7 +99,7 @@ def test_long_bodies_change_their_form_with_their_capacity():
     same(kvq.resize(caches[1], 512), caches[0])
 
 
-@pytest.mark.parametrize("name", ["kivi2", "kivi8", "kivi-published", "uniform", "exact"])
+@pytest.mark.parametrize("name", thinned(["kivi2", "kivi8", "kivi-published", "uniform", "exact"], 3))
 def test_bodies_head_by_head(name):
     """The form of GPUs: int4, pairs of codes in a nibble, int8."""
     model, method = model_and_method(name)
@@ -127,7 +127,7 @@ def test_a_smaller_capacity_is_refused_where_rows_hold_more():
 
 
 @pytest.mark.parametrize("name", with_nightly(GENERAL))
-@pytest.mark.parametrize("wish", [230, 70])
+@pytest.mark.parametrize("wish", thinned([230, 70], 2))
 def test_a_cache_is_what_it_was_cut_into(name, wish):
     """Head and tail, each made as small as it goes, joined; and a tail that another text has behind the same head."""
     cache = fresh(name, ROWS[:2])

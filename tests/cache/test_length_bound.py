@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import model_and_method
+from cases import model_and_method, thinned
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -35,7 +35,7 @@ def held(spec: str, form: str = "heads", dtype: str = "f32"):
     return model, cache
 
 
-@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("length", thinned([1, 5], 2))
 @pytest.mark.parametrize("spec", SPECS)
 def test_equal_but_for_rounding(spec, length):
     """A product over all tokens of the body sums in another order than one over a part of them, in loops that XLA:CPU
@@ -129,8 +129,8 @@ def ragged(spec: str):
     return model, cache
 
 
-@pytest.mark.parametrize("length", [1, 5])
-@pytest.mark.parametrize("spec", SPANS)
+@pytest.mark.parametrize("length", thinned([1, 5], 2))
+@pytest.mark.parametrize("spec", thinned(SPANS, 2))
 def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
     """Rows that together hold fewer tokens than the longest would make them: as many spans as they hold, in two parts;
     no row has another's tokens, and a row without any has the new ones alone."""
@@ -150,8 +150,8 @@ def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
     assert np.isnan(step(LengthBound(4096, 1000))[0]).all()  # less than they hold
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("spec", SPANS)
+@pytest.mark.parametrize("blocks", thinned([1, 3], 2))
+@pytest.mark.parametrize("spec", thinned(SPANS, 2))
 def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):
     """Of five blocks, five parts in a loop, or two, of which the last begins in the one before it: tokens 512 to 700 of
     a row lie in both."""

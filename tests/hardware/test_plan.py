@@ -211,7 +211,7 @@ def test_a_plan_is_rows_for_data_frames_and_a_table_in_print_and_notebooks():
     assert str(rows) == repr(rows)
 
 
-@pytest.mark.parametrize("device", thinned(["h100", "v5e-16", "t4", "RTX 4090"], 3))
+@pytest.mark.parametrize("device", thinned(["h100", "v5e-16", "t4", "RTX 4090"], 4))
 @pytest.mark.parametrize("width", thinned([60, 80, 120], 2))
 def test_a_printed_plan_fits_the_terminal_and_says_what_is_of_one_device(device, width):
     text = kvq.plan("llama-3.1-8b", device=device, context="64k").text(width)
