@@ -14,7 +14,7 @@ FRAME = re.compile(r"(?m)^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+
 PARTS = ("attention", "weights", "rest")  # of a step's work
 # The part of which a source file, or a folder of them, is the work. All other files are "rest".
 SOURCES = {
-    "cache/readers": "attention",
+    "readers": "attention",
     "attention.py": "attention",
     "large_tiles.py": "attention",
     "direct.py": "attention",

@@ -54,7 +54,8 @@ def test_printed_it_says_what_it_is_and_no_numbers(saved):
     method = kvq.kivi(bits=2, window=32)
     head, *runs = repr(kvq.init_cache(tiny(), kvq.policy(method, {"0": kvq.exact()}), 1, 512)).split("\n")
     assert head.startswith("Cache(kivi:bits=2,window=32;0=exact, float32, capacity 512): ")
-    assert [run.split(":")[0] for run in runs] == ["  layer 0", "  layer 1"]
+    readers = ["  layer 0, read by blocks", "  layer 1, read by stored, blocks from 65 new tokens"]
+    assert [run.split(":")[0] for run in runs] == readers
     assert "body.k.codes.0 uint32[1,1,32,32], body.k.low" in runs[1]
 
 

@@ -13,7 +13,7 @@ from cases import GENERAL, model_and_method, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.runs import chains, runs_of
+from kvqjax.cache.runs import _runs_of, chains, runs_of
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
 PROMPTS = [[1, 2, 3] * 14, [4, 5]]  # the first one's oldest group is encoded
@@ -99,7 +99,7 @@ def test_a_plan_made_inside_a_trace_serves_outside(name):
     """What a plan's functions hold belongs to no trace."""
     model, method = model_and_method(name)
     layout = kvq.init_cache(model, method, 1, 512).layout
-    for cached in (runs_of, chains):
+    for cached in (_runs_of, chains):
         cached.cache_clear()
     jax.eval_shape(lambda: (runs_of(layout), jnp.zeros(()))[1])
     for run, constants in zip(runs_of(layout), model.constants, strict=True):
