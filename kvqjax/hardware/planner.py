@@ -155,8 +155,8 @@ def plan_memory(
     weights: str | None = None,
 ) -> Plan:
     """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and exact tokens in
-    `dtype`, bodies in the device's `form` (`kvqjax.cache.cache_layout.stored_form`), the layers' matrices as `weights` "int8"
-    or "int4" codes if so wanted. Rows are rounded up to what the mesh can share out."""
+    `dtype`, bodies in the device's form (`kvqjax.cache.cache_layout.stored_form`), the layers' matrices as `weights`
+    "int8" or "int4" codes if so wanted. Rows are rounded up to what the mesh can share out."""
     method = parse(method)
     rules = rules_for(config, method, mesh, devices=())
     rows = -(-batch // mesh.data)
