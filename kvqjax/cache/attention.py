@@ -106,7 +106,7 @@ ATTEND: dict[str, Attend] = {
 def ask_of(q, view: LayerView, tokens: NewTokens, softcap: float | None = None) -> Ask:
     """Say what is known of a layer's attention to its body."""
     dtype = next(iter(view.new.values())).dtype.name
-    return Ask(view.run, *q.shape[:2], evicted=tokens.stored is not None, softcap=softcap, dtype=dtype)
+    return Ask(view.run, q.shape[1], evicted=tokens.stored is not None, softcap=softcap, dtype=dtype)
 
 
 def attend_body(

@@ -45,13 +45,12 @@ class Ask(NamedTuple):
     """What is known of attention to a body before it is traced. The choice of a reader depends on nothing else.
 
     - `run`: the layers' plan, with the chip that programs are for.
-    - `batch`, `length`: rows, and new tokens of a row.
+    - `length`: new tokens of a row.
     - `evicted`: tokens of the body are dropped now and then, so that those left do not follow each other.
     - `softcap`: of the scores (`kvqjax.ops.attention.ScoreOptions`).
     - `dtype`: of keys and values as they come, and of what flows from layer to layer."""
 
     run: RunLayout
-    batch: int
     length: int
     evicted: bool = False
     softcap: float | None = None
@@ -68,30 +67,36 @@ def is_linear(ask: Ask) -> bool:
     return not (ask.evicted or ask.run.wraps)
 
 
+def reads_by_heads(ask: Ask) -> bool:
+    """Say whether XLA reads the whole body in products, from fields that lie head by head."""
+    return ask.run.wiring.fast.direct is not None and is_linear(ask) and ask.length <= FEW_QUERIES
+
+
 def shared_values(ask: Ask) -> SharedValues | None:
     """Give the values that are summed before they are mapped to heads, where that is the cheaper order."""
+    if reads_by_heads(ask):
+        return None  # they are read as they are stored
     run, fast = ask.run, ask.run.wiring.fast
     few = is_linear(ask) and ask.length <= FEW_QUERIES
-    if few and fast.direct is not None:
-        return None  # they are read as they are stored
     decoded_at_once = run.static_loops and few and not run.wiring.chain.carry
     shared = (fast.summed if decoded_at_once or run.lanes > 1 else None) or fast.shared
     return shared if shared is not None and ask.length <= shared.most else None
 
 
-def _by_kernel(ask: Ask) -> bool:
-    """A Pallas kernel reads the body as it is packed."""
+def _kernel_chip(ask: Ask) -> str | None:
+    """Name the kind of chip whose kernel reads the body, "tpu" or "gpu"; None where none does."""
     packed = ask.run.wiring.fast.packed
     if packed is None or not packed.straight or not is_linear(ask) or ask.softcap is not None:
-        return False
+        return None
     if shared_values(ask) is not ask.run.wiring.fast.shared:
-        return False  # the kernel would give means of other vectors
-    return path(packed.spec, ask.group, ask.run.slots_here, ask.length, packed.trusted) != "reference"
+        return None  # the kernel would give means of other vectors
+    chip = path(packed.spec, ask.group, ask.run.slots_here, ask.length, packed.trusted)
+    return None if chip == "reference" else chip
 
 
-def reads_by_heads(ask: Ask) -> bool:
-    """Say whether XLA reads the whole body in products, from fields that lie head by head."""
-    return ask.run.wiring.fast.direct is not None and is_linear(ask) and ask.length <= FEW_QUERIES
+def _by_kernel(ask: Ask) -> bool:
+    """A Pallas kernel reads the body as it is packed."""
+    return _kernel_chip(ask) is not None
 
 
 def _reads_words(ask: Ask) -> bool:
@@ -151,16 +156,15 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
     if packed is None or not isinstance(packed.spec, ExactSpec) or run.deal.parts > 1 or not run.slots:
         return False
     few = ask.length < MANY_QUERIES and sinks + run.ring + ask.length <= MOST_RECENT
-    chip = path(packed.spec, ask.group, run.slots_here, ask.length, packed.trusted)
-    return few and _by_kernel(ask) and chip == "tpu"
+    return few and _kernel_chip(ask) == "tpu"
 
 
-def readers_text(layout: CacheLayout, batch: int) -> list[str]:
+def readers_text(layout: CacheLayout) -> list[str]:
     """Name what reads every run's body, in layer order: "stored, blocks from 65 new tokens"."""
     lines, evicted = [], layout.method.keep is not None
     for run in runs_of(layout):
         names = [
-            reader_of(Ask(run, batch, length, evicted, run.shape.softcap, layout.dtype))
+            reader_of(Ask(run, length, evicted, run.shape.softcap, layout.dtype))
             for length in range(1, MANY_QUERIES + 1)
         ]
         changes = [

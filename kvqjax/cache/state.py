@@ -83,7 +83,7 @@ class Cache(struct.PyTreeNode):
         chosen = layout.kernels.text(layout.target)
         head = f"Cache({layout.method}, {layout.dtype}, capacity {layout.capacity}): {arrays_text(self)}; {chosen}"
         parts = [{"body": r.body, "sinks": r.sinks, "window": r.window} for r in self.runs]
-        plans = zip(runs_of(layout), readers_text(layout, self.batch), parts, strict=False)
+        plans = zip(runs_of(layout), readers_text(layout), parts, strict=False)
         lines = [run_text(run.first, run.count, reader, part) for run, reader, part in plans]
         return "\n  ".join([head, *lines])
 

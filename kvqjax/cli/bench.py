@@ -179,7 +179,7 @@ def bench(
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         row["kernels"] = chosen.kernels.text(chosen.target)
-        row["read_by"] = "; ".join(dict.fromkeys(readers_text(chosen, batch)))
+        row["read_by"] = "; ".join(dict.fromkeys(readers_text(chosen)))
         row |= {"ms_per_step": spent, "speed_against_exact": first / spent}
         if prompt:
             waited = first_token_milliseconds(ready, method, prompt, batch, repeats, forced)

@@ -137,4 +137,4 @@ def compiled_row(case: Case, method: Method, chip: str) -> Row:
     row |= {"bytes_temporaries_compiled": compiled.temporaries, "bytes_cache_copied": compiled.cache_copied}
     layout = layout_for(case.config, method, case.context, chip)
     row |= {"compile_seconds": compiled.seconds, "kernels": layout.kernels.text(layout.target)}
-    return row | {"read_by": "; ".join(dict.fromkeys(readers_text(layout, case.batch)))}
+    return row | {"read_by": "; ".join(dict.fromkeys(readers_text(layout)))}

@@ -42,7 +42,7 @@ def read_by(config, spec: str, target: str) -> str:
     )
     evicted = layout.method.keep is not None
     names = [
-        " ".join(reader_of(Ask(run, 2, length, evicted, dtype=layout.dtype)) for length in LENGTHS)
+        " ".join(reader_of(Ask(run, length, evicted, dtype=layout.dtype)) for length in LENGTHS)
         for run in runs_of(layout)
     ]
     return "; ".join(dict.fromkeys(names))
