@@ -8,14 +8,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvqjax.cache.encoding import Schedule, at_layer, cut_tile, each_layer, encode_due, encode_tile, gather_tile
+from kvqjax.cache.encoding import (
+    Schedule,
+    at_layer,
+    cut_tile,
+    each_layer,
+    encode_due,
+    encode_tile,
+    gather_tile,
+    store_fields,
+)
 from kvqjax.cache.keeping import schedules_of
-from kvqjax.cache.newest import are_written_at_once, flush_newest
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
 from kvqjax.ops.finite import found_finite, leading, saturated, zeroed
-from kvqjax.ops.xla_workarounds import entering_after, modulo, row_major, rows_if
+from kvqjax.ops.xla_workarounds import entering_after, given_to_gpus, modulo, row_major, rows_if
 
 __all__ = ["commit", "flush_chain", "flush_layer", "remember"]
 
@@ -38,7 +46,7 @@ def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedul
             n: jax.lax.dynamic_update_slice(c, saturated(part[n][None], c.dtype), (row, start, 0))
             for n, c in carry.items()
         }
-        if len(schedules) > 1:
+        if len(schedules) > 1:  # keys are due before values, and the key that stays in the window is the decoded one
             new = new | {
                 s: new[s].at[row, start + jnp.arange(size)].set(saturated(x, new[s].dtype)) for s, x in recon.items()
             }
@@ -54,9 +62,39 @@ def _empty_carry(runs, size: int, dtype) -> dict:
 
 def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
     """Say whether every row's one new token is encoded at once, in a form of GPUs, with nothing to carry."""
-    one = all(x.shape[2] == 1 for new in news for x in new.values())
-    fine = all(run.static_loops and not run.wiring.chain.carry and are_written_at_once(run) for run in runs)
-    return one and fine and len(schedules) == 1 and schedules[0].clock.unit == 1 and not schedules[0].clock.window
+    if len(schedules) > 1 or schedules[0].clock.unit > 1 or schedules[0].clock.window:
+        return False  # what is due is then more than the token that just came
+    single = all(x.shape[2] == 1 for new in news for x in new.values())
+    return single and all(
+        run.static_loops
+        and not run.wiring.chain.carry
+        and all(
+            field.packing.scatters for codec in run.wiring.storage.codecs.values() for field in codec.fields.values()
+        )
+        for run in runs
+    )
+
+
+def _flush_newest(runs, states, news, schedule: Schedule, constants):
+    """Do what `flush_chain` does where one new token of each row may be due: all rows' are encoded as one tile, and
+    each array takes them by one scatter, which a GPU runs in place as one kernel. There is no loop whose bound is data,
+    because a GPU's host decides on every turn of one."""
+    due = schedule.stop > schedule.start
+
+    def layer_step(run, new, fixed, layer, body):
+        clock = run.wiring.storage.clocks[0]
+        tile = {s: at_layer(new[s], layer)[:, 0] for s in clock.sources}
+        payload, _, _ = run.wiring.maps.encode(at_layer(fixed, layer), tile, {})
+        here, slots = run.deal.place(modulo(schedule.start, run.slots))
+        here, slots = given_to_gpus((due if here is None else due & here, slots))
+        put = lambda field, stored, tile: field.packing.scatter(stored, layer, slots, tile, here)  # noqa: E731
+        return store_fields(run, body, clock, payload, put)
+
+    out = []
+    for run, state, new, fixed in zip(runs, states, news, constants, strict=True):
+        step = functools.partial(layer_step, run, new, fixed)
+        out.append((each_layer(run.count, step, state.body), state.window, new))
+    return tuple(out)
 
 
 def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], constants, dtype):
@@ -64,7 +102,7 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
     run's state and new tokens, [L, B, T, W] per source, and returns its (body, window, new). Where keys are encoded
     before values, their reconstruction replaces them in the window and among the new tokens."""
     if _is_newest(runs, news, schedules):
-        return flush_newest(runs, states, news, schedules[0], constants)
+        return _flush_newest(runs, states, news, schedules[0], constants)
     replace, length = len(schedules) > 1, next(iter(news[0].values())).shape[2]
 
     def layer_step(number, index, row, token, slot, size, layer, state):
@@ -114,13 +152,13 @@ def _put(old, new, first, wanted, held):
     slot t % C, and no wanted slot takes a token before `first` [B]. Rows are written one by one as slices: a gather or
     scatter over rows makes XLA re-order the whole ring."""
     count, length = old.shape[2], new.shape[2]
-    size = min(count, length)
+    size = min(count, length)  # older ones among the new tokens have no slot left
 
     def row_step(row, old):
         start = jnp.clip(first[row] - held[row], 0, length - size)
         fresh = jax.lax.dynamic_slice(new, (0, row, start, 0), (new.shape[0], 1, size, new.shape[3]))
         fresh = jnp.pad(row_major(fresh).astype(old.dtype), ((0, 0), (0, 0), (0, count - size), (0, 0)))
-        fresh = jnp.roll(fresh, held[row] + start, axis=2)
+        fresh = jnp.roll(fresh, held[row] + start, axis=2)  # so that token t stands in slot t % C
         line = jnp.where(wanted[row][None, None, :, None], fresh, jax.lax.dynamic_slice_in_dim(old, row, 1, 1))
         return jax.lax.dynamic_update_slice(old, row_major(line), (0, row, 0, 0))
 
@@ -191,6 +229,7 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     held = cache.lengths - layout.method.sinks
     states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in pending[: len(runs)]]
     schedule, kept = schedules_of(cache, pending, counts)
+    # First what is due leaves the window, then new tokens take the slots: the other way round they would overwrite it.
     for chain in chains(layout):
         members, fixed = [runs[i] for i in chain], [constants[i] for i in chain]
         if any(run.slots for run in members):
