@@ -1,9 +1,8 @@
 """Attend to packed bodies on the chip that a program is compiled for: by a kernel where there is one, else in jnp.
 
-Every body has one plain computation that equals its kernels: `reference` for uniform codes of keys after RoPE, the
-caller's general way of reading a body for all others. `spec.target` decides at trace time, so a program for a TPU or
-GPU can be compiled on a machine without one. The platform only guards: a program traced for one and lowered for
-something else gets the plain computation."""
+The caller brings the computation in plain jnp that equals a body's kernels. `spec.target` decides at trace time, so a
+program for a TPU or GPU can be compiled on a machine without one. The platform only guards: a program traced for one
+and lowered for something else gets the plain computation."""
 
 import functools
 import importlib
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec, form_of
@@ -90,28 +88,27 @@ def packed_attention(
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
     spec: Spec,
-    without_kernel: Callable[[], Any] | None = None,
+    without_kernel: Callable[[], Any],
     trusted: bool = False,
     **also: Any,
 ) -> Any:
     """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries to bfloat16.
-    `without_kernel()` computes the same on chips without one; bodies that are `plain` have it in `reference`.
-    `trusted` as in `path`. A TPU's kernel for exact bodies, and `without_kernel`, also attend to `recent` tokens beside
-    the body. Those for bodies of layers that feed each other take the `carry` too, and return (partial, carry)."""
+
+    Args:
+        without_kernel: Computes the same where no kernel runs.
+        trusted: As in `path`.
+        also: `recent` tokens beside the body, which a TPU's kernel for exact bodies attends to as well; the `carry` of
+            layers that feed each other.
+
+    Returns:
+        What `without_kernel` returns: attention, or with a carry (attention, carry)."""
     length, group = q.shape[1], q.shape[2] // spec.kv_heads
     chosen = path(spec, group, body.slots, length, trusted)
-    if without_kernel is not None:
-        plain: Callable[..., Any] = lambda *_: without_kernel()  # noqa: E731
-    elif isinstance(spec, PackedSpec) and spec.plain:
-        by_reference: Any = reference.packed_attention
-        plain = lambda *arguments: by_reference(*arguments, spec)  # noqa: E731
-    else:
-        raise ValueError(f"{spec}: only the caller can read this form")
     if chosen == "reference":
-        return plain(q, body, layer, start, stop)
+        return without_kernel()
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
     module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{MODULES[type(spec)]}")
     kernel, some = functools.partial(module.packed_attention, spec=spec, **also), at_once(spec, group, length)
     kernels = {PLATFORMS[chosen]: kernel if some == group else _shared_out(kernel, some, spec)}
-    return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=plain)
+    return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=lambda *_: without_kernel())

@@ -14,7 +14,7 @@ from gpu_simulator import install
 from kernel_cases import Case, agree, make_body, near, oracle
 from kernel_forms import case_of, inputs, name, rope, within
 
-from kvqjax.pallas_kernels import dispatch, support
+from kvqjax.pallas_kernels import dispatch, reference, support
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
@@ -120,7 +120,8 @@ def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
     assert dispatch.path(case.spec, 8, case.slots) == "gpu"
     assert dispatch.path(case.spec, 65, case.slots) == "reference"
     q, body, key, value, start, stop = inputs(case)
-    call = jax.jit(lambda *args: dispatch.packed_attention(*args, case.spec))
+    plain = lambda *args: reference.packed_attention(*args, case.spec)  # noqa: E731
+    call = jax.jit(lambda *args: dispatch.packed_attention(*args, case.spec, lambda: plain(*args)))
     arguments = q, body, jnp.int32(1), start, stop
     agree(call(*arguments), oracle(q, key, value, start, stop), key, value, q)
     assert "mosaic_gpu" in call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

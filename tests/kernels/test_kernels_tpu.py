@@ -144,7 +144,13 @@ def test_dispatch_guards_by_platform():
     body, key, value = make_body(case)
     q, start, stop = make_query(case)
     agree(
-        dispatch.packed_attention(q, body, 1, start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q
+        dispatch.packed_attention(
+            q, body, 1, start, stop, case.spec, lambda: reference.packed_attention(q, body, 1, start, stop, case.spec)
+        ),
+        oracle(q, key, value, start, stop),
+        key,
+        value,
+        q,
     )
     assert dispatch.path(case.spec, 4, case.slots) == "tpu"
     wide = dataclasses.replace(case, head_dim=96, value_group=96, kv_heads=4)
