@@ -122,6 +122,8 @@ def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Read the method's name and typed options at one level of a tree, without its layers."""
     name = tree.get("method", "")
     if name not in METHODS:
+        if len(str(name)) > 80:  # a text in the place of a policy: it says itself what it is
+            raise UserError(f"unknown method {str(name)[:40]!r}...: wanted a policy such as 'kivi:bits=2', got a text")
         hint = nearest_policy(str(name), METHODS)
         raise UserError(f"unknown method {str(name)!r}{suggest(str(name), METHODS) if hint is None else f'; {hint}'}")
     parameters = inspect.signature(METHODS[name]).parameters

@@ -89,6 +89,7 @@ headers = st.dictionaries(st.text(max_size=4), entries | values, max_size=3) | v
 
 @given(headers)
 @example({"x": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}})
+@example({"x": {"dtype": "F32", "shape": [None], "data_offsets": [0, 0]}})
 @example({"x": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}})
 @example({"\ud800": {"dtype": "I8", "shape": [], "data_offsets": [0, 8]}})
 @example({"x": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}})

@@ -33,6 +33,7 @@ MISTAKES = {
     "generate(model, [[1]], kvq.kivi)": "the function kivi is no method; wanted its value, such as kivi(bits=2)",
     "generate(model, [[1]], 7)": "7 is no method",
     "generate(model, [[1]], 'kivy')": "unknown method 'kivy'; did you mean 'kivi'?",
+    "compare(model, 'some text ' * 20, 'kivi:bits=2')": "wanted a policy such as 'kivi:bits=2', got a text",
     "generate('demo', [[1]])": "model is 'demo'; wanted a Model, such as kvqjax.load('demo')",
     "generate(model, [[1]], cache=5)": "cache is 5; wanted a Cache, such as init_cache gives",
     "generate(model, [[1]], past_key_values=5)": "write generate(model, more, cache=out.cache)",

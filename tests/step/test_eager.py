@@ -90,7 +90,7 @@ def on_one_device(tmp_path: Path) -> dict:
         "shard": lambda n: kvq.shard(model, METHOD, data=2),
         "calibrate": lambda n: kvq.calibrate.run(*xquant),
         "eval": lambda n: kvq.eval.perplexity(recall, np.full(256, n), METHOD, tokens=128, window=64, chunk=32),
-        "compare": lambda n: kvq.compare(recall, TEXT, "kivi:bits=2", tokens=256, window=96),
+        "compare": lambda n: kvq.compare(recall, "kivi:bits=2", TEXT, tokens=256, window=96),
         "plan": lambda n: kvq.plan("llama-3.1-8b", "kivi:bits=2", context=n * 1024),
         "tune": lambda n: kvq.tune(recall, TEXT, budget=3.0, methods=TUNED, settings=Settings(window=96)),
     }
