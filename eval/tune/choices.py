@@ -161,7 +161,7 @@ class Choice:
                 clocks=tuple(Clock(tuple(sources), *times) for times, sources in clocks.items()),
             ),
             Maps(mixed.capture, mixed.encode, mixed.decode, mixed.expand),
-            chain=Chain(carried, "all" if carried else "layer"),
+            chain=Chain(carried, flows=False),  # what is read is stored as it is
             calibration=Calibration(wanted | {CHOSEN: {"k": (), "v": ()}}, kinds_of),
         )
 

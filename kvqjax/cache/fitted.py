@@ -5,12 +5,12 @@ import functools
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.rope import following
 from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.pallas_kernels.adapters import Packed
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
 from kvqjax.pallas_kernels.packed import PackedSpec, family

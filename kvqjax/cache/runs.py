@@ -25,13 +25,13 @@ CARRIED = {"tpu": 2**22, "gpu": 2**27}  # numbers that flow between layers; on a
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 
 
-def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape, block: int) -> RunLayout:
-    """Plan a run of equal layers, its block a multiple of `block`. Here alone eviction decides how large arrays are:
+def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape) -> RunLayout:
+    """Plan a run of equal layers. Here alone eviction decides how large arrays are:
     whoever writes or reads them asks `RunLayout` and `Cache.kept`, and no method knows of it."""
     wiring, keep = fitted(spec, layout, first, shape), layout.method.keep
     clocks = wiring.storage.clocks
     fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
-    block = math.lcm(block, max(block_tokens(fields), *(clock.unit for clock in clocks)))
+    block = max(block_tokens(fields), *(clock.unit for clock in clocks))
     room = layout.capacity - layout.method.sinks
     lanes = _lanes(layout, shape, all(field.kind == "plain" for field in fields))
     if lanes == CPU_LANES and (layout.method.keep is not None or wiring.chain.carry):
@@ -89,8 +89,8 @@ def tiles_of(layout: CacheLayout) -> str:
     return "splash" if kind == "tpu" and layout.kernels.allow(SPLASH) else "off"
 
 
-def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
-    """Plan the runs in layer order, their blocks multiples of `block`."""
+def _plan_runs(layout: CacheLayout) -> list[RunLayout]:
+    """Plan the runs in layer order."""
     numbers = range(layout.shape.num_layers)
     shapes = [layout.shape.layer(index) for index in numbers]
     apart = numbers if layout.layers == "unroll" else [0] * len(numbers)
@@ -99,7 +99,7 @@ def _plan_runs(layout: CacheLayout, block: int) -> list[RunLayout]:
         zip(layout.method.layers(layout.shape), shapes, apart, strict=True)
     ):
         count = len(list(group))
-        runs.append(_plan_run(layout, first, count, spec, shape, block))
+        runs.append(_plan_run(layout, first, count, spec, shape))
         first += count
     return runs
 
@@ -112,9 +112,7 @@ def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
 @functools.lru_cache(maxsize=64)
 def _runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
     """Do `runs_of`. Cached, so that wirings are built once."""
-    runs = _plan_runs(layout, 1)
-    if any(run.wiring.chain.rebuilt for run in runs):  # a block is then read from all layers below at once
-        runs = _plan_runs(layout, math.lcm(*(run.block for run in runs)))
+    runs = _plan_runs(layout)
     clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
     if layout.method.keep is not None and len(clocks) > 1:
         raise UserError(f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}")

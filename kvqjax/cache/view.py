@@ -15,11 +15,11 @@ from kvqjax.cache.cache_layout import LengthBound
 from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.run_layout import MANY_QUERIES, RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
-from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import FEW_QUERIES
 from kvqjax.ops.attention import visible
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
+from kvqjax.pallas_kernels.adapters import Packed
 
 __all__ = [
     "BodyView",
@@ -53,8 +53,7 @@ class NewTokens(NamedTuple):
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
 
-    `below` are (run, state, constants, layers) of the runs up to this layer, where their carry is rebuilt. Rows hold no
-    more than `bound` promises."""
+    Rows hold no more than `bound` promises."""
 
     run: RunLayout
     state: Run
@@ -63,7 +62,6 @@ class LayerView(NamedTuple):
     constants: dict
     new: dict
     sinks: int
-    below: tuple[tuple[RunLayout, Run, dict, Int[Array, ""] | int], ...] = ()
     bound: LengthBound | None = None
 
 

@@ -19,11 +19,9 @@ from jaxtyping import Array, Float
 
 from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
-from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.codecs.kernel_form import Packed
-from kvqjax.codecs.scaled import over_parts, times_parts, with_factors
+from kvqjax.codecs.base import Codec
+from kvqjax.codecs.scaled import over_parts, times_parts
 from kvqjax.codecs.uniform import Uniform
-from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
 
@@ -78,8 +76,8 @@ def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Balanced:
-    """Uniform codes of `bits` in tiles of `group` tokens and one of `heads` parts of the channels. `along` as in
-    `Uniform`: "tokens" for keys, "channels" for values."""
+    """Uniform codes of `bits` in tiles of `group` tokens and one of `heads` parts of the channels (0: the model's KV
+    heads). `along` as in `Uniform`: "tokens" for keys, "channels" for values."""
 
     bits: int
     along: str
@@ -98,6 +96,9 @@ class Balanced:
         if self.group not in (32, 64, 128):
             raise UserError(f"group={self.group}; tiles have 32, 64 or 128 tokens")
 
+    def for_heads(self, heads: int, head_dim: int) -> "Balanced":
+        return dataclasses.replace(self, heads=self.heads or heads)
+
     def inner(self, width: int) -> Uniform:
         """Give the uniform codec's spec for balanced vectors of `width` channels."""
         group = self.group if self.along == "tokens" else width // self.heads
@@ -105,13 +106,6 @@ class Balanced:
 
     def build(self, width: int) -> Codec:
         return _keys(self, width) if self.along == "tokens" else _values(self, width)
-
-    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-        """Name the kernel for keys and values that are both balanced, in tiles of as many tokens (KVarN)."""
-        if not isinstance(value, Balanced) or value.group != self.group:
-            return None
-        key, plain = self.inner(shape.kv_width), value.inner(shape.kv_width)
-        return with_factors(key.packed(plain, rope, shape), self.dtype, self.heads, values=True)
 
 
 def _tiles(spec: Balanced, x: Float[Array, "u W"]) -> Float[Array, "n K g D"]:

@@ -15,7 +15,7 @@ from jax import Array
 
 from kvqjax.ops.layout import Field
 
-__all__ = ["Codec", "CodecSpec", "Fit", "bits_per_value"]
+__all__ = ["Codec", "CodecSpec", "Fit", "Open", "bits_per_value", "for_heads"]
 
 Tile = dict  # field name -> array
 Constants = dict  # constant name -> array of one layer
@@ -56,6 +56,20 @@ class CodecSpec(Protocol):
     """Anything frozen and hashable that can build a codec for vectors of `width` channels."""
 
     def build(self, width: int) -> Codec: ...
+
+
+@runtime_checkable
+class Open(Protocol):
+    """A spec that leaves sizes open, such as the channels of a group, until the model's heads are known."""
+
+    def for_heads(self, heads: int, head_dim: int) -> CodecSpec:
+        """Fill in what is open, for vectors of `heads` KV heads with `head_dim` channels each."""
+        ...
+
+
+def for_heads(spec: CodecSpec, heads: int, head_dim: int) -> CodecSpec:
+    """Fill in what a spec leaves open (`Open`). A spec that leaves nothing open is given back as it is."""
+    return spec.for_heads(heads, head_dim) if isinstance(spec, Open) else spec
 
 
 def bits_per_value(codec: Codec) -> float:

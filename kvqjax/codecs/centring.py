@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
-from kvqjax.codecs.base import Codec, CodecSpec, Fit
+from kvqjax.codecs.base import Codec, CodecSpec, Fit, for_heads
 from kvqjax.ops.finite import wide
 
 __all__ = ["CENTRES", "Centred", "centred"]
@@ -31,6 +31,9 @@ class Centred:
     """`inner` on what is left of a vector when the constant "mean" [W] is taken off; costs no stored bit."""
 
     inner: CodecSpec
+
+    def for_heads(self, heads: int, head_dim: int) -> "Centred":
+        return Centred(inner=for_heads(self.inner, heads, head_dim))
 
     def build(self, width: int) -> Codec:
         inner = self.inner.build(width)

@@ -12,9 +12,7 @@ from jaxtyping import Array, Float
 
 from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
-from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.codecs.kernel_form import Packed, packed_form
-from kvqjax.model.config import KVShape
+from kvqjax.codecs.base import Codec, CodecSpec, for_heads
 from kvqjax.ops.finite import wide
 
 __all__ = ["Clipped", "thresholds"]
@@ -28,7 +26,8 @@ def thresholds(parts: Float[Array, "u n D"], ratio: float) -> Float[Array, "u n"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clipped:
-    """`inner` on tokens clipped in each of `parts` equal parts of their channels; `ratio` 1 clips nothing."""
+    """`inner` on tokens clipped in each of `parts` equal parts of their channels (0: in each KV head); `ratio` 1 clips
+    nothing."""
 
     inner: CodecSpec
     parts: int
@@ -39,6 +38,10 @@ class Clipped:
         if not 0.5 <= self.ratio <= 1:
             raise UserError(f"clip={self.ratio}; wanted the share that is not clipped, from 0.5 to 1")
 
+    def for_heads(self, heads: int, head_dim: int) -> "Clipped":
+        inner = for_heads(self.inner, heads, head_dim)
+        return dataclasses.replace(self, inner=inner, parts=self.parts or heads)
+
     def build(self, width: int) -> Codec:
         inner = self.inner.build(width)
 
@@ -48,8 +51,3 @@ class Clipped:
             return inner.encode(constants, jnp.clip(parts, -bound, bound).reshape(x.shape))
 
         return inner._replace(encode=encode)
-
-    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-        """Name the kernel for keys of `inner` beside these values, clipped or not: clipping shows in no stored
-        field."""
-        return packed_form(self.inner, value.inner if isinstance(value, Clipped) else value, rope, shape)

@@ -30,31 +30,29 @@ from jaxtyping import Array, Float
 from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
 from kvqjax.codecs import higgs_gpu, higgs_tpu
-from kvqjax.codecs.base import Codec, CodecSpec
+from kvqjax.codecs.base import Codec
 from kvqjax.codecs.hadamard import factors, hadamard, has_hadamard, transform
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
 from kvqjax.codecs.higgs_points import inverse_at_once, inverse_of, numbers_of, points_of
-from kvqjax.codecs.kernel_form import Packed, rope_of
-from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
-from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 
-__all__ = ["Higgs", "higgs_codec", "mixed_form", "summed_form"]
+__all__ = ["Higgs", "higgs_codec", "mixed_form", "power_of_two", "summed_form"]
 
+GROUPS = ("head", "width")
 NORMS = ("plain", "corrected", "unbiased")
 FORMS = {"tpu": higgs_tpu, "cuda": higgs_gpu}  # how a platform decodes otherwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Higgs:
-    """`bits` per value in vectors of `dim` values; `group` channels per scale (None: `group_size`); `seed` of the
-    random signs (None: none, as released); `dtype` of the stored scales. `rotated` vectors are not transformed;
-    `norm` "plain", "corrected" or "unbiased"."""
+    """`bits` per value in vectors of `dim` values. `group` channels per scale: None for `group_size`, "head" or "width"
+    for those of a head or of all heads. `seed` of the random signs (None: none, as released); `dtype` of the stored
+    scales. `rotated` vectors are not transformed; `norm` "plain", "corrected" or "unbiased"."""
 
     bits: int = 2
     dim: int = 2
-    group: int | None = None
+    group: int | str | None = None
     seed: int | None = None
     dtype: str = "bfloat16"
     rotated: bool = False
@@ -67,44 +65,30 @@ class Higgs:
             raise UserError(f"norm={self.norm!r}; known: {', '.join(NORMS)}")
         if self.rotated and self.seed is not None:
             raise UserError(f"seed={self.seed}; the rotation has the signs: rotate=signs:{self.seed}")
-        if self.group is not None and not (self.rotated or has_hadamard(self.group)):
+        if isinstance(self.group, str):
+            if self.group not in GROUPS:
+                raise UserError(f"group={self.group!r}; known: {', '.join(GROUPS)}")
+        elif self.group is not None and not (self.rotated or has_hadamard(self.group)):
             raise UserError(f"group={self.group}; no Hadamard matrix of that order is known, powers of two always are")
         if self.dtype not in ("bfloat16", "float32"):
             raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
 
+    def for_heads(self, heads: int, head_dim: int) -> "Higgs":
+        sizes = {"head": head_dim, "width": heads * head_dim}
+        return dataclasses.replace(self, group=sizes[self.group]) if isinstance(self.group, str) else self
+
+    def size(self, width: int) -> int:
+        """Give the channels that share a scale, of vectors of `width` channels."""
+        if isinstance(self.group, str):
+            raise UserError(f"group={self.group!r} is open until the model's heads are known (`for_heads`)")
+        return self.group or group_size(width)
+
     def build(self, width: int) -> Codec:
         return higgs_codec(self, width, shipped_grid(self.bits, self.dim))
 
-    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-        """Name the kernel for keys before RoPE and values, both in pairs of channels and groups of a power of two whole
-        heads, without random signs, and with the transform in the codec."""
-        if not isinstance(value, Higgs) or rope != "pre" or self.rotated or value.rotated:
-            return None
-        alike = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (self, value)]
-        group = self.group or group_size(shape.kv_width)
-        whole = group % shape.head_dim == 0 and shape.kv_width % group == 0
-        if alike[0] != alike[1] or alike[0][:2] != (2, None):
-            return None
-        if not (whole and _power_of_two(group) and _power_of_two(shape.head_dim)):
-            return None
-        heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "rope": rope_of(shape)}
-        bits = {"key_bits": self.dim * self.bits, "value_bits": value.dim * value.bits}
-        grids = [shipped_grid(spec.bits, spec.dim) for spec in (self, value)]
-        spec = HiggsSpec(group=group, scales=self.dtype, **heads, **bits)
-        return Packed(spec, functools.partial(_body, grids))
 
-
-def _power_of_two(number: int) -> bool:
+def power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-def _body(grids: list[np.ndarray], weights, constants, stored, positions) -> HiggsBody:
-    """Name the stored fields as kernels name them, beside the grids of keys and values."""
-    keys, values = stored["k"], stored["v"]
-    (key_scale,), (value_scale,) = keys["scale"], values["scale"]
-    fields = HiggsStored(keys["codes"], key_scale, values["codes"], value_scale)
-    key_grid, value_grid = map(jnp.asarray, grids)
-    return HiggsBody(fields, key_grid, value_grid, positions)
 
 
 def _signs(seed: int | None, width: int) -> np.ndarray:
@@ -140,7 +124,7 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
     with a non-finite value decodes to non-finite values, and only that group.
     """
     count, dim = points.shape
-    group = spec.group or group_size(width)
+    group = spec.size(width)
     groups, vectors = -(-width // group), -(-group // dim)
     signs = _signs(spec.seed, groups * group)
 
@@ -192,7 +176,7 @@ def summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
     read(tile) gives [..., n, N], grid points times their scale; finish takes a weighted sum of them, [..., N], to the
     same sum [..., width] of what `decode` gives, the transform being linear."""
     points = shipped_grid(spec.bits, spec.dim)
-    group = spec.group or group_size(width)
+    group = spec.size(width)
     groups, vectors = -(-width // group), -(-group // spec.dim)
     signs = _signs(spec.seed, groups * group)
 
@@ -215,10 +199,10 @@ def mixed_form(spec: Higgs, heads: int, head_dim: int) -> tuple[np.ndarray, Call
     """Describe vectors of `heads` heads whose transform is a matrix between heads after one within them: (matrix
     [heads, heads], read), read(tile) giving [..., n, heads * head_dim] transformed within heads only. None where it is
     not."""
-    group = spec.group or group_size(heads * head_dim)
+    group = spec.size(heads * head_dim)
     whole = group % head_dim == 0 and heads * head_dim % group == 0
     alone = not spec.rotated and spec.seed is None and head_dim % spec.dim == 0
-    if not (whole and alone and _power_of_two(group) and _power_of_two(head_dim)):
+    if not (whole and alone and power_of_two(group) and power_of_two(head_dim)):
         return None
     points = shipped_grid(spec.bits, spec.dim)
 

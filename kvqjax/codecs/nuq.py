@@ -25,7 +25,6 @@ the slots that name its own channels.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -34,16 +33,13 @@ from jaxtyping import Array, Float, Num
 
 from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
-from kvqjax.codecs.base import Codec, CodecSpec, Fit
-from kvqjax.codecs.kernel_form import Packed, key_value_spec
+from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.nuq_outliers import restore_outliers, store_outliers
 from kvqjax.codecs.nuq_range import channel_range, divisor, normalise_keys, stored_range, token_range
 from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
-from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing.words import slot_rows
-from kvqjax.pallas_kernels.packed import PackedBody, Signposts
 
 __all__ = ["Nuq", "read_signposts", "signposts"]
 
@@ -96,18 +92,6 @@ class Nuq:
         if not least <= width <= MAX_WIDTH:
             raise UserError(f"width={width}; wanted {least} to {MAX_WIDTH} for outliers={self.outliers}")
         return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
-
-    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-        """Name the kernel for keys per channel beside values per token, both with signposts and of one dtype."""
-        if not isinstance(value, Nuq) or (self.per, value.per) != ("channel", "token"):
-            return None
-        if len({value.dtype, self.outlier_dtype, value.outlier_dtype}) > 1:
-            return None
-        width = shape.kv_width
-        slots = {"key_slots": self.slot_count(width), "value_slots": value.slot_count(width)}
-        groups = {"key_group": 0, "value_group": width}
-        spec = key_value_spec(self, value, rope, shape, datatype="nuq", **slots, **groups)
-        return Packed(spec, functools.partial(_body, self, value))
 
 
 def _fields(spec: Nuq, width: int) -> dict[str, Field]:
@@ -185,14 +169,3 @@ def _restored(spec: Nuq, dense, tile):
     """Put the outliers back in place in the dense numbers."""
     count = spec.slot_count(dense.shape[-1])
     return restore_outliers(dense, tile["outliers"], count, spec.outlier_dtype) if count else dense
-
-
-def _body(key: Nuq, value: Nuq, weights, constants, stored, positions) -> PackedBody:
-    """Name the stored fields as kernels name them, with each channel's range and both tables of signposts."""
-    keys, values = stored["k"], stored["v"]
-    centre, scale = channel_range(constants["k"])
-    (value_scale,), (value_low,) = values["scale"], values["centre"]
-    tables = Signposts(read_signposts(key, constants["k"]), read_signposts(value, constants.get("v", {})))
-    dense = PackedBody(keys["codes"], scale, centre, values["codes"], value_scale, value_low, positions, tables)
-    (key_outliers,), (value_outliers,) = (fields.get("outliers", (None,)) for fields in (keys, values))
-    return dense._replace(key_outliers=key_outliers, value_outliers=value_outliers)

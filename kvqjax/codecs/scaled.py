@@ -11,14 +11,11 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.codecs.kernel_form import Packed, packed_form
-from kvqjax.model.config import KVShape
+from kvqjax.codecs.base import Codec, CodecSpec, for_heads
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 
-__all__ = ["Scaled", "over_parts", "times_parts", "with_factors"]
+__all__ = ["Scaled", "over_parts", "times_parts"]
 
 
 def over_parts(x: Float[Array, "u W"], factor: Float[Array, "u n"]) -> Float[Array, "u W"]:
@@ -34,30 +31,18 @@ def times_parts(x: Float[Array, "*B u W"], factor: Float[Array, "*B n u"]) -> Fl
     return (x.reshape(*factor.shape, -1) * factor[..., None]).reshape(x.shape)
 
 
-def with_factors(plain: Packed | None, dtype: str, parts: int, values: bool = False) -> Packed | None:
-    """Add factors stored in `dtype` to the kernel form of uniform keys after RoPE: `parts` per token of the keys and,
-    with `values`, those of values. None for other forms: no kernel reads factors of signposts or grids, or of keys that
-    it rotates."""
-    if plain is None or not isinstance(plain.spec, PackedSpec):
-        return None
-    if plain.spec.datatype != "uniform" or plain.spec.rope is not None or plain.spec.scales != dtype:
-        return None
-
-    def body(weights, constants, stored, positions) -> PackedBody:
-        read = plain.body(weights, constants, stored, positions)._replace(key_factor=stored["k"]["factor"][0])
-        return read._replace(value_factor=stored["v"]["factor"][0]) if values else read
-
-    return Packed(dataclasses.replace(plain.spec, key_factors=parts, value_factors=values), body)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """`inner` on tokens over their norm, which is stored in `dtype`: one of each of `parts` equal parts of the
-    channels."""
+    """`inner` on tokens over their norm, which is stored in `dtype`: one of each of `parts` equal parts of the channels
+    (0: of each KV head)."""
 
     inner: CodecSpec
     parts: int = 1
     dtype: str = "bfloat16"
+
+    def for_heads(self, heads: int, head_dim: int) -> "Scaled":
+        inner = for_heads(self.inner, heads, head_dim)
+        return dataclasses.replace(self, inner=inner, parts=self.parts or heads)
 
     def build(self, width: int) -> Codec:
         inner = self.inner.build(width)
@@ -74,7 +59,3 @@ class Scaled:
             return times_parts(rest, tile["factor"])
 
         return inner._replace(fields={**inner.fields, "factor": field}, encode=encode, decode=decode)
-
-    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-        """Name the kernel for keys of `inner` beside these values, with the norms as factors of tokens (OScaR)."""
-        return with_factors(packed_form(self.inner, value, rope, shape), self.dtype, self.parts)

@@ -17,14 +17,11 @@ from jaxtyping import Array, Float, Num
 
 from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
-from kvqjax.codecs.base import Codec, CodecSpec
-from kvqjax.codecs.kernel_form import Packed, key_value_spec
-from kvqjax.model.config import KVShape
+from kvqjax.codecs.base import Codec
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
-from kvqjax.pallas_kernels.packed import PackedBody
 
-__all__ = ["Uniform", "check_group", "round_toward", "uniform_body"]
+__all__ = ["Uniform", "at_least_one", "check_group", "round_toward"]
 
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
@@ -57,7 +54,7 @@ def _quantise(x, scale, low, bits: int):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform:
     """`along="tokens"`: one scale and minimum per channel for `group` consecutive tokens (KIVI's keys).
-    `along="channels"`: one per token for `group` consecutive channels (KIVI's values)."""
+    `along="channels"`: one per token for `group` consecutive channels (KIVI's values), 0 for those of a head."""
 
     bits: int
     along: str
@@ -72,25 +69,16 @@ class Uniform:
             raise UserError(f"along={self.along!r}; known: tokens, channels")
         if self.along == "tokens" and self.group not in (32, 64, 128):
             raise UserError(f"group={self.group}; groups along tokens have 32, 64 or 128 tokens")
-        if self.group < 0:  # 0 stands for what the model says (kvqjax.methods.papers.rotated.HeadsLayer)
-            raise UserError(f"group={self.group}; a group along channels has at least 1")
+        if self.group < 0:  # 0 is open (`for_heads`)
+            raise UserError(f"group={self.group}; a group has at least 1 channel")
         if self.dtype not in ("bfloat16", "float32"):
             raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
 
+    def for_heads(self, heads: int, head_dim: int) -> "Uniform":
+        return dataclasses.replace(self, group=self.group or head_dim)
+
     def build(self, width: int) -> Codec:
         return _per_channel(self, width) if self.along == "tokens" else _per_token(self, width)
-
-    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-        """Name the kernel for keys per channel (KIVI), or per token with one group a head (OSCAR), beside uniform
-        values per token with scales of the same dtype."""
-        if not isinstance(value, Uniform) or (value.along, value.dtype) != ("channels", self.dtype):
-            return None
-        groups = {"key_group": self.group, "value_group": min(value.group, shape.kv_width)}
-        if self.along == "channels":
-            if rope == "pre" or self.group != shape.head_dim:
-                return None
-            groups |= {"key_group": 0, "key_channels": self.group}
-        return Packed(key_value_spec(self, value, rope, shape, **groups), uniform_body)
 
 
 def _per_channel(spec: Uniform, width: int) -> Codec:
@@ -116,12 +104,17 @@ def _per_channel(spec: Uniform, width: int) -> Codec:
     return Codec(width, spec.group, fields, encode, decode, apart=True)
 
 
+def at_least_one(group: int) -> int:
+    """Give back a number of channels that share a scale. Raises UserError for less than one."""
+    if group < 1:
+        raise UserError(f"group={group}; a group has at least 1 channel")
+    return group
+
+
 def check_group(group: int, width: int, least: int = 1) -> None:
     """Raise UserError unless `group` channels divide `width` or exceed it, naming a smaller group that does: a power
     of two of `least` at least."""
-    if group < 1:
-        raise UserError(f"group={group}; a group has at least 1 channel")
-    if width % min(group, width) == 0:
+    if width % min(at_least_one(group), width) == 0:
         return
     fitting = [2**i for i in range(group.bit_length()) if least <= 2**i < group and width % 2**i == 0]
     hint = f"group={fitting[-1]} does" if fitting else f"nor does any power of two from {least} on"
@@ -162,10 +155,3 @@ def _per_token(spec: Uniform, width: int) -> Codec:
         return jax.lax.platform_dependent(tile, **forms, default=by_groups)
 
     return Codec(width, 1, fields, encode, decode, apart=True)
-
-
-def uniform_body(weights, constants, stored, positions) -> PackedBody:
-    """Name the stored fields of keys and values that are both uniform as kernels name them."""
-    keys, values = stored["k"], stored["v"]
-    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
-    return PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions)

@@ -18,7 +18,7 @@ X is the number of query rows of a KV head (T * G), N that of groups of tokens, 
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from jaxtyping import Array, Bool, Float
 from kvqjax.codecs import CodecSpec, Exact, Uniform
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
-from kvqjax.codecs.kernel_form import ReadAtOnce
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, capped
@@ -40,6 +39,7 @@ __all__ = [
     "FEW_QUERIES",
     "PIECE",
     "Direct",
+    "ReadAtOnce",
     "Stored",
     "attend_whole",
     "direct_form",
@@ -71,6 +71,19 @@ class Direct(NamedTuple):
     scores: Callable
     values: Callable
     part: Callable | None = None
+
+
+@runtime_checkable
+class ReadAtOnce(Protocol):
+    """A codec's spec of another package whose body XLA reads as a whole, stored head by head."""
+
+    def scores(self, shape: KVShape) -> Callable | None:
+        """Give the function of keys, scores(q, fields); None for shapes without one."""
+        ...
+
+    def values(self, shape: KVShape) -> Callable | None:
+        """Give the function of values, values(weights, fields, dtype, piece); None for shapes without one."""
+        ...
 
 
 # ---- Attending ----

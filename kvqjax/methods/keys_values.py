@@ -8,20 +8,32 @@ other. All else is a `Pair`, read block by block.
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import CodecSpec, Fit, Uniform
-from kvqjax.codecs.base import Codec
-from kvqjax.codecs.higgs import Higgs
-from kvqjax.codecs.kernel_form import packed_form
-from kvqjax.methods.direct import direct_form
-from kvqjax.methods.layer_cache import Calibration, Clock, Fast, Maps, Storage, Wiring, codec_maps
+from kvqjax.codecs.base import Codec, for_heads
+from kvqjax.codecs.centring import Centred
+from kvqjax.codecs.higgs import Higgs, mixed_form, summed_form
+from kvqjax.methods.direct import FEW_QUERIES, direct_form
+from kvqjax.methods.layer_cache import (
+    Calibration,
+    Clock,
+    Fast,
+    Maps,
+    MixedKeys,
+    SharedValues,
+    Storage,
+    Wiring,
+    codec_maps,
+)
 from kvqjax.methods.rotation import check_rotation, frame, needs_of
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected, heads, key_bias
 from kvqjax.model.rope import rotate
+from kvqjax.pallas_kernels.adapters import packed_form
 
 __all__ = ["KeysAndValues", "Pair", "apart", "bias_advice", "cached_keys", "joined", "keys_and_values"]
 
@@ -30,6 +42,7 @@ PARTS = ("k", "v")  # sources
 NAMES = {"k": "keys", "v": "values"}  # of sources, in messages
 # Uniform codes of a token of up to so many bits lose a bundled model with Qwen2's bias (benchmarks/gate.py).
 FEW_BITS = 4
+READING = 1024  # tokens of HIGGS decoded at a time; with the 256 of a block an operation's fixed cost counts
 
 
 # ---- One layer ----
@@ -116,7 +129,8 @@ def keys_and_values(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeysAndValues:
-    """Keys and values over all KV heads, each with its own codec.
+    """Keys and values over all KV heads, each with its own codec. A codec may leave sizes open until the model is known
+    (kvqjax.codecs.base.Open).
 
     The default clock moves both together: once the window holds `window + unit` tokens its oldest `unit` are encoded,
     so at least the newest `window` tokens are exact. `clocks` takes its place."""
@@ -132,15 +146,47 @@ class KeysAndValues:
     value_rotation: str = "none"
 
     def build(self, config: KVShape) -> Wiring:
-        codecs = {"k": self.key.build(config.kv_width), "v": self.value.build(config.kv_width)}
+        key, value = (for_heads(spec, config.num_kv_heads, config.head_dim) for spec in (self.key, self.value))
+        codecs = {"k": key.build(config.kv_width), "v": value.build(config.kv_width)}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
         rotations = {"k": self.key_rotation, "v": self.value_rotation}
         wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased, rotations)
+        wiring = wiring.having(fast=_values_by_points(key, value, config))
         if self.unbiased and config.known_key_bias:
             return wiring
-        direct = direct_form(self.key, self.value, self.rope, config)
-        packed = packed_form(self.key, self.value, self.rope, config)
-        return wiring.having(fast={"packed": packed, "direct": direct})
+        direct, packed = (form(key, value, self.rope, config) for form in (direct_form, packed_form))
+        return wiring.having(fast={"packed": packed, "direct": direct, "mixed": _mixed_keys(key, config)})
+
+
+# ---- HIGGS, whose transform is linear ----
+
+
+def _values_by_points(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
+    """Say how bodies of HIGGS are read: more tokens at a time, and values summed as grid points times scales, so that
+    one sum of each query head is transformed instead of every token."""
+    bare = key.inner if isinstance(key, Centred) else key
+    reading = {"reading": READING} if isinstance(bare, Higgs) else {}
+    if not isinstance(value, Higgs) or value.rotated:
+        return reading
+    width, points, transformed = summed_form(value, config.kv_width)
+
+    def read(weights, constants, payload, sources):
+        return points(payload["v"])
+
+    def finish(weights, constants, means):
+        count = config.num_kv_heads
+        values = transformed(means).reshape(*means.shape[:2], count, -1, count, config.head_dim)
+        same_head = jnp.eye(count, dtype=bool)[None, None, :, None, :, None]
+        return jnp.where(same_head, values, 0).sum(4).reshape(*means.shape[:3], config.head_dim)
+
+    return reading | {"summed": SharedValues(width, FEW_QUERIES, read, finish)}
+
+
+def _mixed_keys(key: CodecSpec, config: KVShape) -> MixedKeys | None:
+    """Let queries take the part of HIGGS's transform that mixes heads. None for keys that something was taken off:
+    what is read mixed comes without it."""
+    form = mixed_form(key, config.num_kv_heads, config.head_dim) if isinstance(key, Higgs) else None
+    return None if form is None else MixedKeys(*form)
 
 
 # ---- Keys of one layer beside values of another ----

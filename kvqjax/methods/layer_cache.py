@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvqjax.codecs.base import Codec, Fit
-from kvqjax.codecs.kernel_form import Packed
 from kvqjax.methods.direct import Direct
 from kvqjax.methods.rotation import Frame
 from kvqjax.model.config import KVShape
+from kvqjax.pallas_kernels.adapters import Packed
 
 __all__ = [
     "Calibration",
@@ -153,36 +153,16 @@ def codec_maps(codecs: dict[str, Codec]) -> tuple[Callable, Callable]:
 class Chain(NamedTuple):
     """What flows from layer to layer for the same tokens, such as AQUA-KV's reconstruction and XQuant-CL's accumulator.
 
-    `carry` gives the width of each part by name. Layers that stand alone have none. `copy` says how a reader gets the
-    carry:
-
-    - "layer": the carry of one layer, for all body tokens, flows upwards;
-    - "none": it is computed anew for every block, from the first layer on;
-    - "all": no layer reads it, because every layer stores what it reconstructs.
+    `carry` gives the width of each part by name. Layers that stand alone have none. A reader takes the carry of the
+    layer below, for all body tokens, and gives its own layer's. Without `flows` only encoding needs it: bodies
+    hold what they reconstruct.
 
     `read_in` names the dtypes in which the carry is, number by number, what its layer's keys and values are made of
     (None: all dtypes)."""
 
     carry: dict[str, int] = {}  # noqa: RUF012 - never written to
-    copy: str = "layer"
+    flows: bool = True
     read_in: tuple[str, ...] | None = ()
-
-    @property
-    def flows(self) -> bool:
-        """Say whether one layer's carry of all body tokens flows upwards."""
-        return self.copy == "layer"
-
-    @property
-    def rebuilt(self) -> bool:
-        """Say whether every block's carry is computed anew from the first layer on. All layers must then have the same
-        blocks."""
-        return self.copy == "none"
-
-    def tokens(self, slots: int, block: int) -> int:
-        """Count the body tokens of a row whose carry is in memory at a time."""
-        if self.flows:
-            return slots
-        return block if self.rebuilt else 0
 
 
 class SharedValues(NamedTuple):

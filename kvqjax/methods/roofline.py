@@ -60,10 +60,7 @@ def flops_per_token(method: Method, config: KVShape) -> int:
 def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
     """Count the operations that every layer spends on one cached token per read. They are 0 where keys and values
     themselves are stored."""
-    wirings = enumerate(_wirings(method, config))
-    # A chain without a copy computes a layer once more for every layer above it.
-    reads = lambda wiring, i: config.num_layers - i if wiring.chain.rebuilt else 1  # noqa: E731
-    return tuple(reads(wiring, i) * wiring.cost.operations for i, wiring in wirings)
+    return tuple(wiring.cost.operations for wiring in _wirings(method, config))
 
 
 def bits_by_layer(method: Method, config: KVShape) -> tuple[float, ...]:

@@ -104,9 +104,8 @@ def first_flow(call: Call) -> Flow:
     """Make what enters the first layer: zeros."""
     cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
     dtype, unit = cache.layout.dtype, runs[0].wiring.storage.clocks[0].unit
-    body = slab(
-        [run for run in runs if run.wiring.chain.flows], (cache.batch, max(run.slots_here for run in runs)), dtype
-    )
+    flowing = [run for run in runs if run.wiring.chain.flows]
+    body = slab(flowing, (cache.batch, max(run.slots_here for run in runs)), dtype)
     tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
     return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))
 
@@ -124,10 +123,10 @@ def attend_one(
     new = run.wiring.maps.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
-    bound, below = call.cache.layout.bound, _below(call, number, index)
+    bound = call.cache.layout.bound
     if bound is not None:
         broken = broken | _beyond(call.cache.lengths, bound)[:, None]
-    view = LayerView(run, call.cache.runs[number], index, weights, fixed, zeroed(dtype, new), sinks, below, bound)
+    view = LayerView(run, call.cache.runs[number], index, weights, fixed, zeroed(dtype, new), sinks, bound)
     (out, lse), tile, body = attend_tokens(projected.q, view, call.tokens, options, call.recode, flow.tile, flow.body)
     mass = flow.mass
     if mass is not None:
@@ -136,12 +135,3 @@ def attend_one(
     new = {name: row_major(x) for name, x in new.items()}
     out = jnp.where(broken[:, :, None, None], jnp.nan, out)
     return out, new, Flow(body, tile, mass)
-
-
-def _below(call: Call, number: int, index) -> tuple:
-    """Collect (run, state, constants, layers) of the runs up to `number`, of which `index` layers lie below the present
-    one, where what they carry is computed anew."""
-    if not call.runs[number].wiring.chain.rebuilt:
-        return ()
-    counts = [*(run.count for run in call.runs[:number]), index]
-    return tuple(zip(call.runs, call.cache.runs, call.constants, counts, strict=False))

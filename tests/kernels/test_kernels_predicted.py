@@ -210,7 +210,6 @@ def test_dispatch_takes_what_was_compiled():
     assert form("aqua:bits=2,first_bits=16") == ["tpu", None]
     for other in ("predictor=int4", "key_inputs=kv", "value_inputs=v", "backbone=token", "rope=post"):
         assert form(f"aqua:bits=2,{other}")[0] is None, other
-    assert form("aqua:bits=2,copy=none") == form("aqua:bits=2,copy=all") == [None, None]
     assert form("aqua:bits=2", qkv_bias=True) == [None, None]
     assert form("aqua:bits=2,centre=none", qkv_bias=True) == ["tpu", "tpu"]
 

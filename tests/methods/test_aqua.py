@@ -220,9 +220,6 @@ def test_operations_per_cached_token():
     config = llama(28, 1024)
     assert flops_per_token(aqua(), config) == 27 * 2 * 3 * 1024**2
     assert flops_per_token(aqua(predictor="int4"), config) == flops_per_token(aqua(), config)
-    assert flops_per_token(aqua(copy="all"), config) == 0
-    # Layer i, counted from 0, is computed for itself and the 27 - i layers above it; the first has no predictor.
-    assert flops_per_token(aqua(copy="none"), config) == sum(28 - i for i in range(1, 28)) * 2 * 3 * 1024**2
 
 
 def test_options_are_checked_and_survive_their_text():
@@ -230,7 +227,6 @@ def test_options_are_checked_and_survive_their_text():
     for option, message in (
         ({"exact": "1;2"}, "exact='1;2'"),
         ({"backbone": "foo"}, "backbone='foo'"),
-        ({"copy": "some"}, "copy='some'"),
         ({"key_inputs": "q"}, "key_inputs='q'"),
         ({"predictor": "forest"}, "predictor='forest'"),
     ):

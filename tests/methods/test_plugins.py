@@ -18,6 +18,7 @@ from kvqjax.cache.artifacts import Artifact
 from kvqjax.codecs import Codec, Fit, Uniform
 from kvqjax.methods import KeysAndValues, Method, direct, method_factory, registry
 from kvqjax.methods.registry import GROUP, Methods
+from kvqjax.pallas_kernels.adapters import packed_form
 
 
 @method_factory
@@ -85,7 +86,7 @@ class Gained:
         return inner._replace(encode=encode, decode=decode, needs={"gain": (1,)}, fit=Fit("their_package.fitting"))
 
     def packed(self, value, rope, shape):
-        return None if self.needs else self.inner.packed(value.inner, rope, shape)
+        return None if self.needs else packed_form(self.inner, value.inner, rope, shape)
 
     def scores(self, shape):
         return None if self.needs else direct.key_form(self.inner, shape)

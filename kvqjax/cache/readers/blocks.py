@@ -1,16 +1,13 @@
 """Reader `blocks`: the body is decoded block by block, in one loop that ends with the longest row. It reads every body
 on every chip, so it is the last line of the table."""
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.readers.reader import BodyCall, Carry
-from kvqjax.cache.run_layout import MANY_QUERIES, MOST_ROWS, RunLayout, few_block
-from kvqjax.cache.state import Run
+from kvqjax.cache.run_layout import MANY_QUERIES, MOST_ROWS, few_block
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, seen
 from kvqjax.methods.layer_cache import MixedKeys, SharedValues
 from kvqjax.ops.attention import Partial, blockwise_attention
@@ -68,7 +65,6 @@ def body_blocks(
         at = body.at(j, size)
         payload = payload_of(run, view.state, view.layer, at, size)
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
-        part = part or _rebuilt_carry(view, at, size)
         decoded, part = run.wiring.maps.decode(constants, payload, part)
         if mixed is not None:  # keys as decoded then have no user
             decoded = decoded | {"k": mixed.read(payload["k"])}
@@ -92,18 +88,3 @@ def put_into_carry(carry, part, at, done):
         old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)
         part = jnp.where((at + jnp.arange(size) < done)[None, :, None], old, part)
     return jax.lax.dynamic_update_slice_in_dim(carry, part, at, 1)
-
-
-def _carry_through_layer(run: RunLayout, state: Run, constants, at, size: int, layer, carry: Carry) -> Carry:
-    """Pass the carry of one block through one more layer."""
-    return run.wiring.maps.decode(at_layer(constants, layer), payload_of(run, state, layer, at, size), carry)[1]
-
-
-def _rebuilt_carry(view: LayerView, at, size: int) -> Carry:
-    """Compute the carry of one block where none is kept: from zeros, through the layers `below`."""
-    batch, dtype = next(iter(view.new.values())).shape[0], next(iter(view.new.values())).dtype
-    carry = {name: jnp.zeros((batch, size, width), dtype) for name, width in view.run.wiring.chain.carry.items()}
-    for run, state, constants, count in view.below:
-        step = functools.partial(_carry_through_layer, run, state, constants, at, size)
-        carry = jax.lax.fori_loop(0, count, step, carry)
-    return carry

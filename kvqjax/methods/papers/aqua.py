@@ -33,15 +33,14 @@ from jaxtyping import Array, Float
 from kvqjax._errors import UserError
 from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Fit, Uniform, centred
 from kvqjax.codecs.higgs import Higgs
-from kvqjax.codecs.kernel_form import Packed, packed_form
 from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
 from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Wiring
 from kvqjax.methods.spec import LayerSpec, Method, method_factory, value_or
 from kvqjax.model.config import KVShape
 from kvqjax.model.weight_codes import WEIGHT_GROUP, unpack_nibbles
 from kvqjax.ops.finite import saturated, wide
-from kvqjax.ops.layout import Field
 from kvqjax.ops.xla_workarounds import kept_apart, rounded
+from kvqjax.pallas_kernels.adapters import Packed, packed_form
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.predicted import Maps as PredictorMaps
 from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
@@ -60,7 +59,6 @@ __all__ = [
 
 UNIT = 128  # tokens that leave the window together
 BACKBONES = ("higgs", "token", "channel")
-COPIES = ("none", "layer", "all")
 INPUTS = ("k", "v", "kv", "none")
 PREDICTORS = ("linear", "int4", "low_rank", "mlp", "none")
 SPEC_FIELDS = {"k": "key", "v": "value"}  # source -> AquaLayer's field
@@ -90,7 +88,6 @@ def aqua(
     key_inputs: str = "k",
     value_inputs: str = "kv",
     rope: str = "pre",
-    copy: str = "layer",
     exact: str = "",
     buffer: int = UNIT,
     window: int = 0,
@@ -107,14 +104,13 @@ def aqua(
       "none") and `rope` ("pre" or "post") give the paper's ablations.
     - Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above predicts from them.
     - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
-    - `copy`, what a decode step holds of the layer below: "layer", "none" or "all", see `AquaLayer`.
     - `centre="auto"` takes the model's key bias, where it has one, off the keys of every layer (before RoPE); "mean" a
       calibrated mean off the first layer's (the predictors' biases do so above it); "none" nothing.
 
     With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that are not listed
     here.
     """
-    shared = {"rope": rope, "copy": copy, "window": window, "unit": buffer}
+    shared = {"rope": rope, "window": window, "unit": buffer}
     unbiased = centre == "auto" and rope == "pre"
     key, value = (_backbone(backbone, value_or(b, bits), dim, group, seed) for b in (key_bits, value_bits))
     alone = {"key_inputs": "none", "value_inputs": "none"}
@@ -158,12 +154,7 @@ class AquaLayer:
     predictor. A predictor of keys sees the previous layer's keys and values. One of values sees this layer's keys and
     the previous layer's values.
 
-    `copy` trades memory for compute at every decode step of L layers and S body tokens:
-
-    - "layer": one layer's keys and values, 2 S K D numbers, are in memory during the call. A token costs L predictions.
-    - "none": those of one block are. Every layer is computed anew from the first one, L (L + 1) / 2 predictions.
-    - "all": every layer's reconstruction is stored beside its codes. No prediction is needed, and no memory is saved
-      against the exact cache.
+    During a decode step one layer's keys and values, 2 S K D numbers of S body tokens, are in memory.
 
     `unbiased` keys are those without the model's key bias, in codes, predictors and carry alike."""
 
@@ -174,7 +165,6 @@ class AquaLayer:
     predictor: str = "linear"
     rank: int = 0
     rope: str = "pre"
-    copy: str = "layer"
     window: int = 0
     unit: int = UNIT
     unbiased: bool = False
@@ -183,13 +173,12 @@ class AquaLayer:
         for name in ("key_inputs", "value_inputs"):
             if getattr(self, name) not in INPUTS:
                 raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(INPUTS)}")
-        if self.copy not in COPIES:
-            raise UserError(f"copy={self.copy!r}; known: {', '.join(COPIES)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
         """Take a layer of keys and values by other codecs, exact ones among them, into the chain. It gets no predictor,
-        and this layer's window, unit and `rope`. The layer above predicts from its reconstruction."""
-        if not isinstance(other, KeysAndValues):
+        and this layer's window, unit and `rope`. The layer above predicts from its reconstruction. A rotated layer
+        stays as it is: the chain passes it by."""
+        if not isinstance(other, KeysAndValues) or {other.key_rotation, other.value_rotation} != {"none"}:
             return other
         alone = {"key_inputs": "none", "value_inputs": "none", "predictor": "linear", "rank": 0}
         return dataclasses.replace(self, key=other.key, value=other.value, **alone)
@@ -205,15 +194,12 @@ class AquaLayer:
     def build(self, config: KVShape) -> Wiring:
         width = config.kv_width
         codecs = {"k": self.key.build(width), "v": self.value.build(width)}
-        if self.copy == "all":
-            codecs = {name: _with_copy(codec) for name, codec in codecs.items()}
         return _wired(self, config, codecs)
 
     def packed(self, config: KVShape) -> Packed | None:
-        """Name the kernel for layers with the usual linear predictors, or with none, where one layer's reconstruction
-        flows upwards."""
+        """Name the kernel for layers with the usual linear predictors, or with none."""
         inputs, linear = (self.key_inputs, self.value_inputs), self.predictor == "linear"
-        if self.copy != "layer" or not linear or inputs not in (("k", "kv"), ("none", "none")):
+        if not linear or inputs not in (("k", "kv"), ("none", "none")):
             return None
         if self.unbiased and config.known_key_bias:
             return None
@@ -237,8 +223,6 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
             payload[source], recon[source] = encode_source(
                 layer, codecs[source], source, constants, tile[source], carry, recon["k"]
             )
-            if layer.copy == "all":
-                payload[source] = payload[source] | {"copy": recon[source]}
         return payload, recon, recon
 
     def tile_step(constants, payload, carry, after=lambda k, payload: payload):
@@ -251,9 +235,6 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
         return kept_apart((k, payload))[1]
 
     def decode(constants, payload, carry):
-        if layer.copy == "all":
-            recon = {source: payload[source]["copy"].astype(carry[source].dtype) for source in ("k", "v")}
-            return recon, recon
         shape = carry["k"].shape
         tiles = {source: _tiles(codecs[source], payload[source], layer.unit) for source in ("k", "v")}
         below = {source: x.reshape(-1, layer.unit, width) for source, x in carry.items()}
@@ -270,10 +251,10 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
     return Wiring(
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
-        chain=Chain({"k": width, "v": width}, layer.copy, read_in=None),
+        chain=Chain({"k": width, "v": width}, read_in=None),
         fast=Fast(packed=layer.packed(config)),
         calibration=Calibration(needs, kinds, FIT),
-        cost=Cost(operations=_operations(needs) if layer.copy != "all" else 0),
+        cost=Cost(operations=_operations(needs)),
     )
 
 
@@ -287,12 +268,6 @@ def _operations(needs: dict[str, dict[str, tuple[int, ...]]]) -> int:
     """Count the operations of predictors of these constants for one token."""
     constants = (item for group in needs.values() for item in group.items())
     return sum(2 * MULTIPLIED.get(name, 0) * math.prod(shape) for name, shape in constants)
-
-
-def _with_copy(codec: Codec) -> Codec:
-    """Give the codec a field for the reconstruction beside the codes."""
-    copy = Field(kind="plain", width=codec.width, role="copies", dtype="compute")
-    return codec._replace(fields=codec.fields | {"copy": copy})
 
 
 def _predicted_form(form: Packed | None, mapped: bool) -> Packed | None:

@@ -17,12 +17,12 @@ from kvqjax._errors import UserError
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
-from kvqjax.codecs.kernel_form import Packed, rope_of
 from kvqjax.methods.keys_values import keys_and_values
 from kvqjax.methods.layer_cache import Clock, SharedValues, Wiring, shared_until, through_heads
 from kvqjax.methods.spec import Method, method_factory
 from kvqjax.model.config import KVShape
 from kvqjax.ops.packing.words import PLANE
+from kvqjax.pallas_kernels.adapters import Packed, rope_of
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 
 __all__ = ["CommVQLayer", "commvq"]

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import Exact, Uniform, centred
+from kvqjax.codecs.uniform import at_least_one
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.layer_cache import Clock
 from kvqjax.methods.rotation import turning
@@ -45,7 +46,7 @@ def uniform(
     with them it is the rotated q4 and q8 of other engines. A channel takes `bits + 32 / group` bits: with the defaults,
     Llama-3.1-8B stores 4.25 bits per channel. Raises UserError as `kivi` does.
     """
-    codec = Uniform(bits=bits, along="channels", group=group, dtype=scales)
+    codec = Uniform(bits=bits, along="channels", group=at_least_one(group), dtype=scales)
     rotations: dict[str, Any] = turning(rotate, value_rotate)
     layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE, **rotations)
     return Method(name="uniform", layer=layer, sinks=sinks)
@@ -121,7 +122,7 @@ def _kivi_layer(
     key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none", **rotations
 ) -> KeysAndValues:
     key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
-    value = Uniform(bits=value_bits, along="channels", group=value_group, dtype=scales)
+    value = Uniform(bits=value_bits, along="channels", group=at_least_one(value_group), dtype=scales)
     if rule not in ("together", "published"):
         raise UserError(f"rule={rule!r}; known: together, published")
     clocks = ()

@@ -1,24 +1,19 @@
 """Methods of uniform codes in a rotated frame: OScaR (here `omniscale`), KVarN and OSCAR. What they share is the
 rotation (kvqjax.methods.rotation); they differ in what is divided out, or cut off, before the codes are taken."""
 
-import dataclasses
+from typing import Any
 
 from kvqjax._errors import UserError
-from kvqjax.codecs import CENTRES, CodecSpec, Uniform, centred
+from kvqjax.codecs import Uniform, centred
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.keys_values import KeysAndValues
-from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import Method, method_factory, value_or
-from kvqjax.model.config import KVShape
 from kvqjax.ops.packing.words import PLANE
 
-__all__ = ["HeadsLayer", "kvarn", "omniscale", "oscar"]
-
-
-# ---- The methods and their options ----
+__all__ = ["kvarn", "omniscale", "oscar"]
 
 
 @method_factory
@@ -50,8 +45,8 @@ def omniscale(
     key = Uniform(bits=value_or(key_bits, bits), along="tokens", group=group, dtype=scales)
     value = Uniform(bits=value_or(value_bits, bits), along="channels", group=value_or(value_group, group), dtype=scales)
     scaled = Scaled(inner=key, parts=1 if norm == "layer" else 0, dtype=scales)
-    timing = {"window": window, "unit": group, "centre": centre}
-    layer = HeadsLayer(key=scaled, value=value, **timing, **turning(rotate, value_rotate))
+    timing: dict[str, Any] = {"window": window, "unit": group, **turning(rotate, value_rotate)}
+    layer = KeysAndValues(key=centred(scaled, centre), value=value, **timing)
     return Method(name="omniscale", layer=layer, sinks=sinks)
 
 
@@ -84,8 +79,8 @@ def kvarn(
     spec = {"heads": 0, "group": group, "rounds": rounds, "floor": floor, "dtype": scales}
     key = Balanced(bits=value_or(key_bits, bits), along="tokens", **spec)
     value = Balanced(bits=value_or(value_bits, bits), along="channels", **spec)
-    timing = {"window": window, "unit": group, "centre": centre}
-    layer = HeadsLayer(key=key, value=value, **timing, **turning(rotate, value_rotate))
+    timing: dict[str, Any] = {"window": window, "unit": group, **turning(rotate, value_rotate)}
+    layer = KeysAndValues(key=centred(key, centre), value=value, **timing)
     return Method(name="kvarn", layer=layer, sinks=sinks)
 
 
@@ -117,48 +112,6 @@ def oscar(
     uniform = {"along": "channels", "group": group, "dtype": scales}
     key = Clipped(inner=Uniform(bits=value_or(key_bits, bits), **uniform), parts=0, ratio=clip)
     value = Clipped(inner=Uniform(bits=value_or(value_bits, bits), **uniform), parts=0, ratio=value_clip)
-    timing = {"window": window, "unit": PLANE, "centre": centre}
-    layer = HeadsLayer(key=key, value=value, **timing, **turning(rotate, value_rotate))
+    timing: dict[str, Any] = {"window": window, "unit": PLANE, **turning(rotate, value_rotate)}
+    layer = KeysAndValues(key=centred(key, centre), value=value, **timing)
     return Method(name="oscar", layer=layer, sinks=sinks)
-
-
-# ---- One layer ----
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsLayer:
-    """Keys and values of one layer in codecs that see KV heads. The number of heads (`heads` of Balanced, `parts` of
-    Scaled and Clipped) and the channels of a head (`group`) are taken from the model, wherever a codec or the codec
-    inside it has 0 there."""
-
-    key: CodecSpec
-    value: CodecSpec
-    rope: str = "post"
-    window: int = 0
-    unit: int = 32
-    centre: str = "none"
-    key_rotation: str = "hadamard"
-    value_rotation: str = "hadamard"
-
-    def __post_init__(self):
-        if self.centre not in CENTRES:
-            raise UserError(f"centre={self.centre!r}; known: {', '.join(CENTRES)}")
-
-    def build(self, config: KVShape) -> Wiring:
-        sizes = {"heads": config.num_kv_heads, "parts": config.num_kv_heads, "group": config.head_dim}
-
-        def fitted(spec):
-            filled = {name: size for name, size in sizes.items() if getattr(spec, name, None) == 0}
-            inner = {"inner": fitted(spec.inner)} if isinstance(spec, Scaled | Clipped) else {}
-            return dataclasses.replace(spec, **filled, **inner)
-
-        layer = KeysAndValues(
-            key=centred(fitted(self.key), self.centre),
-            value=fitted(self.value),
-            rope=self.rope,
-            window=self.window,
-            unit=self.unit,
-            key_rotation=self.key_rotation,
-            value_rotation=self.value_rotation,
-        )
-        return layer.build(config)

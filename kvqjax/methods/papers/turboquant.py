@@ -2,11 +2,11 @@
 dimension, one scale a head, and its transform in the frame: queries are rotated instead of cached keys."""
 
 from kvqjax._errors import UserError
+from kvqjax.codecs.centring import centred
 from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.uniform import Uniform
 from kvqjax.methods.keys_values import KeysAndValues
-from kvqjax.methods.papers.higgs import HiggsLayer
 from kvqjax.methods.spec import Method, first_layers, method_factory, value_or
 from kvqjax.ops.packing.words import PLANE
 
@@ -46,21 +46,19 @@ def turboquant(
     if centre not in ("none", "mean"):
         raise UserError(f"centre={centre!r}; known: none, mean (keys are stored after RoPE)")
     ends = FORMS[form] if boundary is None else boundary
-    grid = {"dim": 1, "dtype": scales, "rotated": True, "norm": norm}
+    grid = {"dim": 1, "group": "head", "dtype": scales, "rotated": True, "norm": norm}
     key = Higgs(bits=value_or(key_bits, bits), **grid)
     if form == "paper":
         value = Higgs(bits=value_or(value_bits, bits), **grid)
         rotations = (f"signs:{seed}", f"signs:{seed}")
     else:
-        value = Uniform(bits=value_or(value_bits, bits), along="channels", dtype=scales)
+        value = Uniform(bits=value_or(value_bits, bits), along="channels", group=0, dtype=scales)
         rotations = ("hadamard", "none")
-    layer = HiggsLayer(
-        key=key,
+    layer = KeysAndValues(
+        key=centred(key, centre),
         value=value,
-        group="head",
         window=window,
         unit=PLANE,
-        centre=centre,
         key_rotation=rotations[0],
         value_rotation=rotations[1],
     )

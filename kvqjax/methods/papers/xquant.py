@@ -22,9 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import Codec, Exact, Fit, Uniform
-from kvqjax.codecs.kernel_form import BLOCK, Packed, rope_of
 from kvqjax.codecs.outlier_channel import OutlierChannels
-from kvqjax.codecs.uniform import check_group, uniform_body
+from kvqjax.codecs.uniform import check_group
 from kvqjax.methods.layer_cache import (
     Calibration,
     Clock,
@@ -45,6 +44,7 @@ from kvqjax.model.rope import Waves, rotate
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.packing.words import PLANE
 from kvqjax.ops.xla_workarounds import row_major
+from kvqjax.pallas_kernels.adapters import BLOCK, Packed, rope_of, uniform_body
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 

@@ -1,0 +1,228 @@
+"""What kernels need of the codecs that they read: which spec of a kernel describes two codecs, and under which names
+its body holds their stored fields. A codec itself knows numbers only.
+
+Each adapter takes the spec of keys and gives None where no kernel reads them beside those values. A codec of another
+package brings its adapter as a method `packed` of its own (`Packable`)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+
+from kvqjax.codecs.balanced import Balanced
+from kvqjax.codecs.base import CodecSpec
+from kvqjax.codecs.clipped import Clipped
+from kvqjax.codecs.exact import Exact
+from kvqjax.codecs.higgs import Higgs, power_of_two
+from kvqjax.codecs.higgs_grid import shipped_grid
+from kvqjax.codecs.nuq import Nuq, read_signposts
+from kvqjax.codecs.nuq_range import channel_range
+from kvqjax.codecs.scaled import Scaled
+from kvqjax.codecs.uniform import Uniform
+from kvqjax.model.config import KVShape
+from kvqjax.model.rope import inverse_frequencies
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
+from kvqjax.pallas_kernels.forms import Spec
+from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
+
+__all__ = ["BLOCK", "Packable", "Packed", "packed_form", "rope_of", "uniform_body"]
+
+# Tokens that the plain path reads at a time: whole planes of any width, and few enough for a CPU's cache.
+BLOCK = 1024
+
+
+class Packed(NamedTuple):
+    """A body that a kernel can read as it is stored: what is static about it, and its arrays as kernels take them,
+
+        body(weights, constants, stored, positions) -> PackedBody, LatentBody, HiggsBody or CommVQBody
+
+    from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]. `trusted`:
+    the chip itself checked the kernel, or the user forces it, so that the table of kernels is not asked. `straight`:
+    something reads the words themselves, a kernel of the cache's chip or the plain form of uniform codes."""
+
+    spec: Spec
+    body: Callable
+    trusted: bool = False
+    straight: bool = True
+
+
+@runtime_checkable
+class Packable(Protocol):
+    """A codec's spec that brings its own adapter, for keys."""
+
+    def packed(self, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+        """Do as `packed_form` does, for keys of this spec."""
+        ...
+
+
+def packed_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+    """Say how kernels read keys and values of these codecs.
+
+    Args:
+        key: the codec of keys.
+        value: the codec of values.
+        rope: "pre" for keys stored before RoPE, "post" for keys stored after it.
+        shape: the model's.
+
+    Returns:
+        The kernel's spec, and the function that names the stored fields as it wants them. None where no kernel reads
+        such keys beside such values.
+    """
+    if isinstance(key, Packable):
+        return key.packed(value, rope, shape)
+    adapter = _ADAPTERS.get(type(key))
+    return None if adapter is None else adapter(key, value, rope, shape)
+
+
+def rope_of(shape: KVShape) -> Rope:
+    """Make the kernels' description of a shape's RoPE."""
+    factor = 1.0 if shape.turning is None else shape.turning.attention_factor
+    return Rope(tuple(map(float, inverse_frequencies(shape))), factor)
+
+
+def _packed_spec(key: Any, value: Any, rope: str, shape: KVShape, **more: Any) -> PackedSpec:
+    """Describe keys and values that have `bits` each and values' scales of `value.dtype`. `more` are fields of
+    `PackedSpec` that differ from codec to codec."""
+    heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "block": BLOCK}
+    before = rope_of(shape) if rope == "pre" else None
+    return PackedSpec(key_bits=key.bits, value_bits=value.bits, scales=value.dtype, rope=before, **heads, **more)
+
+
+# ---- Exact vectors ----
+
+
+def _exact(key: Exact, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+    """Exact keys after RoPE beside exact values."""
+    if not isinstance(value, Exact) or (rope != "post" and shape.rope is not None):
+        return None
+
+    def body(weights, constants, stored, positions) -> ExactBody:
+        return ExactBody(*(stored[source]["x"][0] for source in ("k", "v")))
+
+    return Packed(ExactSpec(kv_heads=shape.num_kv_heads, head_dim=shape.head_dim), body)
+
+
+# ---- Uniform codes, and codecs around them ----
+
+
+def uniform_body(weights, constants, stored, positions) -> PackedBody:
+    """Name the stored fields of keys and values that are both uniform as kernels name them."""
+    keys, values = stored["k"], stored["v"]
+    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
+    return PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions)
+
+
+def _uniform(key: Uniform, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+    """Keys per channel (KIVI), or per token with one group a head (OSCAR), beside uniform values per token with scales
+    of the same dtype."""
+    if not isinstance(value, Uniform) or (value.along, value.dtype) != ("channels", key.dtype):
+        return None
+    groups = {"key_group": key.group, "value_group": min(value.group, shape.kv_width)}
+    if key.along == "channels":
+        if rope == "pre" or key.group != shape.head_dim:
+            return None
+        groups |= {"key_group": 0, "key_channels": key.group}
+    return Packed(_packed_spec(key, value, rope, shape, **groups), uniform_body)
+
+
+def _clipped(key: Clipped, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+    """Clipping shows in no stored field."""
+    return packed_form(key.inner, value.inner if isinstance(value, Clipped) else value, rope, shape)
+
+
+def _with_factors(plain: Packed | None, dtype: str, parts: int, values: bool = False) -> Packed | None:
+    """Add factors stored in `dtype` to the kernel form of uniform keys after RoPE: `parts` per token of the keys and,
+    with `values`, those of values. None for other forms: no kernel reads factors of signposts or grids, or of keys that
+    it rotates."""
+    if plain is None or not isinstance(plain.spec, PackedSpec):
+        return None
+    if plain.spec.datatype != "uniform" or plain.spec.rope is not None or plain.spec.scales != dtype:
+        return None
+
+    def body(weights, constants, stored, positions) -> PackedBody:
+        read = plain.body(weights, constants, stored, positions)._replace(key_factor=stored["k"]["factor"][0])
+        return read._replace(value_factor=stored["v"]["factor"][0]) if values else read
+
+    return Packed(dataclasses.replace(plain.spec, key_factors=parts, value_factors=values), body)
+
+
+def _scaled(key: Scaled, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+    """The keys' norms are factors of tokens (OScaR)."""
+    return _with_factors(packed_form(key.inner, value, rope, shape), key.dtype, key.parts)
+
+
+def _balanced(key: Balanced, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+    """Keys and values that are both balanced, in tiles of as many tokens (KVarN)."""
+    if not isinstance(value, Balanced) or value.group != key.group:
+        return None
+    plain = packed_form(key.inner(shape.kv_width), value.inner(shape.kv_width), rope, shape)
+    return _with_factors(plain, key.dtype, key.heads, values=True)
+
+
+# ---- KVQuant's signposts ----
+
+
+def _nuq(key: Nuq, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+    """Keys per channel beside values per token, both with signposts and of one dtype."""
+    if not isinstance(value, Nuq) or (key.per, value.per) != ("channel", "token"):
+        return None
+    if len({value.dtype, key.outlier_dtype, value.outlier_dtype}) > 1:
+        return None
+    width = shape.kv_width
+    slots = {"key_slots": key.slot_count(width), "value_slots": value.slot_count(width)}
+    spec = _packed_spec(key, value, rope, shape, datatype="nuq", key_group=0, value_group=width, **slots)
+    return Packed(spec, functools.partial(_nuq_body, key, value))
+
+
+def _nuq_body(key: Nuq, value: Nuq, weights, constants, stored, positions) -> PackedBody:
+    """Name the stored fields as kernels name them, with each channel's range and both tables of signposts."""
+    keys, values = stored["k"], stored["v"]
+    centre, scale = channel_range(constants["k"])
+    (value_scale,), (value_low,) = values["scale"], values["centre"]
+    tables = Signposts(read_signposts(key, constants["k"]), read_signposts(value, constants.get("v", {})))
+    dense = PackedBody(keys["codes"], scale, centre, values["codes"], value_scale, value_low, positions, tables)
+    (key_outliers,), (value_outliers,) = (fields.get("outliers", (None,)) for fields in (keys, values))
+    return dense._replace(key_outliers=key_outliers, value_outliers=value_outliers)
+
+
+# ---- HIGGS ----
+
+
+def _higgs(key: Higgs, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
+    """Keys before RoPE and values, both in pairs of channels and groups of a power of two whole heads, without random
+    signs, and with the transform in the codec."""
+    if not isinstance(value, Higgs) or rope != "pre" or key.rotated or value.rotated:
+        return None
+    alike = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]
+    group = key.size(shape.kv_width)
+    whole = group % shape.head_dim == 0 and shape.kv_width % group == 0
+    if alike[0] != alike[1] or alike[0][:2] != (2, None):
+        return None
+    if not (whole and power_of_two(group) and power_of_two(shape.head_dim)):
+        return None
+    heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "rope": rope_of(shape)}
+    bits = {"key_bits": key.dim * key.bits, "value_bits": value.dim * value.bits}
+    grids = [shipped_grid(spec.bits, spec.dim) for spec in (key, value)]
+
+    def body(weights, constants, stored, positions) -> HiggsBody:
+        keys, values = stored["k"], stored["v"]
+        (key_scale,), (value_scale,) = keys["scale"], values["scale"]
+        fields = HiggsStored(keys["codes"], key_scale, values["codes"], value_scale)
+        key_grid, value_grid = map(jnp.asarray, grids)
+        return HiggsBody(fields, key_grid, value_grid, positions)
+
+    return Packed(HiggsSpec(group=group, scales=key.dtype, **heads, **bits), body)
+
+
+_ADAPTERS: dict[type, Callable[[Any, CodecSpec, str, KVShape], Packed | None]] = {
+    Exact: _exact,
+    Uniform: _uniform,
+    Clipped: _clipped,
+    Scaled: _scaled,
+    Balanced: _balanced,
+    Nuq: _nuq,
+    Higgs: _higgs,
+}
