@@ -96,8 +96,8 @@ def _chip() -> str:
 
 def _doctor(sizes: Sizes) -> Iterator[Item]:
     target, chip = target_of(jnp.zeros(())), jax.local_devices()[0].device_kind
+    yield "plain paths", lambda: list(report.plain_rows(sizes.methods, target))
     if target == "cpu":
-        yield "plain paths", lambda: list(report.plain_rows(sizes.methods))
         return
     for shape in sizes.doctor:
         name = f"{shape.num_heads} heads, {shape.num_kv_heads} KV heads of {shape.head_dim}, norm {shape.qk_norm}"

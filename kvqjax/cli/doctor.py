@@ -23,11 +23,14 @@ def _rows(machine: Machine, full: bool) -> tuple[list[dict[str, Any]], list[Find
     target, told = target_of(jnp.zeros(())), []
     if target == "cpu" and machine.platform != "cpu":
         return [], [Finding(False, f"no kernels for {machine.devices[0]}; the plain path serves")]
+    plain = list(report.plain_rows(report.PLAIN if full else report.FEW_PLAIN, target))
     if target == "cpu":
-        return list(report.plain_rows(report.ON_CPU if full else report.FEW_ON_CPU)), []
+        return plain, []
     shapes = report.FULL if full else report.SHAPES
     tell = lambda line: told.append(Finding(False, line))  # noqa: E731
-    return list(report.kernel_rows(target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell)), told
+    checked = list(report.kernel_rows(target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell))
+    columns = dict.fromkeys(name for row in checked for name in row)
+    return [*checked, *(columns | row for row in plain)], told
 
 
 def _is_sound(noticed: list[Finding], rows: list[dict[str, Any]]) -> bool:
@@ -56,7 +59,7 @@ def doctor(
     reset: Annotated[bool, typer.Option("--reset", help="forget the results of earlier checks first")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check this installation and every kernel that concerns this chip; on a CPU, the plain paths against float64.
+    """Check this installation, every kernel that concerns this chip, and what decodes without one, against float64.
 
     Ends with exit code 0 when all is sound and with 1 when something is wrong."""
     if reset:

@@ -1,4 +1,5 @@
-"""List every kernel that concerns a chip, each with its verdict; on a CPU, compare every plain path with float64."""
+"""List every kernel that concerns a chip, each with its verdict, and compare with float64 what decoding uses there
+where no kernel does: XLA's path over the form that the chip stores."""
 
 import dataclasses
 import functools
@@ -14,7 +15,7 @@ from kvqjax.cache.cache_layout import CacheLayout, stored_form
 from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.state import body_tokens
 from kvqjax.kernel_checks.check import TIMED, Checker, check_either, key_of, obtain
-from kvqjax.kernel_checks.compare import Attention, worst_error
+from kvqjax.kernel_checks.compare import MOST, Attention, worst_error
 from kvqjax.kernel_checks.splash import Splash, splash_form
 from kvqjax.kernel_checks.store import Verdict
 from kvqjax.kernel_checks.trial import SINKS, Candidate, Trial, by_kernel, candidates, make, speed
@@ -24,7 +25,7 @@ from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.choice import OFF
 from kvqjax.pallas_kernels.support import COMPILED, lookup, verified
 
-__all__ = ["CLOSE", "FEW_ON_CPU", "FULL", "METHODS", "ON_CPU", "SHAPES", "all_candidates", "in_float64", "kernel_rows"]
+__all__ = ["CLOSE", "FEW_PLAIN", "FULL", "METHODS", "PLAIN", "SHAPES", "all_candidates", "in_float64", "kernel_rows"]
 __all__ += ["plain_rows", "unchecked"]
 
 CLOSE = 1e-4  # relative error of a plain path in float32
@@ -43,9 +44,9 @@ METHODS = (
     *(f"xquant:bits={bits},latent=true" for bits in (2, 3, 4)),
     "exact",
 )
-FEW_ON_CPU = ("exact", "kivi:bits=2", "kvquant:bits=3,outliers=0.01", "higgs:bits=2")
-ON_CPU = (*FEW_ON_CPU, "uniform:bits=4", "kivi:bits=3,group=128", "kivi:bits=4,rope=pre", "commvq:bits=1")
-ON_CPU += ("xquant:bits=4,latent=true", "kvquant:bits=2,outliers=0", "higgs:bits=4")
+FEW_PLAIN = ("exact", "kivi:bits=2", "kvquant:bits=3,outliers=0.01", "higgs:bits=2")
+PLAIN = (*FEW_PLAIN, "uniform:bits=4", "kivi:bits=3,group=128", "kivi:bits=4,rope=pre", "commvq:bits=1")
+PLAIN += ("xquant:bits=4,latent=true", "kvquant:bits=2,outliers=0", "higgs:bits=4")
 
 
 def _shape(heads: int, kv_heads: int, head_dim: int, **more) -> KVShape:
@@ -144,15 +145,34 @@ def in_float64(trial: Trial, q: jax.Array) -> Partial:
 
 
 def plain_rows(
-    methods: tuple[str, ...], attention: Callable[[Trial], Attention] = by_kernel
+    methods: tuple[str, ...],
+    target: str = "cpu",
+    attention: Callable[[Trial], Attention] = by_kernel,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for every method: the path that this CPU decodes by, in float32, against float64."""
+    """Compare with float64 how a chip decodes without a kernel: XLA's path over bodies in the form that it stores. It
+    computes in float32 on a CPU and in bfloat16 elsewhere, as models do there.
+
+    Args:
+        methods: policies.
+        target: the chip's name (kvqjax.pallas_kernels.packed.TARGETS), which must be this process's.
+        attention: makes attention to a trial's body.
+
+    Yields:
+        A row for every method: its name, the verdict and the largest relative error of a query.
+    """
+    dtype, most = ("float32", CLOSE) if target == "cpu" else ("bfloat16", MOST)
+    stored, shape = stored_form(target), (SMALL if target == "cpu" else SHAPES)[0]
     for text in methods:
-        trial = make(Candidate(None, parse(text).layer, SMALL[0]), 600, "cpu", OFF, dtype="float32")
+        trial = make(Candidate(None, parse(text).layer, shape), 600, target, OFF, stored, dtype=dtype)
         rng = np.random.default_rng(0)
-        q = jnp.asarray(rng.normal(scale=0.1, size=(trial.cache.batch, 2, 8, 64)), jnp.float32)
-        error = worst_error(attention(trial)(q), in_float64(trial, q))
-        yield {"form": text, "verdict": "sound" if error <= CLOSE else "wrong", "error": error}
+        size = (trial.cache.batch, 2, shape.num_heads, shape.head_dim)
+        # Rounded here, so that both sides get the same queries.
+        q = jnp.asarray(rng.normal(scale=0.1, size=size), dtype)
+        with jax.default_matmul_precision("highest"):
+            wanted = in_float64(trial, q.astype(jnp.float32))
+        error = worst_error(attention(trial)(q), wanted)
+        name = text if target == "cpu" else f"{text}, XLA in {stored}"
+        yield {"form": name, "verdict": "sound" if error <= most else "wrong", "error": error}
 
 
 def unchecked(platform: str) -> str:

@@ -65,8 +65,24 @@ def test_plain_paths_are_sound_here_and_a_wrong_one_is_found():
         attend = by_kernel(trial)
         return lambda q: attend(q)._replace(out=attend(q).out * 1.001)
 
-    (row,) = report.plain_rows(("kivi:bits=2",), off)
+    (row,) = report.plain_rows(("kivi:bits=2",), attention=off)
     assert (row["verdict"], row["error"]) == ("wrong", pytest.approx(1e-3, rel=0.01))
+
+
+def test_what_a_gpu_decodes_by_is_compared_with_float64(monkeypatch):
+    """XLA's path over codes stored head by head, in bfloat16; here a CPU stands in for the GPU."""
+    monkeypatch.setattr(report, "SHAPES", report.SMALL)
+    for row in report.plain_rows(("exact", "kivi:bits=4"), "sm90"):
+        assert row["form"].endswith("XLA in heads")
+        assert row["verdict"] == "sound"
+        assert 1e-4 < row["error"] < 0.01
+
+    def off(trial):
+        attend = by_kernel(trial)
+        return lambda q: attend(q)._replace(out=attend(q).out * 1.02)
+
+    (row,) = report.plain_rows(("kivi:bits=4",), "sm90", off)
+    assert row["verdict"] == "wrong"
 
 
 def test_every_chip_has_forms_to_check():
@@ -83,6 +99,8 @@ def chip(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "target_of", lambda x: "v6e")
     monkeypatch.setattr(doctor, "this_machine", lambda: TPU)
     monkeypatch.setattr(report, "exact_milliseconds", lambda shape, target: 4.0)
+    plain = {"form": "exact, XLA", "verdict": "sound", "error": 0.001}
+    monkeypatch.setattr(report, "plain_rows", lambda methods, target: [dict(plain)] if target == "v6e" else [])
     outcomes, checked = {}, []
 
     def one(candidate, target, stored):
@@ -100,16 +118,16 @@ def test_a_sound_chip_exits_with_0(chip, capsys, monkeypatch):
     code, out, _ = run(capsys, monkeypatch, "doctor", "--json")
     report = json.loads(out)
     assert (code, report["sound"]) == (0, True)
-    assert [row["form"] for row in report["rows"]] == checked
+    assert [row["form"] for row in report["rows"]] == [*checked, "exact, XLA"]
     first = report["rows"][0]
     assert first["level"] == f"verified on {jax.local_devices()[0].device_kind}"
     assert (first["verdict"], first["speed_against_plain"], first["speed_against_exact"]) == ("faster", 2.0, 4.0)
     assert report["machine"]["packages"]["libtpu"] == "0.0.42"
     run(capsys, monkeypatch, "doctor")
-    assert len(report["rows"]) == len(checked)  # kept
+    assert len(report["rows"]) == len(checked) + 1  # kept; XLA's path is compared every time
     run(capsys, monkeypatch, "doctor", "--reset")
-    assert len(checked) == 2 * len(report["rows"])
-    assert len(list(verdict_folder().glob("*.json"))) == len(report["rows"])
+    assert len(checked) == 2 * (len(report["rows"]) - 1)
+    assert len(list(verdict_folder().glob("*.json"))) == len(report["rows"]) - 1
 
 
 def test_a_wrong_kernel_exits_with_1_and_a_slow_one_with_0(chip, capsys, monkeypatch):
@@ -124,7 +142,7 @@ def test_a_wrong_kernel_exits_with_1_and_a_slow_one_with_0(chip, capsys, monkeyp
 
 def test_on_a_cpu_it_says_what_cannot_be_checked(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(report, "FEW_ON_CPU", ("exact",))
+    monkeypatch.setattr(report, "FEW_PLAIN", ("exact",))
     code, out, _ = run(capsys, monkeypatch, "doctor")
     assert code == 0
     assert "not checked on a CPU: Pallas kernels" in out
@@ -133,7 +151,7 @@ def test_on_a_cpu_it_says_what_cannot_be_checked(capsys, monkeypatch, tmp_path):
 
 
 def test_a_broken_installation_exits_with_1(capsys, monkeypatch):
-    monkeypatch.setattr(report, "FEW_ON_CPU", ())
+    monkeypatch.setattr(report, "FEW_PLAIN", ())
     monkeypatch.setattr(doctor, "this_machine", lambda: GPU._replace(packages=VERSIONS, platform="cpu"))
     code, out, _ = run(capsys, monkeypatch, "doctor")
     assert code == 1

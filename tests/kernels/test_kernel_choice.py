@@ -20,9 +20,9 @@ from kvqjax.kernel_checks import choose
 from kvqjax.kernel_checks.check import check, verdict_folder
 from kvqjax.kernel_checks.compare import Speed
 from kvqjax.kernel_checks.store import Verdict
-from kvqjax.kernel_checks.trial import by_kernel, by_plain_path, candidates, make, queries
+from kvqjax.kernel_checks.trial import by_kernel, by_plain_path, candidates, full, make, queries
 from kvqjax.pallas_kernels import dispatch
-from kvqjax.pallas_kernels.choice import Kernels
+from kvqjax.pallas_kernels.choice import OFF, Kernels
 from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.step import new_cache, persist
@@ -222,6 +222,20 @@ def test_the_interpreter_passes_as_a_chip(interpreter):
     assert (found.kernel_ms, found.plain_ms) == (1.0, 2.0)
     slow = check(candidate_of(), "v6e", "planes", timed=lambda *_: Speed(2.0, 1.0), sizes=(300,))
     assert slow.outcome == "slower"
+
+
+@pytest.mark.parametrize("stored", ["planes", "heads"])
+def test_timed_bodies_hold_encoded_tokens(stored):
+    """Every row of the bodies that are timed is the trial's first row, and a longer one goes on with it."""
+    trial = make(candidate_of(), 640, "sm90", OFF, stored)
+    q = jnp.asarray(np.random.default_rng(0).normal(scale=0.02, size=(1, 1, 4, 128)), jnp.bfloat16)
+    q, four = (jnp.broadcast_to(q, (rows, 1, 4, 128)) for rows in (3, 4))
+    first = by_plain_path(trial)(four)
+    out, lse = by_plain_path(full(trial, 640, 3))(q)
+    np.testing.assert_allclose(out, jnp.broadcast_to(first.out[:1], out.shape), rtol=1e-5, atol=1e-5)
+    longer = by_plain_path(full(trial, 2048, 3))(q)
+    assert bool(jnp.all(longer.lse > lse))
+    assert float(jnp.abs(longer.out).max()) > 0.1
 
 
 def spoilt(change):
