@@ -50,6 +50,9 @@ GENERAL = tuple(name for name in CASES if name not in SAME)
 # One of every family: the tests of general behaviour run over these with every change, and over the others nightly.
 CORE = ("exact", "kivi2", "mixed", "sliding-mixed", "kvquant", "commvq", "aqua", "xquant-cl")
 
+# Half of these, for tests that compile several programs for every case.
+HALF = ("kivi2", "sliding-mixed", "kvquant", "aqua")
+
 # A few that differ most, for tests that compile much.
 FEW = ("exact", "kivi2", "kivi-published", "mixed")
 

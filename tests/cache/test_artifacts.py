@@ -118,6 +118,7 @@ def test_a_bias_that_a_model_lacks_is_no_difference():
     assert calibrated_part(old, biased) != calibrated_part(new, biased)
 
 
+@pytest.mark.nightly
 def test_a_model_carries_several_artifacts(tmp_path):
     """Every cache takes its own method's constants, one of another window those of the same codecs, and one without
     calibration none; inside jit as well, and a saved cache names those that filled it."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import BAD, all_finite, check_row, empty, extend, fresh
-from cases import CASES, FEW, GENERAL, model_and_method, thinned, with_nightly
+from cases import CASES, FEW, GENERAL, HALF, model_and_method, thinned, with_nightly
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
@@ -85,7 +85,7 @@ def with_bad_field(field, stored, end, slots: int):
     return (jnp.where(dead, bad_like(x, field.dtype), x),)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
 def test_dead_slots_may_hold_anything(name):
     """Whatever is put into the arrays themselves: a row that is long, one that was cropped, and one that is new."""
     cache = crop(fresh(name, ROWS), jnp.asarray([170, 60, 17], jnp.int32))

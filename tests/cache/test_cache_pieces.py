@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import CAPACITY, check_row, empty, encoded, extend, fresh, same_words
-from cases import GENERAL, model_and_method, thinned, with_nightly
+from cases import GENERAL, HALF, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -44,7 +44,7 @@ def same(cache, other) -> None:
         same_words(cache, row, other, row)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
 def test_another_capacity_and_back(name):
     """Larger, as small as rows allow, and as before: what rows hold stays, and other tokens follow as if nothing had
     been there."""
@@ -126,7 +126,7 @@ def test_a_smaller_capacity_is_refused_where_rows_hold_more():
     check("kivi2", kvq.resize(cut, CAPACITY), [row[: int(n)] for row, n in zip(ROWS, cut.lengths, strict=True)])
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
 @pytest.mark.parametrize("wish", thinned([230, 70], 2))
 def test_a_cache_is_what_it_was_cut_into(name, wish):
     """Head and tail, each made as small as it goes, joined; and a tail that another text has behind the same head."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method, with_nightly
+from cases import CASES, HALF, model_and_method, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -91,7 +91,7 @@ def attend_densely(call, carry):
 
 
 @pytest.mark.parametrize("form", ["planes", "heads"])
-@pytest.mark.parametrize("name", with_nightly(CASES))
+@pytest.mark.parametrize("name", with_nightly(CASES, HALF))
 def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
     """Of ragged rows, decoded and drafted, through every codec and every reader that this machine has."""
     model, method = model_and_method(name, softcap=SOFTCAP)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from biased import TOKENS, biased, filled, logits
-from cases import _constants
+from cases import _constants, thinned
 from tiny import tiny
 
 import kvqjax as kvq
@@ -22,7 +22,7 @@ def body(cache: Cache) -> list[np.ndarray]:
     return [np.asarray(x) for run in cache.runs for x in jax.tree.leaves(run.body)]
 
 
-@pytest.mark.parametrize("text", [HIGGS, AQUA])
+@pytest.mark.parametrize("text", thinned([HIGGS, AQUA], 2))
 def test_one_layer_stores_what_it_would_without_a_bias(text):
     """Sinks, window and words: of a model's first layer only its own bias enters the keys."""
     model, method = biased(num_layers=1), kvq.parse(text)
@@ -49,7 +49,7 @@ def test_the_bias_costs_nothing():
     assert 1.5 * errors["auto"] < errors["none"]
 
 
-@pytest.mark.parametrize("text", [HIGGS, AQUA])
+@pytest.mark.parametrize("text", thinned([HIGGS, AQUA], 2))
 def test_a_model_without_bias_has_the_same_bits(text):
     model, methods = tiny(), [kvq.parse(f"{text},centre={c}") for c in ("auto", "none")]
     assert str(methods[0]) == text
@@ -64,7 +64,7 @@ def test_after_rope_auto_is_none():
     assert kvq.parse("aqua:rope=post") == kvq.parse("aqua:rope=post,centre=none")
 
 
-@pytest.mark.parametrize(("group", "parts"), [("head", 2), ("width", 4)])
+@pytest.mark.parametrize(("group", "parts"), thinned([("head", 2), ("width", 4)], 2))
 def test_a_mesh_reads_the_bias_too(group, parts):
     """KV heads on devices of their own, or gathered from a projection that is split finer than the cache."""
     model, method = biased(num_layers=1), kvq.parse(f"higgs:bits=4,group={group},buffer=32")

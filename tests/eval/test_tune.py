@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -68,7 +69,7 @@ def trial(model):
     return Trial(model, found, Learnt(fixed, ()))
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", thinned(POLICIES, 3), ids=str)
 def test_codecs_as_data_give_what_the_policy_gives_in_its_own_cache(trial, windows, policy):
     """Windows of two lengths, keys and values of other methods, calibrated constants, an assembled artifact."""
     policy, batch = np.asarray(policy), jnp.asarray(windows[0][:2])
@@ -164,6 +165,7 @@ def found_on(model, found, windows):
     return table.loss, best_policy(trial, budget, table, limit, meter, silent).method
 
 
+@pytest.mark.nightly
 def test_a_search_on_a_mesh_finds_the_same_policy(model, windows):
     """On 8 devices: rows and the body's tokens are dealt, whatever heads a candidate mixes; three windows over two
     rows at a time."""
@@ -198,7 +200,7 @@ def chain_of(model, text):
     return Trial(model, found, Learnt({}, (ready,))), Chain(model, found, found.others[0], ready)
 
 
-@pytest.mark.parametrize("text", CHAINS)
+@pytest.mark.parametrize("text", thinned(CHAINS, 2))
 def test_exceptions_in_a_chain_as_data_give_what_the_policy_gives(model, windows, text):
     """The layer above an exception encodes what the exception leaves it."""
     _, chain = chain_of(model, text)
@@ -246,6 +248,7 @@ def test_bytes_are_the_ledgers(model):
         assert table.size(policy) == pytest.approx(ledger_of(model, found.method(policy), 1024).bytes, abs=32)
 
 
+@pytest.mark.nightly
 def test_a_divergence_may_be_the_budget(model, windows, searched, tmp_path):
     out, first, _ = searched
     singles, kept = first.rows[1:], shutil.copytree(out, tmp_path / "kept")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 from kernel_cache import for_chip
 from kernel_cases import check_second_row_sees_nothing
 from tiny import tiny, tokens
@@ -91,7 +92,7 @@ def _whole(cache, length: int, within: str):
     return np.asarray(jnp.where(jnp.arange(length)[None, :, None, None] < counts[:, None, None, None], out, 0))
 
 
-@pytest.mark.parametrize("method", ["exact", "exact:window=32,sinks=3"])
+@pytest.mark.parametrize("method", thinned(["exact", "exact:window=32,sinks=3"], 2))
 @pytest.mark.parametrize(("length", "within", "sliding"), [(1, "chunk", None), (3, "step", None), (3, "chunk", 500)])
 def test_one_call_takes_all_tokens(method, length, within, sliding, monkeypatch):
     """The kernel in the place of parts and their merge: sinks, window, ragged rows, a row without a body, drafts."""
@@ -121,9 +122,10 @@ def fresh_runs():
 
 @pytest.mark.usefixtures("fresh_runs")
 @pytest.mark.parametrize(
-    "spec", ["exact:sinks=3", "exact:window=32,keep=streaming:64", "kivi:bits=4,value_group=16", "higgs:bits=2"]
+    "spec",
+    thinned(["exact:sinks=3", "exact:window=32,keep=streaming:64", "kivi:bits=4,value_group=16", "higgs:bits=2"], 2),
 )
-@pytest.mark.parametrize("sliding", [None, 70])
+@pytest.mark.parametrize("sliding", thinned([None, 70], 2))
 def test_a_few_queries_take_all_heads_at_once(spec, sliding, monkeypatch):
     """In float32, without a kernel, on a TPU and on a CPU with few heads: ragged rows, large blocks of which the last
     begins within the one before it, a window's ring, and what eviction leaves; a step and a chunk of two tokens."""

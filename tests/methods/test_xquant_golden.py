@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 
 from kvqjax.calibrate.xquant import latent_maps, shared_map
 from kvqjax.methods.papers.xquant import LayerInput
@@ -77,7 +78,7 @@ def mismatches(codes, wanted):
     return int((np.asarray(codes).astype(int) != wanted).sum())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", thinned([2, 3, 4], 3))
 def test_gqa(bits):
     golden = load("gqa")
     length, width, kv_width, head, _, full = (int(n) for n in golden["settings"])

@@ -215,7 +215,7 @@ AQUA = "aqua:bits=4,first_bits=16,backbone=token,group=32,buffer=32"
 RECIPES = {"kvquant:bits=4,sinks=1": {}, AQUA: {}, str(METHOD): {"recipe": QUICK}}
 
 
-@pytest.mark.parametrize("spec", RECIPES)
+@pytest.mark.parametrize("spec", thinned(RECIPES, 3))
 def test_calibrations_and_evaluation(spec):
     """KVQuant's needs gradients through the routed experts; all run a layer at a time by number."""
     model, method = mixed().replace(fingerprint="weights=0"), kvq.parse(spec)

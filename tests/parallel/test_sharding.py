@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import _constants, thinned
+from cases import _constants, thinned, with_nightly
 from greedy import reference
 from meshes import CAPACITY, LENGTHS, NEW, TOKENS, pending
 from tiny import tiny
@@ -38,6 +38,7 @@ CELLS: dict[str, tuple[dict, bool]] = {
     "xquant:bits=4,group=32": ({}, False),
     "xquant_cl:bits=4,group=32,base=0,protected=1": ({}, False),
 }
+OFTEN = ("kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3", "aqua:bits=4,buffer=32")
 
 
 def model_of(spec: str) -> tuple[kvq.Model, kvq.Method]:
@@ -70,7 +71,7 @@ def bound(logits, length: int = max(LENGTHS)) -> float:
     return float(np.finfo(np.float32).eps * terms * np.abs(logits).max())
 
 
-@pytest.mark.parametrize("spec", thinned(CELLS, 4))
+@pytest.mark.parametrize("spec", with_nightly(CELLS, OFTEN))
 def test_every_method_on_rows_sequence_and_model(spec):
     alone, spread = both(spec, ALL)
     limit = bound(alone)
@@ -93,7 +94,7 @@ SHORT = jnp.asarray(np.random.default_rng(1).integers(0, 50, (2, 12)), jnp.int32
 step = jax.jit(kvq.forward)
 
 
-@pytest.mark.parametrize("spec", ["kvquant:bits=4,sinks=2", "xquant:bits=4,group=32"])
+@pytest.mark.parametrize("spec", thinned(["kvquant:bits=4,sinks=2", "xquant:bits=4,group=32"], 2))
 def test_few_tokens(spec):
     """Keys and values of the step itself and of the step before, of which a long body would drown an error."""
     model, method = model_of(spec)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GENERAL, model_and_method, with_nightly
+from cases import GENERAL, model_and_method, thinned, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -62,7 +62,7 @@ def debugging():
 SETTINGS = {"enable_x64": lambda: jax.enable_x64(True), "debugging": debugging}
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", thinned(CALLS, 2), ids=lambda call: call.__name__)
 def test_the_same_under_every_setting(call):
     wanted = call()
     for name, setting in SETTINGS.items():
@@ -77,7 +77,7 @@ def one_step(spec: str):
     return kvq.forward(model, tokens(1, 1), jnp.asarray([1], jnp.int32), cache)[0]
 
 
-@pytest.mark.parametrize("spec", ["kivi:bits=2,window=0", "uniform:bits=4,group=32"])
+@pytest.mark.parametrize("spec", thinned(["kivi:bits=2,window=0", "uniform:bits=4,group=32"], 2))
 def test_without_jit(spec):
     """Loops of JAX are then Python's, operation by operation: equal up to the order of sums."""
     wanted = one_step(spec)
