@@ -21,7 +21,10 @@ from kvqjax.codecs.base import Codec
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
-__all__ = ["Uniform", "at_least_one", "check_group", "round_toward"]
+__all__ = ["GROUPS", "Uniform", "at_least_one", "check_group", "fitting_group", "round_toward"]
+
+
+GROUPS = (128, 64, 32)  # channels, as the papers have them
 
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
@@ -54,12 +57,14 @@ def _quantise(x, scale, low, bits: int):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform:
     """`along="tokens"`: one scale and minimum per channel for `group` consecutive tokens (KIVI's keys).
-    `along="channels"`: one per token for `group` consecutive channels (KIVI's values), 0 for those of a head."""
+    `along="channels"`: one per token for `group` consecutive channels (KIVI's values), 0 for those of a head. With
+    `fit` the group becomes smaller where the model's channels ask for it (`fitting_group`)."""
 
     bits: int
     along: str
     group: int = 32
     dtype: str = "bfloat16"
+    fit: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -75,7 +80,8 @@ class Uniform:
             raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
 
     def for_heads(self, heads: int, head_dim: int) -> "Uniform":
-        return dataclasses.replace(self, group=self.group or head_dim)
+        group = fitting_group(heads * head_dim, self.group) if self.fit else self.group or head_dim
+        return dataclasses.replace(self, group=group, fit=False)
 
     def build(self, width: int) -> Codec:
         return _per_channel(self, width) if self.along == "tokens" else _per_token(self, width)
@@ -109,6 +115,12 @@ def at_least_one(group: int) -> int:
     if group < 1:
         raise UserError(f"group={group}; a group has at least 1 channel")
     return group
+
+
+def fitting_group(width: int, most: int = GROUPS[0]) -> int:
+    """Choose how many channels share a scale where nobody says: the largest of 128, 64 and 32, up to `most`, that
+    divides `width` or exceeds it. `most` where none does."""
+    return next((group for group in GROUPS if group <= most and width % min(group, width) == 0), most)
 
 
 def check_group(group: int, width: int, least: int = 1) -> None:

@@ -15,6 +15,7 @@ from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate.xquant import constants, prepared
 from kvqjax.cli import main
 from kvqjax.methods import parse
+from kvqjax.methods.roofline import bits_by_layer
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.loading import Model, load
@@ -199,7 +200,24 @@ def test_a_width_that_the_group_does_not_divide_names_one_that_does(spec):
     heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 48}
     config = ModelConfig(vocab_size=8, width=192, mlp_width=8, num_layers=3, **heads)
     layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=256, dtype="float32")
-    with pytest.raises(UserError, match="group=128 does not divide the width 192; group=64 does"):
-        runs_of(layout)
     separator = "," if ":" in spec else ":"
+    with pytest.raises(UserError, match="group=128 does not divide the width 192; group=64 does"):
+        runs_of(dataclasses.replace(layout, method=parse(f"{spec}{separator}group=128")))
     runs_of(dataclasses.replace(layout, method=parse(f"{spec}{separator}group=64")))
+    runs_of(layout)  # the largest that fits
+
+
+@pytest.mark.parametrize(
+    ("spec", "bits"),
+    [
+        ("kivi:bits=4,group=128", 4.375),
+        ("kivi_star:protected=0", 2.375),
+        ("uniform", 4.5),
+        ("xquant:latent=true", 4.375),
+    ],
+)
+def test_a_group_that_is_not_given_fits_the_model(spec, bits):
+    """192 channels of 3 heads: 64 channels share a scale and a minimum where 128 would not fit, and 128 tokens do."""
+    heads = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+    config = ModelConfig(vocab_size=8, width=576, mlp_width=8, num_layers=2, **heads)
+    assert bits_by_layer(parse(spec), config.kv_shape) == (bits, bits)

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import Exact, Uniform, centred
-from kvqjax.codecs.uniform import at_least_one
+from kvqjax.codecs.uniform import GROUPS, at_least_one
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.layer_cache import Clock
 from kvqjax.methods.rotation import turning
@@ -30,7 +30,7 @@ def exact(*, window: int = 0, sinks: int = 0) -> Method:
 def uniform(
     *,
     bits: int = 4,
-    group: int = 128,
+    group: int | None = None,
     window: int = 0,
     sinks: int = 0,
     scales: str = "bfloat16",
@@ -39,14 +39,16 @@ def uniform(
     value_rotate: str = "same",
 ) -> Method:
     """The simplest compression, a baseline: uniform codes of keys (after RoPE) and values, with a scale and a minimum
-    for every `group` channels of a token.
+    for every `group` channels of a token: by default 128, or 64 or 32 where the model's channels are no multiple of
+    that.
 
     `bits` of a code, 1 to 6 or 8. `window` newest and `sinks` first tokens stay exact; `scales` is the dtype of scales
     and minima. `centre="mean"` takes a calibrated mean off the keys first. `rotate` and `value_rotate` as in `kivi`:
     with them it is the rotated q4 and q8 of other engines. A channel takes `bits + 32 / group` bits: with the defaults,
     Llama-3.1-8B stores 4.25 bits per channel. Raises UserError as `kivi` does.
     """
-    codec = Uniform(bits=bits, along="channels", group=at_least_one(group), dtype=scales)
+    channels = GROUPS[0] if group is None else at_least_one(group)
+    codec = Uniform(bits=bits, along="channels", group=channels, dtype=scales, fit=group is None)
     rotations: dict[str, Any] = turning(rotate, value_rotate)
     layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE, **rotations)
     return Method(name="uniform", layer=layer, sinks=sinks)
@@ -74,7 +76,8 @@ def kivi(
 
     - `bits` of a code, 1 to 6 or 8; `key_bits` and `value_bits` override it.
     - `group`: 32, 64 or 128 tokens that share the scale and minimum of a key channel, and leave the window together.
-      `value_group`: channels that share those of a token's values (default: as many).
+      `value_group`: channels that share those of a token's values; by default as many, or 64 or 32 where the model's
+      channels are no multiple of that.
     - `window` newest and `sinks` first tokens stay exact. `rule="together"` moves keys and values out in whole groups;
       "published" does as the released code: keys all at once every `window` tokens, values one token at a time.
     - `rope="pre"` stores keys before RoPE, "post" after it. `scales` is the dtype of scales and minima.
@@ -89,7 +92,7 @@ def kivi(
         value_or(key_bits, bits),
         value_or(value_bits, bits),
         group,
-        value_or(value_group, group),
+        value_group,
         window,
         rope,
         rule,
@@ -109,7 +112,7 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
     tokens stay exact; `centre` as in `kivi`. With the defaults, Llama-3.1-8B stores 2.438 bits per channel. Raises
     UserError as `kivi` does.
     """
-    options = (128, 128, window, "pre", "together", "bfloat16", centre)
+    options = (128, None, window, "pre", "together", "bfloat16", centre)
     layer, first = (_kivi_layer(b, b, *options) for b in (bits, max(bits, 4)))
     overrides = tuple((i, first) for i in first_layers(protected))
     return Method(name="kivi_star", layer=layer, sinks=sinks, overrides=overrides)
@@ -122,7 +125,8 @@ def _kivi_layer(
     key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none", **rotations
 ) -> KeysAndValues:
     key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
-    value = Uniform(bits=value_bits, along="channels", group=at_least_one(value_group), dtype=scales)
+    channels = group if value_group is None else at_least_one(value_group)
+    value = Uniform(bits=value_bits, along="channels", group=channels, dtype=scales, fit=value_group is None)
     if rule not in ("together", "published"):
         raise UserError(f"rule={rule!r}; known: together, published")
     clocks = ()

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.codecs import Codec, Exact, Fit, Uniform
 from kvqjax.codecs.outlier_channel import OutlierChannels
-from kvqjax.codecs.uniform import check_group
+from kvqjax.codecs.uniform import check_group, fitting_group
 from kvqjax.methods.layer_cache import (
     Calibration,
     Clock,
@@ -50,6 +50,7 @@ from kvqjax.pallas_kernels.packed import PackedSpec
 
 __all__ = [
     "FIT",
+    "UNIT",
     "LayerInput",
     "attended",
     "input_width",
@@ -63,6 +64,7 @@ __all__ = [
 ]
 
 FIT = Fit("kvqjax.calibrate.xquant", source="weights")
+UNIT = 128  # tokens that leave the window together
 
 
 # ---- The method and its options ----
@@ -74,7 +76,7 @@ def xquant(
     bits: int = 4,
     value_bits: int | None = None,
     outliers: int = 0,
-    group: int = 128,
+    group: int | None = None,
     window: int = 0,
     sinks: int = 0,
     protected: int = 0,
@@ -89,7 +91,8 @@ def xquant(
       first `outliers` channels of the keys' latent stay at 16 bits. `latent` None chooses by size.
     - The first `protected` layers have `high_bits` (Table 4: 3 layers of 4 bits).
     - `group` channels (of keys' latents: tokens) share a scale of dtype `scales`. `group` tokens leave the window
-      together, beyond the newest `window`; `sinks` first tokens stay exact.
+      together, beyond the newest `window`; `sinks` first tokens stay exact. By default it is 128, and 64 or 32 channels
+      where the width is no multiple of that.
 
     With the defaults, Llama-3.1-8B stores 4.25 bits per key or value channel. Raises UserError for values that are not
     listed here, and for value bits or outliers where there is no latent.
@@ -112,7 +115,7 @@ class LayerInput:
     bits: int = 4  # of X, or with latents of keys
     value_bits: int | None = None  # of values, with latents
     outliers: int = 0  # the first channels of X U_k, which stay at 16 bits
-    group: int = 128
+    group: int | None = None  # None: UNIT tokens, and as many channels as fit
     window: int = 0
     latent: bool | None = None  # None chooses X or its latents by size (prefers_latents)
     scales: str = "bfloat16"
@@ -121,16 +124,18 @@ class LayerInput:
         return prefers_latents(config) if self.latent is None else self.latent
 
     def build(self, config: KVShape) -> Wiring:
-        clock = Clock(("x",), self.window, self.group)
+        unit = self.group or UNIT
+        clock = Clock(("x",), self.window, unit)
         full = input_width(config)
         width = min(full, config.kv_width) if self.uses_latents(config) else full
-        per_token = {"along": "channels", "group": self.group, "scales": self.scales, "width": width}
+        channels = self.group or fitting_group(width)
+        per_token = {"along": "channels", "group": channels, "scales": self.scales, "width": width}
         if not self.uses_latents(config):
             if self.outliers or self.value_bits not in (None, self.bits):
                 options = f"value_bits={self.value_bits}, outliers={self.outliers}"
                 raise UserError(f"xquant caches X itself here, of one width and without a first latent; got {options}")
             return layer_input(config, quantiser(self.bits, **per_token).build(width), clock)
-        key = quantiser(self.bits, **{**per_token, "along": "tokens"})
+        key = quantiser(self.bits, **{**per_token, "along": "tokens", "group": unit})
         if self.outliers:
             key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
         value = quantiser(self.value_bits or self.bits, **per_token)

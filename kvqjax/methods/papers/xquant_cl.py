@@ -22,11 +22,12 @@ import jax.numpy as jnp
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import Codec, Uniform
-from kvqjax.codecs.uniform import check_group
+from kvqjax.codecs.uniform import check_group, fitting_group
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Maps, Storage, Wiring
 from kvqjax.methods.papers.xquant import (
     FIT,
+    UNIT,
     LayerInput,
     attended,
     input_width,
@@ -62,7 +63,7 @@ def xquant_cl(
     axis: str = "token",
     accumulator: str | None = None,
     space: str = "norm",
-    group: int = 128,
+    group: int | None = None,
     window: int = 0,
     sinks: int = 0,
     latent: bool | None = None,
@@ -156,7 +157,7 @@ class CrossLayer:
     axis: str = "token"  # a scale belongs to a token, or to a channel of `group` tokens
     accumulator: str = "bfloat16"
     space: str = "norm"
-    group: int = 128
+    group: int | None = None  # as in LayerInput
     window: int = 0
     latent: bool | None = None
     scales: str = "bfloat16"
@@ -171,7 +172,7 @@ class CrossLayer:
         layer above stores its difference from the layer below."""
         if not isinstance(other, KeysAndValues):
             return other
-        return dataclasses.replace(other, window=self.window, unit=self.group, clocks=())
+        return dataclasses.replace(other, window=self.window, unit=self.group or UNIT, clocks=())
 
     def uses_latents(self, config: KVShape) -> bool:
         return not self.start and (prefers_latents(config) if self.latent is None else self.latent)
@@ -184,14 +185,16 @@ class CrossLayer:
             raise UserError(f"xquant_cl needs full attention in every layer; its window is {config.window}")
         full = input_width(config)
         if self.accumulator.isdigit():
-            check_group(self.group, full, least=PLANE)
+            check_group(self.group or fitting_group(full), full, least=PLANE)
         width = min(full, 2 * config.kv_width) if latent else full
-        codec = quantiser(self.bits, along, self.group, self.scales, width).build(width)
+        unit = self.group or UNIT
+        group = unit if along == "tokens" else self.group or fitting_group(width)
+        codec = quantiser(self.bits, along, group, self.scales, width).build(width)
         return _wired(
             config,
             codec._replace(needs={"down": (full, width)}) if latent else codec,
-            Clock(("x",), self.window, self.group),
-            Difference(self.start, latent, self.accumulator, self.space, self.group),
+            Clock(("x",), self.window, unit),
+            Difference(self.start, latent, self.accumulator, self.space, self.group or fitting_group(full)),
         )
 
 
