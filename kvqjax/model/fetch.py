@@ -8,13 +8,13 @@ complete and its sum is right. What a killed download leaves is taken up or repl
 import dataclasses
 import hashlib
 import importlib.util
+import io
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from kvqjax._errors import UserError, suggest
 from kvqjax._folders import user_folder
@@ -211,7 +211,7 @@ def _sum_of(file: Path) -> str:
         return _digest(stream)
 
 
-def _digest(stream: IO[bytes], target: IO[bytes] | None = None) -> str:
+def _digest(stream: io.BufferedIOBase, target: io.BufferedIOBase | None = None) -> str:
     """The SHA-256 of a stream, which is copied to `target` on the way."""
     digest = hashlib.sha256()
     while piece := stream.read(_PIECE):

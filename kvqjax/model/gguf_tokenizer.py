@@ -129,7 +129,7 @@ def _byte_level(header: Header, tokens: list[str]) -> tuple[Any, bool]:
 
     split = _split_of(header)
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    merges = [_pair(header, merge) for merge in header.strings("tokenizer.ggml.merges")]
+    merges = [_pair(header, merge, vocabulary) for merge in header.strings("tokenizer.ggml.merges")]
     backend = Tokenizer(BPE(vocabulary, merges, ignore_merges=split.whole))
     if split.composed:
         backend.normalizer = normalizers.NFC()
@@ -154,10 +154,11 @@ def _split_of(header: Header) -> _Split:
     return _SPLITS[name]
 
 
-def _pair(header: Header, merge: str) -> tuple[str, str]:
+def _pair(header: Header, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
-    if not (left and space and right):
-        raise UserError(f"{header.file}: damaged: {merge[:40]!r} in tokenizer.ggml.merges is no pair")
+    # The library does not raise but panic where the token that results is missing.
+    if not (space and left in vocabulary and right in vocabulary and left + right in vocabulary):
+        raise UserError(f"{header.file}: damaged: {merge[:40]!r} in tokenizer.ggml.merges is no pair of its tokens")
     return left, right
 
 
@@ -168,7 +169,7 @@ def _sentencepiece(header: Header, tokens: list[str]) -> tuple[Any, bool]:
 
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in header.values:
-        merges = [_pair(header, merge) for merge in header.strings("tokenizer.ggml.merges")]
+        merges = [_pair(header, merge, vocabulary) for merge in header.strings("tokenizer.ggml.merges")]
     else:
         merges = _merges_of_scores(vocabulary, header.numbers("tokenizer.ggml.scores", len(tokens)))
     number = header.integer("tokenizer.ggml.unknown_token_id", 0)
