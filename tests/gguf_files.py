@@ -63,6 +63,8 @@ def write_values(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
     count = config.get("num_local_experts") or config.get("num_experts")
     if count:
         writer.add_expert_count(count)

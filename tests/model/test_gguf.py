@@ -52,6 +52,7 @@ EXPERTS = ExpertConfig(count=3, per_token=2, width=64)
 FAMILIES = {
     "llama": BASE,
     "llama-tied-head-dim": family("Llama", tied_embeddings=True, head_dim=12, num_kv_heads=1),
+    "mistral-window": family("Mistral", sliding_window=16),
     "mixtral": family("Mixtral", experts=EXPERTS),
     "qwen2": family("Qwen2", qkv_bias=True, tied_embeddings=True),
     "qwen3": family("Qwen3", qk_norm=True, head_dim=16),
@@ -297,10 +298,10 @@ def test_models_of_every_kind_of_numbers(kind, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, named)
 
 
-def test_slices_of_devices_are_those_of_the_file(tmp_path):
-    """A mesh's devices read their own rows and columns alone."""
+def test_slices_of_devices_are_those_of_the_file(tmp_path, monkeypatch):
+    """A mesh's devices read their own rows and columns alone, of large tensors some rows at a time."""
     _, file = made(BASE, tmp_path, kind="Q8_0")
-    model = kvq.load(file)
+    model = kvq.load(file, layers="scan")
     config = model.config
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
@@ -308,7 +309,8 @@ def test_slices_of_devices_are_those_of_the_file(tmp_path):
         axes = {"layers/q": (None, None, "model"), "layers/o": (None, "model", None), "embed": (None, "model")}
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes.get(name, ())))
 
-    assert_same(load_params(file, config, sharding=place), load_params(file, config))
+    monkeypatch.setattr("kvqjax.model.weights.PART", 7 * 32)
+    assert_same(load_params(file, config, sharding=place), model.params)
 
 
 # --- Against transformers ---
@@ -474,6 +476,18 @@ def test_a_folder_that_holds_one_file_names_it(plain, tmp_path, capsys, monkeypa
     assert "2 GGUF files; name one, such as" in refusal(lambda: kvq.load(folder))
     code, out, err = run(capsys, monkeypatch, "generate", "-m", str(tmp_path / "no.gguf"), "-p", "a")
     assert (code, out, err) == (2, "", f"error: {tmp_path / 'no.gguf'}: no such file\n")
+
+
+def test_a_file_of_the_hub(plain, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repository, file: plain)
+    assert kvq.load("owner/name/model.Q4_0.gguf").folder == str(plain)
+
+    def fail(repository, file):
+        raise OSError(f"no route to {repository}, {file}")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    line = refusal(lambda: kvq.load("owner/name/folder/model.gguf"))
+    assert line.endswith("is no file here and could not be had from the hub: no route to owner/name, folder/model.gguf")
 
 
 def test_artifacts_belong_to_their_file(plain, tmp_path):
