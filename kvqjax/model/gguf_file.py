@@ -4,7 +4,7 @@ Layout: "GGUF", version, how many tensors and values; the values (key, type, val
 innermost axis on, type, offset); the data behind the next multiple of `general.alignment`.
 
 The header is walked here and not by the `gguf` package. Its reader makes an array of every string (SmolLM2's 98,000
-strings: 6.8 s on two cores, here 0.1 s), and does not end where a damaged header states a huge count. Blocks are
+strings: 6.8 s on two busy cores, here 0.2 s), and does not end where a damaged header states a huge count. Blocks are
 decoded by the package. It is imported only for a file that has blocks.
 """
 

@@ -6,13 +6,14 @@ side by side, so rows of that architecture's queries and keys lie in another ord
     row h * D + 2 * j + s of the file  =  row h * D + s * D / 2 + j of the checkpoint,  s = 0, 1
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.model.gguf_file import Entry, Header, read_header, require_decoder
+from kvqjax.model.gguf_file import BLOCKS, Entry, Header, read_header, require_decoder
 from kvqjax.model.hf_families import FAMILIES
 
 __all__ = ["find_tensors", "read_fields"]
@@ -178,7 +179,6 @@ _LAYER = {
     **{f"attn_{n}_norm.weight": f"self_attn.{n}_norm.weight" for n in "qk"},
     **{f"ffn_{n}.weight": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
     **{f"ffn_{n}_shexp.weight": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
-    "ffn_gate_inp.weight": "mlp.gate.weight",
     "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
 }
 _EXPERT = {
@@ -209,7 +209,7 @@ def find_tensors(file: Path) -> dict[str, Entry]:
             continue
         if not entry.readable:
             _refuse_type(file, stored, entry)
-        if entry.kind not in ("F32", "F16", "BF16"):
+        if entry.kind in BLOCKS:
             require_decoder(file, entry.kind)
         front, _, rest = stored.partition(".")
         number, _, part = rest.partition(".")
@@ -248,13 +248,11 @@ def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -
 
 
 def _refuse_type(file: Path, name: str, entry: Entry):
-    import importlib.util
-
     label, number = entry.kind, int(entry.kind.removeprefix("type "))
     if importlib.util.find_spec("gguf") is not None:
         from gguf import GGMLQuantizationType
 
         kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
         label = kinds.get(number, label)
-    known = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K"
+    known = ", ".join(("F32", "F16", "BF16", *BLOCKS))
     raise UserError(f"{file}: tensor {name!r} is {label}, which is not read here; read are {known}")
