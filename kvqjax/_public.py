@@ -40,6 +40,7 @@ from kvqjax.methods import (
 )
 from kvqjax.model.config import KVShape
 from kvqjax.model.config import RopeConfig as Rope
+from kvqjax.model.fetch import fetch
 from kvqjax.model.loading import Model, load
 from kvqjax.parallel.hosts import join_hosts
 from kvqjax.parallel.sharding import shard
@@ -81,6 +82,7 @@ __all__ = [
     "eval",
     "evict",
     "exact",
+    "fetch",
     "fork",
     "forward",
     "gather",

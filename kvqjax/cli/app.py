@@ -36,6 +36,7 @@ COMMANDS = {
     "methods": Command("info", "methods", "List the methods: bits, what they need, options and defaults."),
     "inspect": Command("info", "inspect", "Show what a calibration artifact or a saved cache holds."),
     "plan": Command("plan", "plan", "Say whether a model and its cache fit a device, and how fast they can be."),
+    "fetch": Command("fetch", "fetch", "Bring a real model into the user's cache folder: SmolLM2-135M-Instruct."),
     "doctor": Command("doctor", "doctor", "Check this installation and every kernel that concerns this chip."),
 }
 

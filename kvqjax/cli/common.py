@@ -77,7 +77,9 @@ def token_number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: 
     return typer.Option(*names, min=least, max=most, parser=read, metavar="TOKENS", **about)
 
 
-ModelName = Annotated[str, typer.Option("--model", "-m", help="demo, recall, a Hugging Face folder, or a hub id")]
+ModelName = Annotated[
+    str, typer.Option("--model", "-m", help="demo, recall, smollm2, a folder, FILE.gguf, or a hub id")
+]
 Caches = Annotated[
     list[str], typer.Option("--cache", "-c", help="a policy such as kivi:bits=2;0-1=exact, or FILE.json; repeatable")
 ]

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a folder of safetensors files, its tensors, its matrices in packed codes, its fingerprint.
+"""A checkpoint on disk: a folder of safetensors files or a GGUF file, its tensors, their codes, its fingerprint.
 
 Layout of a safetensors file: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets),
 the data. Headers are checked before anything is read. Afterwards slices are read from where they lie.
@@ -10,7 +10,8 @@ Weights are plain numbers, or codes:
     AWQ   w[o, i] = (code[i, o] - zero[i // group, o]) * scale[i // group, o];  a word holds codes of consecutive o
 
 in the order of Hugging Face's linear layers, [out, in]. GPTQ's second format stores its zeros without taking off one.
-AWQ's words hold even outputs before odd ones. Codes are decoded to float32.
+AWQ's words hold even outputs before odd ones. Codes are decoded to float32. Those of a GGUF file are blocks along its
+rows (kvqjax/model/gguf_file.py).
 """
 
 import dataclasses
@@ -27,6 +28,8 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax._files import read_object
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.gguf_file import BLOCKS, decode_blocks, is_gguf
+from kvqjax.model.gguf_model import find_tensors
 from kvqjax.model.hf_config import Scheme
 
 __all__ = [
@@ -66,10 +69,12 @@ class Tensor:
     Attributes:
         file: the file.
         name: the name in the file's header.
-        dtype: the dtype as safetensors spells it.
+        dtype: the dtype as safetensors spells it, or the type of a GGUF file's blocks.
         shape: the shape.
         start: the byte of the file at which the data begins.
         nbytes: bytes of the data.
+        blocks: the data is blocks of codes along the last axis (`BLOCKS`).
+        head_dim: channels of a head whose rotary pairs lie side by side in the file; 0: rows lie as they are read.
     """
 
     file: Path
@@ -78,6 +83,8 @@ class Tensor:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    blocks: bool = False
+    head_dim: int = 0
 
 
 Checkpoint = dict[str, Tensor]
@@ -87,7 +94,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Read the headers of a checkpoint.
 
     Args:
-        folder: the folder of model.safetensors, or of model.safetensors.index.json and the shards that it names.
+        folder: the folder of model.safetensors, or of model.safetensors.index.json and the shards that it names; or a
+            GGUF file, whose tensors have the names that Hugging Face gives them.
 
     Returns:
         Every tensor by its name.
@@ -96,6 +104,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         UserError: for a missing folder, file or tensor, a damaged header, a truncated file, or a folder of pickles.
     """
     folder = Path(folder).expanduser()
+    if is_gguf(folder):
+        return {
+            name: Tensor(folder, name, e.kind, e.shape, e.start, e.nbytes, e.kind in BLOCKS, e.head_dim)
+            for name, e in find_tensors(folder).items()
+        }
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     checkpoint = {}
@@ -198,14 +211,16 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
         index: a slice of every axis.
 
     Returns:
-        The slice in the stored dtype.
+        The slice in the stored dtype; blocks decoded to float32.
 
     Raises:
         UserError: for a file that cannot be read.
     """
     if 0 in tensor.shape:
-        return np.empty(tensor.shape, _DTYPES[tensor.dtype])[index]
+        return np.empty(tensor.shape, np.float32 if tensor.blocks else _DTYPES[tensor.dtype])[index]
     try:
+        if tensor.blocks:
+            return _read_blocks(tensor, index)
         mapped = np.memmap(
             tensor.file,
             dtype=np.dtype(_DTYPES[tensor.dtype]),
@@ -213,10 +228,37 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
             offset=tensor.start,
             shape=tensor.shape or (1,),
         )
-        return np.array(mapped.reshape(tensor.shape)[index])
+        mapped = mapped.reshape(tensor.shape)
+        if tensor.head_dim:
+            mapped, index = mapped[_stored_rows(tensor, index[0])], (slice(None), *index[1:])
+        return np.array(mapped[index])
     except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
         reason = " ".join(str(error).split())
         raise UserError(f"{tensor.file}: cannot be read: {reason}") from error
+
+
+def _stored_rows(tensor: Tensor, rows: slice) -> np.ndarray:
+    """The places in the file of rows in Hugging Face's order (kvqjax/model/gguf_model.py)."""
+    wanted, half = np.arange(*rows.indices(tensor.shape[0])), tensor.head_dim // 2
+    channel = wanted % tensor.head_dim
+    return wanted - channel + 2 * (channel % half) + channel // half
+
+
+def _read_blocks(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a matrix of blocks. Of each row the blocks around the slice are decoded."""
+    if len(tensor.shape) != 2:
+        raise UserError(f"{tensor.file}: {tensor.name!r} of type {tensor.dtype} is no matrix")
+    size, nbytes = BLOCKS[tensor.dtype]
+    first, last, _ = index[1].indices(tensor.shape[1])
+    blocks = slice(first // size, -(-last // size))
+    shape = (tensor.shape[0], tensor.shape[1] // size, nbytes)
+    mapped = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=shape)
+    rows = _stored_rows(tensor, index[0]) if tensor.head_dim else index[0]
+    skipped = first - blocks.start * size
+    numbers = decode_blocks(tensor.file, tensor.dtype, np.asarray(mapped[rows][:, blocks]))
+    return numbers[:, skipped : skipped + last - first]
 
 
 # --- Weights: plain numbers, or tensors of codes and scales ---
@@ -282,7 +324,7 @@ def _find_floats(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme | 
     """A weight of plain numbers or of FP8 codes, which stands under its own name."""
     tensor = checkpoint[name]
     if tensor.dtype != _FP8:
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in _FLOATS and not tensor.blocks:
             known = ", ".join(_FLOATS)
             raise UserError(f"{tensor.file}: {name!r} has dtype {tensor.dtype}, wanted one of {known}")
         return StoredWeight(name, {"weight": tensor}, tensor.shape)

@@ -18,6 +18,8 @@ from typing import Any, NoReturn, TypeGuard
 from kvqjax._errors import UserError
 from kvqjax._files import read_object
 from kvqjax.model.config import ExpertConfig, ModelConfig, RopeConfig
+from kvqjax.model.gguf_file import is_gguf
+from kvqjax.model.gguf_model import read_fields
 from kvqjax.model.hf_families import (
     FAMILIES,
     PICTURE_FAMILIES,
@@ -56,10 +58,10 @@ _ACCEPTED = {
 
 
 def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig:
-    """Read the config of a Hugging Face folder.
+    """Read the config of a Hugging Face folder or a GGUF file.
 
     Args:
-        path: the folder, or its config.json.
+        path: the folder, its config.json, or the file.
         rope_length: the longest text, as `parse_config` has it.
 
     Returns:
@@ -69,6 +71,12 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
         UserError: for an absent file, one that is not JSON, or a field that is not supported.
     """
     path = Path(path).expanduser()
+    if is_gguf(path):
+        fields = read_fields(path)
+        try:
+            return parse_config(fields, rope_length=rope_length)
+        except UserError as error:
+            raise UserError(f"{path}: {str(error).removeprefix('config.json: ')}") from error
     if not path.exists():
         raise UserError(f"{path}: no such folder")
     file = path / "config.json" if path.is_dir() else path

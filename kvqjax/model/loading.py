@@ -1,4 +1,4 @@
-"""A model as one value, and where models come from: bundled, a folder, or the Hugging Face hub.
+"""A model as one value, and where models come from: bundled, fetched, a folder, a GGUF file, or the Hugging Face hub.
 
 Configs of common models are shipped as JSON facts (assets/configs), so that planning works offline.
 """
@@ -21,6 +21,9 @@ from kvqjax._files import read_object
 from kvqjax._options import named_options
 from kvqjax.model.checkpoint import fingerprint, fingerprint_parts
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.fetch import FETCHED, fetched
+from kvqjax.model.gguf_file import is_gguf, read_header
+from kvqjax.model.gguf_tokenizer import has_tokenizer
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer
 from kvqjax.model.weight_codes import CodedWeight
@@ -71,7 +74,7 @@ class Model(struct.PyTreeNode):
         others: those of the other artifacts.
         config: the config.
         fingerprint: the checkpoint's digests (kvqjax/model/checkpoint.py); "" for a model that is not of a folder.
-        folder: the folder with its tokenizer; "" likewise.
+        folder: the folder, or the GGUF file, with its tokenizer; "" likewise.
         rules: how it and its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one device.
         calibrated: the methods of `constants` and `others`, in this order.
     """
@@ -106,6 +109,8 @@ class Model(struct.PyTreeNode):
     @property
     def has_tokenizer(self) -> bool:
         """Whether there is a tokenizer: `generate` on token ids goes without one."""
+        if self.folder and is_gguf(Path(self.folder)):
+            return has_tokenizer(Path(self.folder))
         return bool(self.folder) and any((Path(self.folder) / name).exists() for name in TOKENIZER_FILES)
 
     @property
@@ -193,25 +198,42 @@ def locate(name: str | Path) -> Path:
     """Find the folder of a model, which is downloaded where only the hub has it.
 
     Args:
-        name: a bundled model ("demo"), a path ("./demo"), or a hub id ("owner/name"), looked for in this order.
+        name: a bundled model ("demo"), one that `kvqjax fetch` brings ("smollm2"), a path ("./demo", "model.gguf"), or
+            a hub id ("owner/name", "owner/name/file.gguf"), looked for in this order.
 
     Returns:
-        The folder.
+        The folder, or the GGUF file.
 
     Raises:
-        UserError: for a name that is none of these, a bundled model that is not installed, or a failed download.
+        UserError: for a name that is none of these, a model that is not installed or not fetched, or a failed download.
     """
     if name in BUNDLED:
         return _bundled(str(name))
+    if name in FETCHED:
+        return fetched(str(name))
     folder = Path(name).expanduser()
     if folder.is_dir():
+        return _single_file(folder)
+    hub_file = isinstance(name, str) and re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", name)
+    if hub_file and ".." not in name and not folder.exists():
+        return _download_file(*hub_file.groups())
+    if is_gguf(folder):
+        read_header(folder)
         return folder
     if folder.exists():
-        raise UserError(f"{folder}: a file; wanted the folder of a model")
+        raise UserError(f"{folder}: a file; wanted the folder of a model, or a .gguf file")
     if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name:
         return _download(name)
     bundled = ", ".join(BUNDLED)
     raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
+
+
+def _single_file(folder: Path) -> Path:
+    """The one GGUF file of a folder that holds no other model; the folder itself otherwise."""
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{folder}: {len(files)} GGUF files; name one, such as {files[0]}")
+    return files[0] if files else folder
 
 
 def _bundled(name: str) -> Path:
@@ -234,12 +256,24 @@ def _download(name: str) -> Path:
         raise UserError(f"{name!r} is no folder here and could not be had from the hub: {reason}") from error
 
 
+def _download_file(repository: str, file: str) -> Path:
+    """A GGUF file of a repository, which may have many."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, file))
+    except Exception as error:  # as in `_download`
+        reason = " ".join(str(error).split())[:200]
+        name = f"{repository}/{file}"
+        raise UserError(f"{name!r} is no file here and could not be had from the hub: {reason}") from error
+
+
 def config_of(name: str) -> ModelConfig:
     """Read a model's config by its name, for planning.
 
     Args:
-        name: a bundled model, a folder or config.json, a known model ("llama-3.1-8b"; of a hub id the part after the
-            slash counts, in any case), or a hub id that is downloaded.
+        name: a bundled or fetched model, a folder, config.json or GGUF file, a known model ("llama-3.1-8b"; of a hub id
+            the part after the slash counts, in any case), or a hub id that is downloaded.
 
     Returns:
         The config.
@@ -247,20 +281,22 @@ def config_of(name: str) -> ModelConfig:
     Raises:
         UserError: with the nearest known name for an unknown one, or as `read_config` does.
     """
-    path = Path(name).expanduser()
-    if path.suffix == ".json" or path.is_dir():
+    path, placed = Path(name).expanduser(), name in BUNDLED or name in FETCHED
+    if not placed and path.suffix == ".json":
         return read_config(path)
+    if not placed and (path.is_dir() or is_gguf(path)):
+        return read_config(locate(name))
     short = name.rpartition("/")[2].lower()
-    if name not in BUNDLED and short in KNOWN:
+    if not placed and short in KNOWN:
         return read_config(_CONFIGS / f"{short}.json")
-    if name not in BUNDLED and "/" not in name:
-        hint = suggest(short, (*BUNDLED, *KNOWN))
+    if not placed and "/" not in name:
+        hint = suggest(short, (*BUNDLED, *FETCHED, *KNOWN))
         raise UserError(f"{name}: no such folder and no known model{hint}")
     return read_config(locate(name))
 
 
 def name_of(model: Model) -> str:
-    """What `load` takes for a model: a bundled name or its folder; "" where it has none."""
+    """What `load` takes for a model: a bundled name, its folder or its GGUF file; "" where it has none."""
     folder = Path(model.folder)
     return folder.name if folder.parent == _ASSETS else model.folder
 
@@ -307,7 +343,8 @@ def load(
     """Load a model. Code from a checkpoint is never run.
 
     Args:
-        name: a bundled name, a folder or a hub id, looked for in this order; "./demo" is always a folder.
+        name: a bundled or fetched name, a folder, a GGUF file or a hub id, looked for in this order; "./demo" is always
+            a folder.
         dtype: the compute policy: "bfloat16", "float16" (T4), "float32", their short forms "bf16", "f16", "f32", or a
             jnp dtype. None: float32 on the CPU backend, bfloat16 elsewhere.
         sharding: the rules of a mesh (kvqjax.parallel.sharding.rules_for): every host reads only what its devices hold.

@@ -1,4 +1,4 @@
-"""Tokenizers: of a folder's tokenizer.json by the `tokenizers` library alone, of anything else by transformers.
+"""Tokenizers: of a folder's tokenizer.json or a GGUF file by the `tokenizers` library, of others by transformers.
 Their chat templates are rendered as transformers renders them.
 
 Importing transformers takes seconds, and PyTorch comes with it where it is installed. What it does with a
@@ -20,6 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvqjax._errors import UserError
 from kvqjax._files import open_text, read_object
+from kvqjax.model.gguf_file import is_gguf
+from kvqjax.model.gguf_tokenizer import QWEN_PATTERN, build_tokenizer, use_metaspace
 
 __all__ = ["TOKENIZER_FILES", "Tokenizer", "open_tokenizer"]
 
@@ -33,11 +35,6 @@ QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 AS_STORED = ("mistral", "mistral3", "ministral", "ministral3", "mixtral")
 # Classes that take tokenizer.json as it is. The first one stands for all of them.
 PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
-
-# How transformers splits a text for Qwen's tokenizers.
-QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
 # Options of `apply_chat_template` that have a meaning in transformers. Any other is a variable of the template.
@@ -134,19 +131,13 @@ def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 def _build_llama(backend: Any, stored: dict[str, Any], settings: dict[str, Any]) -> None:
     """Give a tokenizer of SentencePiece's kind the parts that transformers gives it in place of the stored ones."""
-    from tokenizers import decoders, pre_tokenizers
-
     model = stored.get("model", {})
     every_byte = all(f"<0x{byte:02X}>" in model.get("vocab", {}) for byte in range(256))
     _require(model.get("type") == "BPE" and every_byte and bool(model.get("byte_fallback")))
     _require(bool(model.get("fuse_unk")) and not model.get("dropout") and not model.get("ignore_merges"))
     prefix = settings.get("add_prefix_space")
     prefix = True if prefix is None else bool(prefix)
-    scheme = ("always" if settings.get("legacy") else "first") if prefix else "never"
-    backend.normalizer = None
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
+    use_metaspace(backend, ("always" if settings.get("legacy") else "first") if prefix else "never")
 
 
 def _named_tokens(folder: Path, settings: dict[str, Any], defaults: dict[str, str]) -> dict[str, str]:
@@ -216,9 +207,13 @@ def _read(folder: Path) -> _Parts:
 
 
 def _transformers(folder: str) -> Any:
-    """The tokenizer of transformers."""
-    from transformers import AutoTokenizer
+    """The tokenizer of transformers. Of a GGUF file it is made of the parts that are built here."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if is_gguf(Path(folder)):
+        backend, named, template = build_tokenizer(Path(folder))
+        options = {"clean_up_tokenization_spaces": False, "model_max_length": 10**12, **named}
+        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **options)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of the system, of transformers, and of `tokenizers`, which raises Exception itself
@@ -488,7 +483,7 @@ def open_tokenizer(folder: str) -> Any:
     """Open the tokenizer of a model's folder.
 
     Args:
-        folder: the folder.
+        folder: the folder, or a GGUF file.
 
     Returns:
         A `Tokenizer`, or transformers' own where the folder needs it.
@@ -496,6 +491,8 @@ def open_tokenizer(folder: str) -> Any:
     Raises:
         UserError: for a folder without a tokenizer, or with a damaged one.
     """
+    if is_gguf(Path(folder)):
+        return Tokenizer(folder, _Parts(*build_tokenizer(Path(folder))))
     if not any((Path(folder) / name).exists() for name in TOKENIZER_FILES):
         raise UserError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}) in this folder")
     try:

@@ -55,6 +55,7 @@ __all__ = ["Parameter", "ShardingRule", "load_params", "parameters", "save_param
 ShardingRule = Callable[[str], jax.sharding.Sharding]
 
 PIECE = 2**28  # bytes of layers that are read before they are written into their stack
+PART = 2**24  # numbers of a tensor that are decoded at a time, 64 MiB in float32
 _PROGRESS_AFTER_SECONDS = 2.0  # a shorter load shows no bar
 
 
@@ -445,10 +446,14 @@ def _fill(
         places = layer if by_expert else [layer]
         weights = weights[index[1]] if by_expert else weights
         for place, weight in zip(places, weights, strict=True):
-            numbers = decode_slice(weight, inner)
-            # An overflow to float16 is refused with the tensor's name, not warned of.
-            with np.errstate(over="ignore"):
-                place[...] = (numbers.T if matrix else numbers).astype(dtype)
+            target = place.T if matrix else place  # in the order of the tensor
+            rows = max(1, PART // max(1, math.prod(target.shape[1:])))
+            for row in range(0, len(target), rows):
+                first = inner[0].start + row
+                numbers = decode_slice(weight, (slice(first, min(first + rows, inner[0].stop)), *inner[1:]))
+                # An overflow to float16 is refused with the tensor's name, not warned of.
+                with np.errstate(over="ignore"):
+                    target[row : row + rows] = numbers.astype(dtype)
             if dtype == np.float16 and not np.isfinite(place).all():
                 raise UserError(f"{weight.file}: {weight.name!r} exceeds float16's range; load as bf16 or f32")
     return block

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ from kvqjax.parallel.mesh_size import MeshSize
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| `(.+)` \|$", PAGE, re.MULTILINE))
 SIX = ExpertConfig(count=6, per_token=2, width=24)
+GEMMA = b"\6\0\0\0\0\0\0\0gemma3"  # an architecture in the header of a GGUF file
 BY_LENGTH = RopeConfig(kind="dynamic", factor=2.0, original_max_position=256)
 CONFIG = json.loads((locate("recall") / "config.json").read_text())
 
@@ -107,6 +109,26 @@ def with_vision(tmp_path, monkeypatch, recall):
     file = whole(tmp_path) / "model.safetensors"
     save_file(load_file(file) | {"vision_tower.x": np.zeros(4, np.float32)}, file)
     kvq.load(file.parent)
+
+
+def not_fetched(tmp_path, monkeypatch, recall):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kvq.load("smollm2")
+
+
+def gguf_file(change, installed: bool = True):
+    """Load the bundled model `recall` as a GGUF file that was changed, with its decoder or without."""
+
+    def provoke(tmp_path, monkeypatch, recall):
+        from gguf_files import write_gguf
+
+        file = write_gguf(locate("recall"), tmp_path / "model.gguf", kind="Q8_0")
+        file.write_bytes(change(file.read_bytes()))
+        if not installed:
+            monkeypatch.setitem(sys.modules, "gguf", None)
+        kvq.load(file)
+
+    return provoke
 
 
 def no_tokenizer(tmp_path, monkeypatch, recall):
@@ -284,6 +306,10 @@ CASES = {
     "weights that are no safetensors": weights(b"\x93" * 999),
     "header that contradicts itself": weights(header({"dtype": "F32", "shape": [4], "data_offsets": [0, 8]})),
     "shard index that leaves the folder": index_outside,
+    "model that was not fetched": not_fetched,
+    "truncated GGUF file": gguf_file(lambda data: data[:-1000]),
+    "GGUF file of another architecture": gguf_file(lambda data: data.replace(b"\5\0\0\0\0\0\0\0llama", GEMMA, 1)),
+    "GGUF codes without their decoder": gguf_file(lambda data: data, installed=False),
     "no tokenizer": no_tokenizer,
     "tokenizer of another model": foreign_tokenizer,
     "weights that are not finite": lambda *_: kvq.generate(broken(tiny()), [[1, 2, 3]], max_new_tokens=2),

@@ -31,6 +31,7 @@ SHORTER = {
 PARSED = {
     "eval harness": "needs the network",
     "plan --model llama-3.1-70b": "compiles a large model for a minute; tests/hardware does it with a small one",
+    "fetch": "needs the network; tests/model/test_fetch.py does it with a file of its own",
     "chat": "reads from a terminal; tests/cli/test_cli_chat.py talks with it",
     "doctor": "compiles every kernel's plain path; tests/hardware runs it",
 }
