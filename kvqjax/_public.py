@@ -44,6 +44,7 @@ from kvqjax.model.fetch import fetch
 from kvqjax.model.loading import Model, load
 from kvqjax.parallel.hosts import join_hosts
 from kvqjax.parallel.sharding import shard
+from kvqjax.step.dense import dense
 from kvqjax.step.forward import attend, commit, forward
 from kvqjax.step.layers import append, attend_layer, below_first
 from kvqjax.step.new_cache import init_cache
@@ -79,6 +80,7 @@ __all__ = [
     "compare",
     "crop",
     "cut",
+    "dense",
     "eval",
     "evict",
     "exact",

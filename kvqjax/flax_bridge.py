@@ -14,12 +14,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen, nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
 from kvqjax.step.layers import New, append, attend_layer
+from kvqjax.step.padding import check_numbers, padding_of
 
 __all__ = ["ForwardPass", "linen_cache", "read", "write"]
 
@@ -57,14 +58,15 @@ class ForwardPass:
     """One call of a model over the cache in a variable: gives each layer the new tokens of the layer below it, and
     keeps them all until `append` stores them. Make it and use it up inside one trace (one call of a jitted function).
 
-    The first `counts[b]` of the new tokens of row b are valid. `constants` are an artifact's. `within` as in
+    The first `counts[b]` of the new tokens of row b are valid; or those that a mask Bool[B, T] in place of the counts
+    marks, any single run of each row (left padding). `constants` are an artifact's. `within` as in
     `kvq.attend_layer`. `keys` and `values` are what `attend` was given, one array a layer: the data of
     `kvq.calibrate.from_tensors`."""
 
     def __init__(
         self,
         variable: nnx.Variable | linen.Variable,
-        counts: Int[Array, " B"],
+        counts: Int[Array, " B"] | Bool[Array, "B T"],
         *,
         constants: Any = None,
         within: str = "chunk",
@@ -76,9 +78,11 @@ class ForwardPass:
         self.values: list[Array] = []
 
     def positions(self, length: int) -> Int[Array, "B T"]:
-        """Positions of `length` new tokens of each row: models that rotate queries and keys themselves need them."""
-        length = check_integer("length", length)
-        return read(self._variable).lengths[:, None] + jnp.arange(length)[None]
+        """Positions of `length` new tokens of each row, where they stand: models that rotate queries and keys themselves
+        need them. Those of tokens that are not valid mean nothing."""
+        length, cache = check_integer("length", length), read(self._variable)
+        check_numbers(self.counts, cache.batch, length)
+        return padding_of(self.counts).as_given(cache.lengths[:, None] + jnp.arange(length)[None])
 
     def attend(
         self, layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]
@@ -94,9 +98,9 @@ class ForwardPass:
         self.values.append(v)
         return out
 
-    def append(self, counts: Int[Array, " B"] | None = None) -> None:
-        """Store the new tokens in the variable's cache, or only the first `counts[b]` of row b: the accepted part of a
-        draft."""
+    def append(self, counts: Int[Array, " B"] | Bool[Array, "B T"] | None = None) -> None:
+        """Store the new tokens in the variable's cache, or only the first `counts[b]` valid ones of row b: the accepted
+        part of a draft."""
         counts = self.counts if counts is None else counts
         cache = append(read(self._variable), self._new, counts, constants=self._options["constants"])
         write(self._variable, cache)

@@ -24,12 +24,13 @@ from kvqjax.methods import Method
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.loading import Model
 from kvqjax.parallel.sharding import over_mesh
+from kvqjax.step.padding import check_numbers, known_mask
 
 __all__ = [
+    "check_both",
     "check_ids",
     "check_model",
     "check_new_tokens",
-    "check_numbers",
     "check_pending",
     "kept_program",
     "run_constants",
@@ -44,7 +45,8 @@ def check_model(model: Any) -> None:
         raise UserError(f"model is {named(model)}; wanted a Model, such as kvqjax.load('demo')")
 
 
-def _check_both(model: Any, cache: Any) -> None:
+def check_both(model: Any, cache: Any) -> None:
+    """Raise UserError unless the cache is one of this model."""
     check_model(model)
     check_cache(cache)
     if cache.layout.shape != model.config.kv_shape:
@@ -55,27 +57,20 @@ def _check_both(model: Any, cache: Any) -> None:
 
 def check_new_tokens(model: Any, tokens: Any, counts: Any, cache: Any) -> None:
     """Raise UserError unless these are T new tokens for every row of a cache of this model, and their counts."""
-    _check_both(model, cache)
+    check_both(model, cache)
     check_integers("tokens", tokens, (cache.batch, "T"), f"T new tokens for each of the cache's {cache.batch} rows")
     check_numbers(counts, cache.batch, tokens.shape[1])
     _check_valid(tokens, counts, model.config.vocab_size)
 
 
-def check_numbers(counts: Any, batch: int, length: int) -> None:
-    """Raise UserError unless `counts` says of each of `batch` rows how many of `length` new tokens are valid. Numbers
-    that a trace hides are clipped where tokens are appended, and raise the row's flag there."""
-    check_integers("counts", counts, (batch,), "how many of the new tokens of each row are valid")
-    check_within("counts", counts, 0, length, f"from 0 to the {length} new tokens given")
-
-
 def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
-    """Raise UserError for a known token id that the vocabulary has not; what comes after `counts` may be anything.
+    """Raise UserError for a known token id that the vocabulary has not; what stands at other places may be anything.
 
     Ids that a device is still computing are not waited for: a loop of eager steps would lose its head start. They are
     clipped and raise the row's flag, as inside jit."""
     if is_known(tokens, counts) and all(getattr(x, "is_ready", lambda: True)() for x in (tokens, counts)):
         ids = np.asarray(tokens)
-        ids = np.where(np.arange(ids.shape[1])[None] < np.asarray(counts)[:, None], ids, 0)
+        ids = np.where(known_mask(counts, ids.shape[1]), ids, 0)
         check_ids("tokens", ids, vocabulary)
 
 
@@ -86,7 +81,7 @@ def check_ids(name: str, ids: Any, vocabulary: int) -> None:
 
 def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     """Raise UserError unless `pending` has the sources of every run of the cache's layers, [L_run, B, T, W]."""
-    _check_both(model, cache)
+    check_both(model, cache)
     runs = runs_of(cache.layout)
     if not isinstance(pending, tuple) or len(pending) < len(runs):
         raise UserError(f"pending is {named(pending)}; wanted a tuple of {len(runs)}, a dict of sources for every run")
@@ -188,7 +183,7 @@ def kept_program(
 def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):
     """Call `step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh."""
     model = with_own_constants(model, cache.layout.method)
-    arguments = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32), arguments)
+    arguments = jax.tree.map(lambda x: x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x, arguments)
     step = functools.partial(step, **options)
     if model.rules is None:
         return step(model, cache, *arguments)

@@ -18,6 +18,7 @@ from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on, of_two, unknown_zero
 from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step
 from kvqjax.step.layer_step import attend_one, begin, check_capacity, first_flow
+from kvqjax.step.padding import Padding, padding_of
 
 __all__ = ["attend", "commit", "forward", "known_ids", "last_logits"]
 
@@ -27,7 +28,7 @@ Pending = tuple  # one {source: [L_run, B, T, W]} per run
 def attend(
     model: Model,
     tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
+    counts: Int[Array, " B"] | Bool[Array, "B T"],
     cache: Cache,
     *,
     within: str = "chunk",
@@ -36,10 +37,12 @@ def attend(
     """Compute logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache
     stays as it is.
 
+    `counts` may be a mask of the valid tokens, as in `forward`.
+
     `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one
     token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
-    of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; entries past `counts` mean
-    nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
+    of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; those of tokens that are
+    not valid mean nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
     `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple.
 
     Raises UserError for counts outside 0 to T and token ids outside the vocabulary. Those that a trace hides are
@@ -51,10 +54,16 @@ def attend(
 
 def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
     """Do `attend` on one device's part."""
+    padding = padding_of(counts)
+    return _attend_begun(model, cache, padding.begun(tokens), padding, within=within, last=last)
+
+
+def _attend_begun(model: Model, cache: Cache, tokens, padding: Padding, *, within: str, last: bool):
+    """Do `_attend` for tokens that begin at place 0 of their rows; logits come as the caller's tokens stand."""
     constants = run_constants(model.constants, cache.layout)
-    call = begin(cache, counts, tokens.shape[1], constants, within)
+    call = begin(cache, padding.counts, tokens.shape[1], constants, within)
     positions, config = call.tokens.positions, model.config
-    tokens = known_ids(tokens, counts, config)[0]
+    tokens = known_ids(tokens, padding.counts, config)[0]
     alone = positions.size == 1 and call.runs[0].static_loops
 
     def project(weights, h):
@@ -78,7 +87,10 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
         pending.append(new)
     h, mass = loop[0], loop[1].mass
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
-    out = last_logits(model, h, counts) if last else decoder.unembed(model.params, h, config)
+    if last:
+        out = last_logits(model, h, padding.counts)
+    else:
+        out = decoder.unembed(model.params, padding.as_given(h), config)
     return out, (*pending, *(() if mass is None else (mass,)))
 
 
@@ -110,23 +122,30 @@ def last_logits(model: Model, h: Float[Array, "B T E"], counts: Int[Array, " B"]
     return decoder.unembed(model.params, h, model.config)[:, 0]
 
 
-def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"]) -> Cache:
-    """Append the first `counts[b]` pending tokens of each row and encode what is due. Raises UserError outside jit for
-    counts outside 0 to T and where a row would exceed the capacity. Inside jit such counts are clipped, the excess is
-    not stored, and the row's flag `cache.overflow[b]` is raised."""
+def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Cache:
+    """Append the first `counts[b]` pending tokens of each row and encode what is due. Pending tokens begin with a row's
+    first valid one, however `attend` was given them: its mask says here only how many they are.
+
+    Raises UserError outside jit for counts outside 0 to T and where a row would exceed the capacity. Inside jit such
+    counts are clipped, the excess is not stored, and the row's flag `cache.overflow[b]` is raised."""
     check_pending(model, cache, pending, counts)
     check_capacity(cache, counts)
     return run_step(_commit, model, cache, pending, counts, out=("cache",))
 
 
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
-    return caches.commit(cache, pending, counts, run_constants(model.constants, cache.layout))
+    return _commit_begun(model, cache, pending, padding_of(counts))
+
+
+def _commit_begun(model: Model, cache: Cache, pending: Pending, padding: Padding) -> Cache:
+    done = caches.commit(cache, pending, padding.counts, run_constants(model.constants, cache.layout))
+    return done.replace(overflow=padding.flagged(done.overflow))
 
 
 def forward(
     model: Model,
     tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
+    counts: Int[Array, " B"] | Bool[Array, "B T"],
     cache: Cache,
     *,
     last: bool = False,
@@ -134,13 +153,19 @@ def forward(
     """Compute logits of T new tokens, and the cache that holds them: `attend`, then `commit`. Pure; works inside and
     outside jit.
 
+    `counts[b]` says that the first so many of row b's tokens are valid. A mask Bool[B, T] in its place says which are:
+    any single run of each row, so that prompts padded on the left, or on both sides, come as they are. A row without
+    valid tokens stays as it is. Rows are rolled inside: positions follow what a row holds, the cache is to the bit that
+    of tokens padded on the right, and logits [B, T, V] come where the caller's tokens stand. Those of tokens that are
+    not valid mean nothing.
+
     Positions beyond those that the model was trained for (`model.config.trained_length`) are computed like any others,
     without a word: how many tokens a row holds is known inside jit alone. Logits mean less and less there. `generate`
     and its like refuse such texts unless told otherwise.
 
-    Raises UserError for counts outside 0 to T, for token ids outside the vocabulary and where a row would exceed the
-    capacity. Inside jit such numbers are clipped, the excess is not stored, and the row's flag `cache.overflow[b]` is
-    raised."""
+    Raises UserError for counts outside 0 to T, a row of a mask with several runs, token ids outside the vocabulary and
+    where a row would exceed the capacity. Inside jit such numbers are clipped, of several runs the first counts, the
+    excess is not stored, and the row's flag `cache.overflow[b]` is raised."""
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     out = ("logits" if last else "chunk", "cache")
@@ -148,6 +173,8 @@ def forward(
 
 
 def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
-    out, pending = _attend(model, cache, tokens, counts, within="chunk", last=last)
-    done = _commit(model, cache, pending, counts)
-    return out, done.replace(overflow=done.overflow | known_ids(tokens, counts, model.config)[1])
+    padding = padding_of(counts)
+    tokens = padding.begun(tokens)
+    out, pending = _attend_begun(model, cache, tokens, padding, within="chunk", last=last)
+    done = _commit_begun(model, cache, pending, padding)
+    return out, done.replace(overflow=done.overflow | known_ids(tokens, padding.counts, model.config)[1])

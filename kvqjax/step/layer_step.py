@@ -24,6 +24,7 @@ from kvqjax.model.decoder import Projected
 from kvqjax.ops.attention import ScoreOptions
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import row_major
+from kvqjax.step.padding import known_counts
 
 __all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "slab"]
 
@@ -61,7 +62,7 @@ def check_capacity(cache: Cache, counts) -> None:
     check_alive(cache)
     if not is_known(cache.lengths, counts):
         return
-    longest = int((np.asarray(cache.lengths) + np.asarray(counts)).max())  # jnp would be traced inside a user's loop
+    longest = int((np.asarray(cache.lengths) + known_counts(counts)).max())  # jnp would be traced inside a user's loop
     if longest > cache.layout.capacity:
         raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._arguments import check_index, check_integer, clipped, typed
@@ -30,24 +30,29 @@ from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import of_constants, on_parts
-from kvqjax.step.doors import check_numbers, kept_program, run_constants
+from kvqjax.step.doors import kept_program, run_constants
 from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
+from kvqjax.step.padding import check_numbers, padding_of
 
-__all__ = ["New", "append", "attend_layer", "below_first", "ready_queries"]
+__all__ = ["New", "append", "attend_layer", "below_first", "placed_layer", "ready_queries"]
 
 
 class New(struct.PyTreeNode):
-    """One layer's new tokens: `sources` {name: [B, T, W]} is what `append` stores, `flow` is for the layer above. What
-    a scan over layers returns has the layers' axis in front."""
+    """One layer's new tokens: `sources` {name: [B, T, W]} is what `append` stores, `flow` is for the layer above. Each
+    row begins with its first valid token, however the row was padded. What a scan over layers returns has the layers'
+    axis in front."""
 
     sources: dict[str, Leaf]  # Float[B, T, W]
     flow: Flow
 
 
-def below_first(cache: Cache, counts: Int[Array, " B"], length: int, within: str = "chunk") -> Flow:
-    """Make the `below` of the first layer, for `counts[b]` of `length` new tokens: what a scan over layers starts with
-    where layers depend on each other (keep=h2o). On a mesh it lies as the cache does. Raises UserError for a length
-    below 1 and for counts outside 0 to `length`; counts that a trace hides are clipped."""
+def below_first(
+    cache: Cache, counts: Int[Array, " B"] | Bool[Array, "B T"], length: int, within: str = "chunk"
+) -> Flow:
+    """Make the `below` of the first layer, for `counts[b]` of `length` new tokens, or those that a mask marks: what a
+    scan over layers starts with where layers depend on each other (keep=h2o). On a mesh it lies as the cache does.
+    Raises UserError for a length below 1, for counts outside 0 to `length` and for a mask as `attend_layer` does;
+    counts that a trace hides are clipped."""
     check_cache(cache)
     length = check_integer("length", length)
     check_numbers(counts, cache.batch, length)
@@ -56,7 +61,7 @@ def below_first(cache: Cache, counts: Int[Array, " B"], length: int, within: str
 
 def _first(cache: Cache, counts, *, length: int, within: str) -> Flow:
     """Do `below_first` on one device, or on every device's part of the cache's mesh."""
-    first = lambda cache, counts: first_flow(begin(cache, counts, length, (), within))  # noqa: E731
+    first = lambda cache, counts: first_flow(begin(cache, padding_of(counts).counts, length, (), within))  # noqa: E731
     rules = cache.layout.rules
     if rules is None:
         return first(cache, counts)
@@ -73,7 +78,7 @@ def attend_layer(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
-    counts: Int[Array, " B"],
+    counts: Int[Array, " B"] | Bool[Array, "B T"],
     *,
     below: New | Flow | None = None,
     constants=None,
@@ -84,16 +89,18 @@ def attend_layer(
     """Attend to what layer `layer` of the cache holds and to the new tokens: (output in q's dtype, the new tokens for
     `append`). The cache stays as it is.
 
-    The first `counts[b]` of T new tokens of row b are valid; their positions follow what the row holds. With a rope in
+    The first `counts[b]` of T new tokens of row b are valid; their positions follow what the row holds. A mask
+    Bool[B, T] in place of the counts marks any single run of each row, so that rows padded on the left come as they
+    are: q, k and v are rolled inside, and the output is rolled back. Outputs of other tokens mean nothing. With a rope in
     the cache's shape, q and k come unrotated; without one they come rotated. `below` is what the layer beneath
     returned; methods whose layers depend on each other need it (AQUA-KV, keep=h2o). `constants` are an artifact's.
     `layer` may be traced where all layers are stored as one stack. `within="chunk"`: new tokens attend to each other
     exactly; "step": each sees what decoding one token at a time would have shown it. `softcap` caps the scores, by
     default as the cache's shape says: a score s counts as softcap * tanh(s / softcap) (Gemma 2). `sinks` are logits of
     each query head that take their share of the softmax and give nothing (gpt-oss). Pure; works inside and outside jit.
-    Raises UserError for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist
-    and counts outside 0 to T. A layer or count that a trace hides is clipped; for a count, `append` then raises the
-    row's flag `cache.overflow[b]`."""
+    Raises UserError for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist,
+    counts outside 0 to T and a row of a mask with several runs. A layer or count that a trace hides is clipped, of
+    several runs the first counts; `append` of the same counts or mask then raises the row's flag `cache.overflow[b]`."""
     check_cache(cache)
     _check_heads(cache, q, k, v)
     check_numbers(counts, cache.batch, q.shape[1])
@@ -113,7 +120,7 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, wi
     sources = q, k, v, counts, below, run_constants(constants, cache.layout), sinks
     if rules is None:
         return attend(layer, cache, *sources)
-    run = runs_of(cache.layout)[_place(runs_of(cache.layout), layer)[0]]
+    run = runs_of(cache.layout)[placed_layer(runs_of(cache.layout), layer)[0]]
     heads, new = PartitionSpec(rules.batch, None, rules.kv_heads), _specs(rules, run.wiring.storage.sources)
     flow = PartitionSpec() if below is None else new.flow
     sink_heads = PartitionSpec() if sinks is None else PartitionSpec(rules.kv_heads)
@@ -135,14 +142,15 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
 
 def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, *, within: str, softcap: float | None):
     """Do `_attend` on one device's part."""
-    counts = counts.astype(jnp.int32)
-    call = begin(cache, counts, q.shape[1], constants, within)
-    number, index = _place(call.runs, layer)
+    padding = padding_of(counts)
+    q, k, v = (padding.begun(x) for x in (q, k, v))
+    call = begin(cache, padding.counts, q.shape[1], constants, within)
+    number, index = placed_layer(call.runs, layer)
     flow = _flow_below(call, layer, below)
     projected = Projected(ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None)
     options = ScoreOptions(softcap, sinks)
     out, new, flow = attend_one(call, number, index, {}, projected, flow, options)
-    return saturated(out, q.dtype), New(depending_on(out, new), flow)
+    return padding.as_given(saturated(out, q.dtype)), New(depending_on(out, new), flow)
 
 
 _attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softcap"))
@@ -166,7 +174,7 @@ def _check_heads(cache: Cache, q, k, v) -> None:
             raise UserError(f"{name} has shape {x.shape}, wanted {wanted}: rows, new tokens, heads, head_dim")
 
 
-def _place(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | int]:
+def placed_layer(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | int]:
     """Find a layer: the number of its run, and its own number in that run."""
     if isinstance(layer, jax.core.Tracer):
         if len(runs) > 1:
@@ -189,8 +197,17 @@ def _flow_below(call: Call, layer, below: Flow | None) -> Flow:
     return flow
 
 
-def append(cache: Cache, new: New | Sequence[New | dict], counts: Int[Array, " B"], *, constants=None) -> Cache:
+def append(
+    cache: Cache,
+    new: New | Sequence[New | dict],
+    counts: Int[Array, " B"] | Bool[Array, "B T"],
+    *,
+    constants=None,
+) -> Cache:
     """Store the first `counts[b]` new tokens of each row and encode what is due: the cache that holds them.
+
+    New tokens begin with a row's first valid one, however `attend_layer` was given them: its mask says here only how
+    many they are, and counts keep the first of them, such as the accepted part of a draft.
 
     `new` has one entry a layer, as `attend_layer` returns them or only their sources {name: [B, T, W]}, or is what a
     scan over layers stacked. Raises UserError for new tokens that do not fit the cache and, outside jit, for counts
@@ -248,8 +265,9 @@ def _append(cache: Cache, new, counts, constants) -> Cache:
 
 def _append_here(cache: Cache, new, counts, fixed) -> Cache:
     """Do `_append` on one device's part."""
-    pending, mass = _by_runs(cache, new, runs_of(cache.layout))
-    return caches.commit(cache, (*pending, *(() if mass is None else (mass,))), counts.astype(jnp.int32), fixed)
+    padding, (pending, mass) = padding_of(counts), _by_runs(cache, new, runs_of(cache.layout))
+    done = caches.commit(cache, (*pending, *(() if mass is None else (mass,))), padding.counts, fixed)
+    return done.replace(overflow=padding.flagged(done.overflow))
 
 
 def _by_runs(cache: Cache, new, runs: tuple[RunLayout, ...]) -> tuple[list[dict], Received | None]:

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._arguments import is_known
@@ -23,17 +23,19 @@ from kvqjax.ops.xla_workarounds import unknown_zero
 from kvqjax.step.doors import check_new_tokens, run_constants, run_step
 from kvqjax.step.forward import known_ids, last_logits
 from kvqjax.step.layer_step import check_capacity, slab
+from kvqjax.step.padding import padding_of
 from kvqjax.step.prompt import Path, exact_layer, path_of, received_by
 
 __all__ = ["prefill"]
 
 
 def prefill(
-    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache
+    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"] | Bool[Array, "B T"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Let prompts attend to themselves exactly and encode them into an empty cache; gives the logits of each row's last
     token, [B, V]. Layers run one after the other: held are the hidden states [B,T,E], one layer's K and V, and the
     method's carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen.
+    `counts` as in `forward`: numbers, or a mask.
 
     Raises UserError for a cache that is not empty, and as `forward` does for counts and token ids, or raises the row's
     flag."""
@@ -47,7 +49,9 @@ def prefill(
 def _prefill(model: Model, cache: Cache, tokens, counts):
     layout, runs = cache.layout, runs_of(cache.layout)
     constants = run_constants(model.constants, layout)
-    counts, overflow = admitted(cache, counts, tokens.shape[1])
+    padding = padding_of(counts)
+    tokens = padding.begun(tokens)
+    counts, overflow = admitted(cache, padding.counts, tokens.shape[1])
     tokens, foreign = known_ids(tokens, counts, model.config)
     path = path_of(layout, *tokens.shape)
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
@@ -63,7 +67,11 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
         states.append(state)
     finite = finite_tokens(cache, whole, counts)
     done = cache.replace(
-        runs=tuple(states), lengths=cache.lengths + counts, overflow=overflow | foreign, finite=finite, kept=into.kept
+        runs=tuple(states),
+        lengths=cache.lengths + counts,
+        overflow=padding.flagged(overflow) | foreign,
+        finite=finite,
+        kept=into.kept,
     )
     return last_logits(model, h, counts), done
 

@@ -343,6 +343,7 @@ CASES = {
     "prompt beyond the capacity": generating([[1, 2, 3]], capacity=32),
     "tokens for another batch": forwarding(jnp.ones((1, 3), int), jnp.asarray([3])),
     "more tokens counted than given": forwarding(jnp.ones((2, 3), int), jnp.asarray([4, 0])),
+    "mask with a gap": forwarding(jnp.ones((2, 4), int), jnp.asarray([[1, 1, 0, 1], [0, 1, 1, 1]], bool)),
     "cache of another model": forwarding(jnp.ones((2, 3), int), jnp.asarray([3, 0]), num_layers=1),
     "tokens beyond the capacity": beyond_capacity,
     "empty batch": generating([]),

@@ -53,6 +53,8 @@ MISTAKES = {
     "forward(model, tokens[0], counts, cache)": "tokens has shape [3]; wanted [2, T]",
     "forward(model, tokens * 1.0, counts, cache)": "tokens is of type float32; wanted integers [2, T]",
     "forward(model, tokens, counts + 9, cache)": "counts=[11, 11]; each must lie from 0 to the 3 new tokens given",
+    "forward(model, tokens, jnp.ones((2, 2), bool), cache)": "counts is a mask of shape [2, 2]; wanted [2, 3]: which",
+    "forward(model, tokens, counts > 0, cache)": "counts is of type bool; wanted integers [2]",
     "forward(model, tokens, counts, (0, cache))": "cache is a tuple; wanted a Cache, such as init_cache gives; forward",
     "forward(cache, tokens, counts, model)": "model is a Cache; wanted a Model",
     "forward(other, tokens, counts, cache)": "the cache was made for a model of another config",

@@ -73,6 +73,7 @@ def on_one_device(tmp_path: Path) -> dict:
     return {
         "attend_layer": lambda n: kvq.attend_layer(layers, n % 2, q, k, v, counts(n)),
         "append": lambda n: kvq.append(layers, new, counts(n)),
+        "dense": lambda n: kvq.dense(cache, n % 2, model),
         "below_first": lambda n: kvq.below_first(layers, counts(n), LENGTH),
         "gather": lambda n: kvq.gather(cache, jnp.asarray([n % 2, 0, 1])),
         "insert": lambda n: kvq.insert(cache, n % 2, cache, 1),

@@ -1,0 +1,142 @@
+"""One layer of a cache as plain arrays of keys and values, for frameworks that attend by themselves."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvqjax import cache as caches
+from kvqjax._arguments import check_index
+from kvqjax._errors import UserError
+from kvqjax.cache.readers.blocks import body_blocks
+from kvqjax.cache.shapes import check_cache
+from kvqjax.cache.state import Cache
+from kvqjax.cache.view import LayerView, body_view, expanded, seen, side_by_side
+from kvqjax.model import decoder
+from kvqjax.model.loading import Model
+from kvqjax.ops.finite import saturated
+from kvqjax.step.doors import check_both, kept_program, run_constants, with_own_constants
+from kvqjax.step.layer_step import Call, begin, first_flow
+from kvqjax.step.layers import placed_layer
+
+__all__ = ["dense"]
+
+
+class Dense(NamedTuple):
+    """Keys and values by position, and which positions hold them."""
+
+    k: Float[Array, "B S K D"]
+    v: Float[Array, "B S K D"]
+    valid: Bool[Array, "B S"]
+
+    def having(self, k, v, positions: Int[Array, "B n"], valid: Bool[Array, "B n"]) -> "Dense":
+        """Put tokens at their positions, without those that are not valid."""
+        row = jnp.arange(len(valid))[:, None]
+        place = jnp.where(valid, positions, self.valid.shape[1])  # beyond the end: dropped
+        put = lambda array, part: array.at[row, place].set(part, mode="drop")  # noqa: E731
+        k, v = (saturated(x, self.k.dtype) for x in (k, v))
+        return Dense(put(self.k, k), put(self.v, v), put(self.valid, True))
+
+
+class _NoWeights(dict):
+    """The weights of a layer that nobody gave; says so where a method looks for one."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.method = method
+
+    def __missing__(self, name: str):
+        raise UserError(f"{self.method}: its keys and values are made with the model's weights; pass model=")
+
+
+def dense(
+    cache: Cache, layer: Int[Array, ""] | int, model: Model | None = None, *, constants=None
+) -> tuple[Float[Array, "B S K D"], Float[Array, "B S K D"], Bool[Array, "B S"]]:
+    """Decode one layer of a cache into plain arrays, every token at its position: sinks, body and window.
+
+    It costs what compression saves: a call decodes all tokens that are stored, O(S), and gives 2 * B * S * K * D numbers
+    of the cache's dtype (8192 tokens of 8 heads of 128 in bfloat16: 32 MiB a row), which live until they are dropped.
+    `attend_layer` reads the same tokens without these arrays. Pure; works inside and outside jit.
+
+    Args:
+        cache: any cache on one device.
+        layer: its number. It may be traced where all layers are stored as one stack and do not depend on each other.
+        model: the model of the cache, with its constants. Methods that make keys and values of a layer's input need it
+            (XQuant, XQuant-CL); others take it and need only `constants`.
+        constants: an artifact's, where no model is given.
+
+    Returns:
+        k: keys [B, S, K, D] as they are attended to, rotated; S is the cache's capacity.
+        v: values [B, S, K, D].
+        valid: Bool[B, S], the tokens that a query at position `cache.lengths[b]` sees: not those that a sliding window
+            has passed or that were evicted. Keys and values at other positions are 0.
+
+        Scores are q . k with the shape's scale; a layer whose methods depend on layers below decodes those first.
+
+    Raises:
+        UserError: what is given is no cache or not this model's, a layer that does not exist, a missing model or
+            constant, or a body that is dealt over devices."""
+    check_cache(cache)
+    if model is not None:
+        check_both(model, cache)
+    if cache.layout.dealt > 1:
+        raise UserError(f"dense reads bodies of one device; this cache's are dealt over {cache.layout.dealt}")
+    layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
+    return _dense(cache, model, constants, layer=layer)
+
+
+@functools.partial(kept_program, static_argnames=("layer",))
+def _dense(cache: Cache, model: Model | None, constants, *, layer):
+    """Do `dense` after its checks."""
+    if model is not None:
+        model = with_own_constants(model, cache.layout.method)
+        constants = model.constants if constants is None else constants
+    call = begin(cache, jnp.zeros_like(cache.lengths), 1, run_constants(constants, cache.layout), "chunk")
+    carry, below = first_flow(call).body, ()
+    if carry:
+        if isinstance(layer, jax.core.Tracer):
+            raise UserError(f"{cache.layout.method}: layers depend on each other, so `layer` must be a plain number")
+        below = range(layer)  # what they hold is decoded for its carry alone, and XLA drops the rest
+    for number in below:
+        carry = _read(call, model, number, carry)[1]
+    return tuple(_read(call, model, layer, carry)[0])
+
+
+def _read(call: Call, model: Model | None, layer, carry: dict) -> tuple[Dense, dict]:
+    """Decode one layer. `carry` is what the layers below reconstructed of the body; this layer's is returned."""
+    place: tuple[int, Any] = placed_layer(call.runs, layer)
+    number, index = place
+    run, state, layout = call.runs[number], call.cache.runs[number], call.cache.layout
+    weights = _NoWeights(layout.method) if model is None else decoder.layer(model.params, layer)
+    fixed = caches.at_layer(call.constants[number], index)
+    rows, dtype = call.cache.batch, layout.dtype
+    new = {name: jnp.zeros((rows, 1, width), dtype) for name, width in run.wiring.storage.sources.items()}
+    view = LayerView(run, state, index, weights, fixed, new, layout.method.sinks, layout.bound)
+    blank = jnp.zeros((rows, layout.capacity, run.shape.num_kv_heads, run.shape.head_dim), dtype)
+    sources, positions, valid = side_by_side(view, call.tokens)
+    valid = seen(view, call.tokens, positions, valid)[:, 0]
+    read = Dense(blank, blank, jnp.zeros(blank.shape[:2], bool))
+    read = read.having(*expanded(view, sources, positions), positions, valid)
+    if not run.slots:
+        return read, carry
+    size, places = run.reading, body_view(view, call.tokens).places
+    block, first, last = body_blocks(view, call.tokens, size)
+
+    def step(j, loop):
+        read, carry = loop
+        k, v, mask, carry = block(j, carry)
+        return read.having(*_turned_back(view, k, v), places(j, size)[0], mask[:, 0]), carry
+
+    return jax.lax.fori_loop(first, last, step, (read, carry))
+
+
+def _turned_back(view: LayerView, k, v):
+    """Give keys and values of the body in the frame of queries and outputs."""
+    frame = view.run.wiring.maps.frame
+    if frame is None:
+        return k, v
+    flat = lambda x: x.reshape(*x.shape[:2], -1)  # noqa: E731
+    turn = lambda source, x: frame.turn(view.constants, source, flat(x), back=True).reshape(x.shape)  # noqa: E731
+    return turn("k", k), turn("v", v)

@@ -1,0 +1,103 @@
+"""Which of the new tokens are valid: the first `counts[b]` of row b, or any single run, which a mask Bool[B, T] marks.
+
+Steps count places from a row's first valid token on, because positions follow what its cache holds. Rows that are
+padded otherwise are rolled by one gather on the way in, and outputs are rolled back on the way out."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Shaped
+
+from kvqjax._arguments import check_integers, check_within, is_known
+from kvqjax._errors import UserError
+from kvqjax.ops.finite import leading
+
+__all__ = ["Padding", "check_numbers", "known_counts", "known_mask", "padding_of"]
+
+
+class Padding(NamedTuple):
+    """Where the valid tokens of every row stand.
+
+    - `counts`: how many they are.
+    - `start`: the place of the first. None where all rows begin at place 0.
+    - `torn`: rows whose mask is not a single run; only the first run counts. None where there can be none."""
+
+    counts: Int[Array, " B"]
+    start: Int[Array, " B"] | None = None
+    torn: Bool[Array, " B"] | None = None
+
+    def begun(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+        """Roll every row so that its first valid token stands at place 0."""
+        return x if self.start is None else _rolled(x, self.start)
+
+    def as_given(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+        """Roll every row back to where the caller's tokens stand."""
+        return x if self.start is None else _rolled(x, -self.start)
+
+    def flagged(self, overflow: Bool[Array, " B"]) -> Bool[Array, " B"]:
+        """Raise the overflow flags of rows whose mask is not a single run."""
+        return overflow if self.torn is None else overflow | self.torn
+
+
+def _rolled(x: Shaped[Array, "B T ..."], by: Int[Array, " B"]) -> Shaped[Array, "B T ..."]:
+    """Put what stands at place (t + by[b]) mod T of row b at place t."""
+    length = x.shape[1]
+    index = (jnp.arange(length)[None] + by[:, None]) % length
+    index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
+
+
+def _is_mask(counts: Any) -> bool:
+    return getattr(counts, "dtype", None) == jnp.bool_
+
+
+def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
+    """Tell where the valid tokens stand, of their counts or of their mask. What is traced is not checked."""
+    if not _is_mask(counts):
+        return Padding(counts.astype(jnp.int32))
+    total = counts.sum(1, dtype=jnp.int32)
+    if counts.shape[1] == 1:
+        return Padding(total)  # a decode step: there is nothing to roll
+    start = jnp.argmax(counts, axis=1).astype(jnp.int32)
+    first = leading(_rolled(counts, start))
+    return Padding(first, start, first != total)
+
+
+def check_numbers(counts: Any, batch: int, length: int) -> None:
+    """Raise UserError unless `counts` says of each of `batch` rows how many of `length` new tokens are valid, or which.
+    What a trace hides is clipped where tokens are appended, and raises the row's flag there."""
+    if _is_mask(counts) and counts.ndim != 1:
+        _check_mask(counts, batch, length)
+        return
+    check_integers("counts", counts, (batch,), "how many of the new tokens of each row are valid")
+    check_within("counts", counts, 0, length, f"from 0 to the {length} new tokens given")
+
+
+def _check_mask(mask: Any, batch: int, length: int) -> None:
+    if mask.shape != (batch, length):
+        why = "which of the new tokens of each row are valid"
+        raise UserError(f"counts is a mask of shape {list(mask.shape)}; wanted [{batch}, {length}]: {why}")
+    if not is_known(mask):
+        return
+    known = np.asarray(mask)
+    begins = known & ~np.pad(known, ((0, 0), (1, 0)))[:, :-1]
+    if (torn := begins.sum(1) > 1).any():
+        row = int(torn.argmax())
+        places = np.flatnonzero(begins[row]).tolist()
+        raise UserError(
+            f"counts: row {row} of the mask has valid tokens in {len(places)} runs, from places "
+            f"{', '.join(map(str, places[:4]))}{', ...' * (len(places) > 4)} on; a row has one run"
+        )
+
+
+def known_counts(counts: Any) -> np.ndarray:
+    """Count the valid tokens of each row, from counts or a mask that are known."""
+    known = np.asarray(counts)  # with jnp this would be traced inside a user's loop
+    return known.sum(1) if _is_mask(known) else known
+
+
+def known_mask(counts: Any, length: int) -> np.ndarray:
+    """Mark the valid ones of `length` tokens of each row, from counts or a mask that are known."""
+    known = np.asarray(counts)
+    return known if _is_mask(known) else np.arange(length)[None] < known[:, None]
