@@ -78,8 +78,8 @@ class ForwardPass:
         self.values: list[Array] = []
 
     def positions(self, length: int) -> Int[Array, "B T"]:
-        """Positions of `length` new tokens of each row, where they stand: models that rotate queries and keys themselves
-        need them. Those of tokens that are not valid mean nothing."""
+        """Positions of `length` new tokens of each row, where they stand: models that rotate queries and keys
+        themselves need them. Those of tokens that are not valid mean nothing."""
         length, cache = check_integer("length", length), read(self._variable)
         check_numbers(self.counts, cache.batch, length)
         return padding_of(self.counts).as_given(cache.lengths[:, None] + jnp.arange(length)[None])

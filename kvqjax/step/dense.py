@@ -56,9 +56,9 @@ def dense(
 ) -> tuple[Float[Array, "B S K D"], Float[Array, "B S K D"], Bool[Array, "B S"]]:
     """Decode one layer of a cache into plain arrays, every token at its position: sinks, body and window.
 
-    It costs what compression saves: a call decodes all tokens that are stored, O(S), and gives 2 * B * S * K * D numbers
-    of the cache's dtype (8192 tokens of 8 heads of 128 in bfloat16: 32 MiB a row), which live until they are dropped.
-    `attend_layer` reads the same tokens without these arrays. Pure; works inside and outside jit.
+    It costs what compression saves: a call decodes all tokens that are stored, O(S), and gives 2 * B * S * K * D
+    numbers of the cache's dtype (8192 tokens of 8 heads of 128 in bfloat16: 32 MiB a row). `attend_layer` reads the same
+    tokens without these arrays. Pure; works inside and outside jit.
 
     Args:
         cache: any cache on one device.
@@ -73,7 +73,8 @@ def dense(
         valid: Bool[B, S], the tokens that a query at position `cache.lengths[b]` sees: not those that a sliding window
             has passed or that were evicted. Keys and values at other positions are 0.
 
-        Scores are q . k with the shape's scale; a layer whose methods depend on layers below decodes those first.
+        Scores are q . k with the shape's scale. Where layers depend on each other (AQUA-KV, XQuant-CL), those below are
+        decoded first.
 
     Raises:
         UserError: what is given is no cache or not this model's, a layer that does not exist, a missing model or

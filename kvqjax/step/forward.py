@@ -41,8 +41,8 @@ def attend(
 
     `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one
     token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
-    of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; those of tokens that are
-    not valid mean nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
+    of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; those of tokens that are not valid
+    mean nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
     `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple.
 
     Raises UserError for counts outside 0 to T and token ids outside the vocabulary. Those that a trace hides are
