@@ -57,8 +57,8 @@ def dense(
     """Decode one layer of a cache into plain arrays, every token at its position: sinks, body and window.
 
     It costs what compression saves: a call decodes all tokens that are stored, O(S), and gives 2 * B * S * K * D
-    numbers of the cache's dtype (8192 tokens of 8 heads of 128 in bfloat16: 32 MiB a row). `attend_layer` reads the same
-    tokens without these arrays. Pure; works inside and outside jit.
+    numbers of the cache's dtype (8192 tokens of 8 heads of 128 in bfloat16: 32 MiB a row). `attend_layer` reads the
+    same tokens without these arrays. Pure; works inside and outside jit.
 
     Args:
         cache: any cache on one device.

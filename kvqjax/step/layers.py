@@ -95,10 +95,12 @@ def attend_layer(
 
     With a rope in the cache's shape, q and k come unrotated; without one they come rotated. `below` is what the layer
     beneath returned; methods whose layers depend on each other need it (AQUA-KV, keep=h2o). `constants` are an
-    artifact's. `layer` may be traced where all layers are stored as one stack. `within="chunk"`: new tokens attend to each other
-    exactly; "step": each sees what decoding one token at a time would have shown it. `softcap` caps the scores, by
-    default as the cache's shape says: a score s counts as softcap * tanh(s / softcap) (Gemma 2). `sinks` are logits of
-    each query head that take their share of the softmax and give nothing (gpt-oss). Pure; works inside and outside jit.
+    artifact's. `layer` may be traced where all layers are stored as one stack. `within="chunk"`: new tokens attend to
+    each other exactly; "step": each sees what decoding one token at a time would have shown it. `softcap` caps the
+    scores, by default as the cache's shape says: a score s counts as softcap * tanh(s / softcap) (Gemma 2). `sinks`
+    are logits of each query head that take their share of the softmax and give nothing (gpt-oss). Pure; works inside
+    and outside jit.
+
     Raises UserError for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist,
     counts outside 0 to T and a row of a mask with several runs. A layer or count that a trace hides is clipped, of
     several runs the first counts; `append` of the same counts or mask then raises the flag `cache.overflow[b]`."""

@@ -15,8 +15,8 @@ from kvqjax.model.config import KVShape
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
 ROWS, LENGTH, CALLS = 2, 48, 8
-# Policies and their text; nothing of theirs is an array. `join_hosts` runs once in a process.
-NO_ARRAYS = {"join_hosts", "parse", "policy", "to_dict"} | {m.__name__ for m in kvq.METHODS.values()}
+# Policies and their text; nothing of theirs is an array. `join_hosts` runs once in a process, `fetch` brings files.
+NO_ARRAYS = {"fetch", "join_hosts", "parse", "policy", "to_dict"} | {m.__name__ for m in kvq.METHODS.values()}
 PROGRAMS = [0]
 
 
