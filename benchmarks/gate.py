@@ -45,6 +45,7 @@ KEY = ("shape", "cache", "stress", "mode")
 STRESS = ("none", "keys x8")
 GRID = (
     "uniform:bits={b}",
+    "uniform:bits={b},centre=none",
     "uniform:bits={b},centre=mean",
     "kivi:bits={b},group=128,window=0",
     "kivi_star:bits={b},protected=0",

@@ -54,6 +54,7 @@ AT = {  # bits -> new methods of about equal bytes
     ),
     4: ("turboquant:bits=4,norm=unbiased,sinks=4", "kvarn:bits=4,sinks=4"),
 }
+AFTER_ROPE = ("turboquant", "kvarn", "omniscale", "oscar", "uniform")  # methods of keys after RoPE
 CENTRED = ("turboquant:bits=2,norm=unbiased,sinks=4", BEST, *TWO[4:8])  # what has keys after RoPE
 AQUA = ("aqua:bits=2,first_bits=2", "aqua:bits=2,first_bits=2,centre=mean")
 OTHERS = (KIVI, "kvquant:bits=2,outliers=0.0", "higgs:bits=2", "xquant:bits=2,latent=true")
@@ -67,6 +68,7 @@ MORE = {  # a key bias, and what takes it off
     ),
 }
 BIASED = ("mha", "mistral")  # no bias by nature; a QK-norm (qwen3) would scale it away
+DEFAULT = ("mha", "qwen2")  # where the default, which takes a key bias off after RoPE too, stands beside centre=none
 LONG_HEAD = ["cache", "", "at 32K, all in", "KLD, first 1000", "last 1000", "growth"]
 RETRIEVING = (KIVI, "kvquant:bits=2,outliers=0.0", "higgs:bits=2", "aqua:bits=2,first_bits=2", "commvq:bits=2,window=0",
               "xquant:bits=2,latent=true", "xquant:bits=4", "kivi_star:bits=2,protected=0")  # fmt: skip
@@ -90,11 +92,19 @@ def rows_of(shape: str) -> list[dict]:
         "keys x8": (*TWO[:8], *aqua, *(() if few else OTHERS[3:])),
         "key bias": (*TWO[:8], *OTHERS, *aqua, *(f"{c},centre=mean" for c in CENTRED)) if shape in BIASED else (),
     }
+    caches = {s: _both(own, shape, s) if few or s == "key bias" else own for s, own in caches.items()}
     centre = ",centre=mean" if few else ""
     rows = [{"cache": c, "stress": s, "mode": "copy"} for s, own in caches.items() for c in own]
     long = [{"cache": c + centre, "stress": "none", "mode": LONG} for c in AT[3]]
     rows = sorted(rows + long, key=lambda row: row["stress"] == "key bias")
     return [{"shape": shape} | row for row in rows]
+
+
+def _both(caches: tuple[str, ...], shape: str, stress: str) -> tuple[str, ...]:
+    """Add centre=none to what would take a key bias off by default; on some shapes the default stands beside it."""
+    after = [c for c in caches if "centre=" not in c and (c.startswith(AFTER_ROPE) or "rope=post" in c)]
+    named = [f"{c},centre=none" if c in after else c for c in caches]
+    return (*named, *(after if shape in DEFAULT and stress != "keys x8" else ()))
 
 
 def encoded_share(cache: str) -> float:

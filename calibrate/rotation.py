@@ -31,6 +31,7 @@ from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
+from kvqjax.methods.keys_values import cached_keys
 from kvqjax.methods.rotation import CONSTANTS
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
@@ -118,9 +119,18 @@ def covariances(
     return keys, of_rows(v, energy / energy.mean(1, keepdims=True))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "values", "sinks"))
-def _moments(params: weight_trees.Params, tokens: Int[Array, "1 T"], *, config: ModelConfig, values: str, sinks: int):
-    """Covariances [L, K, D, D] of keys and values and sums of rotated keys [L, K*D] of one sequence."""
+@functools.partial(jax.jit, static_argnames=("config", "values", "sinks", "unbiased"))
+def _moments(
+    params: weight_trees.Params,
+    tokens: Int[Array, "1 T"],
+    *,
+    config: ModelConfig,
+    values: str,
+    sinks: int,
+    unbiased: bool,
+):
+    """Covariances [L, K, D, D] of keys and values and sums of rotated keys [L, K*D] of one sequence. `unbiased` keys
+    are those that a cache keeps without their bias."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
     def step(h, index):
@@ -128,9 +138,10 @@ def _moments(params: weight_trees.Params, tokens: Int[Array, "1 T"], *, config: 
         projected = decoder.project(weights, h, positions, config)
         k = rotate(projected.k, positions, config)
         out = decoder.attend_plainly(projected.q, k, projected.v, index, config)
-        q, body_k, v, seen = (x[0, sinks:] for x in (projected.q, k, projected.v, out))
+        kept = cached_keys(projected, positions, config, "post", unbiased)
+        q, body_k, v, seen = (x[0, sinks:] for x in (projected.q, kept, projected.v, out))
         pair = covariances(q, body_k, v, seen, values)
-        return decoder.finish(weights, h, out, config), (*pair, k[0, sinks:].astype(jnp.float32).sum(0).reshape(-1))
+        return decoder.finish(weights, h, out, config), (*pair, body_k.astype(jnp.float32).sum(0).reshape(-1))
 
     return jax.lax.scan(step, decoder.embed(params, tokens), jnp.arange(config.num_layers))[1]
 
@@ -151,13 +162,14 @@ def calibrate(
         raise UserError(f"calibration tokens are {(count, length)}; wanted [sequences, more than {sinks + 1} tokens]")
     if not has_hadamard(config.head_dim):
         raise UserError(f"{method}: no Hadamard matrix of order {config.head_dim}, the head_dim, is known here")
+    unbiased = any(getattr(layer, "unbiased", False) for layer in method.layers(config))
     owner = identity(model.fingerprint, repr(method), repr(recipe), repr(config), np.asarray(tokens))
     square = np.zeros((config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim))
     sums = {"keys": square, "values": square, "sum": np.zeros((config.num_layers, config.kv_width))}
 
     def step(now):
         row = jnp.asarray(tokens[int(now["done"])], jnp.int32)[None]
-        new = _moments(model.params, row, config=config, values=recipe.values, sinks=sinks)
+        new = _moments(model.params, row, config=config, values=recipe.values, sinks=sinks, unbiased=unbiased)
         return {name: now[name] + np.asarray(x, np.float64) for name, x in zip(sums, new, strict=True)}
 
     now = stepped({"done": np.int64(0)} | sums, count, step, state, owner, advance)

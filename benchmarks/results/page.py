@@ -209,8 +209,8 @@ def bias_section(rows: list[dict]) -> str:
             lines.append([f"`{cache}`", f"{pick[cache, stress]['bits']:.2f}", stress, *cells])
     about = (
         "Qwen2 shape, whose key bias is at least 25 times the keys' spread: perplexity over the exact one. HIGGS,\n"
-        "AQUA-KV and CommVQ keep keys without the bias by default (`centre=auto`), which needs no calibration.\n"
-        "`uniform` keeps keys after RoPE, where the bias cannot be taken off.\n"
+        "`uniform`, AQUA-KV and CommVQ keep keys without the bias by default (`centre=auto`). That needs no\n"
+        "calibration: the bias is known from the weights, and after RoPE from a token's position too.\n"
     )
     head = ["cache", "bits", "stress", "by default", "centre=none", "centre=mean"]
     return "\n".join(["## Qwen2's key bias", about, table(head, lines), _verdict_table(defaults(rows))])

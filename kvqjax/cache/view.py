@@ -95,9 +95,12 @@ def side_by_side(view: LayerView, tokens: NewTokens):
     return sources, positions, valid
 
 
-def expanded(view: LayerView, sources: dict, positions):
-    """Make keys and values [B, N, K, D] of exact or decoded sources; what overflows on the way saturates."""
-    k, v = view.run.wiring.maps.expand(view.weights, view.constants, sources, positions)
+def expanded(view: LayerView, sources: dict, positions, body: bool = False):
+    """Make keys and values [B, N, K, D] of exact sources, or of those of the `body`, in its frame; what overflows on
+    the way saturates."""
+    maps = view.run.wiring.maps
+    expand = maps.expand if maps.expand_body is None or not body else maps.expand_body
+    k, v = expand(view.weights, view.constants, sources, positions)
     return saturated(k, k.dtype), saturated(v, v.dtype)
 
 

@@ -129,7 +129,8 @@ def in_float64(trial: Trial, q: jax.Array) -> Partial:
     }
     positions = jnp.broadcast_to(SINKS + jnp.arange(run.slots)[None], (cache.batch, run.slots))
     decoded = {name: x.astype(jnp.float32) for name, x in run.wiring.maps.decode(constants, payload, {})[0].items()}
-    k, v = (np.asarray(x, np.float64) for x in run.wiring.maps.expand(trial.weights, constants, decoded, positions))
+    expand = run.wiring.maps.expand_body or run.wiring.maps.expand
+    k, v = (np.asarray(x, np.float64) for x in expand(trial.weights, constants, decoded, positions))
     group = run.shape.num_heads // run.shape.num_kv_heads
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
     scores = np.einsum("bthd,bshd->bths", np.asarray(q, np.float64), k) * run.shape.head_dim**-0.5

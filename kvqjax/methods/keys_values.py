@@ -6,6 +6,8 @@ other. All else is a `Pair`, read block by block.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,9 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import CodecSpec, Fit, Uniform
+from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.base import Codec, for_heads
 from kvqjax.codecs.centring import Centred
+from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.higgs import Higgs, mixed_form, summed_form
+from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.direct import FEW_QUERIES, direct_form
 from kvqjax.methods.layer_cache import (
     Calibration,
@@ -28,7 +33,7 @@ from kvqjax.methods.layer_cache import (
     Wiring,
     codec_maps,
 )
-from kvqjax.methods.rotation import check_rotation, frame, needs_of
+from kvqjax.methods.rotation import Frame, check_rotation, frame, needs_of
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected, heads, key_bias
@@ -51,24 +56,18 @@ READING = 1024  # tokens of HIGGS decoded at a time; with the 256 of a block an 
 def cached_keys(
     projected: Projected, positions: Int[Array, "B T"], config: KVShape, rope: str, unbiased: bool
 ) -> Float[Array, "B T K D"]:
-    """Choose the keys [B, T, K, D] that a cache keeps: as attended, before RoPE, or before RoPE and without their
-    bias."""
-    if rope == "post":
-        return rotate(projected.k, positions, config)
+    """Choose the keys [B, T, K, D] that a cache keeps: as attended or before RoPE, with their bias or without it."""
     bare = projected.bare if unbiased and config.known_key_bias else None
-    return projected.k if bare is None else bare
+    keys = projected.k if bare is None else bare
+    return rotate(keys, positions, config) if rope == "post" else keys
 
 
-def _check(config: KVShape, rope: str, unbiased: bool, rotations: dict[str, str]) -> None:
+def _check(config: KVShape, rope: str, rotations: dict[str, str]) -> None:
     """Raise UserError for a frame that keys of this shape cannot have."""
     if rope not in ("pre", "post"):
         raise UserError(f"rope={rope!r}; known: pre, post")
     if rope == "pre" and config.rope is None:
         raise UserError("it caches keys before RoPE; give the shape a rope, and queries and keys unrotated")
-    if unbiased and rope == "post":
-        raise UserError("the bias of keys can only be taken off before RoPE")
-    if unbiased and config.known_key_bias and rotations.get("k", "none") != "none":
-        raise UserError("keys without the model's bias cannot be rotated; say centre=none")
     check_rotation(rotations.get("k", "none"), rope)
     check_rotation(rotations.get("v", "none"))
 
@@ -88,7 +87,8 @@ def keys_and_values(
         codecs: of keys ("k") and values ("v").
         clocks: when they leave the window.
         rope: "post" keeps keys as attended, "pre" keeps them before RoPE and rotates them at every read.
-        unbiased: keeps keys before RoPE without the model's bias, in sinks, window and body. Reading adds it.
+        unbiased: keeps keys without the model's bias, in sinks, window and body. Reading adds it, after RoPE as RoPE
+            turns it at every token's position: k = R x W + R b.
         rotations: {source: rotation} of the body (kvqjax.methods.rotation).
 
     Returns:
@@ -97,7 +97,7 @@ def keys_and_values(
     Raises:
         UserError: for a frame that keys of this shape cannot have.
     """
-    _check(config, rope, unbiased, rotations)
+    _check(config, rope, rotations)
     body_frame = frame(rotations, config)
     encode_framed, decode = codec_maps(codecs)
 
@@ -112,19 +112,38 @@ def keys_and_values(
         payload, recon, carry = encode_framed(constants, framed, carry)
         return payload, {name: body_frame.turn(constants, name, x, back=True) for name, x in recon.items()}, carry
 
-    def expand(weights, constants, sources, positions):
+    def expand(weights, constants, sources, positions, turned=lambda constants, x: x):
         k, v = (heads(sources[part], config.num_kv_heads) for part in PARTS)
         if unbiased and config.known_key_bias:
-            k = k + key_bias(weights, config).astype(k.dtype)
+            bias = key_bias(weights, config).astype(k.dtype)
+            if rope == "post":
+                bias = rotate(jnp.broadcast_to(bias, (*positions.shape, *bias.shape[2:])), positions, config)
+            k = k + turned(constants, bias).astype(k.dtype)
         return (rotate(k, positions, config) if rope == "pre" else k), v
 
     needs, widths = needs_of(rotations, config), {"k": config.kv_width, "v": config.kv_width}
     return Wiring(
         Storage(widths, codecs, clocks),
-        Maps(capture, encode, decode, expand, frame=body_frame),
+        Maps(
+            capture,
+            encode,
+            decode,
+            expand,
+            expand_body=None if body_frame is None else functools.partial(expand, turned=_turn_keys(body_frame)),
+            frame=body_frame,
+        ),
         fast=Fast(before_rope=rope == "pre"),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )
+
+
+def _turn_keys(frame: Frame) -> Callable:
+    """Make the function that turns keys by head [B, n, K, D] into the body's frame."""
+
+    def turned(constants, keys):
+        return frame.turn(constants, "k", keys.reshape(*keys.shape[:2], -1)).reshape(keys.shape)
+
+    return turned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +160,7 @@ class KeysAndValues:
     window: int = 0
     unit: int = 32
     clocks: tuple[Clock, ...] = ()
-    unbiased: bool = False  # keys before RoPE are kept without the model's key bias; no kernel reads such bodies yet
+    unbiased: bool = False  # keys are kept without the model's key bias; no kernel reads such bodies yet
     key_rotation: str = "none"  # of the body (kvqjax.methods.rotation)
     value_rotation: str = "none"
 
@@ -267,11 +286,13 @@ def joined(key: LayerSpec, value: LayerSpec) -> LayerSpec:
 
 
 def _shares_scales(spec: LayerSpec) -> bool:
-    """Say whether channels of keys after RoPE share a scale, and nothing is taken off them first."""
-    key = getattr(spec, "key", None)
-    coarse = isinstance(key, Uniform) and key.along == "channels" and key.bits <= FEW_BITS
-    uncentred = getattr(spec, "centre", "none") == "none"
-    return (coarse or isinstance(key, Higgs)) and uncentred and getattr(spec, "rope", "pre") == "post"
+    """Say whether channels of keys share a scale, and nothing is taken off them first. KIVI's channels have minima of
+    their own, which hold a bias, rotated or not."""
+    layer = spec.key if isinstance(spec, Pair) else spec
+    if not isinstance(layer, KeysAndValues) or layer.unbiased:
+        return False
+    coarse = isinstance(layer.key, Uniform) and layer.key.along == "channels" and layer.key.bits <= FEW_BITS
+    return coarse or isinstance(layer.key, Higgs | Balanced | Scaled | Clipped)
 
 
 def bias_advice(method: Method, config: KVShape) -> str:
@@ -284,10 +305,10 @@ def bias_advice(method: Method, config: KVShape) -> str:
     Returns:
         The warning in one line. Empty where there is nothing to warn of.
     """
-    if not config.qkv_bias or not any(map(_shares_scales, method.layers(config))):
+    if not config.known_key_bias or not any(map(_shares_scales, method.layers(config))):
         return ""
     return (
         f"{method} will lose precision on this model: its keys have a bias, so a few channels are large, and this "
-        "method gives them one scale with small channels; add centre=mean and calibrate, or choose a method that "
-        "stores keys before RoPE, such as higgs"
+        "method gives them one scale with small channels; centre=auto takes off the bias, which is known from the "
+        "weights; centre=mean a calibrated mean"
     )

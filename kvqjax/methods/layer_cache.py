@@ -117,13 +117,15 @@ def _nothing_prepared(constants: Groups, /) -> Groups:
 
 class Maps(NamedTuple):
     """The pure functions of a layer's cache. `frame` is set where the body is rotated. `encode` then takes and
-    reconstructs sources in their own frame, and `decode` gives them in the body's (kvqjax.methods.rotation)."""
+    reconstructs sources in their own frame, and `decode` gives them in the body's (kvqjax.methods.rotation).
+    `expand_body` expands those, where it is another function than `expand`."""
 
     capture: Capture
     encode: Encode
     decode: Decode
     expand: Expand
     prepare: Prepare = _nothing_prepared
+    expand_body: Expand | None = None
     frame: Frame | None = None
 
 

@@ -100,7 +100,7 @@ def _plain_layout(
         if sharding is not None:
             raise UserError(ITS_OWN_PLACE)
         if advice := bias_advice(method, model.config):
-            warnings.warn(advice, stacklevel=5)
+            warnings.warn(advice, stacklevel=2)  # from one place, so that Python says it once
         held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
         stored = "unroll" if weight_trees.is_unrolled(model.params) else "scan"
         if dtype is not None and compute_dtype(dtype) != held.dtype:

@@ -72,7 +72,7 @@ def body_blocks(
         done = j * size if run.slots_here % size else at
         carry = {n: put_into_carry(c, part[n], at, done) for n, c in carry.items()}
         positions, valid = body.places(j, size)
-        k, v = expanded(view, decoded, positions if waves is None else waves(positions))
+        k, v = expanded(view, decoded, positions if waves is None else waves(positions), body=True)
         if shared is not None:  # the decoded values then have no user and are never computed
             v = saturated(shared.read(view.weights, view.constants, payload, decoded)[:, :, None], v.dtype)
         return k, v, seen(view, tokens, positions, valid), carry

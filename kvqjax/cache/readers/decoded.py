@@ -132,7 +132,7 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, table: Wav
             payload = _payload(view, part, after)
             found, _ = run.wiring.maps.decode(constants, payload, {})
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
-        return payload, found, expanded(view, found, part.positions if table is None else None)
+        return payload, found, expanded(view, found, part.positions if table is None else None, body=True)
 
     def scores(rows, _):
         k = decoded(after)[2][0]

@@ -44,7 +44,7 @@ def higgs(
       turns on fixed random signs.
     - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
     - `rope="pre"` stores keys before RoPE, "post" after it. `centre` takes off the keys: "auto" the model's key bias,
-      where it has one and keys are before RoPE; "mean" a calibrated mean (kvqjax.codecs.centring); "none" nothing.
+      where it has one; "mean" a calibrated mean (kvqjax.codecs.centring); "none" nothing.
     - `norm`: "plain", "corrected" (what is decoded keeps its length) or "unbiased" (scores along a key keep theirs).
     - `rotate` and `value_rotate` as in `kivi`: a rotation takes the place of the codec's own transform.
 
@@ -62,7 +62,6 @@ def higgs(
         Higgs(bits=value_or(b, bits), rotated=rotation not in ("none", "pairs"), **shared)
         for b, rotation in zip((key_bits, value_bits), rotations.values(), strict=True)
     )
-    centre = "none" if centre == "auto" and rope == "post" else centre
     timing: dict[str, Any] = {"rope": rope, "window": window, "unit": buffer, **rotations}
     layer = KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto", **timing)
     return Method(name="higgs", layer=layer, sinks=sinks)

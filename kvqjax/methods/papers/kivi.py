@@ -34,7 +34,7 @@ def uniform(
     window: int = 0,
     sinks: int = 0,
     scales: str = "bfloat16",
-    centre: str = "none",
+    centre: str = "auto",
     rotate: str = "none",
     value_rotate: str = "same",
 ) -> Method:
@@ -43,14 +43,16 @@ def uniform(
     that.
 
     `bits` of a code, 1 to 6 or 8. `window` newest and `sinks` first tokens stay exact; `scales` is the dtype of scales
-    and minima. `centre="mean"` takes a calibrated mean off the keys first. `rotate` and `value_rotate` as in `kivi`:
-    with them it is the rotated q4 and q8 of other engines. A channel takes `bits + 32 / group` bits: with the defaults,
-    Llama-3.1-8B stores 4.25 bits per channel. Raises UserError as `kivi` does.
+    and minima. `centre` takes off the keys first: "auto" the model's key bias, where it has one; "mean" a calibrated
+    mean. `rotate` and `value_rotate` as in `kivi`: with them it is the rotated q4 and q8 of other engines. A channel
+    takes `bits + 32 / group` bits: with the defaults, Llama-3.1-8B stores 4.25 bits per channel. Raises UserError as
+    `kivi` does.
     """
     channels = GROUPS[0] if group is None else at_least_one(group)
     codec = Uniform(bits=bits, along="channels", group=channels, dtype=scales, fit=group is None)
     rotations: dict[str, Any] = turning(rotate, value_rotate)
-    layer = KeysAndValues(key=centred(codec, centre), value=codec, window=window, unit=PLANE, **rotations)
+    key, unbiased = centred(codec, centre), centre == "auto"
+    layer = KeysAndValues(key=key, value=codec, window=window, unit=PLANE, unbiased=unbiased, **rotations)
     return Method(name="uniform", layer=layer, sinks=sinks)
 
 
@@ -136,4 +138,4 @@ def _kivi_layer(
             raise UserError(f"rule=published needs a window that is a multiple of group={group}, got {window}")
         clocks = (Clock(("k",), 0, window), Clock(("v",), window, 1))
     timing: dict[str, Any] = {"rope": rope, "window": window, "unit": group, "clocks": clocks, **rotations}
-    return KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto" and rope == "pre", **timing)
+    return KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto", **timing)

@@ -30,7 +30,7 @@ def omniscale(
     scales: str = "bfloat16",
     rotate: str = "hadamard",
     value_rotate: str = "same",
-    centre: str = "none",
+    centre: str = "auto",
 ) -> Method:
     """OScaR (arXiv 2605.19660): KIVI on keys that are rotated and divided by the norm of their token, and on rotated
     values. Nothing is calibrated.
@@ -46,7 +46,7 @@ def omniscale(
     value = Uniform(bits=value_or(value_bits, bits), along="channels", group=value_or(value_group, group), dtype=scales)
     scaled = Scaled(inner=key, parts=1 if norm == "layer" else 0, dtype=scales)
     timing: dict[str, Any] = {"window": window, "unit": group, **turning(rotate, value_rotate)}
-    layer = KeysAndValues(key=centred(scaled, centre), value=value, **timing)
+    layer = KeysAndValues(key=centred(scaled, centre), value=value, unbiased=centre == "auto", **timing)
     return Method(name="omniscale", layer=layer, sinks=sinks)
 
 
@@ -64,7 +64,7 @@ def kvarn(
     scales: str = "bfloat16",
     rotate: str = "hadamard",
     value_rotate: str = "same",
-    centre: str = "none",
+    centre: str = "auto",
 ) -> Method:
     """KVarN (arXiv 2606.03458): keys and values are rotated; each tile of `group` tokens of a head is scaled so that
     its rows and its columns have equal variance; then keys get uniform codes channel by channel, values token by token.
@@ -80,7 +80,7 @@ def kvarn(
     key = Balanced(bits=value_or(key_bits, bits), along="tokens", **spec)
     value = Balanced(bits=value_or(value_bits, bits), along="channels", **spec)
     timing: dict[str, Any] = {"window": window, "unit": group, **turning(rotate, value_rotate)}
-    layer = KeysAndValues(key=centred(key, centre), value=value, **timing)
+    layer = KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto", **timing)
     return Method(name="kvarn", layer=layer, sinks=sinks)
 
 
@@ -98,7 +98,7 @@ def oscar(
     scales: str = "bfloat16",
     rotate: str = "fitted",
     value_rotate: str = "same",
-    centre: str = "none",
+    centre: str = "auto",
 ) -> Method:
     """OSCAR (arXiv 2605.17757): keys and values are rotated by calibrated matrices, so that errors harm the output of
     attention little, the largest numbers of each head are clipped, and each token gets uniform codes.
@@ -113,5 +113,5 @@ def oscar(
     key = Clipped(inner=Uniform(bits=value_or(key_bits, bits), **uniform), parts=0, ratio=clip)
     value = Clipped(inner=Uniform(bits=value_or(value_bits, bits), **uniform), parts=0, ratio=value_clip)
     timing: dict[str, Any] = {"window": window, "unit": PLANE, **turning(rotate, value_rotate)}
-    layer = KeysAndValues(key=centred(key, centre), value=value, **timing)
+    layer = KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto", **timing)
     return Method(name="oscar", layer=layer, sinks=sinks)

@@ -28,7 +28,7 @@ def turboquant(
     window: int = 0,
     sinks: int = 0,
     scales: str = "bfloat16",
-    centre: str = "none",
+    centre: str = "auto",
 ) -> Method:
     """TurboQuant (arXiv 2504.19874), in its form of least squared error: rotated keys and values are divided by their
     norm, one for each token and head, and get the nearest points of the scalar grid that is best for a normal
@@ -38,13 +38,11 @@ def turboquant(
     random signs (`seed`). `form="vllm"` does as that engine: no signs, values unrotated between their minimum and
     maximum, and `boundary` exact layers at each end (2 there, else 0). `norm` as in `higgs`: "corrected" as in that
     engine, "unbiased" keeps the scores of keys. `window` newest and `sinks` first tokens stay exact; `scales` is the
-    dtype of norms; `centre` is "none" or "mean". With the defaults, Llama-3.1-8B stores 4.125 bits per channel. Raises
+    dtype of norms; `centre` as in `higgs`. With the defaults, Llama-3.1-8B stores 4.125 bits per channel. Raises
     UserError for values that are not listed here.
     """
     if form not in FORMS:
         raise UserError(f"form={form!r}; known: {', '.join(FORMS)}")
-    if centre not in ("none", "mean"):
-        raise UserError(f"centre={centre!r}; known: none, mean (keys are stored after RoPE)")
     ends = FORMS[form] if boundary is None else boundary
     grid = {"dim": 1, "group": "head", "dtype": scales, "rotated": True, "norm": norm}
     key = Higgs(bits=value_or(key_bits, bits), **grid)
@@ -59,6 +57,7 @@ def turboquant(
         value=value,
         window=window,
         unit=PLANE,
+        unbiased=centre == "auto",
         key_rotation=rotations[0],
         value_rotation=rotations[1],
     )
