@@ -113,7 +113,7 @@ def _answer(question: str, new: int, capacity: int | None, as_json: bool) -> Non
              "tokens_per_second": made.tokens_per_second, "answer": made.text[0].strip()}
         )  # fmt: skip
     tokens, room = made.prompt_tokens[0], made.cache.layout.capacity
-    title = f"{question} Asked of {FETCHED[REAL].title} behind a text; {tokens} tokens together."
+    title = f"{FETCHED[REAL].title} reads a text and a question, {tokens} tokens: {question}"
     note = (
         f"bits: of a number of a key or value, scales and the exact window included. bytes: of a cache made for {room} "
         f"tokens. tokens per second: of the answer, after the text was read. The text: {TEXT}"

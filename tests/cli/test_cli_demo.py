@@ -56,7 +56,7 @@ def test_the_real_model_answers_through_every_cache(call, answering, monkeypatch
     code, out, err = call("-p", "?ab", "-n", "2")
     assert code == 0, err
     lines = out.splitlines()
-    assert lines[0].startswith("?ab Asked of SmolLM2-135M-Instruct behind a text; 18 tokens together.")
+    assert lines[0] == "SmolLM2-135M-Instruct reads a text and a question, 18 tokens: ?ab"
     assert any(line.startswith("exact") and line.endswith("12") for line in lines)
     assert "gguf" not in err
 
