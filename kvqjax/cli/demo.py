@@ -30,7 +30,7 @@ __all__ = ["demo", "explain"]
 REAL = "smollm2"
 TEXT = Path(__file__).parent.parent / "assets" / "texts" / "harbour.txt"  # 1900 tokens; the fact asked for is amid it
 QUESTION = "What is the secret password of the harbour safe?"
-# KIVI misreads a word of the answer with 2 bits, HIGGS does not. AQUA-KV would be nearer to the exact cache, but its
+# KIVI misreads a word of the answer with 2 bits; HIGGS does not. AQUA-KV would be nearer to the exact cache, but its
 # calibration takes minutes.
 ANSWERING = ("exact", "kivi:bits=4", "higgs:bits=2", "kivi:bits=2")
 ANSWER_TOKENS = 32  # the answer has 17, and a cache that goes astray shall not do so for long
