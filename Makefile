@@ -1,4 +1,5 @@
-# make demo   set up .venv with the package alone and run the demonstration
+# make demo   set up .venv with the package and gguf, and run the demonstration: SmolLM2-135M-Instruct is fetched (98 MB)
+#             and answers a question; where it is not to be had, the bundled model writes (DEMO_ARGS="--model demo")
 # make test   set up .venv with the test tools and run every check
 # make aot    what needs a chip's compiler (no chip): memory and kernels compiled ahead of time, for TPUs and, in an
 #             environment of its own, for Hopper; skipped without libtpu, without the CUDA plugin or ptxas
@@ -24,6 +25,7 @@ ifeq ($(shell uname -s),Linux)
 TORCH := $(TORCH)+cpu
 endif
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 DATA ?= synthetic
 ROWS ?= 0
 FOLDERS := kvqjax pallas_kernels calibrate eval
@@ -34,8 +36,8 @@ SOURCES := pyproject.toml setup.py README.md LICENSE \
 .PHONY: demo test docs notebooks colab aot results gate nightly clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.package
-	$(BIN)/kvqjax demo
+demo: $(VENV)/.package $(VENV)/.gguf
+	$(BIN)/kvqjax demo $(DEMO_ARGS)
 
 # Every check runs on the installed package, never on the source tree: import-linter, pyrefly and jaxtyping's hook do
 # not follow the folders mapped under kvqjax. lint-imports puts the working directory on the path, hence the cd.
@@ -97,6 +99,12 @@ $(EXTRAS): $(VENV)/.with-%: pyproject.toml | $(VENV)/.package
 	$(PIP) install --no-build-isolation '.[$*]'
 	rm -rf build kvqjax.egg-info
 	touch $@
+
+# What decodes the weights of a GGUF file. Without it the demonstration runs on the bundled model.
+$(VENV)/.gguf: pyproject.toml | $(VENV)/.package
+	$(PIP) install --no-build-isolation '.[gguf]' && touch $@ \
+		|| echo "gguf is not to be had here: the demonstration uses the bundled model"
+	rm -rf build kvqjax.egg-info
 
 # Only torch's CPU build: the default Linux build brings gigabytes of CUDA libraries.
 $(VENV)/.torch: | $(VENV)/.base

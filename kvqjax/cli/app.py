@@ -28,7 +28,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("run", "generate", "Continue one or more prompts through a compressed cache."),
     "chat": Command("chat", "chat", "Talk with a model; its compressed cache stays from turn to turn."),
-    "demo": Command("demo", "demo", "Continue one prompt with the exact cache and with KIVI at 4 and 2 bits."),
+    "demo": Command("demo", "demo", "Ask a real model about a text, through exact and compressed caches."),
     "eval": Command("evaluate", "app", "Measure the quality of caches: every token passes through them."),
     "calibrate": Command("calibrate", "calibrate", "Calibrate a method for a model."),
     "tune": Command("tune", "tune", "Find the cache of least KL divergence within a budget."),
