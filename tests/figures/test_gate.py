@@ -133,7 +133,7 @@ def test_verdicts_can_fall_either_way(gate):
     assert [v.held for v in verdicts(rows)] == [False, False, False]
     rows += [rows[0] | {"cache": "b", "bits": 2.4, "ratio": 1.001}, rows[0] | {"cache": "kivi:bits=3,x", "ratio": 1.03}]
     assert [v.held for v in verdicts(rows)] == [False, True, False, False]
-    naive = rows[0] | {"cache": "uniform:bits=3", "bits": 9}
+    naive = rows[0] | {"cache": "uniform:bits=3,centre=none", "bits": 9}
     assert [verdicts([naive | {"ratio": ratio}])[0].held for ratio in (4.9, 5.0)] == [False, True]
 
 

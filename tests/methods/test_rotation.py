@@ -198,7 +198,7 @@ REFUSED = {
     "oscar:clip=96": "clip=96.0; wanted the share that is not clipped, from 0.5 to 1",
     "turboquant:bits=5": "no grid of 5 bits in 1 dimensions",
     "turboquant:form=vlm": "form='vlm'; known: paper, vllm",
-    "turboquant:centre=auto": "centre='auto'; known: none, mean",
+    "turboquant:centre=atuo": "centre='atuo'; known: auto, none, mean",
     "turboquant:boundary=-1": "-1 first layers",
     "higgs:rope=post,rotate=signs,seed=3": "seed=3; the rotation has the signs: rotate=signs:3",
 }
@@ -316,7 +316,7 @@ def test_fitted_rotations_spread_what_queries_see():
     for matrix in found.values():
         product = np.swapaxes(matrix, -1, -2) @ matrix
         np.testing.assert_allclose(product, np.broadcast_to(np.eye(16), product.shape), atol=1e-5)
-    settings = {"config": model.config, "values": "outputs", "sinks": 0}
+    settings = {"config": model.config, "values": "outputs", "sinks": 0, "unbiased": False}
     seen = [fitting._moments(model.params, jnp.asarray(row)[None], **settings) for row in rows]
     for index, matrix in enumerate(found.values()):
         covariance = sum(np.asarray(one[index], np.float64) for one in seen)
