@@ -85,14 +85,14 @@ def demo(
 
 def _model_at_hand() -> str:
     """The real model, which is fetched where it is not here; the bundled one where that fails, and a line about it."""
+    title = FETCHED[REAL].title
     try:
         if importlib.util.find_spec("gguf") is None:
-            raise UserError("the package gguf, which decodes its weights, is not installed")
+            raise UserError(f"the package gguf, which decodes the weights of {title}, is not installed")
         fetch(REAL, tell=announce)
     except UserError as error:
         announce(
-            f"{FETCHED[REAL].title} cannot answer: {error}; so the bundled model continues a prompt. "
-            f"To have it: pip install gguf; kvqjax fetch {REAL}"
+            f"{error}; so the bundled model continues a prompt. To have {title}: pip install gguf; kvqjax fetch {REAL}"
         )
         return BUNDLED
     return REAL
