@@ -97,6 +97,7 @@ UNFLAGGED = {
     ("below_first", "counts"): (lambda x: kvq.below_first(empty(), first(x), NEW), COUNTS),
     ("attend", "tokens"): (lambda x: kvq.attend(TINY, tokens(ROWS, NEW).at[0, 3].set(x), both(NEW), empty()), (-1, 50)),
     ("attend_layer", "layer"): (lambda x: kvq.attend_layer(empty(SHAPE), x, *heads(), both(NEW))[0], (-1, 2)),
+    ("dense", "layer"): (lambda x: kvq.dense(empty(SHAPE), x), (-1, 2)),
     ("ForwardPass.attend", "counts"): (lambda x: passed(0, first(x)), COUNTS),
 }
 
