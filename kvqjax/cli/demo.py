@@ -92,7 +92,8 @@ def _model_at_hand() -> str:
         fetch(REAL, tell=announce)
     except UserError as error:
         announce(
-            f"{error}; so the bundled model continues a prompt. To have {title}: pip install gguf; kvqjax fetch {REAL}"
+            f"{error}; so the bundled model continues a prompt. For {title}: "
+            f"kvqjax fetch {REAL}, after pip install gguf"
         )
         return BUNDLED
     return REAL

@@ -80,7 +80,7 @@ def test_without_the_real_model_the_bundled_one_continues(call, brief, tmp_path,
     assert [row["cache"] for row in json.loads(out)] == ["exact"]
     (line,) = [line for line in err.splitlines() if "the bundled model continues" in line]
     assert {"network": "not reached", "gguf": "the package gguf"}[missing] in line
-    assert line.endswith("To have SmolLM2-135M-Instruct: pip install gguf; kvqjax fetch smollm2")
+    assert line.endswith("For SmolLM2-135M-Instruct: kvqjax fetch smollm2, after pip install gguf")
 
 
 def test_a_named_model_is_used_without_a_download(call, brief, monkeypatch, tmp_path):
