@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GENERAL, model_and_method
+from cases import GENERAL, model_and_method, thinned
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -60,7 +60,9 @@ def test_exact_prefill_is_the_plain_decoder(windows):
     assert cache.lengths.tolist() == list(COUNTS)
 
 
-@pytest.mark.parametrize("name", ["kivi2", "kivi-pre", "kivi-published", "mixed", "sliding-mixed", "kvquant"])
+@pytest.mark.parametrize(
+    "name", thinned(["kivi2", "kivi-pre", "kivi-published", "mixed", "sliding-mixed", "kvquant"], 2)
+)
 def test_drafts_see_what_single_steps_see(name):
     """`within="step"` in pieces of 9 equals one token at a time, through several flushes inside a piece."""
     model, method = model_and_method(name)
@@ -74,7 +76,7 @@ def test_drafts_see_what_single_steps_see(name):
     assert np.abs(rough[0] - single[0]).max() > 10 * BOUND, "the test cannot tell the two modes apart"
 
 
-@pytest.mark.parametrize("name", [name for name in GENERAL if name.startswith("kivi")])
+@pytest.mark.parametrize("name", thinned([name for name in GENERAL if name.startswith("kivi")], 2))
 def test_a_row_in_a_batch_is_the_row_alone(name):
     model, method = model_and_method(name)
     text, counts = tokens(2, LENGTH), jnp.asarray(COUNTS)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 from tiny import tiny
 
 import kvqjax as kvq
@@ -41,7 +42,7 @@ def agree(artifact, wanted, **bound) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), **bound)
 
 
-@pytest.mark.parametrize("spec", ["kvquant:bits=2,sinks=2", "kvquant:bits=2;0=exact", "kvquant;0=exact"])
+@pytest.mark.parametrize("spec", thinned(["kvquant:bits=2,sinks=2", "kvquant:bits=2;0=exact", "kvquant;0=exact"], 3))
 @pytest.mark.parametrize("gradients", [False, True])
 def test_kvquant(captured, spec, gradients):
     tensors, slopes = captured
@@ -115,7 +116,7 @@ def attended(shape, spec: str, keys, values, constants) -> np.ndarray:
     return np.asarray(call(cache, keys[:, :, 36:], values[:, :, 36:], constants)[0])
 
 
-@pytest.mark.parametrize("spec", ["kvquant:bits=4", AQUA, COMMVQ.replace("window=32", "window=0"), CENTRED])
+@pytest.mark.parametrize("spec", thinned(["kvquant:bits=4", AQUA, COMMVQ.replace("window=32", "window=0"), CENTRED], 2))
 def test_attention_takes_the_constants(captured, spec):
     """Calibrated with no more of a model than a KVShape, attention is nearer to exact attention than with constants of
     other keys and values, the same with their channels moved."""

@@ -3,6 +3,7 @@ path, and that a program for a TPU is the general path where there is none."""
 
 import numpy as np
 import pytest
+from cases import thinned
 from kernel_cache import filled, for_chip, logits
 from kernel_cases import check_outputs
 from kernel_forms import rope
@@ -18,7 +19,7 @@ ROTATED = ["omniscale:bits=4,window=0,sinks=3", "kvarn:bits=2,sinks=3"]
 ROTATED += ["oscar:bits=2,rotate=hadamard,window=0,sinks=3"]
 
 
-@pytest.mark.parametrize("method", METHODS + ROTATED)
+@pytest.mark.parametrize("method", thinned(METHODS + ROTATED, 2))
 def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     model, cache = filled(method)
     plain, calls = logits(model, cache), []

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, CORE, model_and_method, with_nightly
+from cases import CASES, HALF, model_and_method, with_nightly
 from flax import nnx
 from tiny import tiny, tokens
 
@@ -48,7 +48,7 @@ def assert_same(cache, other) -> None:
     jax.tree.map(np.testing.assert_array_equal, cache, other)
 
 
-@pytest.mark.parametrize("name", with_nightly(CASES, CORE))
+@pytest.mark.parametrize("name", with_nightly(CASES, HALF))
 def test_forward_of_a_mask_is_forward_of_counts(name):
     """Codes, windows and flags to the bit; logits where the caller's tokens stand. Two chunks, then a decode step."""
     model, method = model_and_method(name)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import model_and_method
+from cases import model_and_method, thinned
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -35,7 +35,7 @@ def layer_by_layer(cache):
             yield [a[index] for a in jax.tree.leaves((state.body, state.sinks, state.window))]
 
 
-@pytest.mark.parametrize("name", ["exact", "kivi-published", "mixed", "commvq", "aqua", "xquant-cl"])
+@pytest.mark.parametrize("name", thinned(["exact", "kivi-published", "mixed", "commvq", "aqua", "xquant-cl"], 3))
 def test_a_list_of_layers_caches_what_a_stack_does(name):
     model, method = model_and_method(name)
     apart = model.replace(params=unrolled(model.params))
