@@ -18,13 +18,7 @@ from kvqjax.model.hf_families import FAMILIES
 
 __all__ = ["find_tensors", "read_fields"]
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
+ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf}
 
 # Frequencies of Llama 3's rotary embedding are divided by the numbers of this tensor.
 _DIVISORS = "rope_freqs.weight"

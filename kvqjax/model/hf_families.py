@@ -49,6 +49,7 @@ class Family:
         query_growth: the rope says how queries grow with their position.
         experts: the fields that describe experts; None: every layer has one MLP.
         tensor_names: Hugging Face's names of our parameters, where they differ from Llama's; {} is an expert's number.
+        gguf: what GGUF files call the architecture; "" where llama.cpp has none, or writes it as Llama's.
     """
 
     model_type: str
@@ -63,6 +64,7 @@ class Family:
     query_growth: bool = False
     experts: ExpertFields | None = None
     tensor_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gguf: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ def _even_before_edge(index: int, edge: int) -> bool:
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama",
+        gguf="llama",
         defaults={"max_position_embeddings": 2048},
         sliding_window=False,
     ),
@@ -98,6 +101,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(
         model_type="qwen2",
+        gguf="qwen2",
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
@@ -111,6 +115,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
+        gguf="qwen3",
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
@@ -169,6 +174,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(
         model_type="qwen2_moe",
+        gguf="qwen2moe",
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 16,
@@ -187,6 +193,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3MoeForCausalLM": Family(
         model_type="qwen3_moe",
+        gguf="qwen3moe",
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,
