@@ -112,7 +112,7 @@ class RunLayout(NamedTuple):
     @property
     def carried(self) -> int:
         """Count the body tokens of a row whose carry is live during a decode step (methods.layer_cache.Chain)."""
-        return self.slots if self.wiring.chain.carry and self.wiring.chain.flows else 0
+        return self.slots if self.wiring.chain.read else 0
 
 
 def few_block(run: RunLayout, batch: int, rows: int) -> int:

@@ -26,8 +26,8 @@ MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CP
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape) -> RunLayout:
-    """Plan a run of equal layers. Here alone eviction decides how large arrays are:
-    whoever writes or reads them asks `RunLayout` and `Cache.kept`, and no method knows of it."""
+    """Plan a run of equal layers. Here alone eviction decides how large arrays are: whoever writes or reads them asks
+    `RunLayout` and `Cache.kept`, and no method knows of it."""
     wiring, keep = fitted(spec, layout, first, shape), layout.method.keep
     clocks = wiring.storage.clocks
     fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
@@ -75,7 +75,7 @@ def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
     """Choose how many tokens of all rows are read at a time where layers feed each other (`RunLayout.carrying`)."""
     kind = "gpu" if layout.form == "heads" else family(layout.target)
     known = layout.form == "heads" or kind == "tpu"
-    if not (known and wiring.chain.carry and wiring.chain.flows):
+    if not (known and wiring.chain.read):
         return 0
     return CARRIED[kind] // (max if kind == "tpu" else sum)(wiring.chain.carry.values())
 

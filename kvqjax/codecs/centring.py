@@ -8,8 +8,9 @@ of a constant bias is removed. After RoPE it is the mean of the rotated keys: wh
 text (the slowest pairs, where Qwen2 has its bias) is removed, while the mean of pairs that do turn is near zero and
 stays with the codec.
 
-Before RoPE the bias is known from the model's weights, so it needs no calibration: centre="auto" caches keys without it
-where a model has one (kvqjax.methods.keys_values), and leaves the codec as it is.
+The bias itself is known from the model's weights, and after RoPE from a token's position too, so that it needs no
+calibration: centre="auto" caches keys without it where a model has one (kvqjax.methods.keys_values), and leaves the
+codec as it is.
 """
 
 import dataclasses

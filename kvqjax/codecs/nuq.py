@@ -128,6 +128,7 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
         u, outside = normalise_keys(constants, x)
         tile = {"codes": nearest(u, signposts(spec, constants))}
         if count:
+            # Of the numbers outside the thresholds the largest get the slots; `width` marks a slot that stays empty.
             peak, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), count)
             channels = jnp.where(peak >= 0, channels, width)
             tile["outliers"] = store_outliers(x, channels, spec.outlier_dtype)
@@ -154,6 +155,7 @@ def _per_token(spec: Nuq, width: int) -> Codec:
         x = wide(x)
         high, low, channels = token_range(x, count // 2)
         centre, scale = stored_range(high, low, spec.dtype)
+        # By the range as it is stored, which is all that decoding has.
         u = (x - centre.astype(jnp.float32)) / divisor(scale.astype(jnp.float32))
         tile = {"codes": nearest(u, signposts(spec, constants)), "scale": scale.T, "centre": centre.T}
         return tile if channels is None else tile | {"outliers": store_outliers(x, channels, spec.outlier_dtype)}

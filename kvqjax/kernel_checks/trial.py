@@ -57,8 +57,8 @@ SPREAD = 1.5  # by how much a log-sum-exp may exceed that of equal scores
 HALVINGS = 10  # of queries, until that holds
 ROUNDS, CALLS = 5, 8  # of a timing, and how often a round attends
 LENGTHS = (1, 3)  # new tokens of a call
-# Of a timing. With 8192 tokens of 8 KV heads of 128 channels at 2 bits they have 170 MB: more than any chip's second
-# cache (H100 50 MB, B200 126 MB), as the bodies of all layers of a model are.
+# Of a timing. Bodies of 8192 tokens and 8 KV heads of 128 channels, at 2.25 bits a number, then have 151 MB together:
+# more than any chip's second-level cache (H100 50 MB, B200 126 MB), as the bodies of all layers of a model have.
 TIMED_ROWS = 32
 
 
@@ -203,8 +203,8 @@ def make(
 
 
 def full(trial: Trial, tokens: int, rows: int) -> Trial:
-    """Return the trial with `rows` bodies of `tokens` tokens: the trial's first row, over and over. Zeros
-    would take less power, and a chip that takes less power may run faster."""
+    """Return the trial with `rows` bodies of `tokens` tokens: the trial's first row, over and over. Bodies
+    of zeros would take less power, and a chip that takes less power may run faster."""
     layout = dataclasses.replace(trial.cache.layout, capacity=SINKS + tokens)
     cache = allocate_cache(layout, rows)
     run = runs_of(layout)[0]
@@ -247,7 +247,7 @@ def _through_layers(q: jax.Array, view: LayerView, tokens: NewTokens) -> Partial
     hands on is checked by what the second one finds."""
     run, chain = view.run, view.run.wiring.chain
     attend = functools.partial(attend_body, q, view, tokens)
-    if not (chain.carry and chain.flows):
+    if not chain.read:
         return attend({})[0]
     draw = lambda width: jax.random.normal(jax.random.key(width), (len(q), run.slots_here, width), jnp.bfloat16)  # noqa: E731
     below = {name: draw(width).astype(q.dtype) for name, width in chain.carry.items()}

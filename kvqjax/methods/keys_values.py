@@ -170,7 +170,7 @@ class KeysAndValues:
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
         rotations = {"k": self.key_rotation, "v": self.value_rotation}
         wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased, rotations)
-        wiring = wiring.having(fast=_values_by_points(key, value, config))
+        wiring = wiring.having(fast=_higgs_forms(key, value, config))
         if self.unbiased and config.known_key_bias:
             return wiring
         direct, packed = (form(key, value, self.rope, config) for form in (direct_form, packed_form))
@@ -180,13 +180,13 @@ class KeysAndValues:
 # ---- HIGGS, whose transform is linear ----
 
 
-def _values_by_points(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
-    """Say how bodies of HIGGS are read: more tokens at a time, and values summed as grid points times scales, so that
-    one sum of each query head is transformed instead of every token."""
-    bare = key.inner if isinstance(key, Centred) else key
-    reading = {"reading": READING} if isinstance(bare, Higgs) else {}
+def _higgs_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
+    """Say how bodies of HIGGS are read (`Fast`): more tokens at a time, and values summed as grid points times scales,
+    so that one sum of each query head is transformed instead of every token. Empty for other codecs."""
+    key = key.inner if isinstance(key, Centred) else key
+    forms: dict[str, Any] = {"reading": READING} if isinstance(key, Higgs) else {}
     if not isinstance(value, Higgs) or value.rotated:
-        return reading
+        return forms
     width, points, transformed = summed_form(value, config.kv_width)
 
     def read(weights, constants, payload, sources):
@@ -198,7 +198,7 @@ def _values_by_points(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict
         same_head = jnp.eye(count, dtype=bool)[None, None, :, None, :, None]
         return jnp.where(same_head, values, 0).sum(4).reshape(*means.shape[:3], config.head_dim)
 
-    return reading | {"summed": SharedValues(width, FEW_QUERIES, read, finish)}
+    return forms | {"summed": SharedValues(width, FEW_QUERIES, read, finish)}
 
 
 def _mixed_keys(key: CodecSpec, config: KVShape) -> MixedKeys | None:

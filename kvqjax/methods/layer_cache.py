@@ -166,6 +166,11 @@ class Chain(NamedTuple):
     flows: bool = True
     read_in: tuple[str, ...] | None = ()
 
+    @property
+    def read(self) -> dict[str, int]:
+        """Give the widths of what a reader takes from the layer below: empty where only encoding needs the carry."""
+        return self.carry if self.flows else {}
+
 
 class SharedValues(NamedTuple):
     """Body values as vectors of `width` numbers that all heads share. They are mapped to head dimensions after the sum

@@ -34,19 +34,28 @@ def attend(
     within: str = "chunk",
     last: bool = False,
 ) -> tuple[Float[Array, "B V"] | Float[Array, "B T V"], Pending]:
-    """Compute logits of the first `counts[b]` of T new tokens of each row, and their sources for `commit`; the cache
-    stays as it is.
+    """Compute logits of T new tokens of each row, and their sources for `commit`; the cache stays as it is.
 
-    `counts` may be a mask of the valid tokens, as in `forward`.
+    Args:
+        model: the model.
+        tokens: token ids [B, T].
+        counts: how many of each row's tokens are valid, from the first on; or a mask of the valid ones, as in
+            `forward`.
+        cache: the cache, one of this model.
+        within: "chunk": new tokens attend to each other exactly. "step": each new token sees what decoding one token at
+            a time would have shown it, so a verified draft equals plain decoding.
+        last: gives only the logits of each row's last valid token.
 
-    `within="chunk"`: new tokens attend to each other exactly. `within="step"`: each new token sees what decoding one
-    token at a time would have shown it, so a verified draft equals plain decoding. `last=True` returns only the logits
-    of each row's last valid token, [B, V]; otherwise [B, T, V]. Logits are float32; those of tokens that are not valid
-    mean nothing. From a token on whose key, value or other source is not finite they are NaN, also in later calls. With
-    `keep=h2o` the attention mass of these tokens' queries is a last entry of the pending tuple.
+    Returns:
+        Logits, float32 [B, T, V], or [B, V] with `last`; those of tokens that are not valid mean nothing. From a token
+        on whose key, value or other source is not finite they are NaN, also in later calls. Then what `commit` stores:
+        a run's sources each and, with `keep=h2o`, the attention mass of these tokens' queries.
 
-    Raises UserError for counts outside 0 to T and token ids outside the vocabulary. Those that a trace hides are
-    clipped; `commit`, for token ids `forward`, then raises the row's flag `cache.overflow[b]`."""
+    Raises:
+        UserError: for counts outside 0 to T, a row of a mask with several runs, or token ids outside the vocabulary.
+            Those that a trace hides are clipped; `commit`, for token ids `forward`, then raises the row's flag
+            `cache.overflow[b]`.
+    """
     check_new_tokens(model, tokens, counts, cache)
     out = ("logits" if last else "chunk", "pending")
     return run_step(_attend, model, cache, tokens, counts, out=out, within=within, last=last)
@@ -63,7 +72,8 @@ def _attend_begun(model: Model, cache: Cache, tokens, padding: Padding, *, withi
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, padding.counts, tokens.shape[1], constants, within)
     positions, config = call.tokens.positions, model.config
-    tokens = known_ids(tokens, padding.counts, config)[0]
+    tokens = known_ids(tokens, padding.counts, config)[0]  # `forward` alone returns a cache, and so raises its flag
+    # A single row's step on a GPU: a product of one row is a slow kernel of its own (`of_two`).
     alone = positions.size == 1 and call.runs[0].static_loops
 
     def project(weights, h):
@@ -74,6 +84,7 @@ def _attend_begun(model: Model, cache: Cache, tokens, padding: Padding, *, withi
         h, flow = loop
         weights = decoder.layer(model.params, call.runs[number].first + index)
         projected = project(weights, h)
+        # Where devices share the tokens of a KV head, each attends with the queries of all of them.
         whole = projected._replace(q=decoder.whole_heads(projected.q, config))
         attended, new, flow = attend_one(call, number, index, weights, whole, flow)
         attended = saturated(decoder.own_heads(attended, config, projected.q.shape[2]), h.dtype)
@@ -86,10 +97,11 @@ def _attend_begun(model: Model, cache: Cache, tokens, padding: Padding, *, withi
         loop, new = each(functools.partial(step, number), loop, run.count, cache)
         pending.append(new)
     h, mass = loop[0], loop[1].mass
+    # Sources of a layer outside a loop are ready before its attention has read the body, which XLA would then copy.
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
     if last:
         out = last_logits(model, h, padding.counts)
-    else:
+    else:  # hidden states are rolled back, which are narrower than logits
         out = decoder.unembed(model.params, padding.as_given(h), config)
     return out, (*pending, *(() if mass is None else (mass,)))
 
@@ -123,11 +135,21 @@ def last_logits(model: Model, h: Float[Array, "B T E"], counts: Int[Array, " B"]
 
 
 def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Cache:
-    """Append the first `counts[b]` pending tokens of each row and encode what is due. Pending tokens begin with a row's
-    first valid one, however `attend` was given them: its mask says here only how many they are.
+    """Append pending tokens of each row and encode what is due.
 
-    Raises UserError outside jit for counts outside 0 to T and where a row would exceed the capacity. Inside jit such
-    counts are clipped, the excess is not stored, and the row's flag `cache.overflow[b]` is raised."""
+    Args:
+        model: the model.
+        cache: the cache that `attend` was given.
+        pending: what `attend` returned. Its tokens begin with a row's first valid one, however `attend` was given them.
+        counts: how many pending tokens of each row are stored, from the first on. Of a mask only their number counts.
+
+    Returns:
+        The cache that holds them.
+
+    Raises:
+        UserError: outside jit, for counts outside 0 to T and where a row would exceed the capacity. Inside jit such
+            counts are clipped, the excess is not stored, and the row's flag `cache.overflow[b]` is raised.
+    """
     check_pending(model, cache, pending, counts)
     check_capacity(cache, counts)
     return run_step(_commit, model, cache, pending, counts, out=("cache",))
@@ -153,19 +175,29 @@ def forward(
     """Compute logits of T new tokens, and the cache that holds them: `attend`, then `commit`. Pure; works inside and
     outside jit.
 
-    `counts[b]` says that the first so many of row b's tokens are valid. A mask Bool[B, T] in its place says which are:
-    any single run of each row, so that prompts padded on the left, or on both sides, come as they are. A row without
-    valid tokens stays as it is. Rows are rolled inside: positions follow what a row holds, the cache is to the bit that
-    of tokens padded on the right, and logits [B, T, V] come where the caller's tokens stand. Those of tokens that are
-    not valid mean nothing.
-
     Positions beyond those that the model was trained for (`model.config.trained_length`) are computed like any others,
     without a word: how many tokens a row holds is known inside jit alone. Logits mean less and less there. `generate`
     and its like refuse such texts unless told otherwise.
 
-    Raises UserError for counts outside 0 to T, a row of a mask with several runs, token ids outside the vocabulary and
-    where a row would exceed the capacity. Inside jit such numbers are clipped, of several runs the first counts, the
-    excess is not stored, and the row's flag `cache.overflow[b]` is raised."""
+    Args:
+        model: the model.
+        tokens: token ids [B, T].
+        counts: how many of each row's tokens are valid, from the first on. A mask Bool[B, T] in its place says which
+            are: any single run of each row, so that prompts padded on the left, or on both sides, come as they are.
+            A row without valid tokens stays as it is.
+        cache: the cache, one of this model.
+        last: gives only the logits of each row's last valid token.
+
+    Returns:
+        Logits, float32 [B, T, V], or [B, V] with `last`, where the caller's tokens stand; those of tokens that are not
+        valid mean nothing. Then the cache, which is to the bit that of tokens padded on the right: positions follow
+        what a row holds.
+
+    Raises:
+        UserError: for counts outside 0 to T, a row of a mask with several runs, token ids outside the vocabulary and
+            where a row would exceed the capacity. Inside jit such numbers are clipped, of several runs the first
+            counts, the excess is not stored, and the row's flag `cache.overflow[b]` is raised.
+    """
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     out = ("logits" if last else "chunk", "cache")

@@ -86,24 +86,35 @@ def attend_layer(
     softcap: float | None = None,
     sinks: Float[Array, " sinks"] | None = None,
 ) -> tuple[Float[Array, "B T H D"], New]:
-    """Attend to what layer `layer` of the cache holds and to the new tokens: (output in q's dtype, the new tokens for
-    `append`). The cache stays as it is.
-
-    The first `counts[b]` of T new tokens of row b are valid; their positions follow what the row holds. A mask
-    Bool[B, T] in place of the counts marks any single run of each row, so that rows padded on the left come as they
-    are: q, k and v are rolled inside, and the output is rolled back. Outputs of other tokens mean nothing.
-
-    With a rope in the cache's shape, q and k come unrotated; without one they come rotated. `below` is what the layer
-    beneath returned; methods whose layers depend on each other need it (AQUA-KV, keep=h2o). `constants` are an
-    artifact's. `layer` may be traced where all layers are stored as one stack. `within="chunk"`: new tokens attend to
-    each other exactly; "step": each sees what decoding one token at a time would have shown it. `softcap` caps the
-    scores, by default as the cache's shape says: a score s counts as softcap * tanh(s / softcap) (Gemma 2). `sinks`
-    are logits of each query head that take their share of the softmax and give nothing (gpt-oss). Pure; works inside
+    """Attend to what one layer of the cache holds and to its new tokens. The cache stays as it is. Pure; works inside
     and outside jit.
 
-    Raises UserError for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist,
-    counts outside 0 to T and a row of a mask with several runs. A layer or count that a trace hides is clipped, of
-    several runs the first counts; `append` of the same counts or mask then raises the flag `cache.overflow[b]`."""
+    Args:
+        cache: any cache.
+        layer: the layer's number. It may be traced where all layers are stored as one stack.
+        q: queries of T new tokens; unrotated where the cache's shape has a rope, else rotated.
+        k: their keys, likewise.
+        v: their values.
+        counts: how many of each row's tokens are valid, from the first on; their positions follow what the row holds.
+            A mask Bool[B, T] in its place marks any single run of each row, so that rows padded on the left come as
+            they are: q, k and v are rolled inside, and the output is rolled back.
+        below: what the layer beneath returned; methods whose layers depend on each other need it (AQUA-KV, keep=h2o).
+        constants: an artifact's.
+        within: "chunk": new tokens attend to each other exactly. "step": each sees what decoding one token at a time
+            would have shown it.
+        softcap: caps the scores, by default as the cache's shape says: s counts as softcap * tanh(s / softcap)
+            (Gemma 2).
+        sinks: a logit of each query head, which takes its share of the softmax and gives nothing (gpt-oss).
+
+    Returns:
+        The output in q's dtype; outputs of tokens that are not valid mean nothing. Then the new tokens for `append`.
+
+    Raises:
+        UserError: for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist, counts
+            outside 0 to T and a row of a mask with several runs. A layer or count that a trace hides is clipped, of
+            several runs the first counts; `append` of the same counts or mask then raises the flag
+            `cache.overflow[b]`.
+    """
     check_cache(cache)
     _check_heads(cache, q, k, v)
     check_numbers(counts, cache.batch, q.shape[1])
@@ -128,6 +139,7 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, wi
     flow = PartitionSpec() if below is None else new.flow
     sink_heads = PartitionSpec() if sinks is None else PartitionSpec(rules.kv_heads)
     fixed = of_constants(rules, sources[-2])
+    # A plain number stays one in every device's part: layers that are stored one by one are found by it.
     specs = heads, heads, heads, PartitionSpec(rules.batch), flow, fixed, sink_heads
     if isinstance(layer, int):
         attend = functools.partial(attend, layer)
@@ -146,6 +158,7 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
 def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, *, within: str, softcap: float | None):
     """Do `_attend` on one device's part."""
     padding = padding_of(counts)
+    # Everything below counts places from a row's first valid token on, as positions and the cache do.
     q, k, v = (padding.begun(x) for x in (q, k, v))
     call = begin(cache, padding.counts, q.shape[1], constants, within)
     number, index = placed_layer(call.runs, layer)
@@ -207,15 +220,24 @@ def append(
     *,
     constants=None,
 ) -> Cache:
-    """Store the first `counts[b]` new tokens of each row and encode what is due: the cache that holds them.
+    """Store new tokens of each row and encode what is due.
 
-    New tokens begin with a row's first valid one, however `attend_layer` was given them: its mask says here only how
-    many they are, and counts keep the first of them, such as the accepted part of a draft.
+    Args:
+        cache: the cache that `attend_layer` was given.
+        new: one entry a layer, as `attend_layer` returns them or only their sources {name: [B, T, W]}; or what a scan
+            over layers stacked. Tokens begin with a row's first valid one, however `attend_layer` was given them.
+        counts: how many of them are stored, from the first on, such as the accepted part of a draft. Of a mask only
+            their number counts.
+        constants: an artifact's.
 
-    `new` has one entry a layer, as `attend_layer` returns them or only their sources {name: [B, T, W]}, or is what a
-    scan over layers stacked. Raises UserError for new tokens that do not fit the cache and, outside jit, for counts
-    outside 0 to T and where a row would exceed the capacity. Inside jit such counts are clipped, the excess is not
-    stored, and the row's flag `cache.overflow[b]` is raised."""
+    Returns:
+        The cache that holds them.
+
+    Raises:
+        UserError: for new tokens that do not fit the cache and, outside jit, for counts outside 0 to T and where a row
+            would exceed the capacity. Inside jit such counts are clipped, the excess is not stored, and the row's flag
+            `cache.overflow[b]` is raised.
+    """
     if not isinstance(cache, Cache):
         kind = type(cache).__name__
         raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")

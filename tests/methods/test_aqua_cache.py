@@ -14,7 +14,8 @@ from kvqjax.cache.accounting import ledger
 from kvqjax.cache.runs import chains
 from kvqjax.cache.state import due
 from kvqjax.calibrate.aqua import calibrate, released
-from kvqjax.methods import Clock, aqua, exact
+from kvqjax.codecs.base import bits_per_value
+from kvqjax.methods import Clock, aqua, exact, parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import init_params
 
@@ -136,6 +137,16 @@ def test_words_do_not_depend_on_how_tokens_arrive():
     for one, other in zip(jax.tree.leaves(once.runs), jax.tree.leaves(pieces.runs), strict=True):
         if one.dtype == jnp.uint32:
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("spec", ["higgs:group=head", "kvarn:group=32,rotate=none", "oscar:rotate=none", "turboquant"])
+def test_a_layer_of_codecs_that_leave_sizes_open_joins(spec):
+    """What they leave open is filled in as in a cache of their own. A rotated layer stays out: the chain passes it."""
+    layout = CacheLayout(shape=CONFIG.kv_shape, method=parse(f"aqua;1={spec}"), capacity=300, dtype="float32")
+    chained = [bool(run.wiring.chain.carry) for run in runs_of(layout)]
+    assert chained == [True, spec != "turboquant", True]
+    alone = runs_of(dataclasses.replace(layout, method=parse(spec)))[0].wiring.storage.codecs["k"]
+    assert bits_per_value(runs_of(layout)[1].wiring.storage.codecs["k"]) == bits_per_value(alone)
 
 
 def test_the_ledger_counts_what_flows_between_layers():

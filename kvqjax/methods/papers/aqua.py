@@ -32,6 +32,7 @@ from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Fit, Uniform, centred
+from kvqjax.codecs.base import for_heads
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
 from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Wiring
@@ -192,9 +193,11 @@ class AquaLayer:
         return "none" if self.inputs(source) == "none" else self.predictor
 
     def build(self, config: KVShape) -> Wiring:
-        width = config.kv_width
-        codecs = {"k": self.key.build(width), "v": self.value.build(width)}
-        return _wired(self, config, codecs)
+        heads, width = (config.num_kv_heads, config.head_dim), config.kv_width
+        # A layer that was admitted may have codecs that leave sizes open.
+        layer = dataclasses.replace(self, key=for_heads(self.key, *heads), value=for_heads(self.value, *heads))
+        codecs = {"k": layer.key.build(width), "v": layer.value.build(width)}
+        return _wired(layer, config, codecs)
 
     def packed(self, config: KVShape) -> Packed | None:
         """Name the kernel for layers with the usual linear predictors, or with none."""
