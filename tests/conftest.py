@@ -21,6 +21,7 @@ os.environ.setdefault(
 
 import hypothesis
 import jax
+import pytest
 
 CACHE_FOLDER = Path(__file__).resolve().parent.parent / ".jax_cache"
 # Processes that tests start keep their programs there too, not in the user's cache folder.
@@ -41,6 +42,24 @@ hypothesis.settings.load_profile("strict")
 # Every compiled program takes memory maps, of which a process may have 65 530: the compiler then dies.
 MOST_MAPS = 20_000
 MAPS = Path("/proc/self/maps")
+
+
+NIGHTLY = {
+    line for line in Path(__file__).with_name("nightly.txt").read_text().splitlines() if not line.startswith("#")
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Mark what nightly.txt names, before pytest chooses by marks. A run of all files finds names of no test."""
+    collected = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in NIGHTLY & collected.keys():
+        collected[name].add_marker(pytest.mark.nightly)
+    files = {name.partition("::")[0] for name in collected}
+    complete = not any("::" in argument for argument in config.args)
+    unknown = NIGHTLY - collected.keys()
+    if complete and unknown and all(name.partition("::")[0] in files for name in NIGHTLY):
+        raise pytest.UsageError(f"tests/nightly.txt names what is no test: {', '.join(sorted(unknown))}")
 
 
 def pytest_runtest_teardown(item, nextitem):
