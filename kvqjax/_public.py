@@ -1,7 +1,7 @@
 """Every public name of the library.
 
 `kvqjax` loads this module when the first of them is asked for: the command line answers `--help` without it, and
-without JAX. `calibrate`, `compare`, `eval`, `plan` and `tune` are loaded when they are used.
+without JAX. `calibrate`, `compare`, `Engine`, `eval`, `plan` and `tune` are loaded when they are used.
 """
 
 import importlib
@@ -57,9 +57,11 @@ if TYPE_CHECKING:
     from kvqjax.eval.comparison import compare
     from kvqjax.eval.tune import tune
     from kvqjax.hardware.plan import plan
+    from kvqjax.serving.engine import Engine
 
 __all__ = [
     "METHODS",
+    "Engine",
     "Generated",
     "KVShape",
     "Method",
@@ -124,7 +126,12 @@ __all__ = [
 ]
 
 # Public names that are loaded when first used -> their module.
-_LAZY = {"compare": "kvqjax.eval.comparison", "plan": "kvqjax.hardware.plan", "tune": "kvqjax.eval.tune"}
+_LAZY = {
+    "Engine": "kvqjax.serving.engine",
+    "compare": "kvqjax.eval.comparison",
+    "plan": "kvqjax.hardware.plan",
+    "tune": "kvqjax.eval.tune",
+}
 
 
 def __getattr__(name: str):

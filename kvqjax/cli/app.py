@@ -28,6 +28,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("run", "generate", "Continue one or more prompts through a compressed cache."),
     "chat": Command("chat", "chat", "Talk with a model; its compressed cache stays from turn to turn."),
+    "serve": Command("serve", "serve", "Serve a model in the OpenAI protocol, many requests at a time."),
     "demo": Command("demo", "demo", "Ask a real model about a text, through exact and compressed caches."),
     "eval": Command("evaluate", "app", "Measure the quality of caches: every token passes through them."),
     "calibrate": Command("calibrate", "calibrate", "Calibrate a method for a model."),

@@ -20,7 +20,7 @@ from kvqjax.generation.sampling import Sampling
 from kvqjax.generation.text import Detokenizer
 from kvqjax.model.loading import Model
 
-__all__ = ["Generation", "Piece", "Settings", "steps_until_encoded"]
+__all__ = ["Generation", "Piece", "Settings", "read_row", "steps_until_encoded"]
 
 
 class Piece(NamedTuple):
@@ -64,6 +64,29 @@ def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | No
                 units = max(0, length + 1 - beside) // clock.unit
                 least = min(least, beside + (units + 1) * clock.unit - 1 - length)
     return None if least == math.inf else int(least)
+
+
+def read_row(row: Detokenizer, new: Sequence[int], done: bool, most: int) -> tuple[str, list[int], str | None]:
+    """Take in what a call made of one row.
+
+    Args:
+        row: the row's text so far.
+        new: the ids that the call made.
+        done: whether the row draws no more tokens.
+        most: the tokens that it may have, `max_new_tokens`.
+
+    Returns:
+        New text; the ids of `new` that belong to the answer; why the row ends: "stop", "length", "eos", or None where
+        it goes on.
+    """
+    before = len(row.ids)
+    text = row.extend(new)
+    kept = row.ids[before:]
+    if row.stopped:
+        return text, kept, "stop"
+    if not done:
+        return text, kept, None
+    return text + row.finish(), kept, "length" if len(row.ids) >= most else "eos"
 
 
 @functools.partial(jax.jit, static_argnames="rows")
@@ -204,16 +227,12 @@ class Generation:
         self._owed, self._surplus = owed.copy(), self._surplus.copy()
         piece = Piece([], [])
         for number, row in enumerate(self._texts):
-            new, before = tokens[number, : made[number]].tolist(), len(row.ids)
-            text = row.extend(new)
-            kept = row.ids[before:]
-            if self.reasons[number] is None and row.stopped:
-                self.reasons[number] = "stop"
+            new = tokens[number, : made[number]].tolist()
+            text, kept, reason = read_row(row, new, bool(done[number]), self._settings.max_new_tokens)
+            if self.reasons[number] is None:
+                self.reasons[number] = reason
                 if len(kept) < len(new):  # what the cache holds of the others is cut, and the newest never enters
                     self._surplus[number], self._owed[number] = True, False
-            elif self.reasons[number] is None and done[number]:
-                self.reasons[number] = "length" if len(row.ids) >= self._settings.max_new_tokens else "eos"
-                text += row.finish()
             piece.text.append(text)
             piece.tokens.append(kept)
         return piece

@@ -14,12 +14,24 @@ from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.length_bound import bound_for, bounded
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
 from kvqjax.generation.prompt_ids import bucket, padded
-from kvqjax.generation.sampling import Sampling, sample
+from kvqjax.generation.sampling import RowSampling, Sampling, sample, split_key
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.prefill import prefill
 
-__all__ = ["decode_steps", "fetched", "prefill_chunks", "require_finite", "shared", "start", "unbegun"]
+__all__ = [
+    "LoopState",
+    "Scores",
+    "decode_steps",
+    "feed",
+    "fetched",
+    "first_token",
+    "prefill_chunks",
+    "require_finite",
+    "shared",
+    "start",
+    "unbegun",
+]
 
 Progress = Callable[[float], None]
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
@@ -37,11 +49,21 @@ class LoopState(struct.PyTreeNode):
     left: Leaf  # Int[B], how many tokens the row may still get
     done: Leaf  # Bool[B]
     seen: Leaf  # Bool[B, V], or None without a repetition penalty
-    key: Leaf
+    key: Leaf  # one, or one of every row [B]
+    scores: "Scores | None" = None  # of `tokens`, where they are wanted
+
+
+class Scores(struct.PyTreeNode):
+    """Log probabilities of the tokens that the latest call made, and of the likeliest ones in their places: those of
+    the model's logits, before penalty and temperature."""
+
+    chosen: Leaf  # Float[B, S]
+    ids: Leaf  # Int[B, S, N]
+    likeliest: Leaf  # Float[B, S, N]
 
 
 _prefill = jax.jit(prefill, donate_argnames="cache")
-_forward = jax.jit(forward, static_argnames=("last",), donate_argnames="cache")
+feed = jax.jit(forward, static_argnames=("last",), donate_argnames="cache")
 
 
 def shared(model: Model, tree):
@@ -79,7 +101,7 @@ def prefill_chunks(
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
         cache = bounded(cache, bound_for(cache.layout, (held + np.minimum(counts, start)).tolist()))
-        logits, cache = _forward(model, *shared(model, (piece, here)), cache, last=True)
+        logits, cache = feed(model, *shared(model, (piece, here)), cache, last=True)
         last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
         if progress is not None:
             jax.block_until_ready(last)
@@ -98,9 +120,10 @@ def unbegun(cache: Cache, room: int = STRIDE, place: Callable = jnp.asarray) -> 
     return LoopState(cache, tokens, made, newest, owed, left, done, seen=None, key=jax.random.key(0))
 
 
-def _record(state: LoopState, tokens, eos) -> LoopState:
-    """Append one token to every row that is not done; a row that drew an end token is done and does not keep it."""
-    ended = (tokens[:, None] == eos[None]).any(-1)
+def _record(state: LoopState, tokens, logits, eos) -> LoopState:
+    """Append one token to every row that is not done; a row that drew an end token is done and does not keep it.
+    `eos` [N] are those of all rows, or [B, N] of each."""
+    ended = (tokens[:, None] == jnp.atleast_2d(eos)).any(-1)
     alive = ~state.done & ~ended
     rows = jnp.arange(len(tokens))
     place = jnp.where(alive, state.made, state.tokens.shape[1])
@@ -113,14 +136,28 @@ def _record(state: LoopState, tokens, eos) -> LoopState:
         left=left,
         done=state.done | ended | (left <= 0),
         seen=None if state.seen is None else state.seen.at[rows, tokens].max(alive),
+        scores=None if state.scores is None else _scored(state.scores, logits, tokens, place),
+    )
+
+
+def _scored(scores: Scores, logits, tokens, place) -> Scores:
+    """Note the log probabilities of one token of every row at its place."""
+    every, rows = jax.nn.log_softmax(logits, axis=-1), jnp.arange(len(tokens))
+    likeliest, ids = jax.lax.top_k(every, scores.ids.shape[2])
+    chosen = jnp.take_along_axis(every, tokens[:, None], axis=-1)[:, 0]
+    return Scores(
+        scores.chosen.at[rows, place].set(chosen, mode="drop"),
+        scores.ids.at[rows, place].set(ids, mode="drop"),
+        scores.likeliest.at[rows, place].set(likeliest, mode="drop"),
     )
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 @jax.enable_x64(False)
-def _first(state: LoopState, logits, sampling: Sampling, eos) -> LoopState:
-    key, draw = jax.random.split(state.key)
-    return _record(state.replace(key=key), sample(draw, logits, state.seen, sampling), eos)
+def first_token(state: LoopState, logits, sampling: Sampling | RowSampling, eos) -> LoopState:
+    """Draw the first token of every row from the logits of its prompt. `state` is donated."""
+    key, draw = split_key(state.key)
+    return _record(state.replace(key=key), sample(draw, logits, state.seen, sampling), logits, eos)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -128,8 +165,8 @@ def _first(state: LoopState, logits, sampling: Sampling, eos) -> LoopState:
 def decode_steps(
     model: Model,
     state: LoopState,
-    sampling: Sampling,
-    eos: Int[Array, " N"],
+    sampling: Sampling | RowSampling,
+    eos: Int[Array, " N"] | Int[Array, "B N"],
     limit: Int[Array, ""],
 ) -> LoopState:
     """Up to `limit` decode steps in one while_loop, at most as many as `state.tokens` has room for. A row takes part as
@@ -140,9 +177,9 @@ def decode_steps(
         count, state = loop
         counts = state.owed.astype(jnp.int32)
         logits, cache = forward(model, state.newest[:, None], counts, state.cache, last=True)
-        key, draw = jax.random.split(state.key)
+        key, draw = split_key(state.key)
         state = state.replace(cache=cache, key=key)
-        return count + 1, _record(state, sample(draw, logits, state.seen, sampling), eos)
+        return count + 1, _record(state, sample(draw, logits, state.seen, sampling), logits, eos)
 
     most = jnp.minimum(limit, state.tokens.shape[1])
     start = (jnp.int32(0), state.replace(made=jnp.zeros_like(state.made)))
@@ -209,4 +246,4 @@ def start(
         seen=seen,
         key=jax.random.wrap_key_data(shared(model, jax.random.key_data(jax.random.key(seed)))),
     )
-    return _first(state, logits, sampling, eos)
+    return first_token(state, logits, sampling, eos)

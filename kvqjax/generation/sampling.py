@@ -2,6 +2,7 @@
 jit."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._arguments import check_integer, typed
 from kvqjax._errors import UserError
 
-__all__ = ["Sampling", "drawn_from", "make_sampling", "penalised", "sample"]
+__all__ = ["RowSampling", "Sampling", "drawn_from", "make_sampling", "of_rows", "penalised", "sample", "split_key"]
 
 
 class Sampling(struct.PyTreeNode):
@@ -27,6 +28,32 @@ class Sampling(struct.PyTreeNode):
     repetition_penalty: Any
     greedy: bool = struct.field(pytree_node=False)
     penalise: bool = struct.field(pytree_node=False)
+
+
+class RowSampling(struct.PyTreeNode):
+    """Sampling parameters of every row by itself, all of them data: rows of other requests share one program.
+
+    - `each` holds arrays [B] in place of numbers. Its static marks are those of the most general draw.
+    - `greedy` says which rows take their likeliest token."""
+
+    each: Sampling
+    greedy: Any  # Bool[B]
+
+
+def of_rows(parameters: Sequence[Sampling]) -> RowSampling:
+    """Put the parameters of several rows side by side, as arrays of the host."""
+    general = [each.replace(greedy=False, penalise=True) for each in parameters]
+    greedy = np.asarray([each.greedy for each in parameters])
+    return RowSampling(jax.tree.map(lambda *numbers: np.stack(numbers), *general), greedy)
+
+
+def split_key(key: Array) -> tuple[Array, Array]:
+    """Split a key, or every row's own key [B], into the one of later tokens and the one of this token."""
+    if not key.ndim:
+        later, now = jax.random.split(key)
+        return later, now
+    pairs = jax.vmap(jax.random.split)(key)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def make_sampling(
@@ -101,9 +128,42 @@ def drawn_from(logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sam
 
 
 def sample(
-    key: Array, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling
+    key: Array, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling | RowSampling
 ) -> Int[Array, " B"]:
-    """One token per row; `seen` marks the tokens already in it."""
+    """Choose one token of every row.
+
+    Args:
+        key: one key, or one of every row [B] beside parameters of rows. What a row of its own key draws does not depend
+            on the other rows, and is what a batch of that row alone would draw.
+        logits: of the next token.
+        seen: marks the tokens already in a row; needed where a repetition penalty is.
+        sampling: the parameters.
+
+    Returns:
+        Token ids, int32 [B].
+    """
+    if isinstance(sampling, RowSampling):
+        return _sample_rows(key, logits, seen, sampling)
     if sampling.greedy:
         return penalised(logits, seen, sampling).argmax(-1).astype(jnp.int32)
     return jax.random.categorical(key, drawn_from(logits, seen, sampling)).astype(jnp.int32)
+
+
+def _sample_rows(keys: Array, logits, seen: Bool[Array, "B V"] | None, sampling: RowSampling) -> Int[Array, " B"]:
+    """Do `sample` with parameters and a key for every row. The draw sorts the vocabulary, so that it is left out where
+    all rows are greedy."""
+    assert seen is not None  # every row may have a penalty
+
+    def one(row, marks, parameters):
+        return penalised(row[None], marks[None], parameters)[0]
+
+    likeliest = jax.vmap(one)(logits, seen, sampling.each).argmax(-1).astype(jnp.int32)
+
+    def drawn():
+        def draw(key, row, marks, parameters):
+            return jax.random.categorical(key, drawn_from(row[None], marks[None], parameters)[0])
+
+        tokens = jax.vmap(draw)(keys, logits, seen, sampling.each).astype(jnp.int32)
+        return jnp.where(sampling.greedy, likeliest, tokens)
+
+    return jax.lax.cond(sampling.greedy.all(), lambda: likeliest, drawn)

@@ -13,7 +13,7 @@ def test_a_long_ragged_generation_compiles_a_fixed_number_of_programs():
     model, method = tiny(), kvq.parse("kivi:bits=2,window=32")
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 50, n).tolist() for n in (5, 13, 9)]
-    programs = (generation._prefill, generation._first, generation.decode_steps)
+    programs = (generation._prefill, generation.first_token, generation.decode_steps)
     before = [p._cache_size() for p in programs]
     out = kvq.generate(model, prompts, method, max_new_tokens=500, capacity=1024)
     assert [len(t) for t in out.tokens] == [500] * 3
@@ -39,7 +39,7 @@ def programs(*functions):
 
 def test_how_many_tokens_are_wanted_is_data():
     """The same prompt and, of its bucket, another; the capacity is chosen by buckets too."""
-    model, functions = tiny(), (generation._prefill, generation._first, generation.decode_steps)
+    model, functions = tiny(), (generation._prefill, generation.first_token, generation.decode_steps)
     kvq.generate(model, [[1] * 180], METHOD, max_new_tokens=65, eos_ids=())
     before = programs(*functions)
     for length, new in ((180, 66), (180, 80), (180, 100), (180, 128), (130, 20), (250, 1)):
@@ -67,7 +67,7 @@ def test_beams_and_drafts_share_their_programs_too():
 
 def test_a_few_short_prompts_share_a_batch():
     """Rows without a prompt raise no flag, and the cache that comes back has none of them."""
-    model, functions = tiny(), (generation._prefill, generation._first, generation.decode_steps)
+    model, functions = tiny(), (generation._prefill, generation.first_token, generation.decode_steps)
     prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
     whole = kvq.generate(model, prompts, METHOD, max_new_tokens=40, eos_ids=())
     before = programs(*functions)

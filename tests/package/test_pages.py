@@ -33,6 +33,7 @@ PARSED = {
     "plan --model llama-3.1-70b": "compiles a large model for a minute; tests/hardware does it with a small one",
     "fetch": "needs the network; tests/model/test_fetch.py does it with a file of its own",
     "chat": "reads from a terminal; tests/cli/test_cli_chat.py talks with it",
+    "serve": "serves until it is ended; tests/serving does it",
     "doctor": "compiles every kernel's plain path; tests/hardware runs it",
 }
 

@@ -1,0 +1,123 @@
+"""`kvqjax serve`: the OpenAI protocol over HTTP."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvqjax._errors import UserError
+from kvqjax._options import token_count
+from kvqjax._tables import size
+from kvqjax.cli.common import (
+    Artifacts,
+    Dtype,
+    Kernels,
+    ModelName,
+    OneCache,
+    RopeLength,
+    TextOnly,
+    Weights,
+    calibrated,
+    methods_of,
+    number,
+    open_model,
+    require_room,
+    token_number,
+)
+from kvqjax.cli.output import announce
+from kvqjax.serving.engine import CHUNK, QUEUE, STRIDE, Engine
+
+__all__ = ["serve"]
+
+API_KEY = "KVQJAX_API_KEY"  # environment variable: an option would be seen in the list of processes
+GRACE = 10  # seconds that answers under way get at a shutdown
+
+
+def _bytes(text: str | int) -> int:
+    """Read a number of bytes, also as 512M or 2G (powers of 1024)."""
+    try:
+        parts = str(text).strip().lower().removesuffix("ib").removesuffix("b")
+        if parts.endswith("g"):
+            return token_count(parts[:-1], 1, 2**20) * 2**30
+        return token_count(parts, 1, 2**50)
+    except UserError:
+        raise typer.BadParameter(f"{text!r} is no memory; wanted bytes, or such as 512M or 2G") from None
+
+
+def serve(
+    model: ModelName = "demo",
+    cache: OneCache = "exact",
+    artifact: Artifacts = [],  # noqa: B006
+    host: Annotated[
+        str, typer.Option(help="address to listen at; 0.0.0.0: every network of this machine")
+    ] = "127.0.0.1",
+    port: Annotated[int, number("--port", least=0, most=65535, help="0: any that is free")] = 8000,
+    rows: Annotated[int | None, number("--rows", most=2**16, help="requests answered at a time; default: 8")] = None,
+    capacity: Annotated[
+        int | None, token_number(help="tokens of a request, prompt and answer; default: 4096, or what the model has")
+    ] = None,
+    pool: Annotated[
+        int | None,
+        typer.Option("--pool", parser=_bytes, metavar="BYTES", help="memory for the cache in place of --rows, as 2G"),
+    ] = None,
+    chunk: Annotated[int, number("--chunk", help="tokens of a prompt that are read between two strides")] = CHUNK,
+    stride: Annotated[int, number("--stride", most=1024, help="tokens of a piece of a stream")] = STRIDE,
+    queue: Annotated[int, number("--queue", help="requests that may wait; a further one is refused")] = QUEUE,
+    served_name: Annotated[str | None, typer.Option(help="the model's name for clients; default: --model")] = None,
+    kernels: Kernels = "auto",
+    dtype: Dtype = None,
+    weights: Weights = None,
+    text_only: TextOnly = False,
+    rope_length: RopeLength = None,
+) -> None:
+    """Serve a model in the OpenAI protocol, many requests at a time through one compressed cache.
+
+    /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics, and / to chat in a browser. With the
+    environment variable KVQJAX_API_KEY, clients have to send that key."""
+    uvicorn, make_app = _packages()
+    method = methods_of([cache])[0]
+    loaded = calibrated(open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact)[0][0]
+    options = {"capacity": capacity, "chunk": chunk, "stride": stride, "queue": queue, "kernels": kernels}
+    if pool is None and capacity is not None:
+        require_room(loaded, method, (rows or 8) + 1, capacity)
+    engine = Engine(loaded, method, rows=rows, pool_bytes=pool, **options)
+    name = served_name or (Path(model).name if Path(model).exists() else model)
+    now = engine.stats()
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(engine, name, api_key=os.environ.get(API_KEY) or None),
+            log_level="warning",
+            timeout_graceful_shutdown=GRACE,
+        )
+    )
+    try:
+        with _listening(host, port) as door:
+            announce(
+                f"{name} through {method}: {now.rows} rows of {now.capacity} tokens, {size(now.cache_bytes)}, "
+                f"{now.bits:.4g} bits a number"
+            )
+            announce(f"http://{host}:{door.getsockname()[1]}/v1, and / in a browser; /ready says when all is compiled")
+            server.run([door])
+    finally:
+        engine.close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Open the door before anything is said of it: port 0 is any that is free."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UserError(f"{host}:{port}: {error.strerror}") from error
+
+
+def _packages():
+    try:
+        import uvicorn
+
+        from kvqjax.serving.app import make_app
+    except ImportError as error:
+        raise UserError(f"serving needs further packages ({error.name}): pip install '.[serve]'") from error
+    return uvicorn, make_app

@@ -1,0 +1,365 @@
+"""The HTTP server: a starlette application over an engine, in the OpenAI protocol.
+
+The event loop reads and writes; the engine's thread owns the device; texts are encoded in threads of their own.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvqjax._errors import UserError
+from kvqjax.generation.prompt_ids import encode_prompts
+from kvqjax.serving.engine import Engine, EngineFull
+from kvqjax.serving.protocol import (
+    Asked,
+    NotFound,
+    chat_chunk,
+    chat_object,
+    completion_chunk,
+    completion_object,
+    error_object,
+    models_object,
+    read_chat,
+    read_completion,
+    usage_of,
+)
+from kvqjax.serving.request import Answered, Handle, ServedPiece
+
+try:
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    raise UserError(f"serving needs further packages ({error.name}): pip install '.[serve]'") from error
+
+__all__ = ["MOST_BYTES", "make_app"]
+
+PAGE = Path(__file__).parent.parent / "assets" / "serve" / "page.html"
+MOST_BYTES = 4 * 2**20  # of a body; a prompt of 128K tokens is about half a MiB of text
+LOOK = 0.5  # seconds between two looks whether the client is still there
+BUSY = 1  # seconds after which a client that was refused may ask again
+
+
+class _Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error"):
+        super().__init__(message)
+        self.status, self.kind = status, kind
+
+
+def make_app(engine: Engine, name: str, *, api_key: str | None = None, most_bytes: int = MOST_BYTES) -> Starlette:
+    """Make the application that serves an engine; the engine is closed with it.
+
+    Args:
+        engine: serves the requests.
+        name: of the model, as clients write it.
+        api_key: what clients have to send as `Authorization: Bearer KEY`; None: nothing.
+        most_bytes: the largest body that is read.
+
+    Returns:
+        An ASGI application with /v1/models, /v1/completions, /v1/chat/completions, /health, /ready, /metrics and, as
+        /, a page to chat.
+
+    Raises:
+        UserError: packages of the extra `serve` are missing.
+    """
+    server = _Server(engine, name, api_key, most_bytes)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        server.warming = asyncio.create_task(server.warm())
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(engine.close)
+            await asyncio.gather(server.warming, return_exceptions=True)
+
+    routes = [
+        Route("/", server.page),
+        Route("/health", server.health),
+        Route("/ready", server.ready),
+        Route("/metrics", server.metrics),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.models),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+    ]
+    handlers = {_Refused: _refusal, UserError: _refusal, Exception: _fault}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+
+async def _refusal(_: Request, error: Exception) -> Response:
+    """Answer what a client can mend."""
+    status, kind, headers = 400, "invalid_request_error", {}
+    if isinstance(error, _Refused):
+        status, kind = error.status, error.kind
+    elif isinstance(error, NotFound):
+        status = 404
+    elif isinstance(error, EngineFull):
+        status, kind, headers = 429, "rate_limit_error", {"Retry-After": str(BUSY)}
+    return JSONResponse(error_object(str(error), kind, status), status, headers)
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    """Answer what is wrong with the server. The traceback goes to its log, for starlette raises the error again."""
+    return JSONResponse(error_object(f"the server failed: {type(error).__name__}", "server_error", 500), 500)
+
+
+class _Server:
+    """The endpoints. `warming` is the task that compiles the engine's programs."""
+
+    def __init__(self, engine: Engine, name: str, api_key: str | None, most_bytes: int):
+        self.warming: asyncio.Task | None = None
+        self._engine, self._name, self._api_key, self._most_bytes = engine, name, api_key, most_bytes
+        self._created = int(time.time())
+        self._encoding = threading.Lock()  # a tokenizer is no thing for two threads
+        self._registry = CollectorRegistry()
+        self._registry.register(_Counts(engine))
+
+    async def warm(self) -> None:
+        await asyncio.to_thread(self._engine.warm)
+
+    # --- What is no answer of the model ---
+
+    async def page(self, _: Request) -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    async def health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """Answer 200 once every program is compiled, before 503."""
+        warm = self.warming is not None and self.warming.done() and self.warming.exception() is None
+        return JSONResponse({"status": "ready" if warm else "compiling"}, 200 if warm else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self, request: Request) -> Response:
+        self._check_key(request)
+        listed = models_object(self._name, self._created, self._engine.capacity)
+        asked = request.path_params.get("name")
+        if asked is None:
+            return JSONResponse(listed)
+        if asked != self._name:
+            raise NotFound(f"model {asked!r} is not served here; this server has {self._name!r}")
+        return JSONResponse(listed["data"][0])
+
+    # --- Answers of the model ---
+
+    async def completions(self, request: Request) -> Response:
+        asked = read_completion(await self._body(request), self._name)
+        if asked.stream and asked.echo:
+            raise _Refused(400, "echo is not served as a stream; leave one of them out")
+        prompts, handles = await self._submitted(asked)
+        number = f"cmpl-{uuid.uuid4().hex}"
+        if asked.stream:
+            return self._streamed(self._completion_events(number, asked, handles), handles)
+        answers = await self._answers(request, handles)
+        if asked.new_tokens == 0:  # the scores of a prompt alone
+            answers = [_without_tokens(answer) for answer in answers]
+        return JSONResponse(completion_object(number, self._name, asked, answers, prompts, self._say))
+
+    async def chat(self, request: Request) -> Response:
+        asked = read_chat(await self._body(request), self._name)
+        _, handles = await self._submitted(asked)
+        number = f"chatcmpl-{uuid.uuid4().hex}"
+        if asked.stream:
+            return self._streamed(self._chat_events(number, asked, handles), handles)
+        answers = await self._answers(request, handles)
+        return JSONResponse(chat_object(number, self._name, asked, answers, self._say))
+
+    def _check_key(self, request: Request) -> None:
+        if self._api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        # In constant time: how long a comparison takes must not tell how much of a key is right.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._api_key.encode()):
+            raise _Refused(401, "wrong or missing API key", "authentication_error")
+
+    async def _body(self, request: Request) -> bytes:
+        """Read a body that is not too large, without reading the rest of one that is."""
+        self._check_key(request)
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._most_bytes:
+                raise _Refused(413, f"the body has more than {self._most_bytes} bytes")
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _submitted(self, asked: Asked) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
+        """Hand in every choice: (text and ids of its prompt, its handle). None is handed in where one is refused."""
+        return await asyncio.to_thread(self._submit, asked)
+
+    def _submit(self, asked: Asked) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
+        options = dict(asked.options)
+        chat = options.pop("chat", False)
+        with self._encoding:
+            encoded = [encode_prompts(self._engine.model, [prompt], chat)[0] for prompt in asked.prompts]
+        handles: list[Handle] = []
+        about: list[tuple[str, Sequence[int]]] = []
+        try:
+            for prompt, ids in zip(asked.prompts, encoded, strict=True):
+                new = self._new_tokens(asked, len(ids))
+                for choice in range(asked.choices):
+                    seed = (options["seed"] + choice) % 2**32
+                    submitted = self._engine.submit(ids, max_new_tokens=new, **(options | {"seed": seed}))
+                    handles.append(submitted)
+                    about.append((prompt if isinstance(prompt, str) else self._text(ids), ids))
+        except UserError:
+            _give_up(handles)
+            raise
+        return about, handles
+
+    def _new_tokens(self, asked: Asked, prompt: int) -> int:
+        """Choose the tokens of an answer: at least one is made, and left out where none is asked for."""
+        if asked.new_tokens is not None:
+            return max(1, asked.new_tokens) if asked.new_tokens >= 0 else asked.new_tokens
+        trained = self._engine.model.config.trained_length
+        most = min(self._engine.capacity, trained or self._engine.capacity)
+        if prompt >= most:
+            raise UserError(f"a prompt of {prompt} tokens leaves no room for an answer in a row of {most}")
+        return most - prompt
+
+    def _say(self, token: int) -> str:
+        """Give the text of a token by itself, special ones too."""
+        model = self._engine.model
+        return model.tokenizer.decode([token]) if model.has_tokenizer else str(token)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Give the text of a prompt."""
+        model = self._engine.model
+        return model.tokenizer.decode(list(ids), skip_special_tokens=True) if model.has_tokenizer else ""
+
+    async def _answers(self, request: Request, handles: list[Handle]) -> list[Answered]:
+        """Wait for every answer; give them up once the client has gone."""
+        done = asyncio.gather(*(_ended(handle) for handle in handles))
+        try:
+            while not (await asyncio.wait([done], timeout=LOOK))[0]:
+                if await request.is_disconnected():
+                    raise _Refused(499, "the client has gone")
+            await done
+        finally:
+            _give_up(handles)
+            done.cancel()
+        return [handle.result() for handle in handles]
+
+    def _streamed(self, events: AsyncIterator[dict[str, Any]], handles: list[Handle]) -> Response:
+        """Send events as they come. A client that goes away ends the loop, and with it the requests."""
+
+        async def lines() -> AsyncIterator[str]:
+            try:
+                async for event in events:
+                    yield f"data: {json.dumps(event)}\n\n"
+                yield "data: [DONE]\n\n"
+            except UserError as error:  # the status has been sent already
+                yield f"data: {json.dumps(error_object(str(error), 'server_error', 500))}\n\n"
+            finally:
+                _give_up(handles)
+
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+    async def _completion_events(self, number: str, asked: Asked, handles: list[Handle]):
+        places = [0] * len(handles)
+        async for index, piece, reason in _merged(handles):
+            scores = piece.scores if asked.scores else None
+            yield completion_chunk(number, self._name, index, piece.text, reason, scores, self._say, places[index])
+            places[index] += len(piece.text)
+        if asked.usage:
+            yield completion_chunk(number, self._name, 0, "") | self._used(handles)
+
+    async def _chat_events(self, number: str, asked: Asked, handles: list[Handle]):
+        for index in range(len(handles)):
+            yield chat_chunk(number, self._name, index, {"role": "assistant", "content": ""})
+        async for index, piece, reason in _merged(handles):
+            scores = piece.scores if asked.scores else None
+            delta = {"content": piece.text} if piece.text or piece.tokens else {}
+            yield chat_chunk(number, self._name, index, delta, reason, scores, self._say)
+        if asked.usage:
+            yield chat_chunk(number, self._name, 0, {}) | self._used(handles)
+
+    def _used(self, handles: list[Handle]) -> dict[str, Any]:
+        """Give the last event of a stream: no choice, and what was used."""
+        return {"choices": [], "usage": usage_of([handle.result() for handle in handles])}
+
+
+def _give_up(handles: Iterable[Handle]) -> None:
+    for handle in handles:
+        if not handle.ended:
+            handle.abort()
+
+
+def _without_tokens(answer: Answered) -> Answered:
+    return Answered(**(vars(answer) | {"text": "", "tokens": [], "scores": [], "finish_reason": "length"}))
+
+
+async def _ended(handle: Handle) -> None:
+    async for _ in handle:
+        pass
+
+
+async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece, str | None]]:
+    """Give the pieces of several answers as they come, and after an answer's last one why it ended."""
+    pieces: asyncio.Queue[tuple[int, ServedPiece, str | None] | BaseException] = asyncio.Queue()
+
+    async def follow(index: int, handle: Handle) -> None:
+        try:
+            async for piece in handle:
+                await pieces.put((index, piece, None))
+            await pieces.put((index, ServedPiece("", [], []), handle.result().finish_reason))
+        except UserError as error:
+            await pieces.put(error)
+
+    tasks = [asyncio.create_task(follow(*pair)) for pair in enumerate(handles)]
+    try:
+        left = len(handles)
+        while left:
+            entry = await pieces.get()
+            if isinstance(entry, BaseException):
+                raise entry
+            yield entry
+            left -= entry[2] is not None
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _Counts:
+    """What /metrics says, read from the engine when it is asked."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self):
+        now = self._engine.stats()
+        gauges = {
+            "running": ("requests whose answer is being made", now.running),
+            "waiting": ("requests that wait for a row", now.waiting),
+            "rows": ("requests that can be answered at a time", now.rows),
+            "cache_bytes": ("bytes of the cache", now.cache_bytes),
+            "cache_bits": ("bits of the cache per number of a key or value", now.bits),
+        }
+        counters = {
+            "requests": ("requests that have ended", now.requests),
+            "aborted": ("requests that were given up", now.aborted),
+            "failed": ("requests that ended with an error", now.failed),
+            "prompt_tokens": ("tokens of prompts that were read", now.prompt_tokens),
+            "tokens": ("tokens that were made", now.tokens),
+        }
+        for name, (about, value) in gauges.items():
+            yield GaugeMetricFamily(f"kvqjax_{name}", about, value=value)
+        for name, (about, value) in counters.items():
+            yield CounterMetricFamily(f"kvqjax_{name}", about, value=value)

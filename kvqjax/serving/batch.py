@@ -1,0 +1,255 @@
+"""The running batch of an engine: its rows on the device, and the few programs that change them.
+
+A prompt is fed to a cache of one row, on a grid of positions: chunks begin at multiples of the chunk's length, whatever
+else runs. What a row holds, and so its text, does not depend on its neighbours. When its first token is drawn the row
+is copied into the batch, which makes some tokens of all its rows per call.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvqjax._errors import UserError
+from kvqjax.cache import Cache
+from kvqjax.cache.length_bound import bound_for, bounded
+from kvqjax.cache.surgery import evict, insert
+from kvqjax.generation.loop import (
+    LoopState,
+    Scores,
+    decode_steps,
+    feed,
+    fetched,
+    first_token,
+    shared,
+    unbegun,
+)
+from kvqjax.generation.sampling import RowSampling, make_sampling, of_rows
+from kvqjax.methods import MethodLike
+from kvqjax.model.loading import Model
+from kvqjax.serving.request import Request, TokenScore
+from kvqjax.step.forward import forward
+from kvqjax.step.new_cache import init_cache
+
+__all__ = ["MOST_ENDS", "MOST_LIKELIEST", "Made", "RunningBatch"]
+
+MOST_ENDS = 8  # end tokens of a request; models have 4 at most
+MOST_LIKELIEST = 20  # tokens whose log probabilities come with a token, as in the OpenAI protocol
+NO_TOKEN = -1
+WIDTHS = 4  # a prompt's last chunk is as wide as the others, or narrower by this factor, or by its square
+
+
+class Made(NamedTuple):
+    """What a call made of one row. `broken`: a number of the row is not finite."""
+
+    tokens: list[int]
+    scores: list[TokenScore]
+    done: bool
+    broken: bool
+
+
+def _row_key(seeds: Sequence[int]) -> np.ndarray:
+    """Make the key of every row as data."""
+    return np.stack([np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in seeds])
+
+
+def _scores_of(rows: int, tokens: int, likeliest: int) -> Scores:
+    zeros = functools.partial(np.zeros, dtype=np.float32)
+    places = (rows, tokens, likeliest)
+    return Scores(zeros((rows, tokens)), np.zeros(places, np.int32), zeros(places))
+
+
+@functools.partial(jax.jit, donate_argnames=("state", "sampling", "eos"))
+@jax.enable_x64(False)
+def _joined(
+    state: LoopState,
+    sampling: RowSampling,
+    eos: Int[Array, "B N"],
+    row: Int[Array, ""],
+    single: LoopState,
+    of_single: tuple[RowSampling, Int[Array, "1 N"]],
+) -> tuple[LoopState, RowSampling, Int[Array, "B N"]]:
+    """Put the row of a state of one row into a state of many."""
+
+    def put(many, one):
+        return jax.tree.map(lambda a, b: a.at[row].set(b[0]), many, one)
+
+    names = ("newest", "owed", "left", "done", "seen", "key")
+    changed = {name: put(getattr(state, name), getattr(single, name)) for name in names}
+    cache = insert(state.cache, row, single.cache)
+    sampling, eos = put((sampling, eos), of_single)
+    return state.replace(cache=cache, **changed), sampling, eos
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _emptied(cache: Cache) -> Cache:
+    return evict(cache, jnp.ones((cache.batch,), bool))
+
+
+@functools.partial(jax.jit, static_argnames="likeliest", donate_argnames="cache")
+@jax.enable_x64(False)
+def _scored_feed(
+    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], following, cache: Cache, likeliest: int
+) -> tuple[Float[Array, "B V"], tuple[Array, Array, Array], Cache]:
+    """Feed a chunk, and give the log probabilities of the tokens that follow each of its tokens."""
+    logits, cache = forward(model, tokens, counts, cache)
+    last = jnp.take_along_axis(logits, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    every = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(every, following[..., None], axis=-1)[..., 0]
+    values, ids = jax.lax.top_k(every, likeliest)
+    return last, (chosen, ids, values), cache
+
+
+class RunningBatch:
+    """Rows that make tokens together, and one row beside them into which prompts are fed.
+
+    Args:
+        model: the model.
+        method: of the cache.
+        rows: requests that make tokens at a time.
+        capacity: tokens of a row.
+        chunk: tokens of a prompt that are fed at a time.
+        stride: tokens of a row that a call makes at most.
+        kernels: as in `kvqjax.init_cache`.
+    """
+
+    def __init__(
+        self, model: Model, method: MethodLike, rows: int, capacity: int, *, chunk: int, stride: int, kernels: str
+    ):
+        self.chunk, self.stride = chunk, stride
+        self._model, self._place = model, functools.partial(shared, model)
+        self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
+        self._prompt = init_cache(model, method, 1, capacity, kernels=kernels)
+        self._state = self._unbegun(init_cache(model, method, rows, capacity, kernels=kernels), [0] * rows)
+        self._sampling = self._place(of_rows([make_sampling()] * rows))
+        self._eos = self._place(np.full((rows, MOST_ENDS), NO_TOKEN, np.int32))
+        self._held = np.zeros((rows,), np.int64)  # tokens of every row
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of the rows that make tokens. The next call donates it."""
+        return self._state.cache
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How wide a chunk of a prompt can be: a program each."""
+        return tuple(sorted({max(16, self.chunk // WIDTHS**power) for power in range(3)} | {self.chunk}))
+
+    def feed(self, prompt: Sequence[int], start: int, scored: bool) -> tuple[Float[Array, "1 V"], list[TokenScore]]:
+        """Feed the chunk of a prompt that begins at `start`.
+
+        Args:
+            prompt: token ids of the whole prompt.
+            start: a multiple of `chunk`.
+            scored: whether the prompt's tokens are to be scored.
+
+        Returns:
+            Logits of the chunk's last token, and the scores of the tokens that follow those of the chunk.
+        """
+        piece = list(prompt[start : start + self.chunk])
+        width = next(width for width in self.widths if width >= len(piece))
+        padded = lambda ids: np.asarray([[*ids, *[0] * (width - len(ids))]], np.int32)  # noqa: E731
+        tokens, counts = self._place((padded(piece), np.asarray([len(piece)], np.int32)))
+        cache = bounded(self._prompt, bound_for(self._prompt.layout, [start]))
+        if not scored:
+            logits, cache = feed(self._model, tokens, counts, cache, last=True)
+            self._prompt = bounded(cache, None)
+            return logits, []
+        following = list(prompt[start + 1 : start + 1 + len(piece)])
+        logits, scores, cache = _scored_feed(
+            self._model, tokens, counts, self._place(padded(following)), cache, self._likeliest
+        )
+        self._prompt = bounded(cache, None)
+        return logits, _token_scores(following, *(array[0] for array in fetched(*scores)))
+
+    def drop_prompt(self) -> None:
+        """Empty the row into which prompts are fed."""
+        self._prompt = _emptied(self._prompt)
+
+    def join(self, row: int, request: Request, logits: Float[Array, "1 V"]) -> Made:
+        """Draw the first token of the prompt that was fed, and let it join the batch as `row`."""
+        state = self._unbegun(self._prompt, [request.seed])
+        seen = np.zeros((1, self._model.config.vocab_size), bool)
+        seen[0, list(request.prompt)] = True
+        eos = np.full((1, MOST_ENDS), NO_TOKEN, np.int32)
+        eos[0, : len(request.eos)] = request.eos
+        left = np.asarray([request.max_new_tokens], np.int32)
+        left, alive, seen, eos, sampling = self._place(
+            (left, np.zeros((1,), bool), seen, eos, of_rows([request.sampling]))
+        )
+        scores = None
+        if request.likeliest is not None:
+            scores = self._place(_scores_of(1, self.stride, self._likeliest))
+        single = first_token(state.replace(left=left, done=alive, seen=seen, scores=scores), logits, sampling, eos)
+        made = self._read(single)[0]
+        single, self._state = single.replace(scores=None), self._state.replace(scores=None)
+        place = self._place(np.int32(row))
+        self._state, self._sampling, self._eos = _joined(
+            self._state, self._sampling, self._eos, place, single, (sampling, eos)
+        )
+        self._prompt = _emptied(single.cache)
+        self._held[row] = len(request.prompt) + 1
+        return made
+
+    def step(self, running: Bool[np.ndarray, " B"], scored: bool) -> list[Made]:
+        """Make up to `stride` tokens of every running row.
+
+        Args:
+            running: the rows that go on. The others stay as they are.
+            scored: whether scores are wanted of any row.
+
+        Returns:
+            What every row got.
+        """
+        bound = bound_for(self.cache.layout, np.where(running, self._held + self.stride, 0).tolist())
+        scores = self._state.scores if scored else None
+        if scored and scores is None:
+            scores = self._place(_scores_of(len(running), self.stride, self._likeliest))
+        # Two arrays, for both are donated.
+        done, owed, limit = self._place((~running, running.copy(), np.int32(self.stride)))
+        state = self._state.replace(done=done, owed=owed, scores=scores, cache=bounded(self.cache, bound))
+        state = decode_steps(self._model, state, self._sampling, self._eos, limit)
+        self._state = state.replace(cache=bounded(state.cache, None))
+        rows = self._read(self._state)
+        self._held += [len(row.tokens) for row in rows]
+        return rows
+
+    def _unbegun(self, cache: Cache, seeds: Sequence[int]) -> LoopState:
+        """Make the state of rows that no request has: they are done."""
+        state = unbegun(cache, self.stride, self._place)
+        seen, done = self._place(
+            (np.zeros((len(seeds), self._model.config.vocab_size), bool), np.ones((len(seeds),), bool))
+        )
+        return state.replace(done=done, seen=seen, key=jax.random.wrap_key_data(self._place(_row_key(seeds))))
+
+    def _read(self, state: LoopState) -> list[Made]:
+        """Fetch what a call made of every row."""
+        made, tokens, done, broken = fetched(state.made, state.tokens, state.done, state.cache.nonfinite)
+        rows = [tokens[row, :count].tolist() for row, count in enumerate(made)]
+        scores: list[list[TokenScore]] = [[] for _ in rows]
+        if state.scores is not None:
+            arrays = fetched(state.scores.chosen, state.scores.ids, state.scores.likeliest)
+            scores = [_token_scores(ids, *(array[row] for array in arrays)) for row, ids in enumerate(rows)]
+        parts = zip(rows, scores, done.tolist(), broken.tolist(), strict=True)
+        return [Made(*part) for part in parts]
+
+
+def _token_scores(tokens: Sequence[int], chosen, ids, likeliest) -> list[TokenScore]:
+    """Pair tokens with their log probabilities."""
+    rows = zip(tokens, chosen.tolist(), ids.tolist(), likeliest.tolist(), strict=False)
+    return [TokenScore(token, own, dict(zip(near, values, strict=True))) for token, own, near, values in rows]
+
+
+def check_request(request: Request, capacity: int, vocab_size: int) -> None:
+    """Raise UserError for a request that a row of `capacity` tokens cannot hold."""
+    length, new = len(request.prompt), request.max_new_tokens
+    if length + new > capacity:
+        raise UserError(f"a prompt of {length} tokens and {new} new ones do not fit a row of {capacity}")
+    if len(request.eos) > MOST_ENDS:
+        raise UserError(f"{len(request.eos)} end tokens; a request may have {MOST_ENDS}")
+    if request.likeliest is not None and not 0 <= request.likeliest <= min(MOST_LIKELIEST, vocab_size):
+        raise UserError(f"scores of {request.likeliest} tokens asked for; at most {MOST_LIKELIEST} come with a token")

@@ -1,0 +1,365 @@
+"""The OpenAI protocol: what bodies of requests may say, and the objects that answers are.
+
+Fields follow https://platform.openai.com/docs/api-reference (completions, chat). What would change an answer and is not
+served is refused by name; what cannot change it is taken and left alone.
+"""
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvqjax._errors import UserError, suggest
+from kvqjax.serving.request import Answered, TokenScore
+
+__all__ = [
+    "Asked",
+    "NotFound",
+    "chat_chunk",
+    "chat_object",
+    "completion_chunk",
+    "completion_object",
+    "error_object",
+    "models_object",
+    "read_chat",
+    "read_completion",
+    "usage_of",
+]
+
+# Taken and left alone: they say who asks, or ask for what happens in any case.
+HARMLESS = {
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+}  # fmt: skip
+# Refused unless they have these values.
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "reasoning_effort": (None,),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "web_search_options": (None,),
+}
+# Of both protocols: name in a body -> option of `Engine.submit`, its type, its default.
+SHARED: dict[str, tuple[str, type | tuple[type, ...], Any]] = {
+    "temperature": ("temperature", (int, float), 1.0),
+    "top_p": ("top_p", (int, float), 1.0),
+    "top_k": ("top_k", int, 0),
+    "min_p": ("min_p", (int, float), 0.0),
+    "repetition_penalty": ("repetition_penalty", (int, float), 1.0),
+    "seed": ("seed", int, None),
+    "stop": ("stop", (str, list), ()),
+    "ignore_eos": ("eos_ids", bool, False),
+    "priority": ("priority", int, 0),
+}
+ANSWER_TOKENS = 16  # of a completion that says no number, as in the protocol
+MOST_CHOICES = 128  # answers of one request
+MOST_STOPS = 16  # stop strings of one request
+MOST_SEED = 2**63  # seeds are whole numbers below that
+
+
+class NotFound(UserError):
+    """A request names a model that is not served here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A body, checked: `prompts` (strings, token ids or conversations), each answered `choices` times with `options` of
+    `Engine.submit`. `new_tokens` None: as many as fit."""
+
+    prompts: list[Any]
+    choices: int
+    new_tokens: int | None
+    options: dict[str, Any]
+    stream: bool
+    usage: bool  # a stream ends with what it used
+    echo: bool = False
+    scores: bool = False
+
+
+def _body(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"the body is no JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(body, dict):
+        raise UserError(f"the body is a JSON {type(body).__name__}; wanted an object")
+    return body
+
+
+def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], default: Any) -> Any:
+    """Read a field; null is as if it were not there."""
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds = types if isinstance(types, tuple) else (types,)
+    # In Python True is a number.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"{name} is of type {type(value).__name__}; wanted {names}")
+    return value
+
+
+def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in body.items():
+        if name in UNSERVED and not any(value == plain and type(value) is type(plain) for plain in UNSERVED[name]):
+            if not (value == 0 and 0 in UNSERVED[name]):  # 0.0
+                raise UserError(f"{name} is not served here; leave it out")
+        elif name not in known | HARMLESS | UNSERVED.keys():
+            raise UserError(f"unknown field {name!r}{suggest(name, sorted(known))}")
+
+
+def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what both protocols have: (fields of `Asked`, options of `Engine.submit`)."""
+    asked = _field(body, "model", str, model)
+    if asked != model:
+        raise NotFound(f"model {asked!r} is not served here; this server has {model!r}")
+    options: dict[str, Any] = {}
+    for name, (option, types, default) in SHARED.items():
+        options[option] = _field(body, name, types, default)
+    for option in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        options[option] = float(options[option])
+    options["eos_ids"] = () if options["eos_ids"] else None
+    options["stop"] = _stops(options["stop"])
+    if options["seed"] is None:
+        options["seed"] = secrets.randbits(31)  # requests without a seed differ
+    elif not 0 <= options["seed"] < MOST_SEED:
+        raise UserError(f"seed={options['seed']}; wanted 0 or more, below 2**63")
+    choices = _field(body, "n", int, 1)
+    if not 1 <= choices <= MOST_CHOICES:
+        raise UserError(f"n={choices}; wanted 1 to {MOST_CHOICES}")
+    stream = _field(body, "stream", bool, False)
+    about = _field(body, "stream_options", dict, {})
+    return {"choices": choices, "stream": stream, "usage": bool(about.get("include_usage", False))}, options
+
+
+def _stops(stop: str | Sequence[Any]) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(texts) > MOST_STOPS:
+        raise UserError(f"{len(texts)} stop strings; wanted {MOST_STOPS} at most")
+    return texts
+
+
+FIELDS = {*SHARED, "model", "n", "stream", "stream_options"}
+
+
+def read_completion(raw: bytes, model: str) -> Asked:
+    """Read the body of /v1/completions.
+
+    Args:
+        raw: the body.
+        model: the name of the model that is served.
+
+    Returns:
+        What is asked.
+
+    Raises:
+        UserError: no JSON, a field that is unknown, not served or of another type.
+        NotFound: another model is asked for.
+    """
+    body = _body(raw)
+    _check_names(body, FIELDS | {"prompt", "max_tokens", "logprobs", "echo"})
+    about, options = _common(body, model)
+    scores = _field(body, "logprobs", int, None)
+    echo = _field(body, "echo", bool, False)
+    options |= {"scores": scores, "prompt_scores": echo}
+    new = _field(body, "max_tokens", int, ANSWER_TOKENS)
+    prompts = _completion_prompts(body.get("prompt"))
+    return Asked(prompts=prompts, new_tokens=new, options=options, echo=echo, scores=scores is not None, **about)
+
+
+def _completion_prompts(prompt: Any) -> list[Any]:
+    """Give the prompts: one string, one list of ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise UserError("prompt is missing; wanted a string, token ids, or a list of strings or of lists of token ids")
+    if all(type(part) is int for part in prompt):
+        return [prompt]
+    if all(isinstance(part, str) for part in prompt):
+        return prompt
+    if all(isinstance(part, list) and part and all(type(token) is int for token in part) for part in prompt):
+        return prompt
+    raise UserError("prompt mixes types; wanted a string, token ids, or a list of strings or of lists of token ids")
+
+
+def read_chat(raw: bytes, model: str) -> Asked:
+    """Read the body of /v1/chat/completions: as `read_completion`."""
+    body = _body(raw)
+    _check_names(body, FIELDS | {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"})
+    about, options = _common(body, model)
+    scored = _field(body, "logprobs", bool, False)
+    likeliest = _field(body, "top_logprobs", int, 0)
+    if likeliest and not scored:
+        raise UserError("top_logprobs needs logprobs=true")
+    options |= {"scores": likeliest if scored else None, "chat": True}
+    new = _field(body, "max_completion_tokens", int, _field(body, "max_tokens", int, None))
+    messages = _field(body, "messages", list, [])
+    if not messages:
+        raise UserError("messages is missing; wanted a list of objects with role and content")
+    conversation = [_message(number, message) for number, message in enumerate(messages)]
+    return Asked(prompts=[conversation], new_tokens=new, options=options, scores=scored, **about)
+
+
+def _message(number: int, message: Any) -> dict[str, Any]:
+    """Give a message whose content is text: parts of text are joined."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"message {number} has no role; wanted an object with role and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise UserError(f"message {number} has content of type {kind!r}; only text is served")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise UserError(f"message {number} has content of type {type(content).__name__}; wanted text")
+    return {**message, "content": content}
+
+
+# --- Answers ---
+
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "aborted": "stop"}
+
+
+def _head(kind: str, number: str, model: str) -> dict[str, Any]:
+    return {"id": number, "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage_of(answers: Sequence[Answered]) -> dict[str, int]:
+    """Count the tokens of answers. The prompt of several choices counts once a choice, for each of them reads it."""
+    prompt = sum(answer.prompt_tokens for answer in answers)
+    made = sum(len(answer.tokens) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def _completion_scores(
+    scores: Sequence[TokenScore], say: Callable[[int], str], place: int, first: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Give log probabilities as completions have them. `first` are tokens without a score: the first of a prompt."""
+    texts = [say(token) for token in (*first, *(score.token for score in scores))]
+    offsets = [place + sum(map(len, texts[:number])) for number in range(len(texts))]
+    unscored = [None] * len(first)
+    likeliest = [{say(token): value for token, value in _named(score)} for score in scores]
+    return {
+        "tokens": texts,
+        "token_logprobs": [*unscored, *(score.logprob for score in scores)],
+        "top_logprobs": [*unscored, *likeliest],
+        "text_offset": offsets,
+    }
+
+
+def _named(score: TokenScore) -> list[tuple[int, float]]:
+    """Give the likeliest tokens, and the token itself where it is none of them: readers look it up there."""
+    pairs = list(score.likeliest.items())
+    return pairs if score.token in score.likeliest else [*pairs, (score.token, score.logprob)]
+
+
+def _chat_scores(scores: Sequence[TokenScore], say: Callable[[int], str]) -> dict[str, Any]:
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": say(token), "logprob": logprob, "bytes": list(say(token).encode())}
+
+    content = [
+        one(score.token, score.logprob) | {"top_logprobs": [one(*pair) for pair in score.likeliest.items()]}
+        for score in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_object(
+    number: str,
+    model: str,
+    asked: Asked,
+    answers: Sequence[Answered],
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    say: Callable[[int], str],
+) -> dict[str, Any]:
+    """Make the answer of /v1/completions. `prompts` are the text and the ids of every answer's prompt."""
+    choices = []
+    for index, (answer, (text, ids)) in enumerate(zip(answers, prompts, strict=True)):
+        scores, first = (*answer.prompt_scores, *answer.scores) if asked.echo else answer.scores, ids[:1]
+        choices.append(
+            {
+                "index": index,
+                "text": text + answer.text if asked.echo else answer.text,
+                "logprobs": _completion_scores(scores, say, 0, first if asked.echo else ()) if asked.scores else None,
+                "finish_reason": REASONS[answer.finish_reason],
+            }
+        )
+    return _head("text_completion", number, model) | {"choices": choices, "usage": usage_of(answers)}
+
+
+def completion_chunk(
+    number: str,
+    model: str,
+    index: int,
+    text: str,
+    reason: str | None = None,
+    scores: Sequence[TokenScore] | None = None,
+    say: Callable[[int], str] = str,
+    place: int = 0,
+) -> dict[str, Any]:
+    """Make a piece of a streamed completion. `scores` None: they were not asked for."""
+    choice = {
+        "index": index,
+        "text": text,
+        "logprobs": None if scores is None else _completion_scores(scores, say, place),
+        "finish_reason": None if reason is None else REASONS[reason],
+    }
+    return _head("text_completion", number, model) | {"choices": [choice]}
+
+
+def chat_object(
+    number: str, model: str, asked: Asked, answers: Sequence[Answered], say: Callable[[int], str]
+) -> dict[str, Any]:
+    """Make the answer of /v1/chat/completions."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": _chat_scores(answer.scores, say) if asked.scores else None,
+            "finish_reason": REASONS[answer.finish_reason],
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return _head("chat.completion", number, model) | {"choices": choices, "usage": usage_of(answers)}
+
+
+def chat_chunk(
+    number: str,
+    model: str,
+    index: int,
+    delta: dict[str, Any],
+    reason: str | None = None,
+    scores: Sequence[TokenScore] | None = None,
+    say: Callable[[int], str] = str,
+) -> dict[str, Any]:
+    """Make a piece of a streamed chat answer."""
+    choice = {
+        "index": index,
+        "delta": delta,
+        "logprobs": None if scores is None else _chat_scores(scores, say),
+        "finish_reason": None if reason is None else REASONS[reason],
+    }
+    return _head("chat.completion.chunk", number, model) | {"choices": [choice]}
+
+
+def models_object(model: str, created: int, capacity: int) -> dict[str, Any]:
+    """List the one model that is served, and how many tokens a request may have."""
+    entry = {"id": model, "object": "model", "created": created, "owned_by": "kvqjax", "max_model_len": capacity}
+    return {"object": "list", "data": [entry]}
+
+
+def error_object(message: str, kind: str, code: int) -> dict[str, Any]:
+    """Make the body of a refusal."""
+    return {"error": {"message": " ".join(message.split()), "type": kind, "param": None, "code": code}}

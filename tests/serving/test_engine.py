@@ -1,0 +1,212 @@
+"""An engine gives every request what `generate` gives it alone, whoever else is served."""
+
+import asyncio
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.generation import loop
+from kvqjax.serving import batch
+from kvqjax.serving.engine import EngineFull
+
+CAPACITY, CHUNK, NEW = 192, 32, 20
+SAMPLED = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], [7, 8, 9, 10], [11, 12] * 40, [3, 1] * 16]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+def alone(model, prompt, method, **options):
+    """What `generate` makes of one prompt in the engine's mode: chunks on the same grid."""
+    return kvq.generate(model, [prompt], method, chunk=CHUNK, capacity=CAPACITY, eos_ids=(), **options)
+
+
+def engine_of(model, method, rows=3, **options):
+    return kvq.Engine(model, method, rows=rows, capacity=CAPACITY, chunk=CHUNK, **options)
+
+
+@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32"])
+def test_every_request_gets_what_it_gets_alone(model, method):
+    """More requests than rows, drawn and greedy ones side by side, of different lengths."""
+    draws = [SAMPLED | {"seed": number} if number % 2 else {} for number in range(len(PROMPTS))]
+    lengths = [NEW - 3 * number for number in range(len(PROMPTS))]
+    with engine_of(model, method) as engine:
+        handles = [
+            engine.submit(prompt, max_new_tokens=length, eos_ids=(), **draw)
+            for prompt, length, draw in zip(PROMPTS, lengths, draws, strict=True)
+        ]
+        answers = [handle.result() for handle in handles]
+    for answer, prompt, length, draw in zip(answers, PROMPTS, lengths, draws, strict=True):
+        assert answer.tokens == alone(model, prompt, method, max_new_tokens=length, **draw).tokens[0]
+        assert (answer.finish_reason, answer.prompt_tokens) == ("length", len(prompt))
+        assert 0 < answer.seconds_to_first_token <= answer.seconds
+
+
+def test_scores_are_log_probabilities_of_the_model(model):
+    prompt = PROMPTS[4]
+    with engine_of(model, "exact") as engine:
+        neighbour = engine.submit(PROMPTS[1], max_new_tokens=NEW, eos_ids=())
+        answer = engine.submit(prompt, max_new_tokens=5, eos_ids=(), scores=3, prompt_scores=True).result()
+        plain = engine.submit(prompt, max_new_tokens=5, eos_ids=()).result()
+        assert neighbour.result().scores == []
+    assert plain.tokens == answer.tokens
+    text = [*prompt, *answer.tokens]
+    cache = kvq.init_cache(model, "exact", 1, CAPACITY)
+    logits, _ = kvq.forward(model, jnp.asarray([text]), jnp.asarray([len(text)]), cache)
+    wanted = np.asarray(jax.nn.log_softmax(logits[0], axis=-1))
+    scores = [*answer.prompt_scores, *answer.scores]
+    assert [score.token for score in scores] == text[1:]
+    for place, score in enumerate(scores):
+        assert score.logprob == pytest.approx(wanted[place, score.token], abs=2e-4)
+        assert len(score.likeliest) == 3
+        assert max(score.likeliest.values()) == pytest.approx(wanted[place].max(), abs=2e-4)
+    assert all(next(iter(score.likeliest)) == score.token for score in answer.scores)  # greedy
+
+
+def test_pieces_come_as_they_are_made(model):
+    """In a loop, in a coroutine, and again after the end: the same pieces."""
+
+    async def collected(handle):
+        return [piece async for piece in handle]
+
+    with engine_of(model, "exact", stride=4) as engine:
+        handle = engine.submit(PROMPTS[0], max_new_tokens=NEW, eos_ids=())
+        pieces = asyncio.run(collected(handle))
+        assert len(pieces) > 3
+        assert list(handle) == pieces
+    assert [token for piece in pieces for token in piece.tokens] == handle.result().tokens
+
+
+def test_a_stop_string_and_an_end_token_end_an_answer():
+    model = kvq.load("demo")
+    text = "The baker came home after the rain."
+    with kvq.Engine(model, "exact", rows=2, capacity=256, chunk=64) as engine:
+        whole = engine.submit(text, max_new_tokens=24, eos_ids=()).result()
+        middle = whole.text[len(whole.text) // 2 :][:6]
+        stopped = engine.submit(text, max_new_tokens=24, eos_ids=(), stop=middle).result()
+        end = whole.tokens[7]
+        ended = engine.submit(text, max_new_tokens=24, eos_ids=[end]).result()
+    assert (stopped.text, stopped.finish_reason) == (whole.text[: whole.text.index(middle)], "stop")
+    assert (ended.tokens, ended.finish_reason) == (whole.tokens[: whole.tokens.index(end)], "eos")
+    assert whole.text == kvq.generate(model, text, max_new_tokens=24, eos_ids=()).text[0]
+
+
+def test_requests_are_given_up(model):
+    """One that runs and one that waits. Their rows serve others, whose text does not change."""
+    with engine_of(model, "kivi:bits=2,window=32", rows=1, stride=2) as engine:
+        running = engine.submit(PROMPTS[0], max_new_tokens=150, eos_ids=())
+        waiting = engine.submit(PROMPTS[1], max_new_tokens=5)
+        later = engine.submit(PROMPTS[4], max_new_tokens=5, eos_ids=())
+        next(iter(running))
+        waiting.abort()
+        running.abort()
+        assert running.result().finish_reason == "aborted"
+        assert len(running.result().tokens) < 150
+        assert waiting.result().tokens == []
+        wanted = alone(model, PROMPTS[4], "kivi:bits=2,window=32", max_new_tokens=5).tokens[0]
+        assert later.result().tokens == wanted
+        stats = engine.stats()
+    assert (stats.requests, stats.aborted, stats.running, stats.waiting) == (3, 2, 0, 0)
+
+
+def test_urgent_requests_come_first_and_a_full_queue_refuses(model):
+    ended = []
+    with engine_of(model, "exact", rows=1, stride=2, queue=3) as engine:
+        first = engine.submit(PROMPTS[0], max_new_tokens=100, eos_ids=())
+        next(iter(first))  # its row is taken
+        handles = {
+            priority: engine.submit(PROMPTS[2], max_new_tokens=2, eos_ids=(), priority=priority)
+            for priority in (5, 1, 3)
+        }
+        with pytest.raises(EngineFull, match="3 requests wait already"):
+            engine.submit(PROMPTS[2])
+        first.abort()
+        readers = [
+            threading.Thread(target=lambda name=priority, handle=handle: (handle.result(), ended.append(name)))
+            for priority, handle in handles.items()
+        ]
+        order = sorted(handles, key=lambda priority: handles[priority].result().seconds)
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    assert order == [1, 3, 5]
+    assert sorted(ended) == [1, 3, 5]
+
+
+def test_a_closed_engine_has_no_request_left(model):
+    engine = engine_of(model, "exact", rows=1, stride=2)
+    handles = [engine.submit(prompt, max_new_tokens=60, eos_ids=()) for prompt in PROMPTS[:3]]
+    next(iter(handles[0]))
+    engine.close()
+    assert {handle.result().finish_reason for handle in handles} == {"aborted"}
+    with pytest.raises(kvq.UserError, match="closed"):
+        engine.submit(PROMPTS[0])
+    engine = engine_of(model, "exact", rows=1, stride=2)
+    handle = engine.submit(PROMPTS[0], max_new_tokens=6, eos_ids=())
+    engine.close(finish=True)
+    assert len(handle.result().tokens) == 6
+
+
+def test_numbers_that_are_not_finite_end_their_request_alone(model):
+    broken = model.replace(params={**model.params, "embed": model.params["embed"].at[9].set(np.nan)})
+    with engine_of(broken, "exact") as engine:
+        good, bad = (engine.submit([1, 2, token], max_new_tokens=6, eos_ids=()) for token in (3, 9))
+        with pytest.raises(kvq.UserError, match="NaN or infinite"):
+            bad.result()
+        assert len(good.result().tokens) == 6
+        assert engine.stats().failed == 1
+
+
+def test_what_cannot_be_is_one_line(model):
+    with engine_of(model, "exact", rows=1) as engine:
+        for options, message in (
+            ({"max_new_tokens": CAPACITY}, "do not fit a row of 192"),
+            ({"max_new_tokens": 0}, "max_new_tokens"),
+            ({"scores": 21}, "at most 20"),
+            ({"eos_ids": range(9)}, "9 end tokens"),
+            ({"temperature": -1.0}, "temperature"),
+            ({"do_sample": True}, "temperature is above 0"),
+            ({"stop": "x"}, "tokenizer"),
+        ):
+            with pytest.raises(kvq.UserError, match=message):
+                engine.submit(PROMPTS[0], **options)
+        with pytest.raises(kvq.UserError, match="no answer within"):
+            engine.submit(PROMPTS[0], max_new_tokens=100, eos_ids=()).result(timeout=0.0)
+    with pytest.raises(kvq.UserError, match="wanted two at least"):
+        kvq.Engine(model, "exact", pool_bytes=1000, capacity=CAPACITY)
+    with pytest.raises(kvq.UserError, match="give one of them"):
+        kvq.Engine(model, "exact", pool_bytes=10**6, rows=2)
+
+
+def test_memory_says_how_many_rows_there_are(model):
+    row = kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY)).bytes
+    with kvq.Engine(model, "exact", pool_bytes=5 * row, capacity=CAPACITY, chunk=CHUNK) as engine:
+        stats = engine.stats()
+    assert (stats.rows, stats.capacity) == (4, CAPACITY)
+    assert stats.cache_bytes <= 5 * row
+
+
+def test_a_warm_engine_compiles_nothing_for_a_request(model):
+    """Of any length, greedy or drawn, with scores or without."""
+    programs = (loop.feed, loop.first_token, loop.decode_steps, batch._joined, batch._scored_feed, batch._emptied)
+
+    def compiled():
+        return [program._cache_size() for program in programs]
+
+    with engine_of(model, "exact", rows=2) as engine:
+        engine.warm()
+        before = compiled()
+        assert engine.stats().requests == 0
+        for length in (1, 15, 33, 90):
+            engine.submit([3] * length, max_new_tokens=9, eos_ids=(), **SAMPLED)
+            engine.submit([3] * length, max_new_tokens=4, scores=2, prompt_scores=length == 33).result()
+        assert compiled() == before

@@ -1,0 +1,277 @@
+"""`kvqjax serve` as clients see it: the openai package, and plain HTTP for what it never sends."""
+
+import asyncio
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import openai
+import pytest
+import uvicorn
+
+import kvqjax as kvq
+from kvqjax.serving.app import make_app
+
+KEY, NAME = "a key", "small"
+TEXT = "The baker came home after the rain."
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+GREEDY = {"model": NAME, "temperature": 0}
+
+
+class _Running:
+    """A server in a thread, and its address."""
+
+    def __init__(self, engine, **options):
+        settings = uvicorn.Config(make_app(engine, NAME, **options), port=0, log_level="error")
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=asyncio.run, args=(self._server.serve(),), daemon=True)
+
+    def __enter__(self) -> int:
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        return self._server.servers[0].sockets[0].getsockname()[1]
+
+    def __exit__(self, *_):
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model = kvq.load("demo")
+    model.tokenizer.chat_template = TEMPLATE
+    return kvq.Engine(model, "kivi:bits=4,window=32", rows=3, capacity=256, chunk=64, stride=4, queue=4)
+
+
+@pytest.fixture(scope="module")
+def port(engine):
+    with _Running(engine, api_key=KEY, most_bytes=10_000) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def client(port):
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def answer(port: int, path: str, body=None, key: str | None = KEY):
+    """Status and body of a plain request; bytes are sent as they are."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    connection.request("GET" if body is None else "POST", path, raw, headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, json.loads(text) if response.headers["Content-Type"] == "application/json" else text
+
+
+def settled(engine, **wanted):
+    """Wait until the engine's figures are these."""
+    for _ in range(600):
+        now = engine.stats()
+        if all(getattr(now, name) == value for name, value in wanted.items()):
+            return now
+        time.sleep(0.05)
+    raise AssertionError(f"{now}; wanted {wanted}")
+
+
+def test_completions(client, engine):
+    wanted = engine.submit(TEXT, max_new_tokens=12).result()
+    made = client.completions.create(prompt=TEXT, max_tokens=12, **GREEDY)
+    assert (made.choices[0].text, made.choices[0].finish_reason) == (wanted.text, "length")
+    assert made.usage.prompt_tokens == wanted.prompt_tokens
+    assert made.usage.completion_tokens == 12
+    ids = engine.model.encode(TEXT)
+    several = client.completions.create(prompt=[ids, ids[:4]], max_tokens=12, **GREEDY)
+    assert several.choices[0].text == wanted.text
+    assert [choice.index for choice in several.choices] == [0, 1]
+
+
+def test_a_stream_is_the_answer_piece_by_piece(client):
+    whole = client.completions.create(prompt=TEXT, max_tokens=20, **GREEDY)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(prompt=TEXT, max_tokens=20, **GREEDY, **options))
+    assert len(chunks) > 4
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage == whole.usage
+
+
+def test_chat(client, engine):
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "The baker came"}, {"type": "text", "text": " home."}]}
+    ]
+    wanted = engine.submit([{"role": "user", "content": "The baker came home."}], chat=True, max_new_tokens=10).result()
+    made = client.chat.completions.create(messages=messages, max_completion_tokens=10, **GREEDY)
+    assert made.choices[0].message.content == wanted.text
+    stream = client.chat.completions.create(messages=messages, max_tokens=10, stream=True, **GREEDY)
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted.text
+    unlimited = client.chat.completions.create(messages=messages, stop=[wanted.text[4:8]], **GREEDY)
+    assert unlimited.choices[0].message.content == wanted.text[: wanted.text.index(wanted.text[4:8])]
+    assert unlimited.choices[0].finish_reason == "stop"
+
+
+def test_choices_draw_for_themselves_and_a_seed_repeats(client):
+    options = {"model": NAME, "prompt": TEXT, "max_tokens": 12, "n": 3, "seed": 5}
+    first, second = (client.completions.create(**options) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert len(set(texts)) == 3
+    assert texts == [choice.text for choice in second.choices]
+    unseeded = {client.completions.create(model=NAME, prompt=TEXT, max_tokens=12).choices[0].text for _ in range(2)}
+    assert len(unseeded) == 2
+
+
+def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, engine):
+    ids = engine.model.encode(TEXT)
+    made = client.completions.create(prompt=[ids], max_tokens=1, logprobs=1, echo=True, **GREEDY).choices[0]
+    scores = made.logprobs
+    assert len(scores.tokens) == len(ids) + 1
+    assert (scores.token_logprobs[0], scores.top_logprobs[0]) == (None, None)
+    assert all(
+        value <= max(top.values())
+        for value, top in zip(scores.token_logprobs[1:], scores.top_logprobs[1:], strict=True)
+    )
+    assert made.text.startswith(TEXT)
+    assert scores.text_offset[:2] == [0, len(scores.tokens[0])]
+    prompt = client.completions.create(prompt=[ids], max_tokens=0, logprobs=1, echo=True, **GREEDY).choices[0].logprobs
+    assert prompt.token_logprobs == scores.token_logprobs[:-1]
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": TEXT}], max_tokens=3, logprobs=True, top_logprobs=2, **GREEDY
+    )
+    content = chat.choices[0].logprobs.content
+    assert [len(token.top_logprobs) for token in content] == [2, 2, 2]
+    assert content[0].logprob == content[0].top_logprobs[0].logprob
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/completions", b"{", 400, "no JSON"),
+        ("/v1/completions", b"[1]", 400, "wanted an object"),
+        ("/v1/completions", b"\xff\xfe", 400, "no JSON"),
+        ("/v1/completions", b"[" * 9000, 400, "no JSON"),
+        ("/v1/completions", {}, 400, "prompt is missing"),
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": 1000}, 400, "do not fit a row of 256"),
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": -3}, 400, "max_new_tokens"),
+        ("/v1/completions", {"prompt": TEXT, "temperature": "hot"}, 400, "temperature is of type str"),
+        ("/v1/completions", {"prompt": TEXT, "temperature": True}, 400, "temperature is of type bool"),
+        ("/v1/completions", {"prompt": TEXT, "temprature": 1}, 400, "did you mean 'temperature'"),
+        ("/v1/completions", {"prompt": TEXT, "presence_penalty": 0.5}, 400, "presence_penalty is not served"),
+        ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt mixes types"),
+        ("/v1/completions", {"prompt": [10**6]}, 400, "token id outside"),
+        ("/v1/completions", {"prompt": TEXT, "model": "gpt"}, 404, "not served here"),
+        ("/v1/completions", {"prompt": "x" * 20_000}, 413, "more than 10000 bytes"),
+        ("/v1/completions", {"prompt": TEXT, "stream": True, "echo": True}, 400, "echo"),
+        ("/v1/completions", {"prompt": TEXT, "n": 0}, 400, "wanted 1 to 128"),
+        ("/v1/completions", {"prompt": TEXT, "logprobs": 30}, 400, "at most 20"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages is missing"),
+        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "no role"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "only text is served",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400, "tools is not"),
+    ],
+)  # fmt: skip
+def test_garbage_is_one_line(port, path, body, status, message):
+    got, answered = answer(port, path, body)
+    assert got == status
+    assert message in answered["error"]["message"]
+    assert "\n" not in answered["error"]["message"]
+
+
+def test_the_key_is_asked_for(port):
+    assert answer(port, "/v1/models", key=None)[0] == 401
+    assert answer(port, "/v1/completions", {"prompt": TEXT}, key="another")[0] == 401
+    status, listed = answer(port, "/v1/models")
+    assert (status, listed["data"][0]["id"], listed["data"][0]["max_model_len"]) == (200, NAME, 256)
+    assert answer(port, "/v1/models/another")[0] == 404
+    assert answer(port, "/v1/nothing")[0] == 404
+
+
+def test_a_full_queue_is_429(port, client, engine):
+    settled(engine, running=0, waiting=0)
+    options = {"max_new_tokens": 200, "eos_ids": ()}
+    running = [engine.submit(TEXT, **options) for _ in range(3)]
+    for handle in running:
+        next(iter(handle))
+    waiting = [engine.submit(TEXT, **options) for _ in range(4)]
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(prompt=TEXT, **GREEDY)
+    for handle in running + waiting:
+        handle.abort()
+    settled(engine, running=0, waiting=0)
+
+
+def test_who_goes_away_is_not_waited_for(client, port, engine):
+    aborted = settled(engine, running=0, waiting=0).aborted
+    stream = client.completions.create(
+        prompt=TEXT, max_tokens=200, stream=True, **GREEDY, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    settled(engine, running=0, aborted=aborted + 1)
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    body = {"prompt": TEXT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {KEY}"})
+    settled(engine, running=1)
+    connection.close()
+    settled(engine, running=0, aborted=aborted + 2)
+
+
+def test_health_metrics_and_the_page(port, engine):
+    assert answer(port, "/health", key=None) == (200, {"status": "ok"})
+    for _ in range(600):
+        if answer(port, "/ready", key=None)[0] == 200:
+            break
+        time.sleep(0.05)
+    assert answer(port, "/ready", key=None) == (200, {"status": "ready"})
+    figures = dict(
+        line.split(" ") for line in answer(port, "/metrics", key=None)[1].splitlines() if not line.startswith("#")
+    )
+    now = engine.stats()
+    assert float(figures["kvqjax_rows"]) == 3
+    assert float(figures["kvqjax_cache_bytes"]) == now.cache_bytes
+    assert float(figures["kvqjax_tokens_total"]) == now.tokens
+    page = answer(port, "/", key=None)[1]
+    for path in ("v1/chat/completions", "v1/models", "metrics"):
+        assert f'"{path}"' in page
+
+
+def test_without_a_template_chat_is_one_line_and_a_shutdown_ends_requests():
+    engine = kvq.Engine(kvq.load("recall"), "exact", rows=1, capacity=128, chunk=64)
+    with _Running(engine) as port:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        status, answered = answer(port, "/v1/chat/completions", body, key=None)
+        assert (status, "template" in answered["error"]["message"]) == (400, True)
+    with pytest.raises(kvq.UserError, match="closed"):
+        engine.submit("x")
+
+
+def test_the_command_serves_until_it_is_told_to_end(tmp_path):
+    """A process of its own: its first lines say where and what, SIGTERM ends it, a mistake is one line."""
+    words = ["serve", "-m", "recall", "-c", "kivi:bits=4,window=32", "--pool", "1M", "--capacity", "128", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "kvqjax", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        first, second = process.stderr.readline(), process.stderr.readline()
+        port = int(re.search(r"http://127.0.0.1:(\d+)/v1", second)[1])
+        assert re.match(r"recall through kivi:bits=4,window=32: \d+ rows of 128 tokens, .* bits a number", first)
+        status, made = answer(port, "/v1/completions", {"prompt": "ab12,cd34,?cd", "max_tokens": 2, "temperature": 0})
+        process.terminate()
+        assert process.wait(timeout=60) in (0, -signal.SIGTERM)  # uvicorn ends by the signal once all is closed
+    assert (status, made["choices"][0]["text"]) == (200, "34")
+    wrong = subprocess.run([*command, "--rows", "2"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "give one of them" in wrong.stderr
