@@ -127,12 +127,15 @@ def test_kvarn_factors(source, along):
 
 
 def test_kvarn_small_tiles_meet_the_released_floor():
-    """Without the floor the same tiles are balanced, whatever their size."""
+    """Without the floor the same tiles are balanced, whatever their size.
+
+    At the floor all factors of a tile are alike. One factor common to a tile does not change how balanced it is, so that
+    rounding decides which round is kept, and releases of JAX round differently: factors are compared up to it."""
     data = golden("kvarn")
     tile = tiles(data["v"], "channels") * 0.02
     columns, rows = balance(tile, 8, RELEASED_FLOOR)
-    np.testing.assert_allclose(columns, data["v_small_s_col"], rtol=1e-5)
-    np.testing.assert_allclose(rows, data["v_small_s_row"], rtol=1e-5)
+    for factors, released in ((columns, data["v_small_s_col"]), (rows, data["v_small_s_row"])):
+        np.testing.assert_allclose(factors / factors[..., :1], released / released[..., :1], rtol=1e-5)
     assert float(imbalance(tile / columns[:, None, :] / rows[:, :, None]).max()) > 5
     columns, rows = balance(tile, 8, None)
     assert float(imbalance(tile / columns[:, None, :] / rows[:, :, None]).max()) < 2.001
