@@ -27,7 +27,7 @@ from kvqjax.cli.common import (
     token_number,
 )
 from kvqjax.cli.output import announce
-from kvqjax.serving.engine import CHUNK, QUEUE, STRIDE, Engine
+from kvqjax.serving.engine import CHUNK, PREFIXES, QUEUE, ROWS, STRIDE, Engine
 
 __all__ = ["serve"]
 
@@ -65,6 +65,10 @@ def serve(
     chunk: Annotated[int, number("--chunk", help="tokens of a prompt that are read between two strides")] = CHUNK,
     stride: Annotated[int, number("--stride", most=1024, help="tokens of a piece of a stream")] = STRIDE,
     queue: Annotated[int, number("--queue", help="requests that may wait; a further one is refused")] = QUEUE,
+    prefixes: Annotated[
+        int,
+        number("--prefixes", least=0, most=2**16, help="rows kept for prompts that begin alike, which are read once"),
+    ] = PREFIXES,
     served_name: Annotated[str | None, typer.Option(help="the model's name for clients; default: --model")] = None,
     kernels: Kernels = "auto",
     dtype: Dtype = None,
@@ -79,10 +83,10 @@ def serve(
     uvicorn, make_app = _packages()
     method = methods_of([cache])[0]
     loaded = calibrated(open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact)[0][0]
-    options = {"capacity": capacity, "chunk": chunk, "stride": stride, "queue": queue, "kernels": kernels}
+    options = {"capacity": capacity, "chunk": chunk, "stride": stride, "queue": queue, "prefixes": prefixes}
     if pool is None and capacity is not None:
-        require_room(loaded, method, (rows or 8) + 1, capacity)
-    engine = Engine(loaded, method, rows=rows, pool_bytes=pool, **options)
+        require_room(loaded, method, (rows or ROWS) + 1 + prefixes, capacity)
+    engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
     now = engine.stats()
     server = uvicorn.Server(

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvqjax._errors import UserError
 from kvqjax.generation.prompt_ids import encode_prompts
-from kvqjax.serving.engine import Engine, EngineFull
+from kvqjax.serving.engine import Engine, EngineClosed, EngineFull, RequestFailed
 from kvqjax.serving.protocol import (
     Asked,
     NotFound,
@@ -108,6 +108,8 @@ async def _refusal(_: Request, error: Exception) -> Response:
         status = 404
     elif isinstance(error, EngineFull):
         status, kind, headers = 429, "rate_limit_error", {"Retry-After": str(BUSY)}
+    elif isinstance(error, EngineClosed | RequestFailed):
+        status, kind = (503 if isinstance(error, EngineClosed) else 500), "server_error"
     return JSONResponse(error_object(str(error), kind, status), status, headers)
 
 
@@ -136,7 +138,10 @@ class _Server:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
     async def health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        """Answer 200 while requests can be answered; 503 once the engine has failed, for only a restart helps."""
+        if self._engine.fault is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": f"failed: {type(self._engine.fault).__name__}"}, 503)
 
     async def ready(self, _: Request) -> Response:
         """Answer 200 once every program is compiled, before 503."""
@@ -356,7 +361,8 @@ class _Counts:
             "requests": ("requests that have ended", now.requests),
             "aborted": ("requests that were given up", now.aborted),
             "failed": ("requests that ended with an error", now.failed),
-            "prompt_tokens": ("tokens of prompts that were read", now.prompt_tokens),
+            "prompt_tokens": ("tokens of prompts that were fed", now.prompt_tokens),
+            "reused_tokens": ("tokens of prompts that a kept row held already", now.reused_tokens),
             "tokens": ("tokens that were made", now.tokens),
         }
         for name, (about, value) in gauges.items():

@@ -90,6 +90,11 @@ def _emptied(cache: Cache) -> Cache:
     return evict(cache, jnp.ones((cache.batch,), bool))
 
 
+@jax.jit
+def _copied(cache: Cache) -> Cache:
+    return jax.tree.map(jnp.copy, cache)
+
+
 @functools.partial(jax.jit, static_argnames="likeliest", donate_argnames="cache")
 @jax.enable_x64(False)
 def _scored_feed(
@@ -165,6 +170,14 @@ class RunningBatch:
         )
         self._prompt = bounded(cache, None)
         return logits, _token_scores(following, *(array[0] for array in fetched(*scores)))
+
+    def prompt_row(self) -> Cache:
+        """Copy the row into which prompts are fed."""
+        return _copied(self._prompt)
+
+    def go_on_from(self, row: Cache) -> None:
+        """Let the row into which prompts are fed hold what `row` does, which stays as it is."""
+        self._prompt = _copied(row)
 
     def drop_prompt(self) -> None:
         """Empty the row into which prompts are fed."""

@@ -25,20 +25,30 @@ from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import longest_text
 from kvqjax.serving.batch import Made, RunningBatch, check_request
+from kvqjax.serving.prefixes import Prefixes
 from kvqjax.serving.request import Handle, Request, ServedPiece, TokenScore
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["Engine", "EngineFull", "Stats"]
+__all__ = ["Engine", "EngineClosed", "EngineFull", "RequestFailed", "Stats"]
 
 CAPACITY = 4096  # tokens of a row where nobody says; less where the model was trained for less
 ROWS = 8
 CHUNK = 512  # tokens of a prompt between two strides: about what keeps a core or a chip busy for a stride's time
 STRIDE = 8  # tokens of a row between two looks at the text: a piece of a stream
 QUEUE = 1024  # requests that wait
+PREFIXES = 2  # rows kept for prompts that begin alike: a system prompt, and the newest conversation
 
 
 class EngineFull(UserError):
     """So many requests wait already that a further one is refused."""
+
+
+class EngineClosed(UserError):
+    """The engine takes no requests any more: it was closed, or its thread has failed."""
+
+
+class RequestFailed(UserError):
+    """A request whose numbers are not finite. Others go on."""
 
 
 class Stats(NamedTuple):
@@ -48,12 +58,15 @@ class Stats(NamedTuple):
     waiting: int  # requests that wait for a row, or whose prompt is being fed
     rows: int
     capacity: int  # tokens of a row
-    cache_bytes: int  # of the rows and of the row into which prompts are fed
+    cache_bytes: (
+        int  # of the rows, of the row into which prompts are fed and of those kept for prompts that begin alike
+    )
     bits: float  # per number of a key or value, with all that a row keeps beside its codes
     requests: int  # ended ones
     aborted: int  # of these, those that were given up
     failed: int  # of these, those that ended with an error
-    prompt_tokens: int  # fed
+    prompt_tokens: int  # of prompts that were fed
+    reused_tokens: int  # of these, those that a kept row held already
     tokens: int  # made
 
 
@@ -61,7 +74,9 @@ class _Feeding:
     """A request whose prompt is being fed for a row."""
 
     def __init__(self, handle: Handle, row: int):
-        self.handle, self.row, self.start = handle, row, 0
+        self.handle, self.row = handle, row
+        self.start = self.keep_at = 0
+        self.begun = False
 
 
 class Engine:
@@ -83,6 +98,8 @@ class Engine:
         chunk: tokens of a prompt that are fed between two strides.
         stride: tokens of a row between two looks at the text.
         queue: requests that may wait; a further one is refused.
+        prefixes: rows kept for prompts that begin with the same chunks, which are then not read again. They take memory
+            as other rows do; 0: none.
         kernels: as in `kvqjax.init_cache`.
 
     Raises:
@@ -101,26 +118,30 @@ class Engine:
         chunk: int = CHUNK,
         stride: int = STRIDE,
         queue: int = QUEUE,
+        prefixes: int = PREFIXES,
         kernels: str = "auto",
     ):
+        check_integer("prefixes", prefixes, 0)
         check_counts(rows=rows, capacity=capacity, pool_bytes=pool_bytes, chunk=chunk, stride=stride, queue=queue)
         self.model, self.method = model, parse("exact" if method is None else method)
         self.capacity = capacity or _capacity_of(model)
         self._queue = queue
-        rows = _rows_of(model, self.method, rows, self.capacity, pool_bytes, kernels)
+        beside = 1 + prefixes  # rows that make no tokens
+        rows = _rows_of(model, self.method, rows, self.capacity, pool_bytes, beside, kernels)
         self._batch = RunningBatch(
             model, self.method, rows, self.capacity, chunk=chunk, stride=stride, kernels=kernels
         )  # fmt: skip
         book = ledger(self._batch.cache)
-        self._bytes, self._bits = book.bytes + book.bytes // rows, book.bits_stored
+        self._bytes, self._bits = book.bytes + beside * (book.bytes // rows), book.bits_stored
         self._rows: list[Handle | None] = [None] * rows
         self._feeding: _Feeding | None = None
+        self._prefixes = Prefixes(chunk, prefixes)
         self._waiting: list[tuple[int, int, Handle]] = []  # a heap: priority, number, handle
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closing = False
         self._fault: BaseException | None = None
-        self._counts = dict.fromkeys(("requests", "aborted", "failed", "prompt_tokens", "tokens"), 0)
+        self._counts = dict.fromkeys(("requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "tokens"), 0)
         self._thread = threading.Thread(target=self._run, name="kvqjax-engine", daemon=True)
         self._thread.start()
 
@@ -171,8 +192,9 @@ class Engine:
             The handle by which the answer is read.
 
         Raises:
-            UserError: options that cannot be, a prompt that does not fit, or an engine that is closed.
+            UserError: options that cannot be, or a prompt that does not fit.
             EngineFull: too many requests wait.
+            EngineClosed: the engine takes no requests any more.
         """
         check_counts(max_new_tokens=max_new_tokens)
         check_integer("seed", seed, 0)
@@ -195,12 +217,17 @@ class Engine:
         handle = Handle(request, Detokenizer(tokenizer, ids, request.stop))
         with self._changed:
             if self._closing or self._fault is not None:
-                raise UserError("this engine is closed") from self._fault
+                raise EngineClosed("this engine is closed") from self._fault
             if len(self._waiting) >= self._queue:
                 raise EngineFull(f"{len(self._waiting)} requests wait already")
             heapq.heappush(self._waiting, (priority, next(self._numbers), handle))
             self._changed.notify_all()
         return handle
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What ended the thread that owns the device; None while it is sound."""
+        return self._fault
 
     def stats(self) -> Stats:
         """Count what runs, what waits, and what was done."""
@@ -226,6 +253,7 @@ class Engine:
             ids = [0] * min(width, self.capacity - new)
             for scores in (None, 0):
                 self.submit(ids, scores=scores, prompt_scores=True, **options).result()
+        self._batch.go_on_from(self._batch.prompt_row())
         with self._changed:
             self._counts = dict.fromkeys(self._counts, 0)
 
@@ -313,18 +341,37 @@ class Engine:
         budget = self._batch.chunk
         while self._feeding is not None and budget > 0:
             feeding, request = self._feeding, self._feeding.handle.request
+            if not feeding.begun:
+                self._begin(feeding)
             count = min(self._batch.chunk, len(request.prompt) - feeding.start)
             logits, scores = self._batch.feed(request.prompt, feeding.start, request.prompt_scores)
             feeding.handle.prompt_scores += _at_most(scores, request.likeliest)
             feeding.start += count
             budget -= count
             self._counts["prompt_tokens"] += count
+            if feeding.start == feeding.keep_at:
+                self._prefixes.keep(request.prompt, feeding.start, self._batch.prompt_row())
             if feeding.start == len(request.prompt):
                 made = self._batch.join(feeding.row, request, logits)
                 self._feeding = None
                 self._rows[feeding.row] = feeding.handle
                 self._tell(feeding.row, made)
                 self._admitted_more()
+
+    def _begin(self, feeding: _Feeding) -> None:
+        """Go on from the kept row that the prompt begins with, and choose where to keep one. Where the prompt's tokens
+        are to be scored, all of them are read."""
+        feeding.begun, request = True, feeding.handle.request
+        if request.prompt_scores:
+            return
+        length, row = self._prefixes.longest(request.prompt)
+        if row is not None:
+            self._batch.go_on_from(row)
+            feeding.start = feeding.handle.reused_tokens = length
+            self._counts["prompt_tokens"] += length
+            self._counts["reused_tokens"] += length
+        repeated = self._prefixes.repeated(request.prompt)
+        feeding.keep_at = repeated if repeated > length else 0
 
     def _admitted_more(self) -> None:
         """Choose a further prompt while the turn's budget lasts."""
@@ -348,7 +395,7 @@ class Engine:
             self._counts["requests"] += 1
             self._counts["failed"] += 1
             self._rows[row] = None
-            handle.failed(UserError(why))
+            handle.failed(RequestFailed(why))
             return
         request = handle.request
         text, kept, reason = read_row(handle.text, made.tokens, made.done, request.max_new_tokens)
@@ -374,21 +421,27 @@ def _capacity_of(model: Model) -> int:
 
 
 def _rows_of(
-    model: Model, method: MethodLike, rows: int | None, capacity: int, pool_bytes: int | None, kernels: str
+    model: Model,
+    method: MethodLike,
+    rows: int | None,
+    capacity: int,
+    pool_bytes: int | None,
+    beside: int,
+    kernels: str,
 ) -> int:
-    """Count the rows that are asked for, or that the memory holds beside the one into which prompts are fed.
+    """Count the rows that are asked for, or that the memory holds with `beside` others that make no tokens.
 
     Raises:
-        UserError: both are given, or the memory holds no two rows.
+        UserError: both are given, or the memory does not hold one row more than these.
     """
     if pool_bytes is None:
         return ROWS if rows is None else rows
     if rows is not None:
         raise UserError("rows= and pool_bytes= both say how many rows there are; give one of them")
     row = array_bytes(jax.eval_shape(lambda: init_cache(model, method, 1, capacity, kernels=kernels)))
-    if pool_bytes < 2 * row:
+    if pool_bytes <= beside * row:
         raise UserError(
-            f"pool_bytes={pool_bytes} hold {pool_bytes // row} rows of {capacity} tokens ({row} bytes each); "
-            "wanted two at least, one of which takes prompts"
+            f"pool_bytes={pool_bytes} hold {pool_bytes // row} rows of {capacity} tokens ({row} bytes each); wanted "
+            f"{beside + 1} at least, of which {beside} take prompts and what several begin with (prefixes=0: 1)"
         )
-    return pool_bytes // row - 1
+    return pool_bytes // row - beside

@@ -236,11 +236,13 @@ def _head(kind: str, number: str, model: str) -> dict[str, Any]:
     return {"id": number, "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage_of(answers: Sequence[Answered]) -> dict[str, int]:
+def usage_of(answers: Sequence[Answered]) -> dict[str, Any]:
     """Count the tokens of answers. The prompt of several choices counts once a choice, for each of them reads it."""
     prompt = sum(answer.prompt_tokens for answer in answers)
     made = sum(len(answer.tokens) for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    reused = {"cached_tokens": sum(answer.reused_tokens for answer in answers)}
+    counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    return {**counts, "prompt_tokens_details": reused}
 
 
 def _completion_scores(

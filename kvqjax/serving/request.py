@@ -36,6 +36,7 @@ class Answered:
     """What became of a request.
 
     - `finish_reason`: "eos" (an end token), "stop" (a stop string), "length" (`max_new_tokens`) or "aborted".
+    - `reused_tokens` of the prompt were held by a kept row, and not read again.
     - `scores` of the new tokens and `prompt_scores` of the prompt's tokens after its first, where they were asked for.
     - `seconds_to_first_token` and `seconds` count from the moment the request was submitted.
     """
@@ -44,6 +45,7 @@ class Answered:
     tokens: list[int]
     finish_reason: str
     prompt_tokens: int
+    reused_tokens: int
     scores: list[TokenScore]
     prompt_scores: list[TokenScore]
     seconds_to_first_token: float
@@ -79,6 +81,7 @@ class Handle:
     def __init__(self, request: Request, text: Detokenizer):
         self.request = request
         self.prompt_scores: list[TokenScore] = []
+        self.reused_tokens = 0
         self._text = text
         self._submitted = time.perf_counter()
         self._first = self._last = 0.0  # seconds after that
@@ -172,6 +175,7 @@ class Handle:
             tokens=[token for piece in self._pieces for token in piece.tokens],
             finish_reason=self._reason or "",
             prompt_tokens=self.prompt_tokens,
+            reused_tokens=self.reused_tokens,
             scores=[score for piece in self._pieces for score in piece.scores],
             prompt_scores=self.prompt_scores,
             seconds_to_first_token=self._first,

@@ -129,8 +129,8 @@ def test_kvarn_factors(source, along):
 def test_kvarn_small_tiles_meet_the_released_floor():
     """Without the floor the same tiles are balanced, whatever their size.
 
-    At the floor all factors of a tile are alike. One factor common to a tile does not change how balanced it is, so that
-    rounding decides which round is kept, and releases of JAX round differently: factors are compared up to it."""
+    At the floor all factors of a tile are alike. One factor common to a tile does not change how balanced it is.
+    Rounding decides then which round is kept, and releases of JAX round differently: factors are compared up to it."""
     data = golden("kvarn")
     tile = tiles(data["v"], "channels") * 0.02
     columns, rows = balance(tile, 8, RELEASED_FLOOR)

@@ -12,7 +12,7 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.generation import loop
 from kvqjax.serving import batch
-from kvqjax.serving.engine import EngineFull
+from kvqjax.serving.engine import EngineClosed, EngineFull, RequestFailed
 
 CAPACITY, CHUNK, NEW = 192, 32, 20
 SAMPLED = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
@@ -148,7 +148,7 @@ def test_a_closed_engine_has_no_request_left(model):
     next(iter(handles[0]))
     engine.close()
     assert {handle.result().finish_reason for handle in handles} == {"aborted"}
-    with pytest.raises(kvq.UserError, match="closed"):
+    with pytest.raises(EngineClosed, match="closed"):
         engine.submit(PROMPTS[0])
     engine = engine_of(model, "exact", rows=1, stride=2)
     handle = engine.submit(PROMPTS[0], max_new_tokens=6, eos_ids=())
@@ -160,10 +160,25 @@ def test_numbers_that_are_not_finite_end_their_request_alone(model):
     broken = model.replace(params={**model.params, "embed": model.params["embed"].at[9].set(np.nan)})
     with engine_of(broken, "exact") as engine:
         good, bad = (engine.submit([1, 2, token], max_new_tokens=6, eos_ids=()) for token in (3, 9))
-        with pytest.raises(kvq.UserError, match="NaN or infinite"):
+        with pytest.raises(RequestFailed, match="NaN or infinite"):
             bad.result()
         assert len(good.result().tokens) == 6
         assert engine.stats().failed == 1
+
+
+def test_a_fault_of_the_device_s_thread_leaves_nobody_waiting(model, monkeypatch):
+    engine = engine_of(model, "exact", rows=1, stride=2)
+    running = engine.submit(PROMPTS[0], max_new_tokens=150, eos_ids=())
+    waiting = engine.submit(PROMPTS[1], max_new_tokens=5)
+    next(iter(running))
+    monkeypatch.setattr(engine._batch, "step", lambda *_: 1 / 0)
+    for handle in (running, waiting):
+        with pytest.raises(ZeroDivisionError):
+            handle.result()
+    assert isinstance(engine.fault, ZeroDivisionError)
+    with pytest.raises(EngineClosed):
+        engine.submit(PROMPTS[0])
+    engine.close()
 
 
 def test_what_cannot_be_is_one_line(model):
@@ -181,17 +196,46 @@ def test_what_cannot_be_is_one_line(model):
                 engine.submit(PROMPTS[0], **options)
         with pytest.raises(kvq.UserError, match="no answer within"):
             engine.submit(PROMPTS[0], max_new_tokens=100, eos_ids=()).result(timeout=0.0)
-    with pytest.raises(kvq.UserError, match="wanted two at least"):
+    with pytest.raises(kvq.UserError, match="wanted 4 at least"):
         kvq.Engine(model, "exact", pool_bytes=1000, capacity=CAPACITY)
     with pytest.raises(kvq.UserError, match="give one of them"):
         kvq.Engine(model, "exact", pool_bytes=10**6, rows=2)
+
+
+@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32", "higgs:bits=2,window=16"])
+def test_what_prompts_begin_with_is_read_once(model, method):
+    """The second prompt that begins so keeps a row at the end of the last shared chunk, later ones go on from there."""
+    begins = [token % 50 for token in range(70)]
+    prompts = [[*begins, *tail] for tail in ([1] * 40, [2, 3], [4] * 30, [5])] + [begins[:64], begins[:65]]
+    with engine_of(model, method, prefixes=2) as engine:
+        answers = [engine.submit(prompt, max_new_tokens=8, eos_ids=()).result() for prompt in prompts]
+        stats = engine.stats()
+    # A prompt of 64 tokens reads its last chunk again: its last token's logits are wanted.
+    assert [answer.reused_tokens for answer in answers] == [0, 0, 64, 64, 0, 64]
+    assert stats.reused_tokens == 3 * 64
+    assert stats.prompt_tokens == sum(map(len, prompts))
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer.tokens == alone(model, prompt, method, max_new_tokens=8).tokens[0]
+
+
+def test_rows_used_least_recently_go_first(model):
+    first, second = [3] * 40, [7] * 40
+    with engine_of(model, "exact", prefixes=1) as engine:
+        reused = [
+            engine.submit([*begins, 1], max_new_tokens=2, eos_ids=()).result().reused_tokens
+            for begins in (first, first, first, second, second, second, first)
+        ]
+    assert reused == [0, 0, 32, 0, 0, 32, 0]
+    with engine_of(model, "exact", prefixes=0) as engine:
+        answers = [engine.submit(first, max_new_tokens=2, eos_ids=()).result() for _ in range(3)]
+    assert {answer.reused_tokens for answer in answers} == {0}
 
 
 def test_memory_says_how_many_rows_there_are(model):
     row = kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY)).bytes
     with kvq.Engine(model, "exact", pool_bytes=5 * row, capacity=CAPACITY, chunk=CHUNK) as engine:
         stats = engine.stats()
-    assert (stats.rows, stats.capacity) == (4, CAPACITY)
+    assert (stats.rows, stats.capacity) == (2, CAPACITY)  # one takes prompts, two are kept for what prompts begin with
     assert stats.cache_bytes <= 5 * row
 
 
