@@ -29,13 +29,13 @@ from kvqjax.cli.common import (
 from kvqjax.cli.output import announce
 from kvqjax.serving.engine import CHUNK, PREFIXES, QUEUE, ROWS, STRIDE, Engine
 
-__all__ = ["serve"]
+__all__ = ["read_bytes", "serve"]
 
 API_KEY = "KVQJAX_API_KEY"  # environment variable: an option would be seen in the list of processes
 GRACE = 10  # seconds that answers under way get at a shutdown
 
 
-def _bytes(text: str | int) -> int:
+def read_bytes(text: str | int) -> int:
     """Read a number of bytes, also as 512M or 2G (powers of 1024)."""
     try:
         parts = str(text).strip().lower().removesuffix("ib").removesuffix("b")
@@ -60,7 +60,9 @@ def serve(
     ] = None,
     pool: Annotated[
         int | None,
-        typer.Option("--pool", parser=_bytes, metavar="BYTES", help="memory for the cache in place of --rows, as 2G"),
+        typer.Option(
+            "--pool", parser=read_bytes, metavar="BYTES", help="memory for the cache in place of --rows, as 2G"
+        ),
     ] = None,
     chunk: Annotated[int, number("--chunk", help="tokens of a prompt that are read between two strides")] = CHUNK,
     stride: Annotated[int, number("--stride", most=1024, help="tokens of a piece of a stream")] = STRIDE,
