@@ -14,6 +14,7 @@ from kvqjax.cli.common import (
     Artifacts,
     Dtype,
     Kernels,
+    Mesh,
     ModelName,
     OneCache,
     RopeLength,
@@ -72,6 +73,7 @@ def serve(
         number("--prefixes", least=0, most=2**16, help="rows kept for prompts that begin alike, which are read once"),
     ] = PREFIXES,
     served_name: Annotated[str | None, typer.Option(help="the model's name for clients; default: --model")] = None,
+    mesh: Mesh = "",
     kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
@@ -84,7 +86,9 @@ def serve(
     environment variable KVQJAX_API_KEY, clients have to send that key."""
     uvicorn, make_app = _packages()
     method = methods_of([cache])[0]
-    loaded = calibrated(open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact)[0][0]
+    loaded = calibrated(open_model(model, dtype, weights, method, mesh, text_only, rope_length), [method], artifact)[0][
+        0
+    ]
     options = {"capacity": capacity, "chunk": chunk, "stride": stride, "queue": queue, "prefixes": prefixes}
     if pool is None and capacity is not None:
         require_room(loaded, method, (rows or ROWS) + 1 + prefixes, capacity)

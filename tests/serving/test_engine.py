@@ -254,3 +254,14 @@ def test_a_warm_engine_compiles_nothing_for_a_request(model):
             engine.submit([3] * length, max_new_tokens=9, eos_ids=(), **SAMPLED)
             engine.submit([3] * length, max_new_tokens=4, scores=2, prompt_scores=length == 33).result()
         assert compiled() == before
+
+
+def test_a_model_on_a_mesh_answers_as_on_one_device(model):
+    """KV heads are shared out over two devices; rows cannot be, for a prompt is fed as one row."""
+    method = "kivi:bits=4,window=32"
+    wanted = [alone(model, prompt, method, max_new_tokens=8).tokens[0] for prompt in PROMPTS[:3]]
+    with engine_of(kvq.shard(model, method, model=2), method) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=8, eos_ids=(), scores=1) for prompt in PROMPTS[:3]]
+        assert [handle.result().tokens for handle in handles] == wanted
+    with pytest.raises(kvq.UserError, match="cannot be split"):
+        engine_of(kvq.shard(model, method, data=2), method)
