@@ -56,9 +56,13 @@ class Rules:
             return PartitionSpec(None, axes[layer])
         return PartitionSpec()
 
+    def at(self, spec: PartitionSpec) -> NamedSharding:
+        """The place on this mesh that a spec names."""
+        return NamedSharding(self.mesh, spec)
+
     def placement(self, name: str) -> NamedSharding:
         """Where a parameter lies: the `sharding` that `kvqjax.load` takes."""
-        return NamedSharding(self.mesh, self.parameter(name))
+        return self.at(self.parameter(name))
 
     @property
     def everywhere(self) -> NamedSharding:

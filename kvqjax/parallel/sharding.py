@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
@@ -39,7 +39,7 @@ from kvqjax.model.weight_trees import as_multiplied
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules, shares_heads
 
-__all__ = ["of_constants", "on_parts", "over_mesh", "rules_for", "shard"]
+__all__ = ["lying_as", "of_constants", "on_parts", "over_mesh", "over_parts", "rules_for", "shard"]
 
 
 def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
@@ -113,8 +113,39 @@ def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: 
     def local(cache, *arguments):
         return _restored(function(cache.replace(layout=rules.local_layout(layout)), *arguments), layout)
 
-    own = (rules.cache(cache), *specs)
-    return jax.shard_map(local, mesh=rules.mesh, in_specs=own, out_specs=out, check_vma=False)(cache, *arguments)
+    return over_parts(local, rules, cache, *arguments, specs=(rules.cache(cache), *specs), out=out)
+
+
+def explicit_axes(rules: Rules) -> frozenset[str]:
+    """Mesh axes whose kind is Explicit: JAX sends no array along them that it was not told to."""
+    kinds = zip(rules.mesh.axis_names, rules.mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def lying_as(x, like, rules: Rules):
+    """`x` sent to where `like`, an array of its shape, lies along the mesh's Explicit axes."""
+    place = jax.typeof(like).sharding
+    return jax.sharding.reshard(x, place) if explicit_axes(rules) and place.mesh.axis_names else x
+
+
+def over_parts(function: Callable, rules: Rules, *arguments, specs: tuple, out):
+    """`function(*arguments)` on every device's part of them, which are sent to where their `specs` say first."""
+    arguments = tuple(_sent(x, rules, spec) for x, spec in zip(arguments, specs, strict=True))
+    return jax.shard_map(function, mesh=rules.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
+
+
+def _sent(tree, rules: Rules, specs):
+    """Arrays as `shard_map` takes them. It sends along axes whose kind is Auto by itself, and along no other."""
+    explicit = explicit_axes(rules)
+    if not explicit:
+        return tree
+
+    def send(spec, part):
+        groups = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+        along = PartitionSpec(*(tuple(axis for axis in axes if axis in explicit) for axes in groups))
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(rules.mesh, along)), part)
+
+    return jax.tree.map(send, specs, tree)
 
 
 def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[str, ...]):
