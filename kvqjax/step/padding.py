@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kvqjax._arguments import MOST, check_integers, check_within, is_known
+from kvqjax._arguments import check_integers, check_within, is_known
 from kvqjax._errors import UserError
 from kvqjax.ops.finite import leading
 
@@ -67,14 +67,14 @@ def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
 
 def check_numbers(counts: Any, batch: int, length: int | None) -> None:
     """Raise UserError unless `counts` says of each of `batch` rows how many of `length` new tokens are valid, or which;
-    None: of any number of them. What a trace hides is clipped where tokens are appended, and raises the row's flag
-    there."""
+    None: of a number of tokens that is not known yet. What a trace hides is clipped where tokens are appended, and
+    raises the row's flag there."""
     if is_mask(counts) and counts.ndim != 1:
         _check_mask(counts, batch, counts.shape[-1] if length is None else length)
         return
     check_integers("counts", counts, (batch,), "how many of the new tokens of each row are valid")
-    limits = "at 0 or above" if length is None else f"from 0 to the {length} new tokens given"
-    check_within("counts", counts, 0, MOST if length is None else length, limits)
+    if length is not None:
+        check_within("counts", counts, 0, length, f"from 0 to the {length} new tokens given")
 
 
 def _check_mask(mask: Any, batch: int, length: int) -> None:

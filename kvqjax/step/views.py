@@ -24,7 +24,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax._arguments import check_integer, is_known, named
+from kvqjax._arguments import check_integer, check_within, is_known, named
 from kvqjax._errors import UserError
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
@@ -235,12 +235,15 @@ def layers(
         raise UserError("layers takes either counts=, how many new tokens of each row are valid, or valid=, their mask")
     if valid is not None and not is_mask(valid):
         raise UserError(f"valid is {named(valid)}; wanted a mask, bool[{cache.batch}, T]")
-    counts = valid if counts is None else counts
+    new_tokens: Any = valid if counts is None else counts
     stack = None if stack is None else check_integer("stack, the number of new tokens", stack)
-    check_numbers(counts, cache.batch, stack)
-    check_capacity(cache, counts)
+    check_numbers(new_tokens, cache.batch, stack)
+    if not is_mask(new_tokens):
+        capacity = cache.layout.capacity
+        check_within("counts", new_tokens, 0, capacity, f"from 0 to {capacity}, the cache's capacity")
+    check_capacity(cache, new_tokens)
     cache, plans = in_step(cache), runs_of(cache.layout)
-    given = {"counts": counts, "constants": constants, "within": within}
+    given = {"counts": new_tokens, "constants": constants, "within": within}
     if stack is None:
         numbers = range(cache.layout.shape.num_layers)
         return [CacheView(part=_part(cache, placed_layer(plans, i)[0]), layer=i, **given) for i in numbers]
@@ -249,7 +252,7 @@ def layers(
             f"layers of this cache are stored as {len(plans)} stacks, and stack= is for one; leave it out, and attend "
             "with each layer's view"
         )
-    flow = below_first(cache, counts, stack, within)
+    flow = below_first(cache, new_tokens, stack, within)
     sources = _blank(plans[0], cache, stack)
     return StackView(part=cache, layer=jnp.int32(0), flow=flow, sources=sources, **given)
 
@@ -282,14 +285,14 @@ def commit_layers(
     """
     if isinstance(views, StackView):
         return _commit_stack(views, counts)
-    views = list(views) if isinstance(views, list | tuple) else [views]
-    _check_views(views)
-    first, cache = views[0], views[0].part
-    numbers = [placed_layer(runs_of(cache.layout), view.layer)[0] for view in views]
-    runs = {number: view.part.runs[number] for number, view in zip(numbers, views, strict=True)}
+    given: list = list(views) if isinstance(views, list | tuple) else [views]
+    _check_views(given)
+    first, cache = given[0], given[0].part
+    numbers = [placed_layer(runs_of(cache.layout), view.layer)[0] for view in given]
+    runs = {number: view.part.runs[number] for number, view in zip(numbers, given, strict=True)}
     cache = cache.replace(runs=tuple(runs[number] for number in range(len(cache.runs))))
     counts = first.counts if counts is None else counts
-    return append(cache, [view.new for view in views], counts, constants=first.constants)
+    return append(cache, [view.new for view in given], counts, constants=first.constants)
 
 
 def _check_views(views: list) -> None:
