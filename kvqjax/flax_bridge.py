@@ -21,6 +21,7 @@ computes anything: `kvq.attend_layer` and `kvq.append` do.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -172,7 +173,8 @@ class CacheModule(nnx.Module):
 
     def __init__(self, cache: Cache, *, constants: Any = None):
         self.kv = nnx.Cache(cache)
-        self.constants = nnx.Variable(constants)
+        # A copy, because whoever donates this module would give away the artifact's arrays.
+        self.constants = nnx.Variable(jax.tree.map(jnp.copy, constants))
         self.pending = PendingTokens((None, ()))
 
     def start(

@@ -29,7 +29,7 @@ from kvqjax.ops.attention import ScoreOptions
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
-from kvqjax.parallel.sharding import of_constants, on_parts
+from kvqjax.parallel.sharding import lying_as, of_constants, on_parts
 from kvqjax.step.doors import kept_program, run_constants
 from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
 from kvqjax.step.padding import check_numbers, padding_of
@@ -149,10 +149,12 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, wi
     # A plain number stays one in every device's part: layers that are stored one by one are found by it.
     specs = heads, heads, heads, PartitionSpec(rules.batch), flow, fixed, sink_heads
     if isinstance(layer, int):
-        attend = functools.partial(attend, layer)
-        return on_parts(attend, rules, cache, *sources, specs=specs, out=(heads, new))
-    attend_traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
-    return on_parts(attend_traced, rules, cache, layer, *sources, specs=(PartitionSpec(), *specs), out=(heads, new))
+        out, made = on_parts(functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new))
+    else:
+        traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
+        specs = PartitionSpec(), *specs
+        out, made = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
+    return lying_as(out, q, rules), made
 
 
 def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:

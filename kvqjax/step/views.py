@@ -31,7 +31,7 @@ from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache, Leaf, Run, check_alive
 from kvqjax.parallel.rules import Rules
-from kvqjax.parallel.sharding import over_parts
+from kvqjax.parallel.sharding import over_parts, sent
 from kvqjax.step.layer_step import Flow, check_capacity, in_step
 from kvqjax.step.layers import New, append, attend_checked, below_first, check_new, placed_layer
 from kvqjax.step.padding import check_numbers, is_mask, padding_of
@@ -190,17 +190,25 @@ def _put_on_mesh(stack: Float[Array, "L B T W"], x: Float[Array, "B T W"], layer
 def _blank(run: RunLayout, cache: Cache, length: int) -> dict[str, Float[Array, "L B T W"]]:
     """Make room for `length` new tokens of all layers of a run."""
     shapes = {n: (run.count, cache.batch, length, width) for n, width in run.wiring.storage.sources.items()}
-    rules, dtype = cache.layout.rules, cache.layout.dtype
-    place = None if rules is None else rules.at(PartitionSpec(None, rules.batch, None, rules.kv_heads))
-    return {name: jnp.zeros(shape, dtype, device=place) for name, shape in shapes.items()}
+    rules, blank = cache.layout.rules, {name: jnp.zeros(shape, cache.layout.dtype) for name, shape in shapes.items()}
+    if rules is None:
+        return blank
+    return sent(blank, rules, dict.fromkeys(blank, PartitionSpec(None, rules.batch, None, rules.kv_heads)))
 
 
 def new_positions(cache: Cache, counts: Int[Array, " B"] | Bool[Array, "B T"], length: int) -> Int[Array, "B T"]:
     """Give the positions of `length` new tokens of each row, where they stand. Those of tokens that are not valid mean
     nothing. Raises UserError for counts that do not fit `length` tokens."""
-    length = check_integer("length", length)
+    length, rules = check_integer("length", length), cache.layout.rules
     check_numbers(counts, cache.batch, length)
-    return padding_of(counts).as_given(cache.lengths[:, None] + jnp.arange(length)[None])
+
+    def positions(lengths, counts):
+        return padding_of(counts).as_given(lengths[:, None] + jnp.arange(length)[None])
+
+    if rules is None:
+        return positions(cache.lengths, counts)
+    rows = PartitionSpec(rules.batch)
+    return over_parts(positions, rules, cache.lengths, counts, specs=(rows, rows), out=rows)
 
 
 def layers(

@@ -161,10 +161,10 @@ def test_a_module_that_stores_by_itself_equals_plain_calls(name, remat):
     """Masks of valid tokens, then a step without one, in which all are."""
     constants = model_and_method(name)[0].constants or None
     cache = kvq.init_cache(SHAPE, CASES[name][0], 2, 256)
-    tower = SelfStoringTower(CacheModule(cache, constants=constants), nnx.Rngs(0), remat)
+    tower = SelfStoringTower(CacheModule(kvq.fork(cache), constants=constants), nnx.Rngs(0), remat)
     structure = jax.tree.structure(nnx.state(tower))
 
-    @nnx.jit
+    @nnx.jit(donate_argnames="tower")
     def step(tower, x, valid):
         if valid is not None:
             tower.cache.start(valid=valid)
