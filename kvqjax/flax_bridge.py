@@ -119,6 +119,7 @@ class ForwardPass:
     def positions(self, length: int) -> Int[Array, "B T"]:
         """Positions of `length` new tokens of each row, where they stand: models that rotate queries and keys
         themselves need them. Those of tokens that are not valid mean nothing."""
+        length = check_integer("length", length)
         return new_positions(read(self._variable), self.counts, length)
 
     def attend(
@@ -194,6 +195,7 @@ class CacheModule(nnx.Module):
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         """Positions of `length` new tokens of each row, as those of a `ForwardPass`."""
+        length = check_integer("length", length)
         return new_positions(read(self.kv), self._counts(length), length)
 
     def _counts(self, length: int) -> Array:
