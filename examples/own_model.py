@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 import kvqjax as kvq  # kvqjax
-from kvqjax.flax_bridge import ForwardPass  # kvqjax
+from kvqjax.flax_bridge import CacheModule  # kvqjax
 
 FOLDER = Path(kvq.__file__).parent / "assets" / "demo"  # kvqjax
 PROMPT = "It was late in the evening when the traveller came at last to the house. The door was open, and "
@@ -35,11 +35,11 @@ class Attention(nnx.Module):
         self.q_proj, self.o_proj = linear(width, inner), linear(inner, width)
         self.k_proj, self.v_proj = (linear(width, config["num_key_value_heads"] * self.size) for _ in "kv")
 
-    def __call__(self, x, kv):
+    def __call__(self, x, cache):
         q, k, v = (p(x).reshape(*x.shape[:2], -1, self.size) for p in (self.q_proj, self.k_proj, self.v_proj))
-        positions = kv.positions(x.shape[1])  # kvqjax
+        positions = cache.positions(x.shape[1])  # kvqjax
         q, k = rotary(q, positions, self.theta), rotary(k, positions, self.theta)
-        out = kv.attend(self.layer, q, k, v)  # kvqjax
+        out = cache[self.layer].attend(q, k, v)  # kvqjax
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
 
@@ -50,8 +50,8 @@ class Block(nnx.Module):
         self.self_attn = Attention(config, layer, linear)
         self.gate_proj, self.up_proj, self.down_proj = linear(width, inner), linear(width, inner), linear(inner, width)
 
-    def __call__(self, h, kv):
-        h = h + self.self_attn(self.input_layernorm(h), kv)
+    def __call__(self, h, cache):
+        h = h + self.self_attn(self.input_layernorm(h), cache)
         x = self.post_attention_layernorm(h)
         return h + self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
 
@@ -69,10 +69,10 @@ class Llama(nnx.Module):
         self.blocks = nnx.List([Block(config, layer, linear, norm) for layer in range(count)])
         self.norm = norm(config["hidden_size"])
 
-    def __call__(self, tokens, kv):
+    def __call__(self, tokens, cache):
         h = self.embed(tokens)
         for block in self.blocks:
-            h = block(h, kv)
+            h = block(h, cache)
         return self.embed.attend(self.norm(h))
 
 
@@ -95,12 +95,9 @@ def load(folder: Path) -> tuple[Llama, dict]:
 
 
 @nnx.jit(donate_argnames="cache")
-def step(model: Llama, tokens, cache: nnx.Cache):
+def step(model: Llama, tokens, cache):
     """Logits after the last of the new tokens [B, T], which the cache then holds."""
-    kv = ForwardPass(cache, jnp.full(tokens.shape[0], tokens.shape[1]))  # kvqjax
-    logits = model(tokens, kv)
-    kv.append()  # kvqjax
-    return logits[:, -1]
+    return model(tokens, cache)[:, -1]
 
 
 def generate(model: Llama, config: dict, ids: list[int], count: int, spec: str) -> list[int]:
@@ -108,7 +105,7 @@ def generate(model: Llama, config: dict, ids: list[int], count: int, spec: str) 
     sizes = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
     layers, heads, kv_heads, size = (config[name] for name in sizes)
     shape = kvq.KVShape(num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=size)  # kvqjax
-    cache = nnx.Cache(kvq.init_cache(shape, spec, batch=1, capacity=len(ids) + count))  # kvqjax
+    cache = CacheModule(kvq.init_cache(shape, spec, batch=1, capacity=len(ids) + count))  # kvqjax
     found, new = [], jnp.asarray([ids])
     for _ in range(count):
         new = jnp.argmax(step(model, new, cache), -1, keepdims=True)

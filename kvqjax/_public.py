@@ -50,6 +50,7 @@ from kvqjax.step.layers import append, attend_layer, below_first
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 from kvqjax.step.prefill import prefill
+from kvqjax.step.views import commit_layers, layers
 
 if TYPE_CHECKING:
     import kvqjax.calibrate as calibrate
@@ -78,6 +79,7 @@ __all__ = [
     "below_first",
     "calibrate",
     "commit",
+    "commit_layers",
     "commvq",
     "compare",
     "crop",
@@ -100,6 +102,7 @@ __all__ = [
     "kivi_star",
     "kvarn",
     "kvquant",
+    "layers",
     "ledger",
     "load",
     "load_artifact",

@@ -1,17 +1,27 @@
 """A cache in a variable of Flax, for models written in `flax.nnx` or `flax.linen`.
 
-    cache = nnx.Cache(kvq.init_cache(shape, "kivi:bits=2", batch=2, capacity=4096))
+In nnx a module holds the cache, and every attention layer calls its own part. The last one stores the new tokens:
 
-    kv = ForwardPass(cache, counts)                  # once a call of the model
-    out = kv.attend(self.layer, q, k, v)      # in every attention module, from layer 0 up
-    kv.append()                               # after the last one
+    self.cache = CacheModule(kvq.init_cache(shape, "kivi:bits=2", batch=2, capacity=4096))
+
+    self.cache.start(valid=mask)              # once a call of the model, where not all new tokens are valid
+    out = self.cache[i].attend(q, k, v)       # in layer i, from layer 0 up
+
+In linen a variable of the top module holds it, and a `ForwardPass` is one call of the model:
+
+    kv = ForwardPass(linen_cache(self), mask, store=True)
+    out = kv[i].attend(q, k, v)               # in layer i, from layer 0 up
+
+Without `store=True`, `kv.append()` stores the new tokens, or the accepted part of a draft.
 
 The variable's value is an ordinary cache: `kvq.crop`, `kvq.ledger` and all others take and return it. Nothing here
 computes anything: `kvq.attend_layer` and `kvq.append` do.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -20,9 +30,9 @@ from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
 from kvqjax.step.layers import New, append, attend_layer
-from kvqjax.step.padding import check_numbers, padding_of
+from kvqjax.step.views import new_positions
 
-__all__ = ["ForwardPass", "linen_cache", "read", "write"]
+__all__ = ["CacheModule", "ForwardPass", "linen_cache", "read", "write"]
 
 
 def __dir__() -> list[str]:
@@ -54,14 +64,39 @@ def linen_cache(module: linen.Module, cache: Cache | None = None, name: str = "k
     return module.variable("cache", name, first)
 
 
+class _Attends(Protocol):
+    def attend(self, layer: int, q: Any, k: Any, v: Any, *, softcap: Any = None, sinks: Any = None) -> Array: ...
+
+
+class _Layer(NamedTuple):
+    """One layer of what attends: `attend` without the layer's number."""
+
+    of: _Attends
+    layer: int
+
+    def attend(
+        self,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        *,
+        softcap: float | None = None,
+        sinks: Float[Array, " sinks"] | None = None,
+    ) -> Float[Array, "B T H D"]:
+        """Attention output of this layer, which must come after the layer below it; see `kvq.attend_layer`."""
+        return self.of.attend(self.layer, q, k, v, softcap=softcap, sinks=sinks)
+
+
 class ForwardPass:
     """One call of a model over the cache in a variable: gives each layer the new tokens of the layer below it, and
     keeps them all until `append` stores them. Make it and use it up inside one trace (one call of a jitted function).
+    `kv[i].attend(q, k, v)` is `kv.attend(i, q, k, v)`. `jax.checkpoint` and scans over layers want values that they
+    can see: `kvq.layers(read(variable), ...)` gives them.
 
     The first `counts[b]` of the new tokens of row b are valid; or those that a mask Bool[B, T] in place of the counts
     marks, any single run of each row (left padding). `constants` are an artifact's. `within` as in
-    `kvq.attend_layer`. `keys` and `values` are what `attend` was given, one array a layer: the data of
-    `kvq.calibrate.from_tensors`."""
+    `kvq.attend_layer`. With `store` the last layer's `attend` appends by itself. `keys` and `values` are what `attend`
+    was given, one array a layer: the data of `kvq.calibrate.from_tensors`."""
 
     def __init__(
         self,
@@ -70,32 +105,43 @@ class ForwardPass:
         *,
         constants: Any = None,
         within: str = "chunk",
+        store: bool = False,
     ):
-        self._variable, self.counts = variable, counts
+        self._variable, self.counts, self._store = variable, counts, store
         self._options = {"constants": constants, "within": within}
         self._new: list[New] = []
         self.keys: list[Array] = []
         self.values: list[Array] = []
 
+    def __getitem__(self, layer: int) -> _Layer:
+        return _Layer(self, layer)
+
     def positions(self, length: int) -> Int[Array, "B T"]:
         """Positions of `length` new tokens of each row, where they stand: models that rotate queries and keys
         themselves need them. Those of tokens that are not valid mean nothing."""
-        length, cache = check_integer("length", length), read(self._variable)
-        check_numbers(self.counts, cache.batch, length)
-        return padding_of(self.counts).as_given(cache.lengths[:, None] + jnp.arange(length)[None])
+        length = check_integer("length", length)
+        return new_positions(read(self._variable), self.counts, length)
 
     def attend(
-        self, layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]
+        self,
+        layer: int,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        *,
+        softcap: float | None = None,
+        sinks: Float[Array, " sinks"] | None = None,
     ) -> Float[Array, "B T H D"]:
         """Attention output of one layer, which must come after the layer below it; see `kvq.attend_layer`."""
-        check_integer("layer", layer, 0)
-        if layer != len(self._new):
-            raise UserError(f"layer {layer} attends after {len(self._new)} layers; each attends once, from 0 up")
-        below = self._new[-1] if self._new else None
-        out, new = attend_layer(read(self._variable), layer, q, k, v, self.counts, below=below, **self._options)
+        cache = read(self._variable)
+        out, new = _attend_next(
+            cache, self._new, layer, q, k, v, self.counts, softcap=softcap, sinks=sinks, **self._options
+        )
         self._new.append(new)
         self.keys.append(k)
         self.values.append(v)
+        if self._store and len(self._new) == cache.layout.shape.num_layers:
+            self.append()
         return out
 
     def append(self, counts: Int[Array, " B"] | Bool[Array, "B T"] | None = None) -> None:
@@ -105,3 +151,75 @@ class ForwardPass:
         cache = append(read(self._variable), self._new, counts, constants=self._options["constants"])
         write(self._variable, cache)
         self._new = []
+
+
+def _attend_next(cache: Cache, below: Sequence[New], layer: int, *tokens, **options) -> tuple[Array, New]:
+    """Attend in the layer that comes after those whose new tokens are given. Raises UserError for another one."""
+    check_integer("layer", layer, 0)
+    if layer != len(below):
+        raise UserError(f"layer {layer} attends after {len(below)} layers; each attends once, from 0 up")
+    return attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
+
+
+class PendingTokens(nnx.Variable):
+    """Of the call in progress: which new tokens are valid, and those of the layers that have attended."""
+
+
+class CacheModule(nnx.Module):
+    """A cache as a module of nnx: `cache[i].attend(q, k, v)` in layer i, from layer 0 up. The last layer's call stores
+    the new tokens. All state is in Variables, so that it goes through `nnx.jit` and `nnx.remat` with the model.
+
+    `cache.kv` is the variable that holds the cache: `read(cache.kv)` and `write(cache.kv, ...)`. `constants` are an
+    artifact's."""
+
+    def __init__(self, cache: Cache, *, constants: Any = None):
+        self.kv = nnx.Cache(cache)
+        # A copy, because whoever donates this module would give away the artifact's arrays.
+        self.constants = nnx.Variable(jax.tree.map(jnp.copy, constants))
+        self.pending = PendingTokens((None, ()))
+
+    def start(
+        self,
+        counts: Int[Array, " B"] | None = None,
+        *,
+        valid: Bool[Array, "B T"] | None = None,
+    ) -> None:
+        """Begin a call of the model: which of its new tokens are valid, as in `kvq.layers`. Without it all are. What a
+        call left that ended between two layers is dropped."""
+        if counts is not None and valid is not None:
+            raise UserError("start takes either counts= or valid=, not both")
+        self.pending.set_value((valid if counts is None else counts, ()))
+
+    def __getitem__(self, layer: int) -> _Layer:
+        return _Layer(self, layer)
+
+    def positions(self, length: int) -> Int[Array, "B T"]:
+        """Positions of `length` new tokens of each row, as those of a `ForwardPass`."""
+        length = check_integer("length", length)
+        return new_positions(read(self.kv), self._counts(length), length)
+
+    def _counts(self, length: int) -> Array:
+        counts = self.pending.get_value()[0]
+        return jnp.full(read(self.kv).batch, length, jnp.int32) if counts is None else counts
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        *,
+        softcap: float | None = None,
+        sinks: Float[Array, " sinks"] | None = None,
+    ) -> Float[Array, "B T H D"]:
+        """Attention output of one layer, which must come after the layer below it; see `kvq.attend_layer`."""
+        cache, constants = read(self.kv), self.constants.get_value()
+        counts, (given, below) = self._counts(q.shape[1]), self.pending.get_value()
+        tokens = q, k, v, counts
+        out, new = _attend_next(cache, below, layer, *tokens, softcap=softcap, sinks=sinks, constants=constants)
+        if len(below) + 1 < cache.layout.shape.num_layers:
+            self.pending.set_value((given, (*below, new)))
+        else:
+            write(self.kv, append(cache, [*below, new], counts, constants=constants))
+            self.pending.set_value((None, ()))
+        return out

@@ -5,7 +5,8 @@
     check_codec(Fp4(group=32), width=64)
     check_method(Method(name="fp4", layer=KeysAndValues(key=Fp4(), value=Fp4())))
 
-Each raises AssertionError with one line that names what does not hold, and returns the names of what does.
+Each raises AssertionError with one line that names what does not hold, and returns the names of what does. For a model
+of your own over our caches, `check_rope` compares the rope of its `KVShape` with its function.
 """
 
 import functools
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, runs_of
 from kvqjax.cache.accounting import array_bytes, ledger
@@ -26,13 +28,14 @@ from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.codecs import Codec, CodecSpec
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model import weight_trees
-from kvqjax.model.config import ModelConfig
+from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
+from kvqjax.model.rope import rotate
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 
-__all__ = ["check_codec", "check_method", "small_model"]
+__all__ = ["check_codec", "check_method", "check_rope", "small_model"]
 
 
 def __dir__() -> list[str]:
@@ -226,3 +229,72 @@ def check_method(method: MethodLike, model: Model | None = None) -> list[str]:
     for check in CHECKS.values():
         check(subject)
     return [*CHECKS]
+
+
+ROPE_TOKENS, ROPE_FAR = 64, 500  # positions 0 to 63, and as many from 500 on: float32 angles are exact to 3e-5 there
+ROPE_BOUND = 1e-3  # of numbers of size 1; an angle that is off by a hundredth of a turn moves them by 6e-2
+
+Turning = Callable[[Float[Array, "B T N D"], Any], Any]  # keys or queries and their positions [B, T] -> rotated
+
+
+def check_rope(shape: KVShape, layer: int, theirs: Turning) -> list[str]:
+    """Check that the rope of a shape turns keys as another model's function does.
+
+    Args:
+        shape: the model's shape, with a rope.
+        layer: the number of the layer whose rope is compared; ropes may differ by layer.
+        theirs: the model's function. It takes an array [2, 64, num_kv_heads, head_dim] and positions [2, 64], and
+            returns the array rotated.
+
+    Returns:
+        The names of what was compared.
+
+    Raises:
+        AssertionError: the two differ, with a line that says how: the channels that are turned, how they are paired,
+            the direction, or the first pair of another angle.
+        UserError: the layer does not exist, or has no rope.
+    """
+    number = check_integer("layer", layer, 0, shape.num_layers - 1)
+    config = shape.layer(number)
+    if config.rope is None:
+        raise UserError(f"layer {number} of the shape has no rope; its keys come rotated")
+    positions = jnp.stack([jnp.arange(ROPE_TOKENS), jnp.arange(ROPE_TOKENS) + ROPE_FAR])
+    x = jax.random.normal(jax.random.key(0), (*positions.shape, config.num_kv_heads, config.head_dim))
+    ours, got = rotate(x, positions, config), jnp.asarray(theirs(x, positions))
+    assert got.shape == x.shape, f"layer {number}: their function gives shape {got.shape} of {x.shape}"
+    if not _near(ours, got):
+        raise AssertionError(f"layer {number}: {_other_turn(config, x, positions, got, theirs)}")
+    return ["near positions", "far positions"]
+
+
+def _near(ours: Array, got: Array) -> bool:
+    return float(jnp.abs(ours - got).max()) <= ROPE_BOUND
+
+
+def _other_turn(config: KVShape, x: Array, positions: Array, got: Array, theirs: Turning) -> str:
+    """Say in words how another model's rotation differs from a shape's."""
+    if not _near(rotate(x[:, :1], positions[:, :1], config)[0], got[0, :1]):
+        return "at position 0 their function does not give what this rope gives; are keys scaled or normed in it?"
+    if _near(rotate(x, -positions, config), got):
+        return "their function turns in the other direction"
+    paired = lambda x: x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)  # noqa: E731
+    if _near(rotate(paired(x), positions, config), paired(got)):
+        return "their function pairs channels 2i and 2i + 1, this rope channels i and i + D/2"
+    turned, moved = (
+        jnp.flatnonzero(jnp.abs(made - x).max((0, 1, 2)) > ROPE_BOUND) for made in (rotate(x, positions, config), got)
+    )
+    if len(moved) != len(turned):
+        return f"their function turns {len(moved)} of {config.head_dim} channels, this rope {len(turned)}"
+    return _other_angle(config, theirs)
+
+
+def _other_angle(config: KVShape, theirs: Turning) -> str:
+    """Say which pair of channels is the first that turns by another angle, measured from one position to the next."""
+    positions = jnp.stack([jnp.arange(ROPE_TOKENS)] * 2)
+    for pair in range(config.head_dim // 2):
+        unit = jnp.zeros((*positions.shape, config.num_kv_heads, config.head_dim)).at[..., pair].set(1.0)
+        made = [np.asarray(turned)[0, 1, 0] for turned in (rotate(unit, positions, config), theirs(unit, positions))]
+        here, there = (float(np.arctan2(x[pair + config.head_dim // 2], x[pair])) for x in made)
+        if abs(here - there) > 1e-4 * max(abs(here), abs(there)):
+            return f"pair {pair} turns by {there:.6g} a position in their function, by {here:.6g} here: another theta?"
+    return "their function gives other numbers at far positions: are its angles, or its keys, of fewer bits?"

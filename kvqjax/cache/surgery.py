@@ -10,7 +10,7 @@ lies beyond is undefined and never read, because words are cleared before they a
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,23 @@ def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
 
 def _taken(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     """Do `gather` of rows that exist."""
-    return jax.tree.map(lambda axis, x: jnp.take(x, rows, axis=axis, mode="clip"), row_axes(cache), cache)
+
+    def take(cache, rows):
+        return jax.tree.map(lambda axis, x: jnp.take(x, rows, axis=axis, mode="clip"), row_axes(cache), cache)
+
+    return _moved(take, rows.size, cache, rows)
+
+
+def _moved(function: Callable[..., Cache], rows: int, cache: Cache, *arguments: Any) -> Cache:
+    """Give `function(cache, *arguments)`, a cache of so many `rows`. On a mesh with Explicit axes it lies as its rules
+    say: JAX asks where the result of everything that moves rows lies."""
+    rules = cache.layout.rules
+    if rules is None or not rules.explicit:
+        return function(cache, *arguments)
+    if rows % rules.size(rules.batch):
+        raise UserError(f"{rows} rows cannot be split over {rules.size(rules.batch)} devices")
+    placed: Callable = jax.sharding.auto_axes(function, out_sharding=rules.places(cache))
+    return placed(cache, *arguments)
 
 
 def repeat(cache: Cache, n: int) -> Cache:
@@ -71,7 +87,11 @@ def repeat(cache: Cache, n: int) -> Cache:
     """
     check_cache(cache)
     n = check_integer("n", n)
-    return jax.tree.map(lambda axis, x: jnp.repeat(x, n, axis=axis), row_axes(cache), cache)
+
+    def repeated(cache):
+        return jax.tree.map(lambda axis, x: jnp.repeat(x, n, axis=axis), row_axes(cache), cache)
+
+    return _moved(repeated, n * cache.batch, cache)
 
 
 def _check_same(cache: Cache, other: Cache) -> None:
@@ -83,7 +103,7 @@ def _check_same(cache: Cache, other: Cache) -> None:
                     f"the other cache has a larger capacity, {got}; its rows fit a cache of {wanted} tokens a row "
                     f"after kvqjax.resize(other, {wanted})"
                 )
-        elif wanted != got:
+        elif wanted != got and not (field.name == "rules" and wanted is not None and wanted.splits_as(got)):
             raise UserError(f"the other cache has another {field.name}: {got}, wanted {wanted}")
 
 
@@ -118,8 +138,8 @@ def insert(
         The cache with row `rows[i]` replaced by row `other_rows[i]` of `other`.
 
     Raises:
-        UserError: The layouts differ, naming the field; `other` has a larger capacity; the numbers of rows differ; a
-            row does not exist.
+        UserError: The layouts differ, naming the field, but for the mesh axis that splits rows; `other` has a larger
+            capacity; the numbers of rows differ; a row does not exist.
     """
     check_cache(cache, other)
     _check_same(cache, other)
@@ -128,17 +148,22 @@ def insert(
     source, missed = _numbers("other_rows", known, other.batch, "the other cache's")
     if source.size not in ((into.size,) if other_rows is None else (1, into.size)):
         raise UserError(f"{into.size} rows are to be replaced by {source.size} rows of the other cache")
+    if dataclasses.replace(other.layout, rules=cache.layout.rules) == cache.layout:
+        other = other.replace(layout=cache.layout)  # its rows may be split over fewer devices
     if other.layout != cache.layout:
         check_means(other.layout, cache.layout)
         other, source = _taken(other, source), jnp.arange(source.size)
         other = with_layout(other, cache.layout)
-    joined = _inserted(cache, into, other, jnp.broadcast_to(source, into.shape).astype(jnp.int32))
-    return joined.replace(overflow=joined.overflow.at[into].max(moved | missed))
+    source = jnp.broadcast_to(source, into.shape).astype(jnp.int32)
+    return _moved(_inserted, cache.batch, cache, into, other, source, moved | missed)
 
 
 @jax.jit
-def _inserted(cache: Cache, rows: Int[Array, " N"], other: Cache, other_rows: Int[Array, " N"]) -> Cache:
-    """Do `insert` between caches of one layout, row by row: slices are written in place where the cache is donated."""
+def _inserted(
+    cache: Cache, rows: Int[Array, " N"], other: Cache, other_rows: Int[Array, " N"], clipped: Bool[Array, " N"]
+) -> Cache:
+    """Do `insert` between caches of one layout, row by row: slices are written in place where the cache is donated. The
+    flags of rows whose numbers were clipped are raised."""
     axes = row_axes(cache)
 
     def put(number, cache):
@@ -148,7 +173,8 @@ def _inserted(cache: Cache, rows: Int[Array, " N"], other: Cache, other_rows: In
 
         return jax.tree.map(one, axes, cache, other)
 
-    return put(0, cache) if rows.size == 1 else jax.lax.fori_loop(0, rows.size, put, cache)
+    joined = put(0, cache) if rows.size == 1 else jax.lax.fori_loop(0, rows.size, put, cache)
+    return joined.replace(overflow=joined.overflow.at[rows].max(clipped))
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:

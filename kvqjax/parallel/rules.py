@@ -5,7 +5,7 @@ import functools
 import math
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
@@ -38,6 +38,17 @@ class Rules:
 
     def size(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Mesh axes whose kind is Explicit: every array's type says how it lies along them."""
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+    def splits_as(self, other: "Rules | None") -> bool:
+        """Whether a row of a cache lies on one mesh as by other rules, whatever splits rows."""
+        part = lambda rules: (rules.mesh, rules.sequence, rules.kv_heads)  # noqa: E731
+        return other is not None and part(self) == part(other)
 
     def parameter(self, name: str) -> PartitionSpec:
         """Of a parameter by its name in the tree ("embed", "layers/q"); axes as in kvqjax/model/decoder.py."""

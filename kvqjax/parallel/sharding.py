@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from kvqjax._arguments import named
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
@@ -39,7 +40,9 @@ from kvqjax.model.weight_trees import as_multiplied
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules, shares_heads
 
-__all__ = ["of_constants", "on_parts", "over_mesh", "rules_for", "shard"]
+__all__ = ["lying_as", "of_constants", "on_parts", "over_mesh", "over_parts", "rules_for", "rules_on", "sent", "shard"]
+
+AxisNames = str | tuple[str, ...] | None
 
 
 def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
@@ -90,6 +93,56 @@ def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None)
     return rules
 
 
+def rules_on(
+    mesh: Mesh,
+    shape: KVShape,
+    method: MethodLike,
+    *,
+    batch_axis: AxisNames = None,
+    head_axis: AxisNames = None,
+    sequence_axis: AxisNames = None,
+) -> Rules:
+    """Rules for caches of another model's shape on that model's own mesh, whatever its axes are called.
+
+    Args:
+        mesh: the model's mesh, of axes of any kind (Auto, Explicit).
+        shape: the model's shape.
+        method: of the caches.
+        batch_axis: the mesh axis, or axes, that split rows.
+        head_axis: those that split KV heads, as far as they divide them and the method keeps heads apart; along the
+            rest of them, which may be all, the body's tokens are split.
+        sequence_axis: those that split the body's tokens.
+
+    Returns:
+        The rules, for `init_cache` and `load_cache`.
+
+    Raises:
+        UserError: for what is no mesh, an axis that it has not, and an axis that is named twice.
+    """
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh is {named(mesh)}; wanted a jax.sharding.Mesh, such as jax.make_mesh gives")
+    batch, heads, sequence = (_axes(mesh, x) for x in (batch_axis, head_axis, sequence_axis))
+    for axis in (used := (*batch, *heads, *sequence)):
+        if used.count(axis) > 1:
+            raise UserError(f"mesh axis {axis!r} is named twice; it splits rows, heads or the sequence")
+    layout = CacheLayout(shape=shape.alone, method=parse(method), capacity=1, dtype="float32")
+    rules = Rules(mesh=mesh, batch=batch, width=heads, projections=(), vocabulary=())
+    for count in range(len(heads), -1, -1):  # as many of the axes as keep heads apart
+        parts = rules.size(heads[:count])
+        if shape.num_kv_heads % parts == 0 and shares_heads(layout, parts):
+            break
+    return dataclasses.replace(rules, kv_heads=heads[:count], sequence=(*sequence, *heads[count:]))
+
+
+def _axes(mesh: Mesh, names: AxisNames) -> tuple[str, ...]:
+    """Axes of a mesh, of one name, several or none."""
+    axes = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise UserError(f"the mesh has no axis {axis!r}; it has {', '.join(map(repr, mesh.axis_names))}")
+    return axes
+
+
 def _restored(result, layout: CacheLayout):
     """A result whose caches carry the whole layout again."""
     is_cache = lambda x: isinstance(x, Cache)  # noqa: E731
@@ -113,8 +166,34 @@ def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: 
     def local(cache, *arguments):
         return _restored(function(cache.replace(layout=rules.local_layout(layout)), *arguments), layout)
 
-    own = (rules.cache(cache), *specs)
-    return jax.shard_map(local, mesh=rules.mesh, in_specs=own, out_specs=out, check_vma=False)(cache, *arguments)
+    return over_parts(local, rules, cache, *arguments, specs=(rules.cache(cache), *specs), out=out)
+
+
+def lying_as(x, like, rules: Rules):
+    """`x` sent to where `like`, an array of its shape, lies along the mesh's Explicit axes."""
+    place = jax.typeof(like).sharding
+    return jax.sharding.reshard(x, place) if rules.explicit and place.mesh.axis_names else x
+
+
+def over_parts(function: Callable, rules: Rules, *arguments, specs: tuple, out):
+    """`function(*arguments)` on every device's part of them, which are sent to where their `specs` say first."""
+    arguments = tuple(sent(x, rules, spec) for x, spec in zip(arguments, specs, strict=True))
+    return jax.shard_map(function, mesh=rules.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
+
+
+def sent(tree, rules: Rules, specs):
+    """Arrays of a program that lie as their `specs` say along the mesh's Explicit axes. Along those whose kind is Auto
+    JAX itself sends what `shard_map` takes, and along no other."""
+    explicit = rules.explicit
+    if not explicit:
+        return tree
+
+    def send(spec, part):
+        groups = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+        along = PartitionSpec(*(tuple(axis for axis in axes if axis in explicit) for axes in groups))
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(rules.mesh, along)), part)
+
+    return jax.tree.map(send, specs, tree)
 
 
 def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[str, ...]):

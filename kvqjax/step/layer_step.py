@@ -26,7 +26,7 @@ from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import row_major
 from kvqjax.step.padding import known_counts
 
-__all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "slab"]
+__all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "in_step", "slab"]
 
 
 class Flow(NamedTuple):
@@ -88,12 +88,14 @@ def begin(
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within))
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
-    return Call(_in_step(cache), runs, constants, tokens, recode)
+    return Call(in_step(cache), runs, constants, tokens, recode)
 
 
-def _in_step(cache: Cache) -> Cache:
+def in_step(cache: Cache) -> Cache:
     """Give all layers that are encoded together one array for their equal counts, so that what follows from them is
     computed once and not in every layer."""
+    if not all(run.flushed for run in cache.runs):
+        return cache  # one layer's part, which was cut out of a cache in step (kvqjax/step/views.py)
     runs = list(cache.runs)
     for first, *others in chains(cache.layout):
         for number in others:

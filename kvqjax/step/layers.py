@@ -29,7 +29,7 @@ from kvqjax.ops.attention import ScoreOptions
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
-from kvqjax.parallel.sharding import of_constants, on_parts
+from kvqjax.parallel.sharding import lying_as, of_constants, on_parts
 from kvqjax.step.doors import kept_program, run_constants
 from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
 from kvqjax.step.padding import check_numbers, padding_of
@@ -116,9 +116,16 @@ def attend_layer(
             `cache.overflow[b]`.
     """
     check_cache(cache)
-    _check_heads(cache, q, k, v)
-    check_numbers(counts, cache.batch, q.shape[1])
+    check_new(cache, q, k, v, counts)
     check_capacity(cache, counts)
+    return attend_checked(
+        cache, layer, q, k, v, counts, below=below, constants=constants, within=within, softcap=softcap, sinks=sinks
+    )
+
+
+def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks):
+    """Do `attend_layer` of a cache and new tokens that were checked. Of the cache's runs only the
+    layer's is read, and the counts of the first."""
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
     softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
     check_softcap(softcap)
@@ -142,10 +149,12 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, wi
     # A plain number stays one in every device's part: layers that are stored one by one are found by it.
     specs = heads, heads, heads, PartitionSpec(rules.batch), flow, fixed, sink_heads
     if isinstance(layer, int):
-        attend = functools.partial(attend, layer)
-        return on_parts(attend, rules, cache, *sources, specs=specs, out=(heads, new))
-    attend_traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
-    return on_parts(attend_traced, rules, cache, layer, *sources, specs=(PartitionSpec(), *specs), out=(heads, new))
+        out, made = on_parts(functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new))
+    else:
+        traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
+        specs = PartitionSpec(), *specs
+        out, made = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
+    return lying_as(out, q, rules), made
 
 
 def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
@@ -179,7 +188,8 @@ def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shap
     return rotate(q, positions, shape)
 
 
-def _check_heads(cache: Cache, q, k, v) -> None:
+def check_new(cache: Cache, q, k, v, counts) -> None:
+    """Raise UserError unless q, k and v are T new tokens of one layer for every row, and `counts` fits them."""
     shape = cache.layout.shape
     if any(getattr(x, "ndim", None) != 4 for x in (q, k, v)):
         shapes = [list(getattr(x, "shape", ())) for x in (q, k, v)]
@@ -188,6 +198,7 @@ def _check_heads(cache: Cache, q, k, v) -> None:
         wanted = (cache.batch, q.shape[1], heads, shape.head_dim)
         if x.shape != wanted:
             raise UserError(f"{name} has shape {x.shape}, wanted {wanted}: rows, new tokens, heads, head_dim")
+    check_numbers(counts, cache.batch, q.shape[1])
 
 
 def placed_layer(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | int]:
@@ -208,7 +219,8 @@ def _flow_below(call: Call, layer, below: Flow | None) -> Flow:
     first = not isinstance(layer, jax.core.Tracer) and int(layer) == 0
     if jax.tree.leaves(flow) and not first:
         raise UserError(
-            f"{call.cache.layout.method}: layers depend on each other; pass below=, what the layer beneath returned"
+            f"{call.cache.layout.method}: layers depend on each other; pass below=, what the layer beneath returned, "
+            "or attend with view.above(its view)"
         )
     return flow
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvqjax._arguments import check_counts
@@ -23,11 +24,14 @@ from kvqjax.model.rope import check_length
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.parallel.rules import Rules
+from kvqjax.parallel.sharding import AxisNames, rules_on
 from kvqjax.step.doors import check_model, run_constants, with_own_constants
 
 __all__ = ["ITS_OWN_PLACE", "check_constants", "empty_cache", "init_cache", "planned_layout"]
 
-ITS_OWN_PLACE = "sharding= is for the cache of a KVShape; a model's lies as the model does: shard(model, ...)"
+ITS_OWN_PLACE = (
+    "mesh= and sharding= are for the cache of a KVShape; a model's lies as the model does: shard(model, ...)"
+)
 
 
 @named_options
@@ -43,6 +47,10 @@ def init_cache(
     target: str | None = None,
     kernels: str | Kernels = "auto",
     sharding: Rules | None = None,
+    mesh: Mesh | None = None,
+    batch_axis: AxisNames = None,
+    head_axis: AxisNames = None,
+    sequence_axis: AxisNames = None,
 ) -> Cache:
     """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape. The
     capacity may be greater than what the model was trained for: room is not text.
@@ -54,12 +62,34 @@ def init_cache(
     target reads them best. `target` names the chip that programs on this cache are for; by default the one that holds
     the model's weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights).
     `kernels` is "auto" (those that this chip checked and found faster; for a chip that is not here the table's word),
-    "off", or the name of those to force: "pallas", "splash", "cudnn". `sharding` are the rules of a mesh for a shape's
-    cache (kvqjax.parallel.sharding.rules_for); a model's lies as the model does. Warns where the model's key bias makes
-    this method useless."""
+    "off", or the name of those to force: "pallas", "splash", "cudnn".
+
+    `mesh` is that of the model which the shape is of, with axes of any names and of either kind (Auto, Explicit).
+    `batch_axis`, `head_axis` and `sequence_axis` name those, one or several, that split rows, KV heads and the body's
+    tokens. Where the method mixes heads, or there are fewer of them than devices, the head axis splits tokens as well.
+    `sharding` takes such rules as they are: `cache.layout.rules` of another cache, or `rules_for`
+    (kvqjax/parallel/sharding.py), which makes a mesh. The cache of a model of ours lies as the model does.
+
+    Warns where the model's key bias makes this method useless."""
     check_counts(batch=batch, capacity=capacity)
+    axes = {"batch_axis": batch_axis, "head_axis": head_axis, "sequence_axis": sequence_axis}
+    sharding = _rules(model, method, sharding, mesh, axes)
     options = {"dtype": dtype, "layers": layers, "form": form, "target": target, "sharding": sharding}
     return empty_cache(model, planned_layout(model, parse(method), batch, capacity, kernels=kernels, **options), batch)
+
+
+def _rules(model, method: MethodLike, sharding: Rules | None, mesh: Mesh | None, axes: dict) -> Rules | None:
+    """Rules of a shape's cache, from rules or from a mesh and the names of its axes."""
+    given = [name for name, axis in axes.items() if axis is not None]
+    if mesh is None:
+        if given:
+            raise UserError(f"{given[0]}={axes[given[0]]!r} names an axis of a mesh; give mesh= too")
+        return sharding
+    if sharding is not None:
+        raise UserError("init_cache takes either mesh= and its axes, or sharding=, the rules of a mesh")
+    if not isinstance(model, KVShape):
+        raise UserError(ITS_OWN_PLACE)
+    return rules_on(mesh, model, method, **axes)
 
 
 def planned_layout(

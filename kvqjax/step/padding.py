@@ -13,7 +13,7 @@ from kvqjax._arguments import check_integers, check_within, is_known
 from kvqjax._errors import UserError
 from kvqjax.ops.finite import leading
 
-__all__ = ["Padding", "check_numbers", "known_counts", "known_mask", "padding_of"]
+__all__ = ["Padding", "check_numbers", "is_mask", "known_counts", "known_mask", "padding_of"]
 
 
 class Padding(NamedTuple):
@@ -48,13 +48,14 @@ def _rolled(x: Shaped[Array, "B T ..."], by: Int[Array, " B"]) -> Shaped[Array, 
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
-def _is_mask(counts: Any) -> bool:
+def is_mask(counts: Any) -> bool:
+    """Say whether `counts` is a mask of valid tokens."""
     return getattr(counts, "dtype", None) == jnp.bool_
 
 
 def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
     """Tell where the valid tokens stand, of their counts or of their mask. What is traced is not checked."""
-    if not _is_mask(counts):
+    if not is_mask(counts):
         return Padding(counts.astype(jnp.int32))
     total = counts.sum(1, dtype=jnp.int32)
     if counts.shape[1] == 1:
@@ -64,14 +65,16 @@ def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
     return Padding(first, start, first != total)
 
 
-def check_numbers(counts: Any, batch: int, length: int) -> None:
-    """Raise UserError unless `counts` says of each of `batch` rows how many of `length` new tokens are valid, or which.
-    What a trace hides is clipped where tokens are appended, and raises the row's flag there."""
-    if _is_mask(counts) and counts.ndim != 1:
-        _check_mask(counts, batch, length)
+def check_numbers(counts: Any, batch: int, length: int | None) -> None:
+    """Raise UserError unless `counts` says of each of `batch` rows how many of `length` new tokens are valid, or which;
+    None: of a number of tokens that is not known yet. What a trace hides is clipped where tokens are appended, and
+    raises the row's flag there."""
+    if is_mask(counts) and counts.ndim != 1:
+        _check_mask(counts, batch, counts.shape[-1] if length is None else length)
         return
     check_integers("counts", counts, (batch,), "how many of the new tokens of each row are valid")
-    check_within("counts", counts, 0, length, f"from 0 to the {length} new tokens given")
+    if length is not None:
+        check_within("counts", counts, 0, length, f"from 0 to the {length} new tokens given")
 
 
 def _check_mask(mask: Any, batch: int, length: int) -> None:
@@ -94,10 +97,10 @@ def _check_mask(mask: Any, batch: int, length: int) -> None:
 def known_counts(counts: Any) -> np.ndarray:
     """Count the valid tokens of each row, from counts or a mask that are known."""
     known = np.asarray(counts)  # with jnp this would be traced inside a user's loop
-    return known.sum(1) if _is_mask(known) else known
+    return known.sum(1) if is_mask(known) else known
 
 
 def known_mask(counts: Any, length: int) -> np.ndarray:
     """Mark the valid ones of `length` tokens of each row, from counts or a mask that are known."""
     known = np.asarray(counts)
-    return known if _is_mask(known) else np.arange(length)[None] < known[:, None]
+    return known if is_mask(known) else np.arange(length)[None] < known[:, None]

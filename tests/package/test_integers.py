@@ -47,6 +47,10 @@ def news():
     return [kvq.attend_layer(empty(SHAPE), layer, *heads(), both(NEW))[1] for layer in range(2)]
 
 
+def attended(counts):
+    return [view.attend(*heads())[1] for view in kvq.layers(empty(SHAPE), counts)]
+
+
 def both(number) -> jax.Array:
     return jnp.full((ROWS,), number, jnp.int32)
 
@@ -78,6 +82,8 @@ ARRAYS = {
         ),
         COUNTS,
     ),
+    ("layers", "counts"): (lambda x: kvq.commit_layers(attended(first(x))), COUNTS),
+    ("commit_layers", "counts"): (lambda x: kvq.commit_layers(attended(both(NEW)), first(x)), COUNTS),
     ("append", "counts"): (lambda x: kvq.append(empty(SHAPE), news(), first(x)), COUNTS),
     ("forward", "tokens"): (
         lambda x: kvq.forward(TINY, tokens(ROWS, NEW).at[0, 3].set(x), both(NEW), empty())[1],
@@ -111,6 +117,7 @@ PAST = (0, -1, 2**40)
 # Static numbers: what takes one, and values beside those of another type that it refuses.
 STATIC = {
     ("below_first", "length"): (lambda x: kvq.below_first(empty(), both(1), x), PAST),
+    ("layers", "stack"): (lambda x: kvq.layers(empty(SHAPE), both(1), stack=x), PAST),
     ("ForwardPass.positions", "length"): (lambda x: ForwardPass(None, both(1)).positions(x), PAST),
     ("ForwardPass.attend", "layer"): (lambda x: passed(x, both(NEW)), (-1, 1)),
     ("init_cache", "batch"): (lambda x: kvq.init_cache(TINY, "exact", x, 8), PAST),

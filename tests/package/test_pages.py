@@ -105,8 +105,9 @@ def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch):
     assert compared >= (5 if page == "docs/tutorial.md" else 0)
 
 
-@pytest.mark.parametrize("page", ["howto/own-loop.md", "howto/conversations.md"])
-def test_code_of_a_page_runs(page, capsys):
+@pytest.mark.parametrize("page", ["howto/own-loop.md", "howto/conversations.md", "howto/own-model.md"])
+def test_code_of_a_page_runs(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     jax.clear_caches()  # a page counts the programs of its own loop; another page's are of the same functions
     blocks = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
     code = "\n".join(body for language, body in blocks if language == "python")

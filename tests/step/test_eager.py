@@ -69,10 +69,13 @@ def on_one_device(tmp_path: Path) -> dict:
     layers = kvq.init_cache(shape, "kivi:bits=2,window=32", ROWS, 512)
     q, k, v = (jnp.ones((ROWS, LENGTH, heads, 16)) for heads in (4, 2, 2))
     new = [kvq.attend_layer(layers, layer, q, k, v, counts(0))[1] for layer in range(2)]
+    views = [view.attend(q, k, v)[1] for view in kvq.layers(layers, counts(0))]
     halves = kvq.cut(cache, 2)
     return {
         "attend_layer": lambda n: kvq.attend_layer(layers, n % 2, q, k, v, counts(n)),
         "append": lambda n: kvq.append(layers, new, counts(n)),
+        "layers": lambda n: kvq.layers(layers, counts(n), stack=LENGTH),
+        "commit_layers": lambda n: kvq.commit_layers(views, counts(n)),
         "dense": lambda n: kvq.dense(cache, n % 2, model),
         "below_first": lambda n: kvq.below_first(layers, counts(n), LENGTH),
         "gather": lambda n: kvq.gather(cache, jnp.asarray([n % 2, 0, 1])),

@@ -14,7 +14,7 @@ from cases import CASES, model_and_method
 from flax import nnx
 
 import kvqjax as kvq
-from kvqjax.flax_bridge import ForwardPass, linen_cache
+from kvqjax.flax_bridge import CacheModule, ForwardPass, linen_cache, read
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "own_model.py"
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rope=kvq.Rope())
@@ -39,9 +39,9 @@ def test_the_example_writes_what_our_model_writes(example, spec):
 def test_the_example_needs_few_lines_of_us():
     lines = SCRIPT.read_text().split('"""', 2)[2].splitlines()
     marked = [line for line in lines if line.endswith("# kvqjax")]
-    touching = [line for line in lines if re.search(r"kvq|ForwardPass|\bkv\.\w", line.removesuffix("# kvqjax"))]
-    assert touching == marked
-    assert 5 < len(marked) <= 15
+    ours = r"kvq|CacheModule|\bcache\.\w|\bcache\["
+    assert [line for line in lines if re.search(ours, line.removesuffix("# kvqjax"))] == marked
+    assert 5 < len(marked) <= 10
     assert "decoder" not in "".join(lines)
 
 
@@ -77,16 +77,15 @@ class LinenAttention(nn.Module):
     @nn.compact
     def __call__(self, x, kv):
         q, k, v = (nn.Dense(WIDTHS[name], use_bias=False, name=name)(x).reshape(*x.shape[:2], -1, 16) for name in "qkv")
-        return nn.Dense(64, use_bias=False, name="o")(kv.attend(self.layer, q, k, v).reshape(x.shape))
+        return nn.Dense(64, use_bias=False, name="o")(kv[self.layer].attend(q, k, v).reshape(x.shape))
 
 
 class LinenTower(nn.Module):
     @nn.compact
     def __call__(self, x, counts):
-        kv = ForwardPass(linen_cache(self), counts)
+        kv = ForwardPass(linen_cache(self), counts, store=True)
         for layer in range(SHAPE.num_layers):
             x = x + LinenAttention(layer, name=f"layers_{layer}")(x, kv)
-        kv.append()
         return x
 
 
@@ -136,6 +135,68 @@ def test_nnx_equals_plain_calls(name):
     same(tower.cache.get_value(), cache)
     assert tower.cache.get_value().lengths.tolist() == [111, 113]
     assert len(jax.tree.leaves(nnx.state(tower, nnx.Cache))) == len(jax.tree.leaves(cache))
+
+
+class SelfStoringTower(nnx.Module):
+    """Attention layers over a cache that stores their tokens by itself; with `remat` each layer is computed again."""
+
+    def __init__(self, cache: CacheModule, rngs: nnx.Rngs, remat: bool):
+        self.layers = nnx.List([SelfStoring(layer, rngs) for layer in range(SHAPE.num_layers)])
+        self.cache, self.call = cache, nnx.remat(SelfStoring.__call__) if remat else SelfStoring.__call__
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + self.call(layer, x, self.cache)
+        return x
+
+
+class SelfStoring(Attention):
+    def __call__(self, x, cache):
+        q, k, v = (p(x).reshape(*x.shape[:2], -1, 16) for p in (self.q, self.k, self.v))
+        return self.o(cache[self.layer].attend(q, k, v).reshape(x.shape))
+
+
+@pytest.mark.parametrize(("name", "remat"), [("aqua", False), ("kivi2", True)])
+def test_a_module_that_stores_by_itself_equals_plain_calls(name, remat):
+    """Masks of valid tokens, then a step without one, in which all are."""
+    constants = model_and_method(name)[0].constants or None
+    cache = kvq.init_cache(SHAPE, CASES[name][0], 2, 256)
+    tower = SelfStoringTower(CacheModule(kvq.fork(cache), constants=constants), nnx.Rngs(0), remat)
+    structure = jax.tree.structure(nnx.state(tower))
+
+    @nnx.jit(donate_argnames="tower")
+    def step(tower, x, valid):
+        if valid is not None:
+            tower.cache.start(valid=valid)
+        return tower(x)
+
+    place, spans = np.arange(40)[None], (((0, 40), (7, 40)), ((10, 40), (0, 40)))
+    for seed, span in enumerate(spans):
+        x = inputs(seed, 40)
+        valid = jnp.stack([jnp.asarray((place[0] >= first) & (place[0] < last)) for first, last in span])
+        wanted, cache = plain(kernels(tower), cache, x, valid, constants)
+        np.testing.assert_allclose(np.where(valid[..., None], step(tower, x, valid) - wanted, 0), 0, atol=1e-4)
+    x = inputs(3, 1)
+    wanted, cache = plain(kernels(tower), cache, x, jnp.ones(2, jnp.int32), constants)
+    np.testing.assert_allclose(step(tower, x, None), wanted, atol=1e-4)
+    same(read(tower.cache.kv), cache)
+    assert read(tower.cache.kv).lengths.tolist() == [71, 74]
+    assert jax.tree.structure(nnx.state(tower)) == structure
+
+
+def test_a_module_s_layers_attend_in_order():
+    cache = CacheModule(kvq.init_cache(SHAPE, "exact", 1, 64))
+    q, k, v = (jnp.zeros((1, 3, heads, 16)) for heads in (4, 2, 2))
+    with pytest.raises(kvq.UserError, match="layer 1 attends after 0 layers"):
+        cache[1].attend(q, k, v)
+    np.testing.assert_array_equal(cache.positions(3), [[0, 1, 2]])
+    cache[0].attend(q, k, v)
+    cache.start(jnp.asarray([2]))  # drops what the call above left
+    for layer in range(2):
+        cache[layer].attend(q, k, v, softcap=20.0)
+    assert read(cache.kv).lengths.tolist() == [2]
+    with pytest.raises(kvq.UserError, match="either counts= or valid="):
+        cache.start(jnp.asarray([2]), valid=jnp.ones((1, 3), bool))
 
 
 def test_a_donated_nnx_cache_is_updated_in_place():

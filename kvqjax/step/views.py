@@ -1,0 +1,335 @@
+"""A layer of a cache as a value: each layer takes its view and hands it back, and all are stored at once.
+
+    views = layers(cache, valid=mask)                      # a list of pytrees, one for every layer
+    out, views[i] = views[i].attend(q, k, v)               # in layer i; the cache stays as it is
+    cache = commit_layers(views)
+
+    view = layers(cache, valid=mask, stack=T)              # one pytree, the carry of a scan over the layers
+    out, view = view.attend(q, k, v)                       # of one layer after the other
+    cache = commit_layers(view)
+
+A view holds what one layer reads: the arrays of its run, the rows' lengths, which new tokens are valid, calibrated
+constants, and once it has attended the layer's new tokens. It crosses `jax.jit`, `jax.checkpoint` and `jax.lax.scan`
+as any pytree does. Views compute nothing of their own: `attend` is `attend_layer`, `commit_layers` is `append`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from kvqjax._arguments import check_integer, check_within, is_known, named
+from kvqjax._errors import UserError
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
+from kvqjax.cache.shapes import check_cache
+from kvqjax.cache.state import Cache, Leaf, Run, check_alive
+from kvqjax.parallel.rules import Rules
+from kvqjax.parallel.sharding import over_parts, sent
+from kvqjax.step.layer_step import Flow, check_capacity, in_step
+from kvqjax.step.layers import New, append, attend_checked, below_first, check_new, placed_layer
+from kvqjax.step.padding import check_numbers, is_mask, padding_of
+
+__all__ = ["CacheView", "StackView", "commit_layers", "layers", "new_positions"]
+
+
+class _View(struct.PyTreeNode):
+    """What views of one layer and of a stack of layers share."""
+
+    part: Cache  # what the layer reads of the cache
+    counts: Leaf  # Int[B], or Bool[B, T] of a mask
+    constants: Any  # an artifact's
+    within: str = struct.field(pytree_node=False)
+
+    def positions(self, length: int) -> Int[Array, "B T"]:
+        """Give the positions of `length` new tokens of each row, where they stand, for models that rotate queries and
+        keys themselves. Those of tokens that are not valid mean nothing."""
+        return new_positions(self.part, self.counts, length)
+
+    def _attended(self, layer, flow: Flow | None, q, k, v, softcap, sinks) -> tuple[Array, New]:
+        check_alive(self.part)
+        check_new(self.part, q, k, v, self.counts)
+        return attend_checked(
+            self.part,
+            layer,
+            q,
+            k,
+            v,
+            self.counts,
+            below=flow,
+            constants=self.constants,
+            within=self.within,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+class CacheView(_View):
+    """One layer of a cache, as `kvqjax.layers` gives it: a pytree with the layer's number in its structure."""
+
+    layer: int = struct.field(pytree_node=False)
+    flow: Flow | None = None  # what the layer beneath hands on
+    new: New | None = None  # the layer's new tokens, once it has attended
+
+    def attend(
+        self,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        *,
+        softcap: float | None = None,
+        sinks: Float[Array, " sinks"] | None = None,
+    ) -> tuple[Float[Array, "B T H D"], "CacheView"]:
+        """Attend to what this layer of the cache holds and to its new tokens.
+
+        Another layer that shares this one's keys and values calls the same view, from before it attended, with its own
+        queries and the same k and v, and drops the view that comes back.
+
+        Args:
+            q: queries of T new tokens; unrotated where the cache's shape has a rope, else rotated.
+            k: their keys, likewise.
+            v: their values.
+            softcap: caps the scores, as in `kvqjax.attend_layer`.
+            sinks: a logit of each query head, as in `kvqjax.attend_layer`.
+
+        Returns:
+            The output in q's dtype; outputs of tokens that are not valid mean nothing. Then the view that holds the new
+            tokens, for `kvqjax.commit_layers`.
+
+        Raises:
+            UserError: for shapes that do not fit, counts outside 0 to T, missing constants, a view that has attended,
+                and where layers depend on each other a view that was not put `above` the one beneath.
+        """
+        if self.new is not None:
+            raise UserError(
+                f"the view of layer {self.layer} has attended; commit_layers(views) stores its tokens, and layers of "
+                "the cache that it returns attend next"
+            )
+        out, new = self._attended(self.layer, self.flow, q, k, v, softcap, sinks)
+        return out, self.replace(new=new, flow=None)
+
+    def above(self, below: "CacheView") -> "CacheView":
+        """Take what the layer beneath hands on. Methods whose layers depend on each other (AQUA-KV, keep=h2o) need it;
+        for others nothing flows.
+
+        Args:
+            below: the view of the layer beneath, which has attended.
+
+        Returns:
+            This view, which may attend.
+
+        Raises:
+            UserError: `below` is no view of the layer beneath, or has not attended.
+        """
+        if not isinstance(below, CacheView) or below.layer != self.layer - 1:
+            other = f"that of layer {below.layer}" if isinstance(below, CacheView) else named(below)
+            raise UserError(f"the view of layer {self.layer} stands above that of layer {self.layer - 1}, not {other}")
+        if below.new is None:
+            raise UserError(f"the view of layer {below.layer} has not attended; above takes the view it returns")
+        return self.replace(flow=below.new.flow)
+
+    def __repr__(self) -> str:
+        layout = self.part.layout
+        state = "attended" if self.new is not None else "to attend"
+        return f"CacheView(layer {self.layer} of {layout.shape.num_layers}, {layout.method}, {state})"
+
+
+class StackView(_View):
+    """All layers of a cache that stores them as one stack, one after the other: the carry of a scan over layers."""
+
+    layer: Leaf  # Int, of the layer that attends next
+    flow: Flow  # what the layer beneath hands on
+    sources: dict[str, Leaf]  # Float[L, B, T, W], of the layers that have attended
+
+    def attend(
+        self,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        *,
+        softcap: float | None = None,
+        sinks: Float[Array, " sinks"] | None = None,
+    ) -> tuple[Float[Array, "B T H D"], "StackView"]:
+        """Attend in the next layer, as `CacheView.attend` does, and give the view for the layer above."""
+        length = next(iter(self.sources.values())).shape[2]
+        if getattr(q, "ndim", None) == 4 and q.shape[1] != length:
+            raise UserError(f"q has {q.shape[1]} new tokens, the view was made with stack={length}")
+        layer = self.layer if isinstance(self.layer, jax.core.Tracer) else min(int(self.layer), self._count - 1)
+        out, new = self._attended(layer, self.flow, q, k, v, softcap, sinks)
+        rules = self.part.layout.rules
+        put = _put_layer if rules is None else functools.partial(_put_on_mesh, rules=rules)
+        sources = {name: put(self.sources[name], x, layer) for name, x in new.sources.items()}
+        return out, self.replace(layer=self.layer + 1, flow=new.flow, sources=sources)
+
+    @property
+    def _count(self) -> int:
+        return self.part.layout.shape.num_layers
+
+    def __repr__(self) -> str:
+        return f"StackView({self._count} layers, {self.part.layout.method})"
+
+
+def _put_layer(stack: Float[Array, "L B T W"], x: Float[Array, "B T W"], layer) -> Float[Array, "L B T W"]:
+    """Put one layer's new tokens into those of all layers."""
+    return jax.lax.dynamic_update_slice_in_dim(stack, x.astype(stack.dtype)[None], layer, 0)
+
+
+def _put_on_mesh(stack: Float[Array, "L B T W"], x: Float[Array, "B T W"], layer, rules: Rules):
+    """Do `_put_layer` on every device's part."""
+    token = PartitionSpec(rules.batch, None, rules.kv_heads)
+    specs = PartitionSpec(None, *token), token, PartitionSpec()
+    return over_parts(_put_layer, rules, stack, x, jnp.asarray(layer, jnp.int32), specs=specs, out=specs[0])
+
+
+def _blank(run: RunLayout, cache: Cache, length: int) -> dict[str, Float[Array, "L B T W"]]:
+    """Make room for `length` new tokens of all layers of a run."""
+    shapes = {n: (run.count, cache.batch, length, width) for n, width in run.wiring.storage.sources.items()}
+    rules, blank = cache.layout.rules, {name: jnp.zeros(shape, cache.layout.dtype) for name, shape in shapes.items()}
+    if rules is None:
+        return blank
+    return sent(blank, rules, dict.fromkeys(blank, PartitionSpec(None, rules.batch, None, rules.kv_heads)))
+
+
+def new_positions(cache: Cache, counts: Int[Array, " B"] | Bool[Array, "B T"], length: int) -> Int[Array, "B T"]:
+    """Give the positions of `length` new tokens of each row, where they stand. Those of tokens that are not valid mean
+    nothing. Raises UserError for counts that do not fit `length` tokens."""
+    length, rules = check_integer("length", length), cache.layout.rules
+    check_numbers(counts, cache.batch, length)
+
+    def positions(lengths, counts):
+        return padding_of(counts).as_given(lengths[:, None] + jnp.arange(length)[None])
+
+    if rules is None:
+        return positions(cache.lengths, counts)
+    rows = PartitionSpec(rules.batch)
+    return over_parts(positions, rules, cache.lengths, counts, specs=(rows, rows), out=rows)
+
+
+def layers(
+    cache: Cache,
+    counts: Int[Array, " B"] | Bool[Array, "B T"] | None = None,
+    *,
+    valid: Bool[Array, "B T"] | None = None,
+    constants=None,
+    within: str = "chunk",
+    stack: int | None = None,
+) -> list[CacheView] | StackView:
+    """Take a cache apart into one view for every layer. The cache stays as it is, and no array is copied.
+
+    Args:
+        cache: any cache of a KVShape.
+        counts: how many of each row's new tokens are valid, from the first on.
+        valid: which of them are, in place of counts: any single run of each row, as in `kvqjax.attend_layer`.
+        constants: an artifact's.
+        within: as in `kvqjax.attend_layer`: "step" verifies drafts.
+        stack: the number T of new tokens. Gives one view that goes through all layers: the carry of a scan.
+
+    Returns:
+        The layers' views, in order; or one view, with `stack`.
+
+    Raises:
+        UserError: for what is no cache, both or neither of `counts` and `valid`, counts below 0 or beyond T, a row of a
+            mask with several runs, outside jit a row that would exceed the capacity, and `stack` of a cache whose
+            layers are not one stack.
+    """
+    check_cache(cache)
+    if (counts is None) == (valid is None):
+        raise UserError("layers takes either counts=, how many new tokens of each row are valid, or valid=, their mask")
+    if valid is not None and not is_mask(valid):
+        raise UserError(f"valid is {named(valid)}; wanted a mask, bool[{cache.batch}, T]")
+    new_tokens: Any = valid if counts is None else counts
+    stack = None if stack is None else check_integer("stack, the number of new tokens", stack)
+    check_numbers(new_tokens, cache.batch, stack)
+    if not is_mask(new_tokens):
+        capacity = cache.layout.capacity
+        check_within("counts", new_tokens, 0, capacity, f"from 0 to {capacity}, the cache's capacity")
+    check_capacity(cache, new_tokens)
+    cache, plans = in_step(cache), runs_of(cache.layout)
+    given = {"counts": new_tokens, "constants": constants, "within": within}
+    if stack is None:
+        numbers = range(cache.layout.shape.num_layers)
+        return [CacheView(part=_part(cache, placed_layer(plans, i)[0]), layer=i, **given) for i in numbers]
+    if len(plans) > 1:
+        raise UserError(
+            f"layers of this cache are stored as {len(plans)} stacks, and stack= is for one; leave it out, and attend "
+            "with each layer's view"
+        )
+    flow = below_first(cache, new_tokens, stack, within)
+    sources = _blank(plans[0], cache, stack)
+    return StackView(part=cache, layer=jnp.int32(0), flow=flow, sources=sources, **given)
+
+
+def _part(cache: Cache, number: int) -> Cache:
+    """Cut out what layers of run `number` read: that run, and the counts of the first one, which hold for all where
+    tokens are evicted. The others have no arrays."""
+    runs = [Run({}, {}, {}, ())] * len(cache.runs)
+    runs[0] = Run({}, {}, {}, cache.runs[0].flushed)
+    runs[number] = cache.runs[number]
+    return cache.replace(runs=tuple(runs))
+
+
+def commit_layers(
+    views: Sequence[CacheView] | StackView, counts: Int[Array, " B"] | Bool[Array, "B T"] | None = None
+) -> Cache:
+    """Store the new tokens of all layers, once each has attended.
+
+    Args:
+        views: those of all layers, in order, as their `attend` returned them; or the one of a stack.
+        counts: how many of each row's valid tokens are stored, such as the accepted part of a draft. None: all.
+
+    Returns:
+        The cache that holds them.
+
+    Raises:
+        UserError: for missing or further views, views of different caches, a view that has not attended, and as
+            `kvqjax.append`. Where a trace hides how many layers a scan went through, and they are not all, every row's
+            flag `cache.overflow[b]` is raised.
+    """
+    if isinstance(views, StackView):
+        return _commit_stack(views, counts)
+    given: list = list(views) if isinstance(views, list | tuple) else [views]
+    _check_views(given)
+    first, cache = given[0], given[0].part
+    numbers = [placed_layer(runs_of(cache.layout), view.layer)[0] for view in given]
+    runs = {number: view.part.runs[number] for number, view in zip(numbers, given, strict=True)}
+    cache = cache.replace(runs=tuple(runs[number] for number in range(len(cache.runs))))
+    counts = first.counts if counts is None else counts
+    return append(cache, [view.new for view in given], counts, constants=first.constants)
+
+
+def _check_views(views: list) -> None:
+    """Raise UserError unless these are the views of all layers of one cache, in order, which have attended."""
+    for place, view in enumerate(views):
+        if not isinstance(view, CacheView):
+            raise UserError(f"view {place} is {named(view)}; wanted the views of all layers, as attend returned them")
+        if view.layer != place:
+            raise UserError(f"view {place} is that of layer {view.layer}; wanted one of every layer, in order")
+        if view.new is None:
+            raise UserError(f"the view of layer {place} has not attended; commit_layers takes the views it returns")
+        if view.part.layout != views[0].part.layout or not _same(view.part.lengths, views[0].part.lengths):
+            raise UserError(f"the view of layer {place} is of another cache than that of layer 0")
+    wanted = views[0].part.layout.shape.num_layers if views else None
+    if len(views) != wanted:
+        raise UserError(f"views of {len(views)} layers given{'' if wanted is None else f', the cache has {wanted}'}")
+
+
+def _same(lengths: Array, other: Array) -> bool:
+    """Say whether rows' lengths are equal, as far as they are known."""
+    return lengths is other or not is_known(lengths, other) or np.array_equal(lengths, other)
+
+
+def _commit_stack(view: StackView, counts) -> Cache:
+    """Do `commit_layers` of the view that went through all layers."""
+    count, layer = view.part.layout.shape.num_layers, view.layer
+    if is_known(layer) and int(layer) != count:
+        raise UserError(f"the view has gone through {int(layer)} layers, the cache has {count}")
+    last = jax.tree.map(lambda x: x[None], view.flow)  # append takes the mass of the last layer
+    new = New(sources=view.sources, flow=last)
+    cache = append(view.part, new, view.counts if counts is None else counts, constants=view.constants)
+    return cache.replace(overflow=cache.overflow | (layer != count))
