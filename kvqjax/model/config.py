@@ -10,6 +10,8 @@ from kvqjax._errors import UserError
 
 __all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RopeConfig"]
 
+ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP's gate
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -79,10 +81,10 @@ def _common(values: Any) -> Any:
     return values
 
 
-def check_softcap(softcap: float | None) -> None:
+def check_softcap(softcap: float | None, name: str = "softcap") -> None:
     """Raise UserError for a cap of scores that is not above 0."""
     if softcap is not None and not softcap > 0:
-        raise UserError(f"softcap={softcap}; wanted a number above 0, or None")
+        raise UserError(f"{name}={softcap}; wanted a number above 0, or None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +96,9 @@ class KVShape:
     `sliding_window=None`: full attention. `scale` multiplies the scores; None means D^-1/2. `softcap` caps them: a
     score s counts as softcap * tanh(s / softcap).
 
-    The last four matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
-    width of that input, and what the model does between its projections and attention.
+    The last five matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
+    width of that input, and what the model does between its projections and attention. A norm multiplies by its weight
+    plus `norm_offset`.
     """
 
     num_layers: int
@@ -110,6 +113,7 @@ class KVShape:
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False
+    norm_offset: float = 0.0
 
     def __post_init__(self):
         check_fields(self)
@@ -157,6 +161,11 @@ class KVShape:
         return _common(self.rope)
 
     @property
+    def common_scale(self) -> float | None:
+        """The scale of the scores that all layers have; None: D^-1/2."""
+        return _common(self.scale)
+
+    @property
     def kv_shape(self) -> "KVShape":
         """This shape without what a model adds to it."""
         return KVShape(**{field.name: getattr(self, field.name) for field in dataclasses.fields(KVShape)})
@@ -179,6 +188,9 @@ class ExpertConfig:
     and through a shared MLP of `shared_width` (0: there is none).
 
     `normalised`: the scores of the chosen experts are divided by their sum. `dense_layers` have one ordinary MLP.
+    `biases`: the router and the experts' three products have biases. `swiglu_limit` c makes of a gate g and an inner u
+    min(g, c) sigmoid(a min(g, c)) (1 + clip(u, -c, c)), a being `swiglu_alpha` (gpt-oss, arXiv 2508.10925); None:
+    silu(g) u.
     """
 
     count: int
@@ -187,6 +199,9 @@ class ExpertConfig:
     shared_width: int = 0
     normalised: bool = True
     dense_layers: tuple[int, ...] = ()
+    biases: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
 
     def __post_init__(self):
         check_fields(self)
@@ -200,6 +215,11 @@ class ModelConfig(KVShape):
     of the layers without experts. The query of position p is multiplied by 1 + query_growth ln(1 + floor(p / N)), N
     the rope's `original_max_position`.
 
+    `output_bias`: the output projection has a bias. `score_sinks`: every query head has a learned logit that takes its
+    share of the softmax. `post_norms`: what attention and the MLP give goes through a norm before it is added.
+    `activation` of the MLP is "silu" or "gelu_tanh". Rows of the embedding are multiplied by `embedding_scale`, rounded
+    to the compute dtype; the head that is tied to it is not. `logit_softcap` caps the logits as `softcap` does scores.
+
     The last two are set inside `shard_map` only (kvqjax/parallel/sharding.py): the mesh axes over which query heads,
     MLP and vocabulary are split, and those of them over which queries are gathered before they attend, so that
     `num_heads` counts the gathered ones.
@@ -208,9 +228,15 @@ class ModelConfig(KVShape):
     vocab_size: int
     width: int
     mlp_width: int
-    rope: RopeConfig | None = RopeConfig()
+    rope: RopeConfig | tuple[RopeConfig | None, ...] | None = RopeConfig()
     experts: ExpertConfig | None = None
     query_growth: float = 0.0
+    output_bias: bool = False
+    score_sinks: bool = False
+    post_norms: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
     tied_embeddings: bool = False
     max_position: int = 2048
     eos_ids: tuple[int, ...] = ()
@@ -218,6 +244,12 @@ class ModelConfig(KVShape):
     architecture: str = "LlamaForCausalLM"
     split: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_softcap(self.logit_softcap, "logit_softcap")
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation={self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 
     @property
     def trained_length(self) -> int | None:

@@ -52,6 +52,7 @@ _ACCEPTED = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
 }
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # Hugging Face's names
 
 
 # --- config.json as a whole ---
@@ -106,6 +107,7 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     raw = {"model_type": family.model_type, **family.defaults, **raw}
+    windows = _windows_from_hf(raw, architecture, _integer(raw, "num_hidden_layers", most=MOST_LAYERS))
     _check_accepted(raw, family)
     read_scheme(raw)  # refuses weights that cannot be decoded before any of them is read
 
@@ -128,14 +130,23 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         "num_heads": heads,
         "num_kv_heads": _integer(raw, "num_key_value_heads") if grouped else heads,
         "head_dim": head_dim,
-        "rope": _rope_from_hf(raw, family, head_dim, rope_length),
+        "rope": _ropes_from_hf(raw, family, windows, head_dim, rope_length),
         "experts": _experts_from_hf(raw, family.experts, layers),
         "query_growth": _growth_from_hf(raw, family),
         "norm_eps": _number(raw, "rms_norm_eps", 1e-6),
         "qkv_bias": family.qkv_bias,
         "qk_norm": family.qk_norm,
+        "norm_offset": family.norm_offset,
+        "output_bias": family.output_bias,
+        "score_sinks": family.score_sinks,
+        "post_norms": family.post_norms,
+        "activation": family.activation,
+        "embedding_scale": width**0.5 if family.scaled_embedding else 1.0,
+        "scale": _scale_from_hf(raw, family, head_dim),
+        "softcap": _softcap(raw, _SCORE_CAP, family.score_softcap),
+        "logit_softcap": _softcap(raw, _LOGIT_CAP, family.logit_softcap),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "sliding_window": _windows_from_hf(raw, architecture, layers),
+        "sliding_window": windows,
         "max_position": _integer(raw, "max_position_embeddings"),
         "eos_ids": _eos_ids(raw, generation or {}),
         "bos_id": _bos_id(raw),
@@ -173,7 +184,7 @@ def config_to_hf(config: ModelConfig) -> dict:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": _ACTIVATIONS[config.activation],
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tied_embeddings,
@@ -182,7 +193,39 @@ def config_to_hf(config: ModelConfig) -> dict:
     }
     raw |= _windows_to_hf(config, family)
     raw |= _experts_to_hf(config, family.experts)
-    return raw | _rope_to_hf(config.rope or RopeConfig(), config.query_growth)
+    raw |= _scores_to_hf(config, family)
+    return raw | _ropes_to_hf(config, family)
+
+
+# --- Scores and logits ---
+
+_SCALE, _SCORE_CAP, _LOGIT_CAP = "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
+
+
+def _scale_from_hf(raw: dict, family: Family, head_dim: int) -> float | None:
+    """What scores are multiplied by; None for the root of the head's width, which is every other family's."""
+    divisor = _number(raw, _SCALE) if family.query_scale else head_dim
+    return None if divisor == head_dim else divisor**-0.5
+
+
+def _softcap(raw: dict, field: str, known: bool) -> float | None:
+    return _number(raw, field) if known and raw.get(field) is not None else None
+
+
+def _scores_to_hf(config: ModelConfig, family: Family) -> dict:
+    raw: dict[str, Any] = {}
+    if family.activation != "silu":
+        raw["hidden_activation"] = _ACTIVATIONS[config.activation]
+    if family.query_scale:
+        scale = config.common_scale
+        raw[_SCALE] = config.head_dim if scale is None else _plain_number(scale**-2)
+    if family.score_softcap:
+        raw[_SCORE_CAP] = config.softcap
+    if family.logit_softcap:
+        raw[_LOGIT_CAP] = config.logit_softcap
+    if family.output_bias:
+        raw["attention_bias"] = True
+    return raw
 
 
 # --- Architecture, and fields that are only checked ---
@@ -196,17 +239,42 @@ def _language_part(raw: dict) -> dict:
         if text is None and ("vision_config" in raw or "Vision" in str(names)):
             _refuse("architectures", names, "a vision model without a language part")
         return raw
+    first = next(iter(family.languages))
+    if text is None and family.flat:
+        text = raw | {"model_type": first}
     if not isinstance(text, dict):
         _refuse("text_config", text, "wanted the language part's config")
-    kind = text.get("model_type", family.language_types[0])
-    if kind not in family.language_types:
-        _refuse("text_config.model_type", kind, f"wanted {' or '.join(family.language_types)}")
+    kind = text.get("model_type", first)
+    if kind not in list(family.languages):  # it may be a list, which a dictionary cannot look up
+        _refuse("text_config.model_type", kind, f"wanted {' or '.join(family.languages)}")
+    architecture = family.languages[kind]
     # transformers writes these for the whole checkpoint, outside of the language part.
     shared = (
         "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id", "auto_map",
     )  # fmt: skip
     outer = {name: raw[name] for name in shared if raw.get(name) is not None}
-    return outer | text | {"architectures": architectures_of(kind), "model_type": kind}
+    fixed = {"architectures": [architecture], "model_type": FAMILIES[architecture].model_type, **family.fixed}
+    if family.sectioned_rope:
+        fixed |= _without_sections(text)
+    if family.tied_by == "whole" and _TIED in outer:
+        fixed[_TIED] = outer[_TIED]
+    elif family.tied_by == "either":
+        fixed[_TIED] = bool(outer.get(_TIED) or text.get(_TIED))
+    return dict(family.defaults) | outer | text | fixed
+
+
+_TIED = "tie_word_embeddings"
+
+
+def _without_sections(text: dict) -> dict:
+    """The rope of a language part for positions that are single numbers."""
+    ropes = {}
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = text.get(field)
+        if isinstance(rope, dict):
+            plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            ropes[field] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
+    return ropes
 
 
 def _picture_family(names: Any, model_type: Any) -> PictureFamily | None:
@@ -236,8 +304,9 @@ def _architecture(raw: dict) -> str:
 
 def _check_accepted(raw: dict, family: Family):
     """Refuse what the decoder does not compute."""
-    for field, accepted in _ACCEPTED.items():
-        value = raw.get(field)
+    read = {_SCORE_CAP: family.score_softcap, _LOGIT_CAP: family.logit_softcap}
+    for field, accepted in (_ACCEPTED | family.accepted).items():
+        value = None if read.get(field) else raw.get(field)
         if value is not None and value not in accepted:
             choices = " or ".join(json.dumps(choice) for choice in accepted) or "null"
             _refuse(field, value, f"wanted {choices}")
@@ -306,9 +375,10 @@ def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
     """Which layers slide where `layer_types` is absent and there is a window."""
     if family.slides is None:
         return [_SLIDING] * num_layers
-    edge = raw["max_window_layers"]
-    if not isinstance(edge, int):
-        _refuse("max_window_layers", edge, "wanted an integer")
+    # transformers 5 writes the period of Gemma's layers with an underscore in front.
+    edge = raw.get(f"_{family.slides_by}", raw[family.slides_by])
+    if not _is_integer(edge) or edge < 1 and family.slides_by != "max_window_layers":
+        _refuse(family.slides_by, edge, "wanted an integer")
     return [_SLIDING if family.slides(index, edge) else _FULL for index in range(num_layers)]
 
 
@@ -347,8 +417,41 @@ _WRITTEN = {
 }
 
 
+def _ropes_from_hf(
+    raw: dict, family: Family, windows: tuple[int | None, ...], head_dim: int, length: int | None = None
+) -> RopeConfig | tuple[RopeConfig, ...]:
+    """The rope of every layer, for texts of up to `length` tokens; None: up to the length before scaling."""
+    if not family.rope_by_type:
+        return _rope_from_hf(raw, family, head_dim, length)
+    of_type = {name: _rope_from_hf(fields, family, head_dim, length) for name, fields in _by_type(raw).items()}
+    return tuple(of_type[_FULL if window is None else _SLIDING] for window in windows)
+
+
+def _by_type(raw: dict) -> dict[str, dict]:
+    """The config as layers of each type read it. transformers 5 writes a rope for each; version 4 one that only full
+    attention has, and the base of the sliding layers' frequencies beside it."""
+    ropes = raw.get("rope_parameters") or {}
+    if not isinstance(ropes, dict) or not all(isinstance(ropes.get(name) or {}, dict) for name in (_FULL, _SLIDING)):
+        _refuse("rope_parameters", ropes, f"wanted an object with {_FULL} and {_SLIDING}")
+    if ropes and not ropes.keys() <= {_FULL, _SLIDING}:
+        _refuse("rope_parameters", ropes, f"wanted an object with {_FULL} and {_SLIDING}")
+    full = raw | {"rope_parameters": ropes.get(_FULL)}
+    sliding = raw | {"rope_parameters": ropes.get(_SLIDING), "rope_scaling": None}
+    return {_FULL: full, _SLIDING: sliding | {"rope_theta": raw.get("rope_local_base_freq")}}
+
+
+def _ropes_to_hf(config: ModelConfig, family: Family) -> dict:
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
+    if not family.rope_by_type:
+        return _rope_to_hf(config.turning or RopeConfig(), config.query_growth)
+    of_type = {window is None: rope or RopeConfig() for window, rope in zip(config.windows, ropes, strict=True)}
+    # A type that no layer has keeps what it would be read as.
+    raw = _rope_to_hf(of_type[True], 0.0) if True in of_type else {}
+    return raw | ({"rope_local_base_freq": of_type[False].theta} if False in of_type else {})
+
+
 def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None = None) -> RopeConfig:
-    """The rope for texts of up to `length` tokens; None: up to the length before scaling."""
+    """One rope for texts of up to `length` tokens; None: up to the length before scaling."""
     rope, prefix = _rope_object(raw, family)
     if rope.get("partial_rotary_factor") not in (None, 1):
         _refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
@@ -390,8 +493,10 @@ def _rope_to_hf(rope: RopeConfig, growth: float) -> dict:
 
 def _growth_from_hf(raw: dict, family: Family) -> float:
     """How fast queries grow beyond the length before scaling; 0 in families whose queries do not."""
+    if not family.query_growth:
+        return 0.0
     rope, prefix = _rope_object(raw, family)
-    return _number(rope, _GROWTH, prefix=prefix) if family.query_growth else 0.0
+    return _number(rope, _GROWTH, prefix=prefix)
 
 
 def _rope_object(raw: dict, family: Family) -> tuple[dict, str]:
@@ -500,7 +605,14 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
     if per_token > count:
         _refuse("num_experts_per_tok", per_token, f"there are {count} experts")
     if names.in_every_layer:
-        return ExpertConfig(count=count, per_token=per_token, width=_integer(raw, names.width))
+        gate = {name: _number(raw, name) for name in ("swiglu_limit", "swiglu_alpha")} if names.limited else {}
+        return ExpertConfig(
+            count=count,
+            per_token=per_token,
+            width=_integer(raw, names.width),
+            biases=names.biases,
+            **gate,
+        )
     dense_layers = _dense_layers(raw, num_layers)
     if len(dense_layers) == num_layers:
         return None
@@ -532,6 +644,8 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
     if names is None or not _fits(experts, names, config.mlp_width):
         raise UserError(f"{config.architecture} has no experts like {experts}")
     raw: dict[str, Any] = {names.count: experts.count, "num_experts_per_tok": experts.per_token}
+    if names.limited:
+        raw |= {"swiglu_limit": experts.swiglu_limit, "swiglu_alpha": experts.swiglu_alpha}
     if names.in_every_layer:
         return raw
     raw |= {
@@ -546,6 +660,8 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
 def _fits(experts: ExpertConfig, names: ExpertFields, mlp_width: int) -> bool:
     """Say whether the fields of a family can describe these experts."""
     if (experts.shared_width > 0) != (names.shared_width is not None):
+        return False
+    if experts.biases != names.biases or (experts.swiglu_limit is not None) != names.limited:
         return False
     if not names.in_every_layer:
         return True
@@ -562,7 +678,7 @@ class Scheme:
     """How a checkpoint's codes are packed.
 
     Attributes:
-        method: "fp8", "gptq" or "awq".
+        method: "fp8", "mxfp4", "gptq" or "awq".
         bits: bits of a code.
         offset: what is added to GPTQ's stored zeros.
         block: outputs and inputs that share one scale of FP8; None: one scale for all.
@@ -590,8 +706,10 @@ def read_scheme(raw: dict) -> Scheme | None:
     if packing is None:
         return None
     method = str(packing.get("quant_method")) if isinstance(packing, dict) else ""
-    if method not in ("fp8", *_BITS):
-        _refuse("quantization_config", packing, "decoded are quant_method fp8, gptq and awq")
+    if method not in ("fp8", "mxfp4", *_BITS):
+        _refuse("quantization_config", packing, "decoded are quant_method fp8, gptq and awq, and mxfp4")
+    if method == "mxfp4":
+        return Scheme("mxfp4", bits=4)
     if method == "fp8":
         return Scheme("fp8", block=_fp8_block(packing.get("weight_block_size")))
     bits, layout = packing.get("bits", 4), packing.get("version", "gemm")
@@ -624,6 +742,11 @@ def _refuse(field: str, value: Any, wanted: str) -> NoReturn:
     problem = "is missing" if value is None else f"= {json.dumps(value)} is not supported"
     # A field's name comes from a file and may hold a line break.
     raise UserError(" ".join(f"config.json: {field} {problem}; {wanted}".split()))
+
+
+def _plain_number(value: float) -> int | float:
+    """A number that came back from a root: whole ones, which config classes want as integers, without its rounding."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

@@ -18,6 +18,7 @@ __all__ = [
     "check_length",
     "following",
     "inverse_frequencies",
+    "positions_of_layer",
     "rotate",
     "steps",
     "turn",
@@ -115,7 +116,7 @@ def _angles(positions: Int[Array, "*B T"], config: KVShape) -> Float[Array, "*B 
     return jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))
 
 
-def _waves(angles: Float[Array, "*B T P"], factor: float) -> Waves:
+def _waves(angles: Float[Array, "*B T P"], factor: Float[Array, ""] | float) -> Waves:
     return Waves(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
 
@@ -140,12 +141,27 @@ def rotate(
 ) -> Float[Array, "*B T N D"]:
     """Rotate N heads of T tokens to their absolute positions; without positions or a rope they stay as they are.
     Angles, cos and sin in float32, the result in x.dtype."""
+    if isinstance(positions, Waves):
+        return _turned(x, positions)
     rope = config.turning
     if rope is None or positions is None:
         return x
-    if isinstance(positions, Waves):
-        return _turned(x, positions)
     return turn(x, _angles(positions, config), rope.attention_factor)
+
+
+def positions_of_layer(
+    positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int
+) -> Int[Array, "B T"] | Waves:
+    """Give what `rotate` takes in place of the positions in layer `index`: themselves where all layers have one rope,
+    else the waves of the layer's own. A loop over stacked layers knows `index` as data alone."""
+    if not isinstance(config.rope, tuple):
+        return positions
+    layers = [config.layer(number) for number in range(config.num_layers)]
+    still = np.zeros(config.head_dim // 2, np.float32)  # of a layer without a rope: no pair turns
+    freq = np.stack([still if layer.rope is None else inverse_frequencies(layer) for layer in layers])
+    factor = np.asarray([1.0 if layer.turning is None else layer.turning.attention_factor for layer in layers])
+    angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), jnp.asarray(freq)[index])
+    return _waves(angles, jnp.asarray(factor, jnp.float32)[index])
 
 
 def steps(size: int, config: KVShape) -> Waves:

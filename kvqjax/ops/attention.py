@@ -25,6 +25,7 @@ __all__ = [
     "grouped",
     "merge",
     "merge_over",
+    "merged",
     "segment_attention",
     "total_lse",
     "visible",
@@ -201,6 +202,11 @@ def merge(*parts: Partial) -> Float[Array, "B T H D"]:
     if len(parts) == 1:
         return parts[0].out
     return combined(jnp.stack([part.lse for part in parts]), jnp.stack([part.out for part in parts]))
+
+
+def merged(*parts: Partial) -> Partial:
+    """Combine segments as `merge` does, with their log-sum-exp."""
+    return Partial(merge(*parts), total_lse(*parts))
 
 
 def combined(lse: Float[Array, "N B T H"], out: Float[Array, "N B T H D"]) -> Float[Array, "B T H D"]:

@@ -114,14 +114,14 @@ def add_received(q, start, prompt: Prompt, lse, blocks, mass):
     return jax.lax.fori_loop(first, last, add, mass)
 
 
-def splashed(q, start, prompt: Prompt, by_head, kernels: str):
+def splashed(q, start, prompt: Prompt, by_head, kernels: str) -> Partial:
     """Attend as `by_blocks` does, by splash attention on a TPU, with keys and values by head."""
     places = start + jnp.arange(q.shape[1])
     # What is only padding sees nothing: its blocks are left out.
     newest = jnp.where(places < prompt.counts.max(), places, -1)
 
     def kernel(q, newest, k, v, interpret):
-        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret, softcap=prompt.softcap).out
+        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret, softcap=prompt.softcap)
 
-    plain = lambda q, *_: by_blocks(q, start, prompt)[0].out  # noqa: E731
+    plain = lambda q, *_: by_blocks(q, start, prompt)[0]  # noqa: E731
     return by_splash(kernels, kernel, plain, q, newest, *by_head)
