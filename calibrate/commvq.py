@@ -145,7 +145,9 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, sha
     state, losses = values.start(ready, values.channel_scale(data.v), spec, settings), []
     for index in range(PARTS):
         count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
-        state, means = values.train(run, state, data, settings, jnp.int32(count), values.Seen(shape.window, shape.softcap))
+        state, means = values.train(
+            run, state, data, settings, jnp.int32(count), values.Seen(shape.window, shape.softcap)
+        )
         losses.append(tuple(np.asarray(means, float).tolist()))
         tell(f"values, step {int(state.step)}: loss {losses[-1][0]:.4g}, error {losses[-1][1]:.4g}")
     return values.constants(state), losses
@@ -171,9 +173,7 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
     if isinstance(layer, CommVQLayer):
         key, value = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
         book, rounds = _fit_keys(key, k, layer.key(data.shape), recipe, method.sinks, tell)
-        learnt, losses = _fit_values(
-            value, activations, layer.value(), recipe.values, tell, data.shape.layer(index)
-        )
+        learnt, losses = _fit_values(value, activations, layer.value(), recipe.values, tell, data.shape.layer(index))
         constants[index] = jax.tree.map(np.asarray, {"k": {"codebook": book}, "v": learnt})
         reports[index] = {"keys": np.asarray(rounds, float), "values": np.asarray(losses, float)}
     return {"h": np.asarray(h, np.float32), "constants": constants, "reports": reports}

@@ -44,9 +44,7 @@ def latent_maps(weight: Float[Array | np.ndarray, "E N"]) -> dict[str, np.ndarra
     return {"down": u.astype(np.float32), "up": (s[:, None] * bt).astype(np.float32)}
 
 
-def shared_map(
-    layer: Mapping[str, Array | np.ndarray], space: str, norm_offset: float = 0.0
-) -> dict[str, np.ndarray]:
+def shared_map(layer: Mapping[str, Array | np.ndarray], space: str, norm_offset: float = 0.0) -> dict[str, np.ndarray]:
     """{"down": U [E,R]}, float32, of [W_k | W_v]; of diag(gain) [W_k | W_v] where the residual stream is cached. The
     gain is the norm's weight plus `norm_offset`."""
     joint = np.concatenate([_host(layer["k"]), _host(layer["v"])], axis=1)

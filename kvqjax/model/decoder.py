@@ -92,9 +92,7 @@ def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int) -> Layer:
     return {name: x for name, x in weights.items() if x is not None}
 
 
-def norm(
-    x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float, offset: float = 0.0
-) -> Float[Array, "*B W"]:
+def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float, offset: float = 0.0) -> Float[Array, "*B W"]:
     """RMSNorm over the last axis, times the weight plus `offset`; statistics in float32."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

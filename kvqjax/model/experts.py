@@ -118,7 +118,9 @@ def _names(weights: Layer) -> tuple[str, ...]:
     return tuple(name for name in OF_EXPERTS if name in weights)
 
 
-def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: Callable = mlp) -> Float[Array, "N k E"]:
+def _in_turn(
+    weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: Callable = mlp
+) -> Float[Array, "N k E"]:
     """Every chosen expert's output in a loop over tiles of tokens.
 
     An expert's matrices are read once per tile of its tokens. Those of an expert that nobody chose are never read.

@@ -35,7 +35,7 @@ __all__ = ["Scheme", "config_to_hf", "parse_config", "read_config", "read_scheme
 MOST_LAYERS = 10_000  # layers; a tuple of this length is made before anything else is checked
 
 # Fields that change what a model computes, with the values that leave it as the decoder has it. Null is always fine.
-_ACCEPTED = {
+_ACCEPTED: dict[str, tuple] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
@@ -122,7 +122,7 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         )
     head_dim = width // heads if raw.get("head_dim") is None else _integer(raw, "head_dim")
     grouped = raw.get("num_key_value_heads") is not None
-    fields = {
+    fields: dict[str, Any] = {
         "vocab_size": _integer(raw, "vocab_size"),
         "width": width,
         "mlp_width": _integer(raw, "intermediate_size"),
@@ -305,7 +305,7 @@ def _architecture(raw: dict) -> str:
 def _check_accepted(raw: dict, family: Family):
     """Refuse what the decoder does not compute."""
     read = {_SCORE_CAP: family.score_softcap, _LOGIT_CAP: family.logit_softcap}
-    for field, accepted in (_ACCEPTED | family.accepted).items():
+    for field, accepted in (_ACCEPTED | dict(family.accepted)).items():
         value = None if read.get(field) else raw.get(field)
         if value is not None and value not in accepted:
             choices = " or ".join(json.dumps(choice) for choice in accepted) or "null"
@@ -377,7 +377,7 @@ def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
         return [_SLIDING] * num_layers
     # transformers 5 writes the period of Gemma's layers with an underscore in front.
     edge = raw.get(f"_{family.slides_by}", raw[family.slides_by])
-    if not _is_integer(edge) or edge < 1 and family.slides_by != "max_window_layers":
+    if not _is_integer(edge) or (edge < 1 and family.slides_by != "max_window_layers"):
         _refuse(family.slides_by, edge, "wanted an integer")
     return [_SLIDING if family.slides(index, edge) else _FULL for index in range(num_layers)]
 
@@ -461,7 +461,9 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
         return RopeConfig(theta=theta)
     if kind == "linear":
         factor = _number(rope, "factor", prefix=prefix)
-        return RopeConfig(theta=theta, kind=kind, factor=factor)
+        # The length that Gemma 3 states is the one after scaling, other families' the one before it.
+        original = int(_integer(raw, "max_position_embeddings") / factor) if family.rope_by_type else 0
+        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original)
     if kind not in list(_WRITTEN):  # it may be a list, which a dictionary cannot look up
         _refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
 
@@ -483,8 +485,8 @@ def _rope_to_hf(rope: RopeConfig, growth: float) -> dict:
     """The fields of a rope in transformers 4's spelling, which version 5 reads too."""
     scaling: dict[str, Any] = {"rope_type": rope.kind}
     scaling |= {name: getattr(rope, name) for name in _WRITTEN[rope.kind]}
-    # The length before scaling of the kind dynamic is max_position_embeddings itself.
-    if rope.original_max_position and rope.kind != "dynamic":
+    # The length before scaling of the kinds linear and dynamic follows from max_position_embeddings.
+    if rope.original_max_position and rope.kind not in ("linear", "dynamic"):
         scaling[_LENGTH] = rope.original_max_position
     if growth:
         scaling[_GROWTH] = growth
@@ -605,7 +607,9 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
     if per_token > count:
         _refuse("num_experts_per_tok", per_token, f"there are {count} experts")
     if names.in_every_layer:
-        gate = {name: _number(raw, name) for name in ("swiglu_limit", "swiglu_alpha")} if names.limited else {}
+        gate: dict[str, Any] = (
+            {name: _number(raw, name) for name in ("swiglu_limit", "swiglu_alpha")} if names.limited else {}
+        )
         return ExpertConfig(
             count=count,
             per_token=per_token,

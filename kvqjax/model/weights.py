@@ -8,7 +8,6 @@ In the order of a load: names, the parameters and their tensors, which tensors a
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -218,7 +217,8 @@ def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
 def _lies_inward(tensor: Tensor | None, config: ModelConfig, fused: str) -> bool:
     """Whether matrices lie as [inputs, outputs] in one tensor of experts. A family says so, or the shape does."""
     fields, experts = FAMILIES[config.architecture].experts, config.experts
-    assert fields is not None and experts is not None
+    assert fields is not None
+    assert experts is not None
     if tensor is None or fields.inward:  # codes of MXFP4, which have no such tensor, lie as [outputs, inputs]
         return tensor is not None
     outputs, inputs = 2 * experts.width, config.width
@@ -554,7 +554,8 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
 def _experts_together(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
     """The tensors of a family that saves one tensor for all experts of a layer, [experts, inputs, parts * outputs]."""
     fields, experts = FAMILIES[config.architecture].experts, config.experts
-    assert fields is not None and experts is not None
+    assert fields is not None
+    assert experts is not None
 
     def joined(parts: list[np.ndarray]) -> np.ndarray:
         if fields.interleaved:
