@@ -45,6 +45,19 @@ def test_names_are_found_by_hub_id_and_misspelt_ones_get_a_hint():
         config_of("qwen3-0.5b")
 
 
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "gpt-oss-20b", "qwen3-vl-8b"])
+def test_plans_of_models_with_local_layers_and_parts_of_others(name):
+    """From a config alone. Layers that see a window keep a ring of it, whatever the context."""
+    config, context = config_of(name), 32768
+    found = plan_memory(config, "kivi:bits=4", context, 1, weights="int4")
+    exact = plan_memory(config, "exact", context, 1)
+    far = sum(window is None for window in config.windows)
+    every = 2 * 2 * config.num_layers * config.kv_width * context
+    assert exact.cache < 1.1 * every * far / config.num_layers + 2e9
+    assert found.cache < 0.35 * exact.cache
+    assert found.weights < 0.35 * exact.weights + 4 * config.vocab_size * config.width
+
+
 def test_bytes_are_those_of_the_cache_that_would_be_made():
     config, method = config_of("recall"), kvq.parse("kivi:bits=2,sinks=4")
     found = plan_memory(config, method, 1024, 2, dtype="float32")

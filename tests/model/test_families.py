@@ -17,6 +17,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax import calibrate
+from kvqjax._errors import UserError
 from kvqjax.calibrate import activations, commvq, rotation
 from kvqjax.model import decoder
 from kvqjax.model.config import ExpertConfig, RopeConfig
@@ -196,7 +197,7 @@ MESHES = [{"data": 2, "model": 2}, pytest.param({"seq": 2, "model": 4}, marks=py
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", [pytest.param("gemma3", marks=pytest.mark.nightly), "gpt-oss"])
 def test_a_mesh_computes_the_same(family, mesh):
     """Sinks, norms behind sums over devices, output biases and whole experts on some devices each."""
     model, text, counts, wanted = family_model(family), tokens(2, LENGTH), jnp.asarray(COUNTS), plain(family)
@@ -233,6 +234,13 @@ def test_calibrations_read_what_a_cache_is_given(family):
     same(np.stack(values), v)
     same(np.stack(rotated), k)
     assert (data.sinks is not None) == model.config.score_sinks
+
+
+@pytest.mark.parametrize("spec", ["aqua:bits=2,group=32,buffer=32", "xquant_cl:bits=3,group=32"])
+def test_what_feeds_layers_by_layers_wants_windows_alike(spec):
+    model = family_model("gemma2")
+    with pytest.raises(UserError, match="must see the same tokens; sliding windows differ"):
+        kvq.init_cache(model, spec, 1, CAPACITY)
 
 
 CALIBRATED = (

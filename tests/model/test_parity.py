@@ -451,7 +451,7 @@ def test_mxfp4_experts(tmp_path):
 
 
 GREEDY = with_nightly(
-    ["mixtral", "qwen2-moe-dense-among-sparse", "qwen3-moe", "ministral3", *NEWEST], ("mixtral", *NEWEST)
+    ["mixtral", "qwen2-moe-dense-among-sparse", "qwen3-moe", "ministral3", *NEWEST], ("mixtral", "gpt-oss")
 )
 
 
