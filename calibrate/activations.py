@@ -93,7 +93,7 @@ def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"
     def step(h, xs):
         index, extra_k, extra_v = xs
         weights, turns = decoder.layer(params, index), positions_of_layer(positions, config, index)
-        projected = decoder.project(weights, h, positions, config, turns)
+        projected = decoder.project(weights, h, positions, config, index)
         k = rotate(projected.k, turns, config) if rope == "post" else projected.k
         k, v = k + extra_k.astype(k.dtype), projected.v + extra_v.astype(k.dtype)
         attended_k = k if rope == "post" else rotate(k, turns, config)

@@ -77,7 +77,7 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
     turns = positions_of_layer(positions, config, index)
 
     def row_pass(row):
-        projected = decoder.project(weights, row[None], positions, config, turns)
+        projected = decoder.project(weights, row[None], positions, config, index)
         rotated = rotate(projected.k, turns, config)
         attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, weights, config)
         out = decoder.finish(weights, row[None], attended, config)[0]
@@ -146,7 +146,7 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, sha
     for index in range(PARTS):
         count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
         state, means = values.train(
-            run, state, data, settings, jnp.int32(count), values.Seen(shape.window, shape.softcap)
+            run, state, data, settings, jnp.int32(count), values.Seen(shape.window, shape.softcap, shape.common_chunked)
         )
         losses.append(tuple(np.asarray(means, float).tolist()))
         tell(f"values, step {int(state.step)}: loss {losses[-1][0]:.4g}, error {losses[-1][1]:.4g}")

@@ -68,10 +68,12 @@ class Activations(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a layer's attention does beside being causal: the tokens of its sliding window, the cap of its scores."""
+    """What a layer's attention does beside being causal: the tokens of its sliding window, the cap of its scores,
+    whether the window is a chunk."""
 
     sliding: int | None = None
     softcap: float | None = None
+    chunked: bool = False
 
 
 class Training(NamedTuple):
@@ -135,7 +137,7 @@ def _attended(batch: Activations, v: Float[Array, "N T W"], seen: Seen) -> Float
     """Causal attention output after the output projection."""
     count, length = v.shape[:2]
     places = jnp.broadcast_to(jnp.arange(length)[None], (count, length))
-    mask = visible(places, places, jnp.ones((count, length), bool), seen.sliding)
+    mask = visible(places, places, jnp.ones((count, length), bool), seen.sliding, seen.chunked)
     part = segment_attention(batch.q, batch.k, v.reshape(batch.k.shape), mask, seen.softcap)
     out = with_sinks(part, batch.sinks).out
     return jnp.einsum("ntf,fe->nte", out.reshape(count, length, -1), batch.o)

@@ -135,7 +135,7 @@ def _moments(
 
     def step(h, index):
         weights, turns = decoder.layer(params, index), positions_of_layer(positions, config, index)
-        projected = decoder.project(weights, h, positions, config, turns)
+        projected = decoder.project(weights, h, positions, config, index)
         k = rotate(projected.k, turns, config)
         out = decoder.attend_plainly(projected.q, k, projected.v, index, weights, config)
         kept = cached_keys(projected, turns, config, "post", unbiased)

@@ -42,6 +42,7 @@ __all__ = [
     "fingerprint",
     "fingerprint_parts",
     "header_digest",
+    "in_pairs",
     "open_checkpoint",
     "read_slice",
     "sample",
@@ -261,9 +262,20 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
 
 def _stored_rows(tensor: Tensor, rows: slice) -> np.ndarray:
     """The places in the file of rows in Hugging Face's order (kvqjax/model/gguf_model.py)."""
-    wanted, half = np.arange(*rows.indices(tensor.shape[0])), tensor.head_dim // 2
-    channel = wanted % tensor.head_dim
-    return wanted - channel + 2 * (channel % half) + channel // half
+    return _side_by_side(np.arange(*rows.indices(tensor.shape[0])), tensor.head_dim)
+
+
+def _side_by_side(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Where rows lie whose rotary pairs are side by side, by their number where a head's halves are."""
+    channel, half = rows % head_dim, head_dim // 2
+    return rows - channel + 2 * (channel % half) + channel // half
+
+
+def in_pairs(matrix: np.ndarray, head_dim: int) -> np.ndarray:
+    """Lay the rows of a matrix as a checkpoint with rotary pairs side by side has them."""
+    placed = np.empty_like(matrix)
+    placed[_side_by_side(np.arange(len(matrix)), head_dim)] = matrix
+    return placed
 
 
 def _read_blocks(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.experts import mix, mlp
-from kvqjax.model.rope import Waves, check_length, positions_of_layer, rotate
+from kvqjax.model.rope import check_length, positions_of_layer, rotate
 from kvqjax.model.weight_trees import OF_EXPERTS, Layer, Params, Row, Rows, is_unrolled, read_weight
 from kvqjax.ops.attention import capped, segment_attention, with_sinks
 from kvqjax.ops.xla_workarounds import row_major, times_matrix
@@ -92,10 +92,14 @@ def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int) -> Layer:
     return {name: x for name, x in weights.items() if x is not None}
 
 
-def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float, offset: float = 0.0) -> Float[Array, "*B W"]:
-    """RMSNorm over the last axis, times the weight plus `offset`; statistics in float32."""
+def norm(
+    x: Float[Array, "*B W"], weight: Float[Array, " W"] | None, eps: float, offset: float = 0.0
+) -> Float[Array, "*B W"]:
+    """RMSNorm over the last axis, times the weight plus `offset` where there is one; statistics in float32."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if weight is None:
+        return scaled.astype(x.dtype)
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
     if offset:  # a weight near 0 keeps its digits: the sum is never rounded to the compute dtype
         return (scaled * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
@@ -136,20 +140,31 @@ def project(
     h: Float[Array, "B T E"],
     positions: Int[Array, "B T"],
     config: ModelConfig,
-    turns: Int[Array, "B T"] | Waves | None = None,
+    index: Int[Array, ""] | int | None = None,
 ) -> Projected:
-    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only. `turns` are
-    the layer's `positions_of_layer`; by default the positions, which serve where all layers have one rope."""
+    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only. `index` is
+    the layer's, or that of one like it; None serves where all layers turn and norm alike."""
     x = _norm(h, weights["attn_norm"], config)
     q = _linear(x, weights, "q")
     q = heads(q, q.shape[-1] // config.head_dim)
     parts = _product(x, weights, "k"), _linear(x, weights, "v")
     bare, v = (heads(_all_channels(y, config), config.num_kv_heads) for y in parts)
     k = bare + key_bias(weights, config) if "k_bias" in weights else bare
-    if config.qk_norm:
-        q, k = _norm(q, weights["q_norm"], config), _norm(k, weights["k_norm"], config)
-    rotated = rotate(q, positions if turns is None else turns, config)
-    return Projected(_scaled(_tempered(rotated, positions, config), config), k, v, x, h, bare)
+    normed = _of_layer(config.qk_norm, index)
+    if normed is not False:
+        pair = _norm(q, weights.get("q_norm"), config), _norm(k, weights.get("k_norm"), config)
+        q, k = pair if normed is True else (jnp.where(normed, a, b) for a, b in zip(pair, (q, k), strict=True))
+    rotated = rotate(q, positions_of_layer(positions, config, index), config)
+    return Projected(_scaled(_tempered(rotated, positions, config, index), config), k, v, x, h, bare)
+
+
+def _of_layer(values: bool | tuple[bool, ...], index: Int[Array, ""] | int | None) -> bool | Bool[Array, ""]:
+    """A field's value in layer `index`, which a loop over stacked layers knows as data alone."""
+    if not isinstance(values, tuple):
+        return values
+    if index is None:
+        raise ValueError("layers differ; say which one this is")
+    return jnp.asarray(values)[index] if isinstance(index, jax.Array) else values[index]
 
 
 def _scaled(q: Float[Array, "B T N D"], config: KVShape) -> Float[Array, "B T N D"]:
@@ -158,9 +173,20 @@ def _scaled(q: Float[Array, "B T N D"], config: KVShape) -> Float[Array, "B T N 
     return q if scale is None else q * jnp.asarray(scale * config.head_dim**0.5, q.dtype)
 
 
-def _tempered(q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T N D"]:
-    """Lengthen queries, the more the further they are beyond the length before scaling (Ministral 3)."""
-    if not config.query_growth or config.turning is None:
+def _tempered(
+    q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig, index: Int[Array, ""] | int | None
+) -> Float[Array, "B T N D"]:
+    """Lengthen queries, the more the further they are beyond the length before scaling (Ministral 3), or in layers
+    without a rope beyond a length of the model's own (Llama 4)."""
+    if not config.query_growth:
+        return q
+    if config.growth_length is not None:
+        ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
+        grows = _of_layer(tuple(rope is None for rope in ropes), 0 if index is None else index)
+        times = ((positions + 1) // config.growth_length).astype(jnp.float32)
+        grown = (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
+        return jnp.where(grows, grown, q)
+    if config.turning is None:
         return q
     times = (positions // config.turning.original_max_position).astype(jnp.float32)
     return (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
@@ -249,8 +275,12 @@ def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: C
 def causal_mask(length: int, index: Int[Array, ""] | int, config: ModelConfig) -> Bool[Array, "T T"]:
     """Mark the keys that each query of layer `index` sees among T tokens: not after it, within its sliding window."""
     windows = jnp.asarray([2**30 if window is None else window for window in config.windows], jnp.int32)
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    return (distance >= 0) & (distance < windows[index])
+    queries, keys = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    seen = (keys <= queries) & (queries - keys < windows[index])
+    if config.chunked is False:
+        return seen
+    chunk = (keys <= queries) & (queries // windows[index] == keys // windows[index])
+    return jnp.where(_of_layer(config.chunked, index), chunk, seen)
 
 
 def own_sinks(weights: Layer, config: ModelConfig, count: int) -> Float[Array, " n"] | None:
@@ -275,7 +305,7 @@ def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig
 
     def step(index, h):
         weights, turns = layer(params, index), positions_of_layer(positions, config, index)
-        projected = project(weights, h, positions, config, turns)
+        projected = project(weights, h, positions, config, index)
         rotated = rotate(projected.k, turns, config)
         attended = attend_plainly(projected.q, rotated, projected.v, index, weights, config)
         return finish(weights, h, attended, config)

@@ -71,10 +71,12 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
         chosen = chosen - jax.lax.axis_index(config.split) * local
     here = (chosen >= 0) & (chosen < local)
     chosen = jnp.where(here, chosen, local)  # the number of no expert here
-    expert = functools.partial(_expert, config)
+    expert, given = functools.partial(_expert, config), x
+    if config.experts is not None and config.experts.sigmoid:
+        given, shares = (x * shares).astype(x.dtype), jnp.ones_like(shares)
     loop = functools.partial(_in_turn, alone=not config.split, expert=expert)
     at_once = functools.partial(_at_once, expert=expert)
-    out = jax.lax.platform_dependent(weights, x, chosen, cuda=at_once, default=loop)
+    out = jax.lax.platform_dependent(weights, given, chosen, cuda=at_once, default=loop)
     out = jnp.where(here[..., None], out, jnp.zeros((), out.dtype))
     total = jnp.einsum("nke,nk->ne", out, shares, preferred_element_type=jnp.float32)
     total = total.astype(x.dtype)
@@ -82,6 +84,8 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
         return total
     names = ("shared_gate", "shared_up", "shared_down")
     shared = mlp(x, *(read_weight(weights[name]) for name in names), activation=config.activation)
+    if "shared_router" not in weights:
+        return total + shared
     share = jnp.einsum("ne,eo->no", x, read_weight(weights["shared_router"]))
     return total + jax.nn.sigmoid(share) * shared
 
@@ -107,6 +111,9 @@ def route(
     scores = jnp.einsum("ne,ex->nx", x, router, preferred_element_type=jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)[None]
+    if config.experts.sigmoid:
+        best, chosen = jax.lax.top_k(scores, config.experts.per_token)
+        return chosen, jax.nn.sigmoid(best)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts.per_token)
     if config.experts.normalised:
         shares = shares / shares.sum(-1, keepdims=True)

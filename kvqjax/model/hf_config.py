@@ -108,6 +108,7 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
     family = FAMILIES[architecture]
     raw = {"model_type": family.model_type, **family.defaults, **raw}
     windows = _windows_from_hf(raw, architecture, _integer(raw, "num_hidden_layers", most=MOST_LAYERS))
+    roped = _layers_with_rope(raw, family, len(windows))
     _check_accepted(raw, family)
     read_scheme(raw)  # refuses weights that cannot be decoded before any of them is read
 
@@ -125,17 +126,19 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
     fields: dict[str, Any] = {
         "vocab_size": _integer(raw, "vocab_size"),
         "width": width,
-        "mlp_width": _integer(raw, "intermediate_size"),
+        "mlp_width": _integer(raw, family.mlp_width),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": _integer(raw, "num_key_value_heads") if grouped else heads,
         "head_dim": head_dim,
-        "rope": _ropes_from_hf(raw, family, windows, head_dim, rope_length),
+        "rope": _ropes_from_hf(raw, family, windows, roped, head_dim, rope_length),
         "experts": _experts_from_hf(raw, family.experts, layers),
-        "query_growth": _growth_from_hf(raw, family),
+        **_growth_from_hf(raw, family),
         "norm_eps": _number(raw, "rms_norm_eps", 1e-6),
         "qkv_bias": family.qkv_bias,
-        "qk_norm": family.qk_norm,
+        "qk_norm": tuple(bool(raw["use_qk_norm"]) and on for on in roped) if family.chunked else family.qk_norm,
+        "qk_gain": not family.chunked,
+        "chunked": tuple(window is not None for window in windows) if family.chunked else False,
         "norm_offset": family.norm_offset,
         "output_bias": family.output_bias,
         "score_sinks": family.score_sinks,
@@ -179,7 +182,7 @@ def config_to_hf(config: ModelConfig) -> dict:
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
+        family.mlp_width: config.mlp_width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -194,6 +197,7 @@ def config_to_hf(config: ModelConfig) -> dict:
     raw |= _windows_to_hf(config, family)
     raw |= _experts_to_hf(config, family.experts)
     raw |= _scores_to_hf(config, family)
+    raw |= _chunks_to_hf(config) if family.chunked else {}
     return raw | _ropes_to_hf(config, family)
 
 
@@ -343,12 +347,14 @@ def _bos_id(raw: dict) -> int | None:
 
 # --- Sliding windows, layer by layer ---
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def _windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer."""
     family = FAMILIES[architecture]
+    if family.chunked:
+        return _chunks_from_hf(raw, family, num_layers)
     window, types = raw.get("sliding_window"), raw.get("layer_types")
     if family.window_switch and not raw.get("use_sliding_window"):
         window = None
@@ -371,6 +377,48 @@ def _windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int
     return windows
 
 
+def _layers_with_rope(raw: dict, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Which layers turn queries and keys: all but those of which `no_rope_layers`, a misnomer, has a 0."""
+    if not family.chunked:
+        return (True,) * num_layers
+    marks = raw.get("no_rope_layers")
+    if not marks:
+        interval = _integer(raw, "no_rope_layer_interval")
+        marks = [int((index + 1) % interval > 0) for index in range(num_layers)]
+    if not isinstance(marks, list) or len(marks) != num_layers or any(mark not in (0, 1) for mark in marks):
+        _refuse("no_rope_layers", marks, f"wanted {num_layers} of 0 or 1")
+    return tuple(bool(mark) for mark in marks)
+
+
+def _chunks_from_hf(raw: dict, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The chunk of each layer: of those with a rope, where `layer_types` says nothing else."""
+    chunk, types = raw.get("attention_chunk_size"), raw.get("layer_types")
+    if chunk is not None:
+        chunk = _integer(raw, "attention_chunk_size")
+    if types is None:
+        roped = _layers_with_rope(raw, family, num_layers)
+        types = [_CHUNKED if on and chunk is not None else _FULL for on in roped]
+    if not isinstance(types, list) or len(types) != num_layers or any(x not in (_FULL, _CHUNKED) for x in types):
+        _refuse("layer_types", types, f"wanted {num_layers} of {_FULL} or {_CHUNKED}")
+    if chunk is None and _CHUNKED in types:
+        _refuse("attention_chunk_size", None, f"wanted for layers of {_CHUNKED}")
+    return tuple(chunk if name == _CHUNKED else None for name in types)
+
+
+def _chunks_to_hf(config: ModelConfig) -> dict:
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
+    chunk = next((window for window in config.windows if window is not None), None)
+    normed = config.qk_norm if isinstance(config.qk_norm, tuple) else (config.qk_norm,)
+    return {
+        "attention_chunk_size": chunk,
+        "layer_types": [_FULL if window is None else _CHUNKED for window in config.windows],
+        "no_rope_layers": [int(rope is not None) for rope in ropes],
+        "use_qk_norm": any(normed),
+        "attn_temperature_tuning": config.query_growth > 0,
+        **({"attn_scale": config.query_growth, "floor_scale": config.growth_length} if config.query_growth else {}),
+    }
+
+
 def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
     """Which layers slide where `layer_types` is absent and there is a window."""
     if family.slides is None:
@@ -384,6 +432,8 @@ def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
 
 def _windows_to_hf(config: ModelConfig, family: Family) -> dict:
     window = next((window for window in config.windows if window is not None), None)
+    if family.chunked:
+        return {}
     raw: dict[str, Any] = {"sliding_window": window}
     if family.window_switch:
         raw["use_sliding_window"] = window is not None
@@ -418,11 +468,17 @@ _WRITTEN = {
 
 
 def _ropes_from_hf(
-    raw: dict, family: Family, windows: tuple[int | None, ...], head_dim: int, length: int | None = None
-) -> RopeConfig | tuple[RopeConfig, ...]:
+    raw: dict,
+    family: Family,
+    windows: tuple[int | None, ...],
+    roped: tuple[bool, ...],
+    head_dim: int,
+    length: int | None = None,
+) -> RopeConfig | tuple[RopeConfig | None, ...]:
     """The rope of every layer, for texts of up to `length` tokens; None: up to the length before scaling."""
     if not family.rope_by_type:
-        return _rope_from_hf(raw, family, head_dim, length)
+        rope = _rope_from_hf(raw, family, head_dim, length)
+        return rope if all(roped) else tuple(rope if on else None for on in roped)
     of_type = {name: _rope_from_hf(fields, family, head_dim, length) for name, fields in _by_type(raw).items()}
     return tuple(of_type[_FULL if window is None else _SLIDING] for window in windows)
 
@@ -443,7 +499,8 @@ def _by_type(raw: dict) -> dict[str, dict]:
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict:
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
     if not family.rope_by_type:
-        return _rope_to_hf(config.turning or RopeConfig(), config.query_growth)
+        rope = next((rope for rope in ropes if rope is not None), RopeConfig())
+        return _rope_to_hf(rope, 0.0 if family.chunked else config.query_growth)
     of_type = {window is None: rope or RopeConfig() for window, rope in zip(config.windows, ropes, strict=True)}
     # A type that no layer has keeps what it would be read as.
     raw = _rope_to_hf(of_type[True], 0.0) if True in of_type else {}
@@ -493,12 +550,14 @@ def _rope_to_hf(rope: RopeConfig, growth: float) -> dict:
     return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
 
 
-def _growth_from_hf(raw: dict, family: Family) -> float:
-    """How fast queries grow beyond the length before scaling; 0 in families whose queries do not."""
+def _growth_from_hf(raw: dict, family: Family) -> dict[str, Any]:
+    """How fast queries grow, and beyond which length; nothing in families whose queries do not."""
+    if family.chunked and raw["attn_temperature_tuning"]:
+        return {"query_growth": _number(raw, "attn_scale"), "growth_length": _integer(raw, "floor_scale")}
     if not family.query_growth:
-        return 0.0
+        return {}
     rope, prefix = _rope_object(raw, family)
-    return _number(rope, _GROWTH, prefix=prefix)
+    return {"query_growth": _number(rope, _GROWTH, prefix=prefix)}
 
 
 def _rope_object(raw: dict, family: Family) -> tuple[dict, str]:
@@ -527,8 +586,8 @@ def _original_length(raw: dict, rope: dict, prefix: str) -> int:
 def _llama3(rope: dict, prefix: str) -> dict:
     read = functools.partial(_number, rope, prefix=prefix)
     low, high = read("low_freq_factor"), read("high_freq_factor")
-    if high <= low:
-        _refuse(f"{prefix}high_freq_factor", high, f"wanted more than low_freq_factor = {low}")
+    if high < low:
+        _refuse(f"{prefix}high_freq_factor", high, f"wanted at least low_freq_factor = {low}")
     return {"factor": read("factor"), "low_freq_factor": low, "high_freq_factor": high}
 
 
@@ -606,6 +665,8 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
     count, per_token = _integer(raw, count_field), _integer(raw, "num_experts_per_tok")
     if per_token > count:
         _refuse("num_experts_per_tok", per_token, f"there are {count} experts")
+    if names.sigmoid and per_token != 1:
+        _refuse("num_experts_per_tok", per_token, "inputs scaled by their scores are computed for one; wanted 1")
     if names.in_every_layer:
         gate: dict[str, Any] = (
             {name: _number(raw, name) for name in ("swiglu_limit", "swiglu_alpha")} if names.limited else {}
@@ -617,7 +678,7 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
             biases=names.biases,
             **gate,
         )
-    dense_layers = _dense_layers(raw, num_layers)
+    dense_layers = (_dense_by_step if names.sigmoid else _dense_layers)(raw, num_layers)
     if len(dense_layers) == num_layers:
         return None
     shared_width = 0 if names.shared_width is None else _integer(raw, names.shared_width)
@@ -626,8 +687,10 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
         per_token=per_token,
         width=_integer(raw, names.width),
         shared_width=shared_width,
-        normalised=bool(raw.get("norm_topk_prob", False)),
+        normalised=not names.sigmoid and bool(raw.get("norm_topk_prob", False)),
         dense_layers=dense_layers,
+        sigmoid=names.sigmoid,
+        shared_gate=not names.sigmoid,
     )
 
 
@@ -641,8 +704,20 @@ def _dense_layers(raw: dict, num_layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(num_layers) if index in dense or (index + 1) % step)
 
 
+def _dense_by_step(raw: dict, num_layers: int) -> tuple[int, ...]:
+    """Layers without experts: those that are not named, or that the step leaves out."""
+    sparse, step = raw.get("moe_layers"), _integer(raw, "interleave_moe_layer_step")
+    if sparse is None:
+        sparse = list(range(step - 1, num_layers, step))
+    if not isinstance(sparse, list) or not all(_is_integer(index) for index in sparse):
+        _refuse("moe_layers", sparse, "wanted a list of layer numbers")
+    return tuple(index for index in range(num_layers) if index not in sparse)
+
+
 def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
     experts = config.experts
+    if experts is None and names is not None and names.sigmoid:
+        return {"moe_layers": [], names.width: config.mlp_width}
     if experts is None:
         return {} if names is None else {names.count: 0}
     if names is None or not _fits(experts, names, config.mlp_width):
@@ -652,6 +727,8 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
         raw |= {"swiglu_limit": experts.swiglu_limit, "swiglu_alpha": experts.swiglu_alpha}
     if names.in_every_layer:
         return raw
+    if names.sigmoid:
+        return raw | {names.width: experts.width, "moe_layers": list(config.sparse_layers)}
     raw |= {
         names.width: experts.width,
         "norm_topk_prob": experts.normalised,
@@ -665,7 +742,11 @@ def _fits(experts: ExpertConfig, names: ExpertFields, mlp_width: int) -> bool:
     """Say whether the fields of a family can describe these experts."""
     if (experts.shared_width > 0) != (names.shared_width is not None):
         return False
-    if experts.biases != names.biases or (experts.swiglu_limit is not None) != names.limited:
+    if (
+        experts.sigmoid != names.sigmoid
+        or experts.biases != names.biases
+        or (experts.swiglu_limit is not None) != names.limited
+    ):
         return False
     if not names.in_every_layer:
         return True

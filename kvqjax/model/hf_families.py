@@ -28,6 +28,8 @@ class ExpertFields:
         inward: a layer's experts are always one tensor whose matrices lie as [inputs, outputs]. Elsewhere they may be
             one tensor, whose shape says how they lie.
         interleaved: the columns of the two inner matrices alternate in that tensor; else one follows the other.
+        sigmoid: the one expert of a token is given its input times the sigmoid of its score. The shared expert has no
+            router, and `moe_layers` or `interleave_moe_layer_step` say which layers have experts.
     """
 
     count: str
@@ -38,6 +40,7 @@ class ExpertFields:
     limited: bool = False
     inward: bool = False
     interleaved: bool = False
+    sigmoid: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,10 @@ class Family:
         rope_defaults: the rope of a config.json that describes none.
         rope_by_type: sliding layers have a rope of their own.
         query_growth: the rope says how queries grow with their position.
+        chunked: layers may see chunks of `attention_chunk_size` tokens, and layers without a rope see everything;
+            queries of these grow with their position. QK-norm is one of the layers with a rope, without weights.
+        paired_rope: rotary pairs lie side by side in the checkpoint.
+        mlp_width: the field of the inner width of a layer's one MLP.
         query_scale: `query_pre_attn_scalar` says by what root scores are divided.
         output_bias: the output projection of attention has a bias.
         score_sinks: every query head has a learned logit beside the scores.
@@ -84,6 +91,9 @@ class Family:
     rope_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rope_by_type: bool = False
     query_growth: bool = False
+    chunked: bool = False
+    paired_rope: bool = False
+    mlp_width: str = "intermediate_size"
     query_scale: bool = False
     output_bias: bool = False
     score_sinks: bool = False
@@ -366,6 +376,52 @@ FAMILIES: dict[str, Family] = {
             "layers/score_sinks": "self_attn.sinks",
         },
     ),
+    "Llama4ForCausalLM": Family(
+        model_type="llama4_text",
+        defaults={
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        sliding_window=False,
+        mixed_windows=True,
+        chunked=True,
+        paired_rope=True,
+        mlp_width="intermediate_size_mlp",
+        accepted={"use_qk_norm": (False, True)},
+        experts=ExpertFields(
+            count=SHARED_COUNT,
+            width="intermediate_size",
+            shared_width="intermediate_size",
+            inward=True,
+            sigmoid=True,
+        ),
+        tensor_names={
+            "layers/router": "feed_forward.router.weight",
+            **{f"layers/{n}": f"feed_forward.{n}_proj.weight" for n in ("gate", "up", "down")},
+            **{f"layers/experts_{n}": f"feed_forward.experts.{{}}.{n}_proj.weight" for n in ("gate", "up", "down")},
+            **{f"layers/shared_{n}": f"feed_forward.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
+        },
+    ),
 }
 
 # Neither has a sliding window of its own; one that a config.json names beside `use_sliding_window` = false is idle.
@@ -412,6 +468,10 @@ PICTURE_FAMILIES: dict[str, PictureFamily] = {
             "moe_intermediate_size": 1408,
         },
         fixed={"norm_topk_prob": True},  # the family has no field that says so
+    ),
+    "Llama4ForConditionalGeneration": PictureFamily(
+        model_type="llama4",
+        languages={"llama4_text": "Llama4ForCausalLM"},
     ),
     "Gemma3ForConditionalGeneration": PictureFamily(
         model_type="gemma3",

@@ -44,10 +44,9 @@ def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
 def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Llama 3.1: wavelengths above the old context are interpolated, short ones kept, a smooth blend between."""
     wavelength = 2 * math.pi / freq
-    blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blend = np.clip(blend, 0, 1)
+    turns = rope.original_max_position / wavelength - rope.low_freq_factor
+    between = rope.high_freq_factor - rope.low_freq_factor
+    blend = np.clip(turns / between, 0, 1) if between else (turns > 0).astype(freq.dtype)  # Llama 4: none between
     return (1 - blend) * freq / rope.factor + blend * freq
 
 
@@ -150,12 +149,14 @@ def rotate(
 
 
 def positions_of_layer(
-    positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int
+    positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int | None
 ) -> Int[Array, "B T"] | Waves:
     """Give what `rotate` takes in place of the positions in layer `index`: themselves where all layers have one rope,
     else the waves of the layer's own. A loop over stacked layers knows `index` as data alone."""
     if not isinstance(config.rope, tuple):
         return positions
+    if index is None:
+        raise ValueError("layers have ropes of their own; say which layer this is")
     layers = [config.layer(number) for number in range(config.num_layers)]
     still = np.zeros(config.head_dim // 2, np.float32)  # of a layer without a rope: no pair turns
     freq = np.stack([still if layer.rope is None else inverse_frequencies(layer) for layer in layers])

@@ -8,6 +8,7 @@ In the order of a load: names, the parameters and their tensors, which tensors a
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -31,6 +32,7 @@ from kvqjax.model.checkpoint import (
     Tensor,
     decode_slice,
     find_weight,
+    in_pairs,
     open_checkpoint,
     read_slice,
     sample,
@@ -89,13 +91,14 @@ _VISION = tuple(
     for front in ("", "model.")
     for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 )
+_TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")  # what a rope turns
 _WRAPPERS = ("module.", "_orig_mod.")  # of data parallel training, of torch.compile
 
 # Newer releases of transformers save one tensor for all experts of a layer, some families always do. Expert by expert
 # the matrices lie in it, one after the other or column by column.
 _FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
 _FUSED_NAME = re.compile(
-    r"(model\.layers\.\d+\.)(mlp\.experts\.(gate_up_proj|down_proj))(_scale_inv|_bias|_blocks|_scales)?"
+    r"(model\.layers\.\d+\.)((?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj))(_scale_inv|_bias|_blocks|_scales)?"
 )
 _FUSED_PARTS = {"": ".weight", "_scale_inv": ".weight_scale_inv", "_blocks": ".blocks", "_scales": ".exponents"}
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
@@ -161,6 +164,12 @@ def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
 def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text_only: bool) -> Checkpoint:
     checkpoint = _without_wrappers(checkpoint)
     checkpoint = _language_part(checkpoint, folder, text_only)
+    family = FAMILIES.get(config.architecture)
+    if family is not None and family.paired_rope:  # rows are read as pairs of halves, which turn alike
+        checkpoint = {
+            name: dataclasses.replace(tensor, head_dim=config.head_dim if name.endswith(_TURNED) else 0)
+            for name, tensor in checkpoint.items()
+        }
     return checkpoint if config.experts is None else _experts_apart(checkpoint, config)
 
 
@@ -534,7 +543,7 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
     """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors, family = {}, FAMILIES.get(config.architecture)
     for parameter in parameters(config):
         layered = parameter.layers is not None
         name = parameter.name.removeprefix("layers/")
@@ -542,8 +551,10 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
         value = np.asarray(value.stack if isinstance(value, Rows) else value)
         for names, layer in zip(parameter.tensors, value if layered else [value], strict=True):
             for name, array in zip(names, layer if parameter.by_expert else [layer], strict=True):
-                tensors[name] = np.ascontiguousarray(array.T if parameter.matrix else array)
-    fields = FAMILIES[config.architecture].experts if config.architecture in FAMILIES else None
+                array = np.ascontiguousarray(array.T if parameter.matrix else array)
+                paired = family is not None and family.paired_rope and name.endswith(_TURNED)
+                tensors[name] = in_pairs(array, config.head_dim) if paired else array
+    fields = None if family is None or config.experts is None else family.experts
     if fields is not None and fields.inward:
         tensors = _experts_together(tensors, config)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 __all__ = [
     "all_lanes",
@@ -194,10 +194,10 @@ def times_matrix(
     return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=quarters if cut else plain, default=plain)
 
 
-def of_two(make: Callable[..., Tree], *rows: PyTree[Shaped[Array, "1 ..."]]) -> Tree:
+def of_two(make: Callable[..., Tree], *rows: Shaped[Array, "1 ..."]) -> Tree:
     """Return `make(*rows)` for arrays of one row, computed as the first of two equal ones."""
     # Of a vector times a small matrix XLA for GPUs makes two kernels: one writes all products, the other adds them up.
-    pairs = make(*jax.tree.map(lambda x: jnp.broadcast_to(x, (2, *x.shape[1:])), rows))
+    pairs = make(*(jnp.broadcast_to(x, (2, *x.shape[1:])) for x in rows))
     return jax.tree.map(lambda x: x[:1], pairs)
 
 

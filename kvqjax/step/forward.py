@@ -13,7 +13,6 @@ from kvqjax.cache.state import Cache
 from kvqjax.model import decoder
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
-from kvqjax.model.rope import positions_of_layer
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on, of_two, unknown_zero
@@ -73,19 +72,18 @@ def _attend_begun(model: Model, cache: Cache, tokens, padding: Padding, *, withi
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, padding.counts, tokens.shape[1], constants, within)
     positions, config = call.tokens.positions, model.config
-    turns = [positions_of_layer(positions, config, run.first) for run in call.runs]  # a run's layers turn alike
     tokens = known_ids(tokens, padding.counts, config)[0]  # `forward` alone returns a cache, and so raises its flag
     # A single row's step on a GPU: a product of one row is a slow kernel of its own (`of_two`).
     alone = positions.size == 1 and call.runs[0].static_loops
 
-    def project(weights, h, turns):
-        make = lambda h, positions, turns: decoder.project(weights, h, positions, config, turns)  # noqa: E731
-        return of_two(make, h, positions, turns) if alone else make(h, positions, turns)
+    def project(weights, h, first):  # a run's layers are like its first one
+        make = functools.partial(decoder.project, weights, config=config, index=first)
+        return of_two(make, h, positions) if alone else make(h, positions)
 
     def step(number, loop, index):
         h, flow = loop
         weights = decoder.layer(model.params, call.runs[number].first + index)
-        projected = project(weights, h, turns[number])
+        projected = project(weights, h, call.runs[number].first)
         # Where devices share the tokens of a KV head, each attends with the queries of all of them.
         whole = projected._replace(q=decoder.whole_heads(projected.q, config))
         attended, new, flow = attend_one(call, number, index, weights, whole, flow)

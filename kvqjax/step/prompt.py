@@ -17,7 +17,7 @@ from kvqjax.cache.runs import tiles_of
 from kvqjax.model import decoder
 from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model
-from kvqjax.model.rope import positions_of_layer, rotate
+from kvqjax.model.rope import rotate
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.attention import merged, with_sinks
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
@@ -42,8 +42,9 @@ class Path(NamedTuple):
 def path_of(layout: CacheLayout, batch: int, length: int) -> Path:
     """Choose how `batch` prompts, padded to `length` tokens, attend to themselves on the chip that a cache is for."""
     small, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
-    capped = layout.shape.softcap is not None  # a large product takes no cap between a score and its exponential
-    if kernels == "off" or length <= CHUNK or (kernels == "tiles" and capped):
+    # A large product takes no cap between a score and its exponential, and no chunk that begins inside a piece.
+    special = layout.shape.softcap is not None or layout.shape.chunked is not False
+    if kernels == "off" or length <= CHUNK or (kernels == "tiles" and special):
         return small
     numbers = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
     most = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
@@ -106,7 +107,6 @@ def exact_layer(
     `keep(sources, finite)` sees the sources [B,T,W], 0 where a number is not finite, and which tokens are finite,
     [B,T]; it runs before any query attends, so that sources need no memory then."""
     config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
-    turned = functools.partial(positions_of_layer, config=config, index=run.first)
     starts, cut = jnp.arange(0, length, chunk), lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)
 
     def weights(start):
@@ -117,7 +117,7 @@ def exact_layer(
     def project(h, start):
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
         own = weights(start)
-        return positions, own, decoder.project(own, cut(h, start), positions, config, turned(positions))
+        return positions, own, decoder.project(own, cut(h, start), positions, config, run.first)
 
     def keys(start):
         positions, own, projected = project(h, start)
@@ -126,7 +126,7 @@ def exact_layer(
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
     kept, attending = kept_apart((keep(new, finite), attending))
-    prompt = Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap)
+    prompt = Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap, run.chunked)
     sinks = functools.partial(decoder.own_sinks, weights(starts[0]), config)
     attend = _attention(prompt, q, path, weighing, sinks)
     broken = spoiled(finite, counts)

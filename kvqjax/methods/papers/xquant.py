@@ -296,7 +296,7 @@ def attended(
     # Numbers that overflowed saturate, before a norm or a rotation makes NaN of them.
     k, v = (heads(saturated(x, x.dtype), config.num_kv_heads) for x in (k, v))
     if config.qk_norm:
-        k = norm(k, weights["k_norm"], config.norm_eps, config.norm_offset)
+        k = norm(k, weights.get("k_norm"), config.norm_eps, config.norm_offset)
     return rotate(k, positions, config), v
 
 
