@@ -16,8 +16,8 @@ ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP's gate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `kind` is "default", "linear", "llama3", "yarn", "dynamic" or "longrope"; fields that a kind
-    does not use stay at 0.
+    """Rotary embedding: `kind` is "default", "linear", "llama3", "yarn", "dynamic" or "longrope", or "none" for a layer
+    that turns nothing (keys before and after it are the same); fields that a kind does not use stay at 0.
 
     Frequencies follow the Hugging Face formulas; `attention_factor` multiplies cos and sin (yarn and longrope). The
     frequencies of the last two kinds depend on how long a text becomes. A cached key is turned once, so that one
@@ -226,7 +226,7 @@ class ExpertConfig:
 class ModelConfig(KVShape):
     """A KVShape with what the decoder itself needs: V vocabulary, MLP, embeddings, special tokens. `mlp_width` is that
     of the layers without experts. The query of position p is multiplied by 1 + query_growth ln(1 + floor(p / N)), N
-    the rope's `original_max_position`. With a `growth_length` N only those of layers without a rope are, by
+    the rope's `original_max_position`. With a `growth_length` N only those of layers whose rope is "none" are, by
     1 + query_growth ln(1 + floor((p + 1) / N)) (arXiv 2501.19399, as Llama 4 has it).
 
     `qk_gain`: QK-norm has weights. `output_bias`: the output projection has a bias. `score_sinks`: every query head has

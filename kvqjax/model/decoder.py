@@ -182,7 +182,7 @@ def _tempered(
         return q
     if config.growth_length is not None:
         ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
-        grows = _of_layer(tuple(rope is None for rope in ropes), 0 if index is None else index)
+        grows = _of_layer(tuple(rope is None or rope.kind == "none" for rope in ropes), 0 if index is None else index)
         times = ((positions + 1) // config.growth_length).astype(jnp.float32)
         grown = (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
         return jnp.where(grows, grown, q)

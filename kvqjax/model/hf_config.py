@@ -412,7 +412,7 @@ def _chunks_to_hf(config: ModelConfig) -> dict:
     return {
         "attention_chunk_size": chunk,
         "layer_types": [_FULL if window is None else _CHUNKED for window in config.windows],
-        "no_rope_layers": [int(rope is not None) for rope in ropes],
+        "no_rope_layers": [int(rope is not None and rope.kind != "none") for rope in ropes],
         "use_qk_norm": any(normed),
         "attn_temperature_tuning": config.query_growth > 0,
         **({"attn_scale": config.query_growth, "floor_scale": config.growth_length} if config.query_growth else {}),
@@ -474,11 +474,11 @@ def _ropes_from_hf(
     roped: tuple[bool, ...],
     head_dim: int,
     length: int | None = None,
-) -> RopeConfig | tuple[RopeConfig | None, ...]:
+) -> RopeConfig | tuple[RopeConfig, ...]:
     """The rope of every layer, for texts of up to `length` tokens; None: up to the length before scaling."""
     if not family.rope_by_type:
         rope = _rope_from_hf(raw, family, head_dim, length)
-        return rope if all(roped) else tuple(rope if on else None for on in roped)
+        return rope if all(roped) else tuple(rope if on else RopeConfig(kind="none") for on in roped)
     of_type = {name: _rope_from_hf(fields, family, head_dim, length) for name, fields in _by_type(raw).items()}
     return tuple(of_type[_FULL if window is None else _SLIDING] for window in windows)
 
@@ -499,7 +499,7 @@ def _by_type(raw: dict) -> dict[str, dict]:
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict:
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
     if not family.rope_by_type:
-        rope = next((rope for rope in ropes if rope is not None), RopeConfig())
+        rope = next((rope for rope in ropes if rope is not None and rope.kind != "none"), RopeConfig())
         return _rope_to_hf(rope, 0.0 if family.chunked else config.query_growth)
     of_type = {window is None: rope or RopeConfig() for window, rope in zip(config.windows, ropes, strict=True)}
     # A type that no layer has keeps what it would be read as.

@@ -88,7 +88,9 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     if rope is None:
         raise ValueError("a shape without a rope has no frequencies")
     freq = _plain(rope.theta, config.head_dim)
-    if rope.kind == "linear":
+    if rope.kind == "none":
+        freq = np.zeros_like(freq)
+    elif rope.kind == "linear":
         freq = freq / rope.factor
     elif rope.kind == "llama3":
         freq = _llama3(freq, rope)
@@ -99,7 +101,9 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     elif rope.kind == "longrope":
         freq = freq / np.asarray(rope.long_factor if rope.length else rope.short_factor)
     elif rope.kind != "default":
-        raise ValueError(f"unknown rope kind {rope.kind!r}; known: default, linear, llama3, yarn, dynamic, longrope")
+        raise ValueError(
+            f"unknown rope kind {rope.kind!r}; known: none, default, linear, llama3, yarn, dynamic, longrope"
+        )
     return freq.astype(np.float32)
 
 
@@ -143,7 +147,7 @@ def rotate(
     if isinstance(positions, Waves):
         return _turned(x, positions)
     rope = config.turning
-    if rope is None or positions is None:
+    if rope is None or rope.kind == "none" or positions is None:
         return x
     return turn(x, _angles(positions, config), rope.attention_factor)
 

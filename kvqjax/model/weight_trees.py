@@ -259,7 +259,7 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
             complete = len(numbers) == count and name not in SPARSE
             layers[name] = stack if complete else Rows(stack, numbers)
     norms = {"attn_norm": c.width, "mlp_norm": c.width}
-    if c.qk_norm is True and c.qk_gain:
+    if c.qk_norm and c.qk_gain:
         norms |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
     if c.post_norms:
         norms |= {"attn_post_norm": c.width, "mlp_post_norm": c.width}

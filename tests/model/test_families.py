@@ -1,4 +1,4 @@
-"""Caches of models whose scores, norms and layers are not Llama's: Gemma 2 and 3, gpt-oss.
+"""Caches of models whose scores, norms and layers are not Llama's: Gemma 2 and 3, gpt-oss, Llama 4.
 
 Their logits equal transformers' (test_parity.py). Here the decoder without a cache is the reference for every path that
 attends through one, and attention in numpy over what a cache holds for every method.
@@ -28,7 +28,7 @@ LENGTH, CAPACITY = 160, 256
 COUNTS = (160, 77)
 BOUND = 2e-4
 
-# What the tiny model of `cases` becomes in each family; its layers see 96 tokens, and all.
+# What the tiny model of `cases` becomes in each family; its layers see 96 tokens (Llama 4: chunks of 40), and all.
 LOCAL, FAR = RopeConfig(), RopeConfig(theta=1e6, kind="linear", factor=8.0)
 GEMMA = {
     "sliding_window": (96, None),
@@ -52,6 +52,18 @@ FAMILIES = {
         "score_sinks": True,
         "experts": EXPERTS,
     },
+}
+FAMILIES["llama4"] = {
+    "sliding_window": (40, None),
+    "chunked": (True, False),
+    "rope": (RopeConfig(), RopeConfig(kind="none")),
+    "qk_norm": (True, False),
+    "qk_gain": False,
+    "query_growth": 0.5,
+    "growth_length": 16,
+    "experts": ExpertConfig(
+        count=4, per_token=1, width=24, shared_width=24, normalised=False, sigmoid=True, shared_gate=False
+    ),
 }
 SAME_WINDOWS = ("aqua", "xquant-cl")  # their layers feed each other, so that all must see the same tokens
 
@@ -107,6 +119,7 @@ def test_exact_prefill(family):
 NEUTRAL = {
     "gemma2": {"softcap": None, "logit_softcap": None, "scale": None, "embedding_scale": 1.0, "activation": "silu"},
     "gemma3": {"rope": FAR, "norm_offset": 0.0, "sliding_window": None},
+    "llama4": {"chunked": False, "qk_norm": False, "query_growth": 0.0, "rope": RopeConfig()},
     "gpt-oss": {"rope": RopeConfig(), "experts": dataclasses.replace(EXPERTS, swiglu_limit=None)},
 }
 
@@ -149,7 +162,7 @@ def next_logits(model, cache, newest):
     h = decoder.embed(model.params, newest, config)
     for layer in range(config.num_layers):
         weights, turns = decoder.layer(model.params, layer), positions_of_layer(positions, config, layer)
-        made = decoder.project(weights, h, positions, config, turns)
+        made = decoder.project(weights, h, positions, config, layer)
         k, v, valid = kvq.dense(cache, layer, model)
         k = np.concatenate([k, rotate(made.k, turns, config)], 1)
         v, valid = np.concatenate([v, made.v], 1), np.concatenate([valid, np.ones((len(newest), 1), bool)], 1)
@@ -197,7 +210,9 @@ MESHES = [{"data": 2, "model": 2}, pytest.param({"seq": 2, "model": 4}, marks=py
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("family", [pytest.param("gemma3", marks=pytest.mark.nightly), "gpt-oss"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "llama4")), "gpt-oss"]
+)
 def test_a_mesh_computes_the_same(family, mesh):
     """Sinks, norms behind sums over devices, output biases and whole experts on some devices each."""
     model, text, counts, wanted = family_model(family), tokens(2, LENGTH), jnp.asarray(COUNTS), plain(family)

@@ -357,6 +357,23 @@ def test_gpt_oss():
     assert config.rope.attention_factor == pytest.approx(0.1 * math.log(32.0) + 1)
 
 
+LLAMA4 = {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 4}
+
+
+def test_llama4():
+    """Three of four layers turn keys and see a chunk; the fourth sees everything, and its queries grow."""
+    config = parse_config(LLAMA4 | {"interleave_moe_layer_step": 2})
+    turned, still = RopeConfig(theta=5e5), RopeConfig(kind="none")
+    assert config.rope == (turned, turned, turned, still)
+    assert config.windows == (8192, 8192, 8192, None)
+    assert config.chunked == config.qk_norm == (True, True, True, False)
+    assert (config.query_growth, config.growth_length, config.qk_gain) == (0.1, 8192, False)
+    assert (config.mlp_width, config.experts.width, config.experts.shared_width) == (16384, 8192, 8192)
+    assert (config.experts.dense_layers, config.experts.sigmoid, config.experts.shared_gate) == ((0, 2), True, False)
+    plain = parse_config(LLAMA4 | {"use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [1] * 4})
+    assert (plain.qk_norm, plain.query_growth, plain.rope, plain.chunked) == (False, 0.0, turned, True)
+
+
 QWEN_VL = {k: v for k, v in QWEN3.items() if k not in ("architectures", "model_type")}
 
 
@@ -385,6 +402,11 @@ def test_text_of_qwen_vl(kind):
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),  # transformers passes it over
         (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
         (GEMMA3 | {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters = "),
+        (LLAMA4 | {"num_experts_per_tok": 2}, "num_experts_per_tok = 2"),
+        (LLAMA4 | {"no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers = "),
+        (LLAMA4 | {"layer_types": ["sliding_attention"] * 4}, "layer_types = "),
+        (LLAMA4 | {"moe_layers": "all"}, 'moe_layers = "all"'),
+        (LLAMA4 | {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 4}, "attention_chunk_size is"),
         (GPT_OSS | {"attention_bias": False}, "attention_bias = false"),
         (GPT_OSS | {"swiglu_limit": -7.0}, "swiglu_limit = -7.0"),
         (
@@ -402,7 +424,7 @@ def test_what_new_families_do_not_have(raw, text):
 
 
 @pytest.mark.parametrize(
-    "raw", [GEMMA2, GEMMA2 | {"final_logit_softcapping": None}, GEMMA3, GPT_OSS, GPT_OSS | {"swiglu_limit": 5.0}]
+    "raw", [GEMMA2, GEMMA2 | {"final_logit_softcapping": None}, GEMMA3, GPT_OSS, LLAMA4, LLAMA4 | {"moe_layers": []}]
 )
 def test_round_trip_of_new_families(raw):
     config = parse_config(raw)
