@@ -527,7 +527,7 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
     full = _integer(raw, "max_position_embeddings")
     original = full if kind == "dynamic" else _original_length(raw, rope, prefix)
     if kind == "llama3":
-        fields = _llama3(rope, prefix)
+        fields = _llama3(rope, prefix, family)
     elif kind == "yarn":
         fields = _yarn(rope, full / original, prefix)
     elif kind == "longrope":
@@ -583,11 +583,12 @@ def _original_length(raw: dict, rope: dict, prefix: str) -> int:
     return _integer(raw, "max_position_embeddings")
 
 
-def _llama3(rope: dict, prefix: str) -> dict:
+def _llama3(rope: dict, prefix: str, family: Family) -> dict:
     read = functools.partial(_number, rope, prefix=prefix)
     low, high = read("low_freq_factor"), read("high_freq_factor")
-    if high < low:
-        _refuse(f"{prefix}high_freq_factor", high, f"wanted at least low_freq_factor = {low}")
+    # Llama 4 is published with equal ones: no wavelength lies between. transformers warns of it and computes.
+    if high < low or (high == low and not family.chunked):
+        _refuse(f"{prefix}high_freq_factor", high, f"wanted more than low_freq_factor = {low}")
     return {"factor": read("factor"), "low_freq_factor": low, "high_freq_factor": high}
 
 
