@@ -54,13 +54,13 @@ Leaf = Any  # an array, a CodedWeight, or whatever a tree map puts in its place
 
 BY_EXPERT = ("experts_gate", "experts_up", "experts_down")  # [X, E, F], [X, E, F], [X, F, E]
 OF_EXPERTS = (*BY_EXPERT, *(f"{name}_bias" for name in BY_EXPERT))  # biases [X, F], [X, F], [X, E]
-_SPARSE_MATRICES = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")
-SPARSE = (*_SPARSE_MATRICES, "router_bias", *OF_EXPERTS[len(BY_EXPERT) :])  # of layers with experts
+SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")  # of layers with experts
+_SPARSE_BIASES = ("router_bias", *OF_EXPERTS[len(BY_EXPERT) :])  # likewise
 
 # The parameters that are matrices [in, out]. The others are vectors, and the embedding is a table of rows.
 MATRICES = frozenset({
     "head",
-    *(f"layers/{name}" for name in ("q", "k", "v", "o", "gate", "up", "down", *_SPARSE_MATRICES)),
+    *(f"layers/{name}" for name in ("q", "k", "v", "o", "gate", "up", "down", *SPARSE)),
 })  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def stacked(params: Params) -> Params:
         numbers = tuple(index for index, weights in enumerate(layers) if name in weights)
         parts = [layers[index][name] for index in numbers]
         stack = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
-        partial = name in SPARSE or len(numbers) < len(layers)
+        partial = name in (*SPARSE, *_SPARSE_BIASES) or len(numbers) < len(layers)
         stacks[name] = Rows(stack, numbers) if partial else stack
     return params | {"layers": stacks}
 
