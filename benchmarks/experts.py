@@ -64,7 +64,8 @@ FORMS: dict[str, Form] = {"jax.lax.ragged_dot": grouped, "loop over tiles": loop
 @contextlib.contextmanager
 def computed_by(form: Form) -> Iterator[None]:
     """Programs traced inside compute their experts by `form`, for whatever platform."""
-    experts._at_once, experts._in_turn = form, lambda weights, x, chosen, alone: form(weights, x, chosen)
+    experts._at_once = lambda weights, x, chosen, **_: form(weights, x, chosen)
+    experts._in_turn = lambda weights, x, chosen, **_: form(weights, x, chosen)
     jax.clear_caches()
     try:
         yield

@@ -25,7 +25,7 @@ from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import positions_of_layer, rotate
 
 __all__ = [
     "Activations",
@@ -92,17 +92,17 @@ def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"
 
     def step(h, xs):
         index, extra_k, extra_v = xs
-        weights = decoder.layer(params, index)
-        projected = decoder.project(weights, h, positions, config)
-        k = rotate(projected.k, positions, config) if rope == "post" else projected.k
+        weights, turns = decoder.layer(params, index), positions_of_layer(positions, config, index)
+        projected = decoder.project(weights, h, positions, config, index)
+        k = rotate(projected.k, turns, config) if rope == "post" else projected.k
         k, v = k + extra_k.astype(k.dtype), projected.v + extra_v.astype(k.dtype)
-        attended_k = k if rope == "post" else rotate(k, positions, config)
-        attended = decoder.attend_plainly(projected.q, attended_k, v, index, config)
+        attended_k = k if rope == "post" else rotate(k, turns, config)
+        attended = decoder.attend_plainly(projected.q, attended_k, v, index, weights, config)
         return decoder.finish(weights, h, attended, config), (k, v)
 
     # Without the checkpoint the backward pass would keep every layer's T x T attention weights.
     xs = (jnp.arange(config.num_layers), *zeros)
-    h, cached = jax.lax.scan(jax.checkpoint(step), decoder.embed(params, tokens), xs)
+    h, cached = jax.lax.scan(jax.checkpoint(step), decoder.embed(params, tokens, config), xs)
     logits = decoder.unembed(params, h[:, :-1], config)
     chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - chosen).mean(), cached

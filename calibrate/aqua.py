@@ -84,7 +84,7 @@ def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=str(dtype))
     h = np.zeros((*tokens.shape, config.width), np.float32)
     for i in range(len(tokens)):
-        h[i] = decoder.embed(model.params, jnp.asarray(tokens[i : i + 1], jnp.int32))[0]
+        h[i] = decoder.embed(model.params, jnp.asarray(tokens[i : i + 1], jnp.int32), config)[0]
 
     def read(index: int, number: int, h):
         run, last = _run_of(layout, index), index == config.num_layers - 1

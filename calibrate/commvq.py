@@ -33,7 +33,7 @@ from kvqjax.methods.papers.commvq import CommVQLayer
 from kvqjax.model import decoder
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import positions_of_layer, rotate
 from kvqjax.step.layers import ready_queries
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "fit_captured", "work"]
@@ -74,11 +74,12 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
     """One exact layer on N sequences, one at a time: keys as cached, its `Activations` but o, and the next h."""
     weights = decoder.layer(params, index)
     positions = jnp.arange(h.shape[1])[None]
+    turns = positions_of_layer(positions, config, index)
 
     def row_pass(row):
-        projected = decoder.project(weights, row[None], positions, config)
-        rotated = rotate(projected.k, positions, config)
-        attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, config)
+        projected = decoder.project(weights, row[None], positions, config, index)
+        rotated = rotate(projected.k, turns, config)
+        attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, weights, config)
         out = decoder.finish(weights, row[None], attended, config)[0]
         k = cached_keys(projected, positions, config, "pre", unbiased)
         flat = (x[0].reshape(row.shape[0], -1) for x in (k, projected.v))
@@ -98,9 +99,10 @@ def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
         hidden, layer = jnp.asarray(h, params["embed"].dtype), method.layers(config)[index]
         unbiased = isinstance(layer, CommVQLayer) and layer.unbiased
         k, (v, q, rotated), above = _layer_pass(params, jnp.int32(index), hidden, config, unbiased)
-        return k, Activations(v, q, rotated, decoder.layer(params, index)["o"]), above
+        weights = decoder.layer(params, index)
+        return k, Activations(v, q, rotated, weights["o"], weights.get("score_sinks")), above
 
-    h = np.asarray(decoder.embed(params, jnp.asarray(tokens, jnp.int32)), np.float32)
+    h = np.asarray(decoder.embed(params, jnp.asarray(tokens, jnp.int32), config), np.float32)
     return Layers(config.kv_shape, h, read, model.fingerprint, (repr(config), tokens))
 
 
@@ -137,13 +139,15 @@ def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
     return fit_keys(key, k[chosen], spec, recipe.keys, report), rounds
 
 
-def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell):
+def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, shape: KVShape):
     """Constants of one layer's value codec, and (loss, plain error) averaged over each part of the training."""
     ready, run = jax.random.split(key)
     state, losses = values.start(ready, values.channel_scale(data.v), spec, settings), []
     for index in range(PARTS):
         count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
-        state, means = values.train(run, state, data, settings, jnp.int32(count))
+        state, means = values.train(
+            run, state, data, settings, jnp.int32(count), values.Seen(shape.window, shape.softcap, shape.common_chunked)
+        )
         losses.append(tuple(np.asarray(means, float).tolist()))
         tell(f"values, step {int(state.step)}: loss {losses[-1][0]:.4g}, error {losses[-1][1]:.4g}")
     return values.constants(state), losses
@@ -152,7 +156,8 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell):
 def _empty(data: Layers, layers) -> dict:
     constants, reports = [], []
     for layer in layers:
-        codecs = layer.build(data.shape).storage.codecs.items() if isinstance(layer, CommVQLayer) else ()
+        shape = data.shape.layer(len(constants))
+        codecs = layer.build(shape).storage.codecs.items() if isinstance(layer, CommVQLayer) else ()
         constants.append({s: {n: np.zeros(shape, np.float32) for n, shape in c.needs.items()} for s, c in codecs})
         rounds = layer.key(data.shape).rounds if codecs else 0
         reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS if codecs else 0, 2))})
@@ -168,7 +173,7 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
     if isinstance(layer, CommVQLayer):
         key, value = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
         book, rounds = _fit_keys(key, k, layer.key(data.shape), recipe, method.sinks, tell)
-        learnt, losses = _fit_values(value, activations, layer.value(), recipe.values, tell)
+        learnt, losses = _fit_values(value, activations, layer.value(), recipe.values, tell, data.shape.layer(index))
         constants[index] = jax.tree.map(np.asarray, {"k": {"codebook": book}, "v": learnt})
         reports[index] = {"keys": np.asarray(rounds, float), "values": np.asarray(losses, float)}
     return {"h": np.asarray(h, np.float32), "constants": constants, "reports": reports}

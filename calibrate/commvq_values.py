@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs.commvq_values import EPS, CommVQValues, choice_bits, fold, logits, normalise
 from kvqjax.model.config import KVShape
-from kvqjax.ops.attention import segment_attention
+from kvqjax.ops.attention import segment_attention, visible, with_sinks
 
 __all__ = [
     "Activations",
@@ -57,12 +57,23 @@ class ValueSettings:
 
 
 class Activations(NamedTuple):
-    """One layer on N sequences of T tokens: values, queries and keys after RoPE, and the output projection [H*D, E]."""
+    """One layer on N sequences of T tokens: values, queries and keys after RoPE, the output projection [H*D, E], and
+    the logits of the score sinks where the model has them."""
 
     v: Float[Array, "N T W"]
     q: Float[Array, "N T H D"]
     k: Float[Array, "N T K D"]
     o: Float[Array, "F E"]
+    sinks: Float[Array, " H"] | None = None
+
+
+class Seen(NamedTuple):
+    """What a layer's attention does beside being causal: the tokens of its sliding window, the cap of its scores,
+    whether the window is a chunk."""
+
+    sliding: int | None = None
+    softcap: float | None = None
+    chunked: bool = False
 
 
 class Training(NamedTuple):
@@ -122,20 +133,22 @@ def reconstruct(
     return gain[..., None] * w * (scale + EPS)[None, None]
 
 
-def _attended(batch: Activations, v: Float[Array, "N T W"]) -> Float[Array, "N T E"]:
+def _attended(batch: Activations, v: Float[Array, "N T W"], seen: Seen) -> Float[Array, "N T E"]:
     """Causal attention output after the output projection."""
     count, length = v.shape[:2]
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (count, length, length))
-    out = segment_attention(batch.q, batch.k, v.reshape(batch.k.shape), mask).out
+    places = jnp.broadcast_to(jnp.arange(length)[None], (count, length))
+    mask = visible(places, places, jnp.ones((count, length), bool), seen.sliding, seen.chunked)
+    part = segment_attention(batch.q, batch.k, v.reshape(batch.k.shape), mask, seen.softcap)
+    out = with_sinks(part, batch.sinks).out
     return jnp.einsum("ntf,fe->nte", out.reshape(count, length, -1), batch.o)
 
 
-def output_energy(data: Activations) -> Float[Array, ""]:
+def output_energy(data: Activations, seen: Seen = Seen()) -> Float[Array, ""]:
     """Mean square of the exact attention outputs, one sequence at a time."""
 
     def energy(sequence):
         v, q, k = (x[None].astype(jnp.float32) for x in sequence)
-        return jnp.mean(_attended(Activations(v, q, k, data.o.astype(jnp.float32)), v) ** 2)
+        return jnp.mean(_attended(Activations(v, q, k, data.o.astype(jnp.float32), data.sinks), v, seen) ** 2)
 
     return jax.lax.map(energy, data[:3]).mean()
 
@@ -147,6 +160,7 @@ def loss(
     batch: Activations,
     energy: Float[Array, ""],
     attention: float,
+    seen: Seen = Seen(),
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The training loss, and the plain mean squared error of the values; `energy` is the data's `output_energy`."""
     guess = reconstruct(params, scale, key, batch.v)
@@ -154,28 +168,33 @@ def loss(
     total = value / jnp.maximum(jnp.mean(batch.v**2), EPS) / 2
     if attention:
         # Attention is linear in the values: the difference of the outputs is the output of the difference.
-        error = jnp.mean(_attended(batch, guess - batch.v) ** 2)
+        error = jnp.mean(_attended(batch, guess - batch.v, seen) ** 2)
         total = total + attention * error / jnp.maximum(energy, EPS)
     return total, value
 
 
-@functools.partial(jax.jit, static_argnames="settings")
+@functools.partial(jax.jit, static_argnames=("settings", "seen"))
 def train(
-    key: Array, state: Training, data: Activations, settings: ValueSettings, count: Int[Array, ""]
+    key: Array,
+    state: Training,
+    data: Activations,
+    settings: ValueSettings,
+    count: Int[Array, ""],
+    seen: Seen = Seen(),
 ) -> tuple[Training, Float[Array, "2"]]:
     """`count` more steps, any number by one program: the new state, and the means of their losses and plain value
     errors."""
     optimizer = _optimizer(settings)
-    energy = output_energy(data) if settings.attention else jnp.ones(())
+    energy = output_energy(data, seen) if settings.attention else jnp.ones(())
 
     def step(_, loop):
         state, sums = loop
         pick, noise = jax.random.split(jax.random.fold_in(key, state.step))
         rows = jax.random.choice(pick, data.v.shape[0], (settings.batch,), replace=data.v.shape[0] < settings.batch)
         v, q, k = (x[rows].astype(jnp.float32) for x in data[:3])
-        batch = Activations(v, q, k, data.o.astype(jnp.float32))
+        batch = Activations(v, q, k, data.o.astype(jnp.float32), data.sinks)
         gradient = jax.value_and_grad(loss, has_aux=True)
-        losses, slopes = gradient(state.params, state.scale, noise, batch, energy, settings.attention)
+        losses, slopes = gradient(state.params, state.scale, noise, batch, energy, settings.attention, seen)
         with jax.numpy_dtype_promotion("standard"):  # optax's updates mix float32 and weak types
             updates, inner = optimizer.update(slopes, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)

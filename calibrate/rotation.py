@@ -36,7 +36,7 @@ from kvqjax.methods.rotation import CONSTANTS
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import positions_of_layer, rotate
 
 __all__ = [
     "DEFAULT_LENGTH",
@@ -134,16 +134,16 @@ def _moments(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
     def step(h, index):
-        weights = decoder.layer(params, index)
-        projected = decoder.project(weights, h, positions, config)
-        k = rotate(projected.k, positions, config)
-        out = decoder.attend_plainly(projected.q, k, projected.v, index, config)
-        kept = cached_keys(projected, positions, config, "post", unbiased)
+        weights, turns = decoder.layer(params, index), positions_of_layer(positions, config, index)
+        projected = decoder.project(weights, h, positions, config, index)
+        k = rotate(projected.k, turns, config)
+        out = decoder.attend_plainly(projected.q, k, projected.v, index, weights, config)
+        kept = cached_keys(projected, turns, config, "post", unbiased)
         q, body_k, v, seen = (x[0, sinks:] for x in (projected.q, kept, projected.v, out))
         pair = covariances(q, body_k, v, seen, values)
         return decoder.finish(weights, h, out, config), (*pair, body_k.astype(jnp.float32).sum(0).reshape(-1))
 
-    return jax.lax.scan(step, decoder.embed(params, tokens), jnp.arange(config.num_layers))[1]
+    return jax.lax.scan(step, decoder.embed(params, tokens, config), jnp.arange(config.num_layers))[1]
 
 
 def calibrate(

@@ -44,11 +44,12 @@ def latent_maps(weight: Float[Array | np.ndarray, "E N"]) -> dict[str, np.ndarra
     return {"down": u.astype(np.float32), "up": (s[:, None] * bt).astype(np.float32)}
 
 
-def shared_map(layer: Mapping[str, Array | np.ndarray], space: str) -> dict[str, np.ndarray]:
-    """{"down": U [E,R]}, float32, of [W_k | W_v]; of diag(gain) [W_k | W_v] where the residual stream is cached."""
+def shared_map(layer: Mapping[str, Array | np.ndarray], space: str, norm_offset: float = 0.0) -> dict[str, np.ndarray]:
+    """{"down": U [E,R]}, float32, of [W_k | W_v]; of diag(gain) [W_k | W_v] where the residual stream is cached. The
+    gain is the norm's weight plus `norm_offset`."""
     joint = np.concatenate([_host(layer["k"]), _host(layer["v"])], axis=1)
     if space == "residual":
-        joint = _host(layer["attn_norm"])[:, None] * joint
+        joint = (_host(layer["attn_norm"]) + norm_offset)[:, None] * joint
     return {"down": signed_svd(joint)[0].astype(np.float32)}
 
 
@@ -57,7 +58,7 @@ def _layer_constants(spec: LayerSpec, params: Params, number: int, config: Model
         return {}
     layer = decoder.layer(params, number)
     if isinstance(spec, CrossLayer):
-        return {"x": shared_map(layer, spec.space)}
+        return {"x": shared_map(layer, spec.space, config.norm_offset)}
     return {name: latent_maps(layer[name]) for name in ("k", "v")}
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvqjax.ops.attention import Partial
+from kvqjax.ops.attention import Partial, oldest_seen
 
 __all__ = ["LANES", "Blocks", "block_sizes", "fits", "seen_blocks", "splash_attention"]
 
@@ -43,21 +43,25 @@ def fits(queries: int, keys: int, head_dim: int) -> bool:
     return head_dim in HEAD_DIMS and min(block_sizes(queries, keys)) > 0
 
 
-def seen_blocks(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest=None):
+def seen_blocks(
+    newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest=None, chunked: bool = False
+):
     """Return which blocks of keys each of N blocks of queries sees: the first [N], and one past the last [N], 0 where
     it sees none. Query t sees the keys `newest[t] - sliding < s <= newest[t]`, or those from `oldest[t]` on."""
     by_block = newest.reshape(-1, blocks.queries)
     last = jnp.minimum(by_block.max(1), keys - 1) // blocks.keys + 1
     if sliding is None and oldest is None:
         return jnp.zeros_like(last), last
-    reach = newest - sliding + 1 if sliding is not None and oldest is None else jnp.asarray(oldest)
+    reach = oldest_seen(newest, sliding, chunked) if sliding is not None and oldest is None else jnp.asarray(oldest)
     # Queries that see nothing reach back no further than the others.
     reach = jnp.where(by_block < 0, keys, reach.reshape(by_block.shape)).min(1)
     return jnp.clip(reach // blocks.keys, 0, jnp.maximum(last - 1, 0)), last
 
 
-def _sees(sliding: int | None, newest, key):
+def _sees(sliding: int | None, chunked: bool, newest, key):
     """Say which keys a query sees, in the way splash asks: `newest` and `key` have one shape."""
+    if chunked and sliding is not None:
+        return (key <= newest) & (key >= newest // sliding * sliding)
     return key <= newest if sliding is None else (key <= newest) & (key > newest - sliding)
 
 
@@ -66,20 +70,24 @@ def _sees_both(limits, key):
     return (key <= (limits & (MOST_LIMITED - 1))) & (key >= limits >> LIMIT_BITS)
 
 
-def _limits(newest: Int[Array, " T"], keys: int, sliding: int | None, oldest) -> tuple[Callable, Int[Array, " T"]]:
+def _limits(
+    newest: Int[Array, " T"], keys: int, sliding: int | None, oldest, chunked: bool
+) -> tuple[Callable, Int[Array, " T"]]:
     """Return splash's question, which keys a query sees, and the number [T] that it asks with. Raise ValueError where
     there are too many keys for two limits in one number."""
     if oldest is None:
-        return functools.partial(_sees, sliding), newest
+        return functools.partial(_sees, sliding, chunked), newest
     if keys >= MOST_LIMITED:
         raise ValueError(f"{keys} keys are too many for two limits")
     return _sees_both, jnp.clip(newest, 0, keys - 1) + MOST_LIMITED * jnp.clip(oldest, 0, keys).astype(jnp.int32)
 
 
-def _mask(newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest) -> tuple[Array, Array]:
+def _mask(
+    newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest, chunked: bool
+) -> tuple[Array, Array]:
     """Return the block of keys to fetch, and whether it is seen, for every block of queries and of keys: [1, N, M]
     both."""
-    first, last = (x[:, None] for x in seen_blocks(newest, keys, blocks, sliding, oldest))
+    first, last = (x[:, None] for x in seen_blocks(newest, keys, blocks, sliding, oldest, chunked))
     every = jnp.arange(keys // blocks.keys)[None]
     # A block that is not seen names one that is fetched already, so nothing is moved for it.
     nearest = jnp.clip(every, first, jnp.maximum(last - 1, first))
@@ -96,11 +104,12 @@ def splash_attention(
     interpret: bool = False,
     oldest: Int[Array, " T"] | None = None,
     softcap: float | None = None,
+    chunked: bool = False,
 ) -> Partial:
     """Attend with T queries of every row to S keys, by head: N = B * K. Query t sees the keys up to `newest[t]` (-1:
-    none), and of these the last `sliding`, or those from `oldest[t]` on. `oldest` is possible with fewer than
-    MOST_LIMITED keys. `softcap` as in `kvqjax.ops.attention.ScoreOptions`. The output is rounded to the
-    queries' dtype."""
+    none), and of these the last `sliding`, those of its chunk of `sliding` keys if `chunked`, or those from `oldest[t]`
+    on. `oldest` is possible with fewer than MOST_LIMITED keys. `softcap` as in `kvqjax.ops.attention.ScoreOptions`. The
+    output is rounded to the queries' dtype."""
     # Imported where it is wanted: not every jaxlib has the compiler of TPU kernels.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
@@ -111,8 +120,8 @@ def splash_attention(
     # Below 128 lanes, tokens along them: otherwise XLA pads and copies.
     layout = splash.QKVLayout.SEQ_MINOR if dim < LANES else splash.QKVLayout.HEAD_DIM_MINOR
     newest = newest.astype(jnp.int32)
-    nearest, seen = _mask(newest, keys, blocks, sliding, oldest)
-    sees, limits = _limits(newest, keys, sliding, oldest)
+    nearest, seen = _mask(newest, keys, blocks, sliding, oldest, chunked)
+    sees, limits = _limits(newest, keys, sliding, oldest, chunked)
     info: Any = (nearest, None, seen, None, limits, None)  # typed for NumPy's arrays
     kernel = splash.SplashAttentionKernel(
         MaskInfo(*info),

@@ -98,6 +98,11 @@ class RunLayout(NamedTuple):
         return self.shape.window
 
     @property
+    def chunked(self) -> bool:
+        """Say whether these tokens are the query's chunk, from its first token on."""
+        return self.shape.common_chunked
+
+    @property
     def slots_here(self) -> int:
         return self.slots // self.deal.parts
 

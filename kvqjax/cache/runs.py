@@ -147,7 +147,7 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
         raise UserError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
     # A layer that slides neither reads old tokens nor keeps them where its neighbours do, so nothing can flow past it.
     rings = {run.slots for run in runs} if any(run.wraps for run in runs) else set()
-    if len({run.sliding for run in runs}) > 1 or len(rings) > 1:
+    if len({(run.sliding, run.chunked) for run in runs}) > 1 or len(rings) > 1:
         raise UserError(
             f"{layout.method}: layers that feed each other must see the same tokens; sliding windows differ"
         )

@@ -16,7 +16,7 @@ from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.run_layout import MANY_QUERIES, RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.methods.direct import FEW_QUERIES
-from kvqjax.ops.attention import visible
+from kvqjax.ops.attention import oldest_seen, visible
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 from kvqjax.pallas_kernels.adapters import Packed
@@ -70,7 +70,7 @@ Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
 
 def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B T S"]:
     """Mark which of the tokens at `positions` each query sees."""
-    mask = visible(tokens.positions, positions, valid, view.run.sliding)
+    mask = visible(tokens.positions, positions, valid, view.run.sliding, view.run.chunked)
     if tokens.oldest is None:
         return mask
     return mask & ((positions[:, None] >= tokens.oldest[:, :, None]) | (positions < view.sinks)[:, None])
@@ -138,7 +138,8 @@ def packed_view(view: LayerView, tokens: NewTokens) -> PackedView:
     if run.sliding is None:
         start = jnp.zeros_like(stop)
     else:
-        start = run.deal.share(jnp.maximum(tokens.positions - run.sliding + 1 - view.sinks, 0))
+        oldest = oldest_seen(tokens.positions, run.sliding, run.chunked)
+        start = run.deal.share(jnp.maximum(oldest - view.sinks, 0))
     return PackedView(packed, body, start, run.deal.share(stop))
 
 
@@ -194,7 +195,8 @@ def _in_reach(view: LayerView, tokens: NewTokens, size: int) -> tuple[Number, Nu
     last = floor_divide(run.deal.share(body_tokens(run, view.state).max()) + size - 1, size)
     if run.sliding is None:
         return jnp.int32(0), last
-    oldest = jnp.maximum((tokens.positions[:, 0] - run.sliding + 1 - view.sinks).min(), 0)
+    oldest = oldest_seen(tokens.positions[:, 0], run.sliding, run.chunked)
+    oldest = jnp.maximum((oldest - view.sinks).min(), 0)
     return jnp.minimum(floor_divide(run.deal.share(oldest), size), last), last
 
 

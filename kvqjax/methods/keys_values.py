@@ -37,7 +37,7 @@ from kvqjax.methods.rotation import Frame, check_rotation, frame, needs_of
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected, heads, key_bias
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import Waves, rotate
 from kvqjax.pallas_kernels.adapters import packed_form
 
 __all__ = ["KeysAndValues", "Pair", "apart", "bias_advice", "cached_keys", "joined", "keys_and_values"]
@@ -54,7 +54,7 @@ READING = 1024  # tokens of HIGGS decoded at a time; with the 256 of a block an 
 
 
 def cached_keys(
-    projected: Projected, positions: Int[Array, "B T"], config: KVShape, rope: str, unbiased: bool
+    projected: Projected, positions: Int[Array, "B T"] | Waves, config: KVShape, rope: str, unbiased: bool
 ) -> Float[Array, "B T K D"]:
     """Choose the keys [B, T, K, D] that a cache keeps: as attended or before RoPE, with their bias or without it."""
     bare = projected.bare if unbiased and config.known_key_bias else None

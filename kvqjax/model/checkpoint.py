@@ -8,6 +8,7 @@ Weights are plain numbers, or codes:
     FP8   w[o, i] = code[o, i] * scale[o // 128, i // 128]        (or one scale for all)
     GPTQ  w[o, i] = (code[i, o] - zero[g_idx[i], o] - 1) * scale[g_idx[i], o];  a word holds codes of consecutive i
     AWQ   w[o, i] = (code[i, o] - zero[i // group, o]) * scale[i // group, o];  a word holds codes of consecutive o
+    MXFP4 w[o, i] = e2m1(code[o, i]) * 2 ^ (scale[o, i // 32] - 127);            a byte holds codes of consecutive i
 
 in the order of Hugging Face's linear layers, [out, in]. GPTQ's second format stores its zeros without taking off one.
 AWQ's words hold even outputs before odd ones. Codes are decoded to float32. Those of a GGUF file are blocks along its
@@ -41,6 +42,7 @@ __all__ = [
     "fingerprint",
     "fingerprint_parts",
     "header_digest",
+    "in_pairs",
     "open_checkpoint",
     "read_slice",
     "sample",
@@ -54,6 +56,7 @@ _DTYPES = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "I32": np.int32,
+    "U8": np.uint8,
 }
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
@@ -75,6 +78,9 @@ class Tensor:
         nbytes: bytes of the data.
         blocks: the data is blocks of codes along the last axis (`BLOCKS`).
         head_dim: channels of a head whose rotary pairs lie side by side in the file; 0: rows lie as they are read.
+        stored: the shape of the tensor in the file that this one is a part of; (): it is no part.
+        cut: which part.
+        turned: the part's axes are swapped.
     """
 
     file: Path
@@ -85,6 +91,18 @@ class Tensor:
     nbytes: int
     blocks: bool = False
     head_dim: int = 0
+    stored: tuple[int, ...] = ()
+    cut: tuple[int | slice, ...] = ()
+    turned: bool = False
+
+    def part(self, name: str, cut: tuple[int | slice, ...], turned: bool = False) -> "Tensor":
+        """A part of this tensor as a tensor of its own: its bytes stay where they are."""
+        spans = zip(cut + (slice(None),) * len(self.shape), self.shape, strict=False)
+        shape = tuple(len(range(*at.indices(size))) for at, size in spans if isinstance(at, slice))
+        nbytes = self.nbytes // math.prod(self.shape) * math.prod(shape)
+        shape = shape[::-1] if turned else shape
+        new = {"name": name, "shape": shape, "nbytes": nbytes, "stored": self.shape, "cut": cut, "turned": turned}
+        return dataclasses.replace(self, **new)
 
 
 Checkpoint = dict[str, Tensor]
@@ -226,8 +244,11 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
             dtype=np.dtype(_DTYPES[tensor.dtype]),
             mode="r",
             offset=tensor.start,
-            shape=tensor.shape or (1,),
+            shape=tensor.stored or tensor.shape or (1,),
         )
+        if tensor.stored:
+            mapped = mapped[tensor.cut]
+            mapped = mapped.T if tensor.turned else mapped
         mapped = mapped.reshape(tensor.shape)
         if tensor.head_dim:
             mapped, index = mapped[_stored_rows(tensor, index[0])], (slice(None), *index[1:])
@@ -241,9 +262,20 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
 
 def _stored_rows(tensor: Tensor, rows: slice) -> np.ndarray:
     """The places in the file of rows in Hugging Face's order (kvqjax/model/gguf_model.py)."""
-    wanted, half = np.arange(*rows.indices(tensor.shape[0])), tensor.head_dim // 2
-    channel = wanted % tensor.head_dim
-    return wanted - channel + 2 * (channel % half) + channel // half
+    return _side_by_side(np.arange(*rows.indices(tensor.shape[0])), tensor.head_dim)
+
+
+def _side_by_side(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Where rows lie whose rotary pairs are side by side, by their number where a head's halves are."""
+    channel, half = rows % head_dim, head_dim // 2
+    return rows - channel + 2 * (channel % half) + channel // half
+
+
+def in_pairs(matrix: np.ndarray, head_dim: int) -> np.ndarray:
+    """Lay the rows of a matrix as a checkpoint with rotary pairs side by side has them."""
+    placed = np.empty_like(matrix)
+    placed[_side_by_side(np.arange(len(matrix)), head_dim)] = matrix
+    return placed
 
 
 def _read_blocks(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
@@ -269,6 +301,8 @@ _PARTS = {
     "scales": _FLOATS,
     "g_idx": ("I32",),
     "weight_scale_inv": _FLOATS,
+    "blocks": ("U8",),
+    "exponents": ("U8",),
 }
 
 
@@ -315,6 +349,8 @@ def find_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Sto
     stem = name.removesuffix(".weight")
     if name in checkpoint:
         return _find_floats(checkpoint, name, stem, scheme)
+    if scheme is not None and scheme.method == "mxfp4" and f"{stem}.blocks" in checkpoint:
+        return _find_mxfp4(checkpoint, name, stem, scheme)
     if scheme is None or f"{stem}.qweight" not in checkpoint:
         return None
     return _find_words(checkpoint, name, stem, scheme)
@@ -339,6 +375,16 @@ def _find_floats(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme | 
         pairs = zip(tensor.shape, scheme.block, strict=True)
         _check_shape(scale, tuple(-(-size // block) for size, block in pairs))
     return StoredWeight(name, parts, tensor.shape, scheme)
+
+
+def _find_mxfp4(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme) -> StoredWeight:
+    """A matrix of MXFP4: blocks [out, in / 32, 16] and the exponents of their scales [out, in / 32]."""
+    parts = _find_parts(checkpoint, stem, ("blocks", "exponents"))
+    shape = parts["blocks"].shape
+    if len(shape) != 3 or shape[2] != MX_BLOCK // 2:
+        _check_shape(parts["blocks"], (*shape[:2], MX_BLOCK // 2), fits=False)
+    _check_shape(parts["exponents"], shape[:2])
+    return StoredWeight(name, parts, (shape[0], shape[1] * MX_BLOCK), scheme)
 
 
 def _find_words(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme) -> StoredWeight:
@@ -381,6 +427,9 @@ def _check_shape(tensor: Tensor, shape: tuple[int, ...], fits: bool | None = Non
 
 # --- Decoding ---
 
+MX_BLOCK = 32  # numbers of MXFP4 that share an exponent
+_E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # a sign bit stands above the code of the size
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble of a word, lowest nibble first
 
 
@@ -401,6 +450,8 @@ def decode_slice(weight: StoredWeight, index: tuple[slice, ...]) -> np.ndarray:
         return read_slice(weight.parts["weight"], index)
     pairs = zip(index, weight.shape, strict=True)
     rows, columns = (slice(*span.indices(size)) for span, size in pairs)
+    if weight.scheme.method == "mxfp4":
+        return _decode_mxfp4(weight, rows, columns)
     if weight.scheme.method == "fp8":
         return _decode_fp8(weight, weight.scheme, rows, columns)
     return _decode_words(weight, weight.scheme, rows, columns)
@@ -415,6 +466,17 @@ def _decode_fp8(weight: StoredWeight, scheme: Scheme, rows: slice, columns: slic
     outputs = np.arange(rows.start, rows.stop) // scheme.block[0]
     inputs = np.arange(columns.start, columns.stop) // scheme.block[1]
     return codes * scales[outputs][:, inputs]
+
+
+def _decode_mxfp4(weight: StoredWeight, rows: slice, columns: slice) -> np.ndarray:
+    """Blocks of 32 numbers of 4 bits with one power of two (OCP Microscaling Formats 1.0, section 5.2.1)."""
+    blocks = slice(columns.start // MX_BLOCK, -(-columns.stop // MX_BLOCK))
+    codes = read_slice(weight.parts["blocks"], (rows, blocks, slice(None)))
+    exponents = read_slice(weight.parts["exponents"], (rows, blocks)).astype(np.int32) - 127
+    pairs = np.stack([codes & 15, codes >> 4], -1)  # the earlier number of a byte is its lower half
+    numbers = np.ldexp(_E2M1[pairs].reshape(*codes.shape[:2], MX_BLOCK), exponents[..., None])
+    first = columns.start - blocks.start * MX_BLOCK
+    return numbers.reshape(len(codes), -1)[:, first : first + columns.stop - columns.start]
 
 
 def _decode_words(weight: StoredWeight, scheme: Scheme, rows: slice, columns: slice) -> np.ndarray:

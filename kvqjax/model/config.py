@@ -10,11 +10,14 @@ from kvqjax._errors import UserError
 
 __all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RopeConfig"]
 
+OF_LAYERS = ("rope", "sliding_window", "scale", "chunked", "qk_norm")  # fields that may differ by layer
+ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP's gate
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `kind` is "default", "linear", "llama3", "yarn", "dynamic" or "longrope"; fields that a kind
-    does not use stay at 0.
+    """Rotary embedding: `kind` is "default", "linear", "llama3", "yarn", "dynamic" or "longrope", or "none" for a layer
+    that turns nothing (keys before and after it are the same); fields that a kind does not use stay at 0.
 
     Frequencies follow the Hugging Face formulas; `attention_factor` multiplies cos and sin (yarn and longrope). The
     frequencies of the last two kinds depend on how long a text becomes. A cached key is turned once, so that one
@@ -79,10 +82,10 @@ def _common(values: Any) -> Any:
     return values
 
 
-def check_softcap(softcap: float | None) -> None:
+def check_softcap(softcap: float | None, name: str = "softcap") -> None:
     """Raise UserError for a cap of scores that is not above 0."""
     if softcap is not None and not softcap > 0:
-        raise UserError(f"softcap={softcap}; wanted a number above 0, or None")
+        raise UserError(f"{name}={softcap}; wanted a number above 0, or None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,10 +95,12 @@ class KVShape:
     Axis letters: L layers, H query heads, K KV heads, D head dim, E width. `rope`, `sliding_window` (in tokens) and
     `scale` hold for every layer, or are a tuple with one entry a layer. `rope=None`: queries and keys come rotated.
     `sliding_window=None`: full attention. `scale` multiplies the scores; None means D^-1/2. `softcap` caps them: a
-    score s counts as softcap * tanh(s / softcap).
+    score s counts as softcap * tanh(s / softcap). The window of a `chunked` layer is a chunk: a query at position p
+    sees tokens from p // window * window on.
 
-    The last four matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
-    width of that input, and what the model does between its projections and attention.
+    The last five matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
+    width of that input, and what the model does between its projections and attention. A norm multiplies by its weight
+    plus `norm_offset`.
     """
 
     num_layers: int
@@ -106,16 +111,18 @@ class KVShape:
     sliding_window: int | tuple[int | None, ...] | None = None
     scale: float | tuple[float | None, ...] | None = None
     softcap: float | None = None
+    chunked: bool | tuple[bool, ...] = False
     width: int | None = None
     norm_eps: float = 1e-5
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | tuple[bool, ...] = False
+    norm_offset: float = 0.0
 
     def __post_init__(self):
         check_fields(self)
         for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim"):
             check_integer(name, getattr(self, name))
-        for name in ("rope", "sliding_window", "scale"):
+        for name in OF_LAYERS:
             values = getattr(self, name)
             if isinstance(values, tuple) and len(values) != self.num_layers:
                 raise UserError(f"{name} has {len(values)} entries for {self.num_layers} layers")
@@ -157,6 +164,16 @@ class KVShape:
         return _common(self.rope)
 
     @property
+    def common_chunked(self) -> bool:
+        """Whether the window that all layers have is a chunk."""
+        return _common(self.chunked)
+
+    @property
+    def common_scale(self) -> float | None:
+        """The scale of the scores that all layers have; None: D^-1/2."""
+        return _common(self.scale)
+
+    @property
     def kv_shape(self) -> "KVShape":
         """This shape without what a model adds to it."""
         return KVShape(**{field.name: getattr(self, field.name) for field in dataclasses.fields(KVShape)})
@@ -168,7 +185,7 @@ class KVShape:
 
     def layer(self, index: int) -> "KVShape":
         """The shape of layer `index` alone."""
-        of_layers = {name: getattr(self, name) for name in ("rope", "sliding_window", "scale")}
+        of_layers = {name: getattr(self, name) for name in OF_LAYERS}
         own = {name: x[index] if isinstance(x, tuple) else x for name, x in of_layers.items()}
         return dataclasses.replace(self.kv_shape, num_layers=1, **own)
 
@@ -179,6 +196,10 @@ class ExpertConfig:
     and through a shared MLP of `shared_width` (0: there is none).
 
     `normalised`: the scores of the chosen experts are divided by their sum. `dense_layers` have one ordinary MLP.
+    `biases`: the router and the experts' three products have biases. `swiglu_limit` c makes of a gate g and an inner u
+    min(g, c) sigmoid(a min(g, c)) (1 + clip(u, -c, c)), a being `swiglu_alpha` (gpt-oss, arXiv 2508.10925); None:
+    silu(g) u. `sigmoid`: the one expert of a token is given its input times the sigmoid of its score, and its output
+    is taken as it is (Llama 4). `shared_gate`: a router of its own says how much the shared MLP counts.
     """
 
     count: int
@@ -187,9 +208,16 @@ class ExpertConfig:
     shared_width: int = 0
     normalised: bool = True
     dense_layers: tuple[int, ...] = ()
+    biases: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    sigmoid: bool = False
+    shared_gate: bool = True
 
     def __post_init__(self):
         check_fields(self)
+        if self.sigmoid and self.per_token != 1:
+            raise UserError(f"{self.per_token} experts per token; inputs are scaled for one")
         if not 1 <= self.per_token <= self.count:
             raise UserError(f"{self.per_token} experts per token of {self.count}")
 
@@ -198,7 +226,14 @@ class ExpertConfig:
 class ModelConfig(KVShape):
     """A KVShape with what the decoder itself needs: V vocabulary, MLP, embeddings, special tokens. `mlp_width` is that
     of the layers without experts. The query of position p is multiplied by 1 + query_growth ln(1 + floor(p / N)), N
-    the rope's `original_max_position`.
+    the rope's `original_max_position`. With a `growth_length` N only those of layers whose rope is "none" are, by
+    1 + query_growth ln(1 + floor((p + 1) / N)) (arXiv 2501.19399, as Llama 4 has it).
+
+    `qk_gain`: QK-norm has weights. `output_bias`: the output projection has a bias. `score_sinks`: every query head has
+    a learned logit that takes its share of the softmax. `post_norms`: what attention and the MLP give goes through a
+    norm before it is added. `activation` of the MLP is "silu" or "gelu_tanh". Rows of the embedding are multiplied by
+    `embedding_scale`, rounded to the compute dtype; the head that is tied to it is not. `logit_softcap` caps the logits
+    as `softcap` does scores.
 
     The last two are set inside `shard_map` only (kvqjax/parallel/sharding.py): the mesh axes over which query heads,
     MLP and vocabulary are split, and those of them over which queries are gathered before they attend, so that
@@ -208,9 +243,17 @@ class ModelConfig(KVShape):
     vocab_size: int
     width: int
     mlp_width: int
-    rope: RopeConfig | None = RopeConfig()
+    rope: RopeConfig | tuple[RopeConfig | None, ...] | None = RopeConfig()
     experts: ExpertConfig | None = None
     query_growth: float = 0.0
+    growth_length: int | None = None
+    qk_gain: bool = True
+    output_bias: bool = False
+    score_sinks: bool = False
+    post_norms: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
     tied_embeddings: bool = False
     max_position: int = 2048
     eos_ids: tuple[int, ...] = ()
@@ -218,6 +261,12 @@ class ModelConfig(KVShape):
     architecture: str = "LlamaForCausalLM"
     split: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_softcap(self.logit_softcap, "logit_softcap")
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation={self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 
     @property
     def trained_length(self) -> int | None:

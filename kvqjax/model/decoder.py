@@ -2,9 +2,11 @@
 
     params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]} or a list}
     layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
-            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3); a matrix may be a `CodedWeight`.
+            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3), o_bias [E] and score_sinks [H] (gpt-oss),
+            attn_post_norm/mlp_post_norm [E] (Gemma); a matrix may be a `CodedWeight`.
             With experts (kvqjax/model/experts.py) instead of gate, up and down: router [E,X], experts_gate/experts_up
-            [X,E,F], experts_down [X,F,E], shared_gate/shared_up/shared_down as an MLP's, shared_router [E,1].
+            [X,E,F], experts_down [X,F,E], shared_gate/shared_up/shared_down as an MLP's, shared_router [E,1];
+            router_bias [X] and experts_gate_bias/experts_up_bias [X,F], experts_down_bias [X,E] (gpt-oss).
 
 Layers have two forms. A stack over L in front is read by number inside a scan, which compiles fast. A list of one dict
 a layer (`unrolled`) is read in place, where XLA for GPUs and CPUs copies a layer's weights out of a stack first. Where
@@ -22,9 +24,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.experts import mix, mlp
-from kvqjax.model.rope import check_length, rotate
-from kvqjax.model.weight_trees import BY_EXPERT, Layer, Params, Row, Rows, is_unrolled, read_weight
-from kvqjax.ops.attention import segment_attention
+from kvqjax.model.rope import check_length, positions_of_layer, rotate
+from kvqjax.model.weight_trees import OF_EXPERTS, Layer, Params, Row, Rows, is_unrolled, read_weight
+from kvqjax.ops.attention import capped, segment_attention, with_sinks
 from kvqjax.ops.xla_workarounds import row_major, times_matrix
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "norm",
     "over_layers",
     "own_heads",
+    "own_sinks",
     "project",
     "unembed",
     "whole_heads",
@@ -78,7 +81,7 @@ def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
     # Experts are read one by one, of a list too: a layer's matrices are a stack of one row.
     row = lambda x: Row(jax.tree.map(lambda a: a[None], x), 0, True)  # noqa: E731
     weights = params["layers"][index].items()
-    return {name: row(x) if name in BY_EXPERT else read_weight(x) for name, x in weights}
+    return {name: row(x) if name in OF_EXPERTS else read_weight(x) for name, x in weights}
 
 
 def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int) -> Layer:
@@ -89,12 +92,22 @@ def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int) -> Layer:
     return {name: x for name, x in weights.items() if x is not None}
 
 
-def norm(x: Float[Array, "*B W"], weight: Float[Array, " W"], eps: float) -> Float[Array, "*B W"]:
-    """RMSNorm over the last axis; statistics in float32."""
+def norm(
+    x: Float[Array, "*B W"], weight: Float[Array, " W"] | None, eps: float, offset: float = 0.0
+) -> Float[Array, "*B W"]:
+    """RMSNorm over the last axis, times the weight plus `offset` where there is one; statistics in float32."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if weight is None:
+        return scaled.astype(x.dtype)
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    if offset:  # a weight near 0 keeps its digits: the sum is never rounded to the compute dtype
+        return (scaled * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
     return (scaled.astype(x.dtype) * weight).astype(x.dtype)
+
+
+def _norm(x, weight, config: KVShape):
+    return norm(x, weight, config.norm_eps, config.norm_offset)
 
 
 def _product(x, weights: Layer, name: str):
@@ -122,22 +135,58 @@ def heads(x: Float[Array, "B T W"], count: int) -> Float[Array, "B T N D"]:
     return x.reshape(*x.shape[:2], count, -1)
 
 
-def project(weights: Layer, h: Float[Array, "B T E"], positions: Int[Array, "B T"], config: ModelConfig) -> Projected:
-    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only."""
-    x = norm(h, weights["attn_norm"], config.norm_eps)
+def project(
+    weights: Layer,
+    h: Float[Array, "B T E"],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+    index: Int[Array, ""] | int | None = None,
+) -> Projected:
+    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only. `index` is
+    the layer's, or that of one like it; None serves where all layers turn and norm alike."""
+    x = _norm(h, weights["attn_norm"], config)
     q = _linear(x, weights, "q")
     q = heads(q, q.shape[-1] // config.head_dim)
     parts = _product(x, weights, "k"), _linear(x, weights, "v")
     bare, v = (heads(_all_channels(y, config), config.num_kv_heads) for y in parts)
     k = bare + key_bias(weights, config) if "k_bias" in weights else bare
-    if config.qk_norm:
-        q, k = norm(q, weights["q_norm"], config.norm_eps), norm(k, weights["k_norm"], config.norm_eps)
-    return Projected(_tempered(rotate(q, positions, config), positions, config), k, v, x, h, bare)
+    normed = _of_layer(config.qk_norm, index)
+    if normed is not False:
+        pair = _norm(q, weights.get("q_norm"), config), _norm(k, weights.get("k_norm"), config)
+        q, k = pair if normed is True else (jnp.where(normed, a, b) for a, b in zip(pair, (q, k), strict=True))
+    rotated = rotate(q, positions_of_layer(positions, config, index), config)
+    return Projected(_scaled(_tempered(rotated, positions, config, index), config), k, v, x, h, bare)
 
 
-def _tempered(q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T N D"]:
-    """Lengthen queries, the more the further they are beyond the length before scaling (Ministral 3)."""
-    if not config.query_growth or config.turning is None:
+def _of_layer(values: bool | tuple[bool, ...], index: Int[Array, ""] | int | None) -> bool | Bool[Array, ""]:
+    """A field's value in layer `index`, which a loop over stacked layers knows as data alone."""
+    if not isinstance(values, tuple):
+        return values
+    if index is None:
+        raise ValueError("layers differ; say which one this is")
+    return jnp.asarray(values)[index] if isinstance(index, jax.Array) else values[index]
+
+
+def _scaled(q: Float[Array, "B T N D"], config: KVShape) -> Float[Array, "B T N D"]:
+    """Multiply queries so that scores, which attention multiplies by D^-1/2, come out times the shape's `scale`."""
+    scale = config.common_scale
+    return q if scale is None else q * jnp.asarray(scale * config.head_dim**0.5, q.dtype)
+
+
+def _tempered(
+    q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig, index: Int[Array, ""] | int | None
+) -> Float[Array, "B T N D"]:
+    """Lengthen queries, the more the further they are beyond the length before scaling (Ministral 3), or in layers
+    without a rope beyond a length of the model's own (Llama 4)."""
+    if not config.query_growth:
+        return q
+    if config.growth_length is not None:
+        ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
+        grows = _of_layer(tuple(rope is None or rope.kind == "none" for rope in ropes), 0 if index is None else index)
+        times = ((positions + 1) // config.growth_length).astype(jnp.float32)
+        grown = (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
+        return jnp.where(grows, grown, q)
+    if config.turning is None:
         return q
     times = (positions // config.turning.original_max_position).astype(jnp.float32)
     return (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
@@ -146,14 +195,22 @@ def _tempered(q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
     """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
     attended = attended.reshape(*h.shape[:2], -1).astype(h.dtype)
-    h = h + _total(times_matrix(attended, weights["o"]), config)
-    x = norm(h, weights["mlp_norm"], config.norm_eps)
-    return h + _total(_feed_forward(weights, x, config), config)
+    added = _total(times_matrix(attended, weights["o"]), config)
+    if "o_bias" in weights:
+        added = added + weights["o_bias"][None, None]
+    h = h + _post_norm(weights, "attn_post_norm", added, config)
+    x = _norm(h, weights["mlp_norm"], config)
+    return h + _post_norm(weights, "mlp_post_norm", _total(_feed_forward(weights, x, config), config), config)
+
+
+def _post_norm(weights: Layer, name: str, x: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T E"]:
+    return _norm(x, weights[name], config) if name in weights else x
 
 
 def _feed_forward(weights: Layer, x: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T E"]:
     """The MLP, or the experts. In a loop over layers of both kinds both are there, and a branch is taken."""
-    dense = lambda: mlp(x, *(read_weight(weights[name]) for name in ("gate", "up", "down")))  # noqa: E731
+    matrices = lambda: (read_weight(weights[name]) for name in ("gate", "up", "down"))  # noqa: E731
+    dense = lambda: mlp(x, *matrices(), activation=config.activation)  # noqa: E731
     sparse = lambda: mix(weights, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)  # noqa: E731
     if "router" in weights and "gate" in weights:
         return jax.lax.cond(weights["router"].here, sparse, dense)
@@ -166,9 +223,15 @@ def _total(x, config: ModelConfig):
 
 
 def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig | None = None) -> Float[Array, "B T E"]:
-    """Look up rows of the embedding table; `config` is needed where it may be split over devices."""
-    table = params["embed"]
-    if config is None or table.shape[0] == config.vocab_size:
+    """Look up rows of the embedding table; `config` is needed where it may be split over devices, or is scaled."""
+    if config is None:
+        return params["embed"][tokens]
+    rows = _looked_up(params["embed"], tokens, config)
+    return rows if config.embedding_scale == 1 else rows * jnp.asarray(config.embedding_scale, rows.dtype)
+
+
+def _looked_up(table: Float[Array, "v E"], tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
+    if table.shape[0] == config.vocab_size:
         return table[tokens]
     rows = tokens - jax.lax.axis_index(config.split) * table.shape[0]
     mine = (rows >= 0) & (rows < table.shape[0])
@@ -191,10 +254,12 @@ def own_heads(x: Float[Array, "B T N D"], config: ModelConfig, count: int) -> Fl
 
 def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T V"]:
     """Compute logits in float32, after the final norm."""
-    h = norm(h, params["norm"], config.norm_eps)
+    h = _norm(h, params["norm"], config)
     if config.tied_embeddings:
-        return times_matrix(h, params["embed"], jnp.float32, turned=True)
-    return times_matrix(h, params["head"], jnp.float32)
+        found = times_matrix(h, params["embed"], jnp.float32, turned=True)
+    else:
+        found = times_matrix(h, params["head"], jnp.float32)
+    return capped(found, config.logit_softcap)
 
 
 def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: Callable, state):
@@ -210,14 +275,27 @@ def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: C
 def causal_mask(length: int, index: Int[Array, ""] | int, config: ModelConfig) -> Bool[Array, "T T"]:
     """Mark the keys that each query of layer `index` sees among T tokens: not after it, within its sliding window."""
     windows = jnp.asarray([2**30 if window is None else window for window in config.windows], jnp.int32)
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    return (distance >= 0) & (distance < windows[index])
+    queries, keys = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    seen = (keys <= queries) & (queries - keys < windows[index])
+    if config.chunked is False:
+        return seen
+    chunk = (keys <= queries) & (queries // windows[index] == keys // windows[index])
+    return jnp.where(_of_layer(config.chunked, index), chunk, seen)
 
 
-def attend_plainly(q, k, v, index: Int[Array, ""] | int, config: ModelConfig) -> Float[Array, "B T H D"]:
-    """Attend among T tokens that no cache holds, as layer `index` does; keys are rotated."""
+def own_sinks(weights: Layer, config: ModelConfig, count: int) -> Float[Array, " n"] | None:
+    """The logits of the score sinks of this device's own `count` query heads; None where the model has none."""
+    sinks = weights.get("score_sinks")
+    return None if sinks is None else own_heads(sinks[None, None, :, None], config, count)[0, 0, :, 0]
+
+
+def attend_plainly(
+    q, k, v, index: Int[Array, ""] | int, weights: Layer, config: ModelConfig
+) -> Float[Array, "B T H D"]:
+    """Attend among T tokens that no cache holds, as layer `index`, with these weights, does; keys are rotated."""
     mask = causal_mask(q.shape[1], index, config)
-    return segment_attention(q, k, v, jnp.broadcast_to(mask, (q.shape[0], *mask.shape)), config.softcap).out
+    mask = jnp.broadcast_to(mask, (q.shape[0], *mask.shape))
+    return with_sinks(segment_attention(q, k, v, mask, config.softcap), weights.get("score_sinks")).out
 
 
 def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
@@ -226,12 +304,13 @@ def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def step(index, h):
-        weights = layer(params, index)
-        projected = project(weights, h, positions, config)
-        attended = attend_plainly(projected.q, rotate(projected.k, positions, config), projected.v, index, config)
+        weights, turns = layer(params, index), positions_of_layer(positions, config, index)
+        projected = project(weights, h, positions, config, index)
+        rotated = rotate(projected.k, turns, config)
+        attended = attend_plainly(projected.q, rotated, projected.v, index, weights, config)
         return finish(weights, h, attended, config)
 
-    return over_layers(params, 0, config.num_layers, step, embed(params, tokens))
+    return over_layers(params, 0, config.num_layers, step, embed(params, tokens, config))
 
 
 def logits(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T V"]:

@@ -5,17 +5,20 @@
 
 `s` may be divided by the sum of the chosen ones. Equal scores: the expert with the lower number wins.
 
+A router and experts may have biases, and experts a gate of their own (`kvqjax.model.config.ExpertConfig`).
+
 The matrices of experts are rows of a stack that are still to be read (`kvqjax.model.weight_trees.Row`).
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.weight_trees import BY_EXPERT, Layer, read_weight
+from kvqjax.model.weight_trees import BY_EXPERT, OF_EXPERTS, Layer, read_weight
 from kvqjax.ops.xla_workarounds import few_rows, times_matrix
 
 __all__ = ["mix", "mlp", "route"]
@@ -24,10 +27,30 @@ MOST_AT_ONCE = 512  # tokens that all experts compute together
 MOST_TOGETHER = 128  # tokens that one product with an expert's matrices takes
 
 
-def mlp(x: Float[Array, "*N E"], gate, up, down) -> Float[Array, "*N E"]:
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def mlp(x: Float[Array, "*N E"], gate, up, down, *, activation: str = "silu") -> Float[Array, "*N E"]:
     """Compute a gated MLP; of parts of its inner width, the part of its output."""
-    inner = jax.nn.silu(times_matrix(x, gate)) * times_matrix(x, up)
+    inner = _ACTIVATIONS[activation](times_matrix(x, gate)) * times_matrix(x, up)
     return times_matrix(few_rows(inner), down)
+
+
+def _expert(config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biases) -> Float[Array, "*N E"]:
+    """Compute one expert, with the biases of its three products where it has them."""
+    experts = config.experts
+    assert experts is not None
+    if not biases and experts.swiglu_limit is None:
+        return mlp(x, gate, up, down, activation=config.activation)
+    wide = lambda bias: bias.reshape((1,) * (x.ndim - 1) + bias.shape)  # noqa: E731
+    gate_bias, up_bias, down_bias = map(wide, biases) if biases else (jnp.zeros((), x.dtype),) * 3
+    g, u = times_matrix(x, gate) + gate_bias, times_matrix(x, up) + up_bias
+    if experts.swiglu_limit is None:
+        inner = _ACTIVATIONS[config.activation](g) * u
+    else:
+        g, u = jnp.minimum(g, experts.swiglu_limit), jnp.clip(u, -experts.swiglu_limit, experts.swiglu_limit)
+        inner = g * jax.nn.sigmoid(experts.swiglu_alpha * g) * (1 + u)
+    return times_matrix(few_rows(inner), down) + down_bias
 
 
 def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Array, "N E"]:
@@ -41,27 +64,37 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
     Returns:
         The outputs; of experts split over devices, this device's part.
     """
-    chosen, shares = route(x, read_weight(weights["router"]), config)
+    bias = read_weight(weights["router_bias"]) if "router_bias" in weights else None
+    chosen, shares = route(x, read_weight(weights["router"]), config, bias)
     local = weights[BY_EXPERT[0]].experts
     if config.split:
         chosen = chosen - jax.lax.axis_index(config.split) * local
     here = (chosen >= 0) & (chosen < local)
     chosen = jnp.where(here, chosen, local)  # the number of no expert here
-    loop = functools.partial(_in_turn, alone=not config.split)
-    out = jax.lax.platform_dependent(weights, x, chosen, cuda=_at_once, default=loop)
+    expert, given = functools.partial(_expert, config), x
+    if config.experts is not None and config.experts.sigmoid:
+        given, shares = (x * shares).astype(x.dtype), jnp.ones_like(shares)
+    loop = functools.partial(_in_turn, alone=not config.split, expert=expert)
+    at_once = functools.partial(_at_once, expert=expert)
+    out = jax.lax.platform_dependent(weights, given, chosen, cuda=at_once, default=loop)
     out = jnp.where(here[..., None], out, jnp.zeros((), out.dtype))
     total = jnp.einsum("nke,nk->ne", out, shares, preferred_element_type=jnp.float32)
     total = total.astype(x.dtype)
     if "shared_gate" not in weights:
         return total
     names = ("shared_gate", "shared_up", "shared_down")
-    shared = mlp(x, *(read_weight(weights[name]) for name in names))
+    shared = mlp(x, *(read_weight(weights[name]) for name in names), activation=config.activation)
+    if "shared_router" not in weights:
+        return total + shared
     share = jnp.einsum("ne,eo->no", x, read_weight(weights["shared_router"]))
     return total + jax.nn.sigmoid(share) * shared
 
 
 def route(
-    x: Float[Array, "N E"], router: Float[Array, "E X"], config: ModelConfig
+    x: Float[Array, "N E"],
+    router: Float[Array, "E X"],
+    config: ModelConfig,
+    bias: Float[Array, " X"] | None = None,
 ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
     """Choose the experts of every token.
 
@@ -69,23 +102,36 @@ def route(
         x: the tokens.
         router: the router's matrix.
         config: the config of the model.
+        bias: what is added to the scores.
 
     Returns:
         The experts' numbers, and their shares in the output, float32.
     """
     assert config.experts is not None
     scores = jnp.einsum("ne,ex->nx", x, router, preferred_element_type=jnp.float32)
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)[None]
+    if config.experts.sigmoid:
+        best, chosen = jax.lax.top_k(scores, config.experts.per_token)
+        return chosen, jax.nn.sigmoid(best)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts.per_token)
     if config.experts.normalised:
         shares = shares / shares.sum(-1, keepdims=True)
     return chosen, shares
 
 
-def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool) -> Float[Array, "N k E"]:
+def _names(weights: Layer) -> tuple[str, ...]:
+    """What an expert is computed with, in the order of `_expert`."""
+    return tuple(name for name in OF_EXPERTS if name in weights)
+
+
+def _in_turn(
+    weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: Callable = mlp
+) -> Float[Array, "N k E"]:
     """Every chosen expert's output in a loop over tiles of tokens.
 
     An expert's matrices are read once per tile of its tokens. Those of an expert that nobody chose are never read.
-    `alone`: every pair of a token and an expert is of an expert that is here.
+    `alone`: every pair of a token and an expert is of an expert that is here. `expert` computes it.
     """
     (count, k), pairs, local = chosen.shape, chosen.size, weights[BY_EXPERT[0]].experts
     # The smallest power of two that holds the mean number of pairs of an expert.
@@ -93,7 +139,7 @@ def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool) -> Float
     tiles, place = _tiles(chosen.reshape(-1), local, size)
 
     def compute(number, rows):
-        return mlp(x[rows // k], *(weights[name].expert(number) for name in BY_EXPERT))
+        return expert(x[rows // k], *(weights[name].expert(number) for name in _names(weights)))
 
     def step(_, tile):
         number, rows, used = tile
@@ -134,7 +180,7 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
     return (expert, rows, tile < last_tile[-1]), jnp.zeros_like(order).at[order].set(place)
 
 
-def _at_once(weights: Layer, x, chosen: Int[Array, "N k"]) -> Float[Array, "N k E"]:
+def _at_once(weights: Layer, x, chosen: Int[Array, "N k"], expert: Callable = mlp) -> Float[Array, "N k E"]:
     """The same without a loop.
 
     Of few tokens the matrices of each one's experts are read, which XLA for GPUs reads where they lie. Of many, all
@@ -144,12 +190,12 @@ def _at_once(weights: Layer, x, chosen: Int[Array, "N k"]) -> Float[Array, "N k 
     inside = jnp.minimum(chosen, local - 1)
     if chosen.size <= local:
         numbers = inside.reshape(-1)
-        matrices = (jax.vmap(weights[name].expert)(numbers) for name in BY_EXPERT)
-        return jax.vmap(mlp)(jnp.repeat(x, k, axis=0), *matrices).reshape(count, k, -1)
-    matrices = [weights[name].read() for name in BY_EXPERT]
+        matrices = (jax.vmap(weights[name].expert)(numbers) for name in _names(weights))
+        return jax.vmap(expert)(jnp.repeat(x, k, axis=0), *matrices).reshape(count, k, -1)
+    matrices = [weights[name].read() for name in _names(weights)]
 
     def of_token(token):
-        outputs = jax.vmap(mlp, in_axes=(None, 0, 0, 0))(token[0], *matrices)
+        outputs = jax.vmap(expert, in_axes=(None, *[0] * len(matrices)))(token[0], *matrices)
         return outputs[token[1]]
 
     if count <= MOST_AT_ONCE:

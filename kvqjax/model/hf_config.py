@@ -35,7 +35,7 @@ __all__ = ["Scheme", "config_to_hf", "parse_config", "read_config", "read_scheme
 MOST_LAYERS = 10_000  # layers; a tuple of this length is made before anything else is checked
 
 # Fields that change what a model computes, with the values that leave it as the decoder has it. Null is always fine.
-_ACCEPTED = {
+_ACCEPTED: dict[str, tuple] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
@@ -52,6 +52,7 @@ _ACCEPTED = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
 }
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # Hugging Face's names
 
 
 # --- config.json as a whole ---
@@ -106,6 +107,8 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     raw = {"model_type": family.model_type, **family.defaults, **raw}
+    windows = _windows_from_hf(raw, architecture, _integer(raw, "num_hidden_layers", most=MOST_LAYERS))
+    roped = _layers_with_rope(raw, family, len(windows))
     _check_accepted(raw, family)
     read_scheme(raw)  # refuses weights that cannot be decoded before any of them is read
 
@@ -120,22 +123,33 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         )
     head_dim = width // heads if raw.get("head_dim") is None else _integer(raw, "head_dim")
     grouped = raw.get("num_key_value_heads") is not None
-    fields = {
+    fields: dict[str, Any] = {
         "vocab_size": _integer(raw, "vocab_size"),
         "width": width,
-        "mlp_width": _integer(raw, "intermediate_size"),
+        "mlp_width": _integer(raw, family.mlp_width),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": _integer(raw, "num_key_value_heads") if grouped else heads,
         "head_dim": head_dim,
-        "rope": _rope_from_hf(raw, family, head_dim, rope_length),
+        "rope": _ropes_from_hf(raw, family, windows, roped, head_dim, rope_length),
         "experts": _experts_from_hf(raw, family.experts, layers),
-        "query_growth": _growth_from_hf(raw, family),
+        **_growth_from_hf(raw, family),
         "norm_eps": _number(raw, "rms_norm_eps", 1e-6),
         "qkv_bias": family.qkv_bias,
-        "qk_norm": family.qk_norm,
+        "qk_norm": tuple(bool(raw["use_qk_norm"]) and on for on in roped) if family.chunked else family.qk_norm,
+        "qk_gain": not family.chunked,
+        "chunked": tuple(window is not None for window in windows) if family.chunked else False,
+        "norm_offset": family.norm_offset,
+        "output_bias": family.output_bias,
+        "score_sinks": family.score_sinks,
+        "post_norms": family.post_norms,
+        "activation": family.activation,
+        "embedding_scale": width**0.5 if family.scaled_embedding else 1.0,
+        "scale": _scale_from_hf(raw, family, head_dim),
+        "softcap": _softcap(raw, _SCORE_CAP, family.score_softcap),
+        "logit_softcap": _softcap(raw, _LOGIT_CAP, family.logit_softcap),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "sliding_window": _windows_from_hf(raw, architecture, layers),
+        "sliding_window": windows,
         "max_position": _integer(raw, "max_position_embeddings"),
         "eos_ids": _eos_ids(raw, generation or {}),
         "bos_id": _bos_id(raw),
@@ -168,12 +182,12 @@ def config_to_hf(config: ModelConfig) -> dict:
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
+        family.mlp_width: config.mlp_width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": _ACTIVATIONS[config.activation],
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tied_embeddings,
@@ -182,7 +196,40 @@ def config_to_hf(config: ModelConfig) -> dict:
     }
     raw |= _windows_to_hf(config, family)
     raw |= _experts_to_hf(config, family.experts)
-    return raw | _rope_to_hf(config.rope or RopeConfig(), config.query_growth)
+    raw |= _scores_to_hf(config, family)
+    raw |= _chunks_to_hf(config) if family.chunked else {}
+    return raw | _ropes_to_hf(config, family)
+
+
+# --- Scores and logits ---
+
+_SCALE, _SCORE_CAP, _LOGIT_CAP = "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
+
+
+def _scale_from_hf(raw: dict, family: Family, head_dim: int) -> float | None:
+    """What scores are multiplied by; None for the root of the head's width, which is every other family's."""
+    divisor = _number(raw, _SCALE) if family.query_scale else head_dim
+    return None if divisor == head_dim else divisor**-0.5
+
+
+def _softcap(raw: dict, field: str, known: bool) -> float | None:
+    return _number(raw, field) if known and raw.get(field) is not None else None
+
+
+def _scores_to_hf(config: ModelConfig, family: Family) -> dict:
+    raw: dict[str, Any] = {}
+    if family.activation != "silu":
+        raw["hidden_activation"] = _ACTIVATIONS[config.activation]
+    if family.query_scale:
+        scale = config.common_scale
+        raw[_SCALE] = config.head_dim if scale is None else _plain_number(scale**-2)
+    if family.score_softcap:
+        raw[_SCORE_CAP] = config.softcap
+    if family.logit_softcap:
+        raw[_LOGIT_CAP] = config.logit_softcap
+    if family.output_bias:
+        raw["attention_bias"] = True
+    return raw
 
 
 # --- Architecture, and fields that are only checked ---
@@ -196,17 +243,42 @@ def _language_part(raw: dict) -> dict:
         if text is None and ("vision_config" in raw or "Vision" in str(names)):
             _refuse("architectures", names, "a vision model without a language part")
         return raw
+    first = next(iter(family.languages))
+    if text is None and family.flat:
+        text = raw | {"model_type": first}
     if not isinstance(text, dict):
         _refuse("text_config", text, "wanted the language part's config")
-    kind = text.get("model_type", family.language_types[0])
-    if kind not in family.language_types:
-        _refuse("text_config.model_type", kind, f"wanted {' or '.join(family.language_types)}")
+    kind = text.get("model_type", first)
+    if kind not in list(family.languages):  # it may be a list, which a dictionary cannot look up
+        _refuse("text_config.model_type", kind, f"wanted {' or '.join(family.languages)}")
+    architecture = family.languages[kind]
     # transformers writes these for the whole checkpoint, outside of the language part.
     shared = (
         "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id", "auto_map",
     )  # fmt: skip
     outer = {name: raw[name] for name in shared if raw.get(name) is not None}
-    return outer | text | {"architectures": architectures_of(kind), "model_type": kind}
+    fixed = {"architectures": [architecture], "model_type": FAMILIES[architecture].model_type, **family.fixed}
+    if family.sectioned_rope:
+        fixed |= _without_sections(text)
+    if family.tied_by == "whole" and _TIED in outer:
+        fixed[_TIED] = outer[_TIED]
+    elif family.tied_by == "either":
+        fixed[_TIED] = bool(outer.get(_TIED) or text.get(_TIED))
+    return dict(family.defaults) | outer | text | fixed
+
+
+_TIED = "tie_word_embeddings"
+
+
+def _without_sections(text: dict) -> dict:
+    """The rope of a language part for positions that are single numbers."""
+    ropes = {}
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = text.get(field)
+        if isinstance(rope, dict):
+            plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            ropes[field] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
+    return ropes
 
 
 def _picture_family(names: Any, model_type: Any) -> PictureFamily | None:
@@ -236,8 +308,9 @@ def _architecture(raw: dict) -> str:
 
 def _check_accepted(raw: dict, family: Family):
     """Refuse what the decoder does not compute."""
-    for field, accepted in _ACCEPTED.items():
-        value = raw.get(field)
+    read = {_SCORE_CAP: family.score_softcap, _LOGIT_CAP: family.logit_softcap}
+    for field, accepted in (_ACCEPTED | dict(family.accepted)).items():
+        value = None if read.get(field) else raw.get(field)
         if value is not None and value not in accepted:
             choices = " or ".join(json.dumps(choice) for choice in accepted) or "null"
             _refuse(field, value, f"wanted {choices}")
@@ -274,12 +347,14 @@ def _bos_id(raw: dict) -> int | None:
 
 # --- Sliding windows, layer by layer ---
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def _windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer."""
     family = FAMILIES[architecture]
+    if family.chunked:
+        return _chunks_from_hf(raw, family, num_layers)
     window, types = raw.get("sliding_window"), raw.get("layer_types")
     if family.window_switch and not raw.get("use_sliding_window"):
         window = None
@@ -302,18 +377,63 @@ def _windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int
     return windows
 
 
+def _layers_with_rope(raw: dict, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Which layers turn queries and keys: all but those of which `no_rope_layers`, a misnomer, has a 0."""
+    if not family.chunked:
+        return (True,) * num_layers
+    marks = raw.get("no_rope_layers")
+    if not marks:
+        interval = _integer(raw, "no_rope_layer_interval")
+        marks = [int((index + 1) % interval > 0) for index in range(num_layers)]
+    if not isinstance(marks, list) or len(marks) != num_layers or any(mark not in (0, 1) for mark in marks):
+        _refuse("no_rope_layers", marks, f"wanted {num_layers} of 0 or 1")
+    return tuple(bool(mark) for mark in marks)
+
+
+def _chunks_from_hf(raw: dict, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The chunk of each layer: of those with a rope, where `layer_types` says nothing else."""
+    chunk, types = raw.get("attention_chunk_size"), raw.get("layer_types")
+    if chunk is not None:
+        chunk = _integer(raw, "attention_chunk_size")
+    if types is None:
+        roped = _layers_with_rope(raw, family, num_layers)
+        types = [_CHUNKED if on and chunk is not None else _FULL for on in roped]
+    if not isinstance(types, list) or len(types) != num_layers or any(x not in (_FULL, _CHUNKED) for x in types):
+        _refuse("layer_types", types, f"wanted {num_layers} of {_FULL} or {_CHUNKED}")
+    if chunk is None and _CHUNKED in types:
+        _refuse("attention_chunk_size", None, f"wanted for layers of {_CHUNKED}")
+    return tuple(chunk if name == _CHUNKED else None for name in types)
+
+
+def _chunks_to_hf(config: ModelConfig) -> dict:
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
+    chunk = next((window for window in config.windows if window is not None), None)
+    normed = config.qk_norm if isinstance(config.qk_norm, tuple) else (config.qk_norm,)
+    return {
+        "attention_chunk_size": chunk,
+        "layer_types": [_FULL if window is None else _CHUNKED for window in config.windows],
+        "no_rope_layers": [int(rope is not None and rope.kind != "none") for rope in ropes],
+        "use_qk_norm": any(normed),
+        "attn_temperature_tuning": config.query_growth > 0,
+        **({"attn_scale": config.query_growth, "floor_scale": config.growth_length} if config.query_growth else {}),
+    }
+
+
 def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
     """Which layers slide where `layer_types` is absent and there is a window."""
     if family.slides is None:
         return [_SLIDING] * num_layers
-    edge = raw["max_window_layers"]
-    if not isinstance(edge, int):
-        _refuse("max_window_layers", edge, "wanted an integer")
+    # transformers 5 writes the period of Gemma's layers with an underscore in front.
+    edge = raw.get(f"_{family.slides_by}", raw[family.slides_by])
+    if not _is_integer(edge) or (edge < 1 and family.slides_by != "max_window_layers"):
+        _refuse(family.slides_by, edge, "wanted an integer")
     return [_SLIDING if family.slides(index, edge) else _FULL for index in range(num_layers)]
 
 
 def _windows_to_hf(config: ModelConfig, family: Family) -> dict:
     window = next((window for window in config.windows if window is not None), None)
+    if family.chunked:
+        return {}
     raw: dict[str, Any] = {"sliding_window": window}
     if family.window_switch:
         raw["use_sliding_window"] = window is not None
@@ -347,8 +467,48 @@ _WRITTEN = {
 }
 
 
+def _ropes_from_hf(
+    raw: dict,
+    family: Family,
+    windows: tuple[int | None, ...],
+    roped: tuple[bool, ...],
+    head_dim: int,
+    length: int | None = None,
+) -> RopeConfig | tuple[RopeConfig, ...]:
+    """The rope of every layer, for texts of up to `length` tokens; None: up to the length before scaling."""
+    if not family.rope_by_type:
+        rope = _rope_from_hf(raw, family, head_dim, length)
+        return rope if all(roped) else tuple(rope if on else RopeConfig(kind="none") for on in roped)
+    of_type = {name: _rope_from_hf(fields, family, head_dim, length) for name, fields in _by_type(raw).items()}
+    return tuple(of_type[_FULL if window is None else _SLIDING] for window in windows)
+
+
+def _by_type(raw: dict) -> dict[str, dict]:
+    """The config as layers of each type read it. transformers 5 writes a rope for each; version 4 one that only full
+    attention has, and the base of the sliding layers' frequencies beside it."""
+    ropes = raw.get("rope_parameters") or {}
+    if not isinstance(ropes, dict) or not all(isinstance(ropes.get(name) or {}, dict) for name in (_FULL, _SLIDING)):
+        _refuse("rope_parameters", ropes, f"wanted an object with {_FULL} and {_SLIDING}")
+    if ropes and not ropes.keys() <= {_FULL, _SLIDING}:
+        _refuse("rope_parameters", ropes, f"wanted an object with {_FULL} and {_SLIDING}")
+    full = raw | {"rope_parameters": ropes.get(_FULL)}
+    sliding = raw | {"rope_parameters": ropes.get(_SLIDING), "rope_scaling": None}
+    return {_FULL: full, _SLIDING: sliding | {"rope_theta": raw.get("rope_local_base_freq")}}
+
+
+def _ropes_to_hf(config: ModelConfig, family: Family) -> dict:
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
+    if not family.rope_by_type:
+        rope = next((rope for rope in ropes if rope is not None and rope.kind != "none"), RopeConfig())
+        return _rope_to_hf(rope, 0.0 if family.chunked else config.query_growth)
+    of_type = {window is None: rope or RopeConfig() for window, rope in zip(config.windows, ropes, strict=True)}
+    # A type that no layer has keeps what it would be read as.
+    raw = _rope_to_hf(of_type[True], 0.0) if True in of_type else {}
+    return raw | ({"rope_local_base_freq": of_type[False].theta} if False in of_type else {})
+
+
 def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None = None) -> RopeConfig:
-    """The rope for texts of up to `length` tokens; None: up to the length before scaling."""
+    """One rope for texts of up to `length` tokens; None: up to the length before scaling."""
     rope, prefix = _rope_object(raw, family)
     if rope.get("partial_rotary_factor") not in (None, 1):
         _refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
@@ -358,14 +518,16 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
         return RopeConfig(theta=theta)
     if kind == "linear":
         factor = _number(rope, "factor", prefix=prefix)
-        return RopeConfig(theta=theta, kind=kind, factor=factor)
+        # The length that Gemma 3 states is the one after scaling, other families' the one before it.
+        original = int(_integer(raw, "max_position_embeddings") / factor) if family.rope_by_type else 0
+        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original)
     if kind not in list(_WRITTEN):  # it may be a list, which a dictionary cannot look up
         _refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
 
     full = _integer(raw, "max_position_embeddings")
     original = full if kind == "dynamic" else _original_length(raw, rope, prefix)
     if kind == "llama3":
-        fields = _llama3(rope, prefix)
+        fields = _llama3(rope, prefix, family)
     elif kind == "yarn":
         fields = _yarn(rope, full / original, prefix)
     elif kind == "longrope":
@@ -380,18 +542,22 @@ def _rope_to_hf(rope: RopeConfig, growth: float) -> dict:
     """The fields of a rope in transformers 4's spelling, which version 5 reads too."""
     scaling: dict[str, Any] = {"rope_type": rope.kind}
     scaling |= {name: getattr(rope, name) for name in _WRITTEN[rope.kind]}
-    # The length before scaling of the kind dynamic is max_position_embeddings itself.
-    if rope.original_max_position and rope.kind != "dynamic":
+    # The length before scaling of the kinds linear and dynamic follows from max_position_embeddings.
+    if rope.original_max_position and rope.kind not in ("linear", "dynamic"):
         scaling[_LENGTH] = rope.original_max_position
     if growth:
         scaling[_GROWTH] = growth
     return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
 
 
-def _growth_from_hf(raw: dict, family: Family) -> float:
-    """How fast queries grow beyond the length before scaling; 0 in families whose queries do not."""
+def _growth_from_hf(raw: dict, family: Family) -> dict[str, Any]:
+    """How fast queries grow, and beyond which length; nothing in families whose queries do not."""
+    if family.chunked and raw["attn_temperature_tuning"]:
+        return {"query_growth": _number(raw, "attn_scale"), "growth_length": _integer(raw, "floor_scale")}
+    if not family.query_growth:
+        return {}
     rope, prefix = _rope_object(raw, family)
-    return _number(rope, _GROWTH, prefix=prefix) if family.query_growth else 0.0
+    return {"query_growth": _number(rope, _GROWTH, prefix=prefix)}
 
 
 def _rope_object(raw: dict, family: Family) -> tuple[dict, str]:
@@ -417,10 +583,11 @@ def _original_length(raw: dict, rope: dict, prefix: str) -> int:
     return _integer(raw, "max_position_embeddings")
 
 
-def _llama3(rope: dict, prefix: str) -> dict:
+def _llama3(rope: dict, prefix: str, family: Family) -> dict:
     read = functools.partial(_number, rope, prefix=prefix)
     low, high = read("low_freq_factor"), read("high_freq_factor")
-    if high <= low:
+    # Llama 4 is published with equal ones: no wavelength lies between. transformers warns of it and computes.
+    if high < low or (high == low and not family.chunked):
         _refuse(f"{prefix}high_freq_factor", high, f"wanted more than low_freq_factor = {low}")
     return {"factor": read("factor"), "low_freq_factor": low, "high_freq_factor": high}
 
@@ -499,9 +666,20 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
     count, per_token = _integer(raw, count_field), _integer(raw, "num_experts_per_tok")
     if per_token > count:
         _refuse("num_experts_per_tok", per_token, f"there are {count} experts")
+    if names.sigmoid and per_token != 1:
+        _refuse("num_experts_per_tok", per_token, "inputs scaled by their scores are computed for one; wanted 1")
     if names.in_every_layer:
-        return ExpertConfig(count=count, per_token=per_token, width=_integer(raw, names.width))
-    dense_layers = _dense_layers(raw, num_layers)
+        gate: dict[str, Any] = (
+            {name: _number(raw, name) for name in ("swiglu_limit", "swiglu_alpha")} if names.limited else {}
+        )
+        return ExpertConfig(
+            count=count,
+            per_token=per_token,
+            width=_integer(raw, names.width),
+            biases=names.biases,
+            **gate,
+        )
+    dense_layers = (_dense_by_step if names.sigmoid else _dense_layers)(raw, num_layers)
     if len(dense_layers) == num_layers:
         return None
     shared_width = 0 if names.shared_width is None else _integer(raw, names.shared_width)
@@ -510,8 +688,10 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
         per_token=per_token,
         width=_integer(raw, names.width),
         shared_width=shared_width,
-        normalised=bool(raw.get("norm_topk_prob", False)),
+        normalised=not names.sigmoid and bool(raw.get("norm_topk_prob", False)),
         dense_layers=dense_layers,
+        sigmoid=names.sigmoid,
+        shared_gate=not names.sigmoid,
     )
 
 
@@ -525,15 +705,31 @@ def _dense_layers(raw: dict, num_layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(num_layers) if index in dense or (index + 1) % step)
 
 
+def _dense_by_step(raw: dict, num_layers: int) -> tuple[int, ...]:
+    """Layers without experts: those that are not named, or that the step leaves out."""
+    sparse, step = raw.get("moe_layers"), _integer(raw, "interleave_moe_layer_step")
+    if sparse is None:
+        sparse = list(range(step - 1, num_layers, step))
+    if not isinstance(sparse, list) or not all(_is_integer(index) for index in sparse):
+        _refuse("moe_layers", sparse, "wanted a list of layer numbers")
+    return tuple(index for index in range(num_layers) if index not in sparse)
+
+
 def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
     experts = config.experts
+    if experts is None and names is not None and names.sigmoid:
+        return {"moe_layers": [], names.width: config.mlp_width}
     if experts is None:
         return {} if names is None else {names.count: 0}
     if names is None or not _fits(experts, names, config.mlp_width):
         raise UserError(f"{config.architecture} has no experts like {experts}")
     raw: dict[str, Any] = {names.count: experts.count, "num_experts_per_tok": experts.per_token}
+    if names.limited:
+        raw |= {"swiglu_limit": experts.swiglu_limit, "swiglu_alpha": experts.swiglu_alpha}
     if names.in_every_layer:
         return raw
+    if names.sigmoid:
+        return raw | {names.width: experts.width, "moe_layers": list(config.sparse_layers)}
     raw |= {
         names.width: experts.width,
         "norm_topk_prob": experts.normalised,
@@ -546,6 +742,12 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
 def _fits(experts: ExpertConfig, names: ExpertFields, mlp_width: int) -> bool:
     """Say whether the fields of a family can describe these experts."""
     if (experts.shared_width > 0) != (names.shared_width is not None):
+        return False
+    if (
+        experts.sigmoid != names.sigmoid
+        or experts.biases != names.biases
+        or (experts.swiglu_limit is not None) != names.limited
+    ):
         return False
     if not names.in_every_layer:
         return True
@@ -562,7 +764,7 @@ class Scheme:
     """How a checkpoint's codes are packed.
 
     Attributes:
-        method: "fp8", "gptq" or "awq".
+        method: "fp8", "mxfp4", "gptq" or "awq".
         bits: bits of a code.
         offset: what is added to GPTQ's stored zeros.
         block: outputs and inputs that share one scale of FP8; None: one scale for all.
@@ -590,8 +792,10 @@ def read_scheme(raw: dict) -> Scheme | None:
     if packing is None:
         return None
     method = str(packing.get("quant_method")) if isinstance(packing, dict) else ""
-    if method not in ("fp8", *_BITS):
-        _refuse("quantization_config", packing, "decoded are quant_method fp8, gptq and awq")
+    if method not in ("fp8", "mxfp4", *_BITS):
+        _refuse("quantization_config", packing, "decoded are quant_method fp8, gptq and awq, and mxfp4")
+    if method == "mxfp4":
+        return Scheme("mxfp4", bits=4)
     if method == "fp8":
         return Scheme("fp8", block=_fp8_block(packing.get("weight_block_size")))
     bits, layout = packing.get("bits", 4), packing.get("version", "gemm")
@@ -624,6 +828,11 @@ def _refuse(field: str, value: Any, wanted: str) -> NoReturn:
     problem = "is missing" if value is None else f"= {json.dumps(value)} is not supported"
     # A field's name comes from a file and may hold a line break.
     raise UserError(" ".join(f"config.json: {field} {problem}; {wanted}".split()))
+
+
+def _plain_number(value: float) -> int | float:
+    """A number that came back from a root: whole ones, which config classes want as integers, without its rounding."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

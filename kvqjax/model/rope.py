@@ -18,6 +18,7 @@ __all__ = [
     "check_length",
     "following",
     "inverse_frequencies",
+    "positions_of_layer",
     "rotate",
     "steps",
     "turn",
@@ -43,10 +44,9 @@ def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
 def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Llama 3.1: wavelengths above the old context are interpolated, short ones kept, a smooth blend between."""
     wavelength = 2 * math.pi / freq
-    blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blend = np.clip(blend, 0, 1)
+    turns = rope.original_max_position / wavelength - rope.low_freq_factor
+    between = rope.high_freq_factor - rope.low_freq_factor
+    blend = np.clip(turns / between, 0, 1) if between else (turns > 0).astype(freq.dtype)  # Llama 4: none between
     return (1 - blend) * freq / rope.factor + blend * freq
 
 
@@ -88,7 +88,9 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     if rope is None:
         raise ValueError("a shape without a rope has no frequencies")
     freq = _plain(rope.theta, config.head_dim)
-    if rope.kind == "linear":
+    if rope.kind == "none":
+        freq = np.zeros_like(freq)
+    elif rope.kind == "linear":
         freq = freq / rope.factor
     elif rope.kind == "llama3":
         freq = _llama3(freq, rope)
@@ -99,7 +101,9 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     elif rope.kind == "longrope":
         freq = freq / np.asarray(rope.long_factor if rope.length else rope.short_factor)
     elif rope.kind != "default":
-        raise ValueError(f"unknown rope kind {rope.kind!r}; known: default, linear, llama3, yarn, dynamic, longrope")
+        raise ValueError(
+            f"unknown rope kind {rope.kind!r}; known: none, default, linear, llama3, yarn, dynamic, longrope"
+        )
     return freq.astype(np.float32)
 
 
@@ -115,7 +119,7 @@ def _angles(positions: Int[Array, "*B T"], config: KVShape) -> Float[Array, "*B 
     return jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))
 
 
-def _waves(angles: Float[Array, "*B T P"], factor: float) -> Waves:
+def _waves(angles: Float[Array, "*B T P"], factor: Float[Array, ""] | float) -> Waves:
     return Waves(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
 
@@ -140,12 +144,29 @@ def rotate(
 ) -> Float[Array, "*B T N D"]:
     """Rotate N heads of T tokens to their absolute positions; without positions or a rope they stay as they are.
     Angles, cos and sin in float32, the result in x.dtype."""
-    rope = config.turning
-    if rope is None or positions is None:
-        return x
     if isinstance(positions, Waves):
         return _turned(x, positions)
+    rope = config.turning
+    if rope is None or rope.kind == "none" or positions is None:
+        return x
     return turn(x, _angles(positions, config), rope.attention_factor)
+
+
+def positions_of_layer(
+    positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int | None
+) -> Int[Array, "B T"] | Waves:
+    """Give what `rotate` takes in place of the positions in layer `index`: themselves where all layers have one rope,
+    else the waves of the layer's own. A loop over stacked layers knows `index` as data alone."""
+    if not isinstance(config.rope, tuple):
+        return positions
+    if index is None:
+        raise ValueError("layers have ropes of their own; say which layer this is")
+    layers = [config.layer(number) for number in range(config.num_layers)]
+    still = np.zeros(config.head_dim // 2, np.float32)  # of a layer without a rope: no pair turns
+    freq = np.stack([still if layer.rope is None else inverse_frequencies(layer) for layer in layers])
+    factor = np.asarray([1.0 if layer.turning is None else layer.turning.attention_factor for layer in layers])
+    angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), jnp.asarray(freq)[index])
+    return _waves(angles, jnp.asarray(factor, jnp.float32)[index])
 
 
 def steps(size: int, config: KVShape) -> Waves:

@@ -32,6 +32,7 @@ from kvqjax.model.weight_codes import CodedWeight
 __all__ = [
     "BY_EXPERT",
     "MATRICES",
+    "OF_EXPERTS",
     "SPARSE",
     "Layer",
     "Params",
@@ -52,7 +53,9 @@ Layer = dict
 Leaf = Any  # an array, a CodedWeight, or whatever a tree map puts in its place
 
 BY_EXPERT = ("experts_gate", "experts_up", "experts_down")  # [X, E, F], [X, E, F], [X, F, E]
+OF_EXPERTS = (*BY_EXPERT, *(f"{name}_bias" for name in BY_EXPERT))  # biases [X, F], [X, F], [X, E]
 SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")  # of layers with experts
+_SPARSE_BIASES = ("router_bias", *OF_EXPERTS[len(BY_EXPERT) :])  # likewise
 
 # The parameters that are matrices [in, out]. The others are vectors, and the embedding is a table of rows.
 MATRICES = frozenset({
@@ -206,7 +209,7 @@ def stacked(params: Params) -> Params:
         numbers = tuple(index for index, weights in enumerate(layers) if name in weights)
         parts = [layers[index][name] for index in numbers]
         stack = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
-        partial = name in SPARSE or len(numbers) < len(layers)
+        partial = name in (*SPARSE, *_SPARSE_BIASES) or len(numbers) < len(layers)
         stacks[name] = Rows(stack, numbers) if partial else stack
     return params | {"layers": stacks}
 
@@ -256,18 +259,35 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
             complete = len(numbers) == count and name not in SPARSE
             layers[name] = stack if complete else Rows(stack, numbers)
     norms = {"attn_norm": c.width, "mlp_norm": c.width}
-    if c.qk_norm:
+    if c.qk_norm and c.qk_gain:
         norms |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
-    layers |= {name: jnp.ones((count, size), dtype) for name, size in norms.items()}
-    if c.qkv_bias:
-        sizes = {"q_bias": c.query_width, "k_bias": c.kv_width, "v_bias": c.kv_width}
-        layers |= {name: jnp.zeros((count, size), dtype) for name, size in sizes.items()}
+    if c.post_norms:
+        norms |= {"attn_post_norm": c.width, "mlp_post_norm": c.width}
+    layers |= {name: jnp.full((count, size), 1 - c.norm_offset, dtype) for name, size in norms.items()}
+    layers |= {name: jnp.zeros((count, size), dtype) for name, size in _bias_sizes(c).items()}
+    if c.experts is not None and c.experts.biases:
+        x, rows = c.experts, len(c.sparse_layers)
+        sizes = {"router_bias": (x.count,), "experts_gate_bias": (x.count, x.width)}
+        sizes |= {"experts_up_bias": (x.count, x.width), "experts_down_bias": (x.count, c.width)}
+        layers |= {n: Rows(jnp.zeros((rows, *shape), dtype), c.sparse_layers) for n, shape in sizes.items()}
     embedding = jax.random.normal(keys["embed"], (c.vocab_size, c.width), dtype) * 0.02
-    params = {"embed": embedding, "norm": jnp.ones((c.width,), dtype), "layers": layers}
+    params = {"embed": embedding, "norm": jnp.full((c.width,), 1 - c.norm_offset, dtype), "layers": layers}
     if not c.tied_embeddings:
         head = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype)
         params["head"] = head * c.width**-0.5
     return params
+
+
+def _bias_sizes(config: ModelConfig) -> dict[str, int]:
+    """Vectors of a layer's attention that are no norms."""
+    c, sizes = config, {}
+    if c.qkv_bias:
+        sizes |= {"q_bias": c.query_width, "k_bias": c.kv_width, "v_bias": c.kv_width}
+    if c.output_bias:
+        sizes["o_bias"] = c.width
+    if c.score_sinks:
+        sizes["score_sinks"] = c.num_heads
+    return sizes
 
 
 def _mlp_shapes(prefix: str, width: int, inner: int, *lead: int) -> dict[str, tuple[int, ...]]:
@@ -284,6 +304,7 @@ def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes |= _mlp_shapes("experts_", width, experts.width, experts.count)
     if experts.shared_width:
         shapes |= _mlp_shapes("shared_", width, experts.shared_width)
+    if experts.shared_width and experts.shared_gate:
         shapes["shared_router"] = (width, 1)
     return shapes
 

@@ -10,7 +10,6 @@ In the order of a load: names, the parameters and their tensors, which tensors a
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
@@ -33,6 +32,7 @@ from kvqjax.model.checkpoint import (
     Tensor,
     decode_slice,
     find_weight,
+    in_pairs,
     open_checkpoint,
     read_slice,
     sample,
@@ -75,7 +75,8 @@ _NAMES = {
     **{f"layers/experts_{n}": f"mlp.experts.{{}}.{n}_proj.weight" for n in ("gate", "up", "down")},
     **{f"layers/shared_{n}": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
     **{f"layers/{n}": f"self_attn.{n}_proj.weight" for n in "qkvo"},
-    **{f"layers/{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkv"},
+    **{f"layers/{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkvo"},
+    **{f"layers/experts_{n}_bias": f"mlp.experts.{n}_proj_bias" for n in ("gate", "up", "down")},
     **{f"layers/{n}_norm": f"self_attn.{n}_norm.weight" for n in "qk"},
 }
 
@@ -85,21 +86,28 @@ _LANGUAGE = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_VISION = (
-    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-)  # fmt: skip
+_VISION = tuple(
+    front + part
+    for front in ("", "model.")
+    for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+)
+_TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")  # what a rope turns
 _WRAPPERS = ("module.", "_orig_mod.")  # of data parallel training, of torch.compile
 
-# Newer releases of transformers save one tensor for all experts of a layer. The matrices lie in it one after the other,
-# expert by expert.
+# Newer releases of transformers save one tensor for all experts of a layer, some families always do. Expert by expert
+# the matrices lie in it, one after the other or column by column.
 _FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
-_FUSED_NAME = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)(_scale_inv)?")
+_FUSED_NAME = re.compile(
+    r"(model\.layers\.\d+\.)((?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj))(_scale_inv|_bias|_blocks|_scales)?"
+)
+_FUSED_PARTS = {"": ".weight", "_scale_inv": ".weight_scale_inv", "_blocks": ".blocks", "_scales": ".exponents"}
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
 
 
 def _hf_name(config: ModelConfig, name: str) -> str:
     family = FAMILIES.get(config.architecture)
-    return _NAMES[name] if family is None else family.tensor_names.get(name, _NAMES[name])
+    own = {} if family is None else family.tensor_names
+    return own[name] if name in own else _NAMES[name]
 
 
 class Parameter(NamedTuple):
@@ -156,6 +164,12 @@ def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
 def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text_only: bool) -> Checkpoint:
     checkpoint = _without_wrappers(checkpoint)
     checkpoint = _language_part(checkpoint, folder, text_only)
+    family = FAMILIES.get(config.architecture)
+    if family is not None and family.paired_rope:  # rows are read as pairs of halves, which turn alike
+        checkpoint = {
+            name: dataclasses.replace(tensor, head_dim=config.head_dim if name.endswith(_TURNED) else 0)
+            for name, tensor in checkpoint.items()
+        }
     return checkpoint if config.experts is None else _experts_apart(checkpoint, config)
 
 
@@ -199,7 +213,9 @@ def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
     for name, tensor in checkpoint.items():
         fused, router = _FUSED_NAME.fullmatch(name), _ROUTER.fullmatch(name)
         if fused:
-            tensors |= _expert_matrices(tensor, config, *fused.groups())
+            layer, whole, kind, part = fused.groups()
+            inward = _lies_inward(checkpoint.get(layer + whole), config, kind)
+            tensors |= _expert_matrices(tensor, config, layer, kind, part or "", inward)
         elif router:
             tensors[router[1] + _hf_name(config, "layers/router")] = tensor
         else:
@@ -207,25 +223,46 @@ def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
     return tensors
 
 
-def _expert_matrices(tensor: Tensor, config: ModelConfig, layer: str, fused: str, scales: str | None) -> Checkpoint:
-    """The parts of one fused tensor [experts, parts * outputs, inputs] by the names that they have alone."""
-    names = _FUSED[fused]
-    if len(tensor.shape) != 3 or 0 in tensor.shape or tensor.shape[1] % len(names):
-        wanted = f"[experts, {len(names)} x outputs, inputs]"
+def _lies_inward(tensor: Tensor | None, config: ModelConfig, fused: str) -> bool:
+    """Whether matrices lie as [inputs, outputs] in one tensor of experts. A family says so, or the shape does."""
+    fields, experts = FAMILIES[config.architecture].experts, config.experts
+    assert fields is not None
+    assert experts is not None
+    if tensor is None or fields.inward:  # codes of MXFP4, which have no such tensor, lie as [outputs, inputs]
+        return tensor is not None
+    outputs, inputs = 2 * experts.width, config.width
+    if fused == "down_proj":
+        outputs, inputs = config.width, experts.width
+    return tensor.shape[1:] == (inputs, outputs) != (outputs, inputs)
+
+
+def _expert_matrices(
+    tensor: Tensor, config: ModelConfig, layer: str, fused: str, part: str, inward: bool
+) -> Checkpoint:
+    """What one fused tensor holds by the names that it has alone: [experts, inputs, parts * outputs] if `inward`, else
+    [experts, parts * outputs, inputs]. Biases [experts, parts * outputs] stay one tensor a part."""
+    names, fields = _FUSED[fused], FAMILIES[config.architecture].experts
+    axis = 1 if part == "_bias" or not inward else 2
+    axes = 2 if part == "_bias" else 4 if part == "_blocks" else 3
+    if len(tensor.shape) != axes or 0 in tensor.shape or tensor.shape[axis] % len(names):
+        outputs = f"{len(names)} x outputs"
+        wanted = f"[experts, inputs, {outputs}]" if axis == 2 else f"[experts, {outputs}, inputs]"
         raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {wanted}")
-    experts, outputs, inputs = tensor.shape
-    nbytes = tensor.nbytes // experts // len(names)
-    matrices = {}
-    for expert, (part, ours) in itertools.product(range(experts), enumerate(names)):
-        name = layer + _hf_name(config, f"layers/{ours}").format(expert) + (scales or "")
-        matrices[name] = dataclasses.replace(
-            tensor,
-            name=name,
-            shape=(outputs // len(names), inputs),
-            start=tensor.start + (expert * len(names) + part) * nbytes,
-            nbytes=nbytes,
-        )
-    return matrices
+    size, parts = tensor.shape[axis] // len(names), {}
+    for number, ours in enumerate(names):
+        span = slice(number * size, (number + 1) * size)
+        if fields is not None and fields.interleaved:
+            span = slice(number, None, len(names))
+        if part == "_bias":
+            name = layer + _hf_name(config, f"layers/{ours}_bias")
+            parts[name] = tensor.part(name, (slice(None), span))
+            continue
+        for expert in range(tensor.shape[0]):
+            name = layer + _hf_name(config, f"layers/{ours}").format(expert).removesuffix(".weight")
+            name += _FUSED_PARTS[part]
+            cut = (expert, slice(None), span) if axis == 2 else (expert, span)
+            parts[name] = tensor.part(name, cut, turned=axis == 2)
+    return parts
 
 
 # --- Which tensors are read: all that the model needs, and no other may be left ---
@@ -506,7 +543,7 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
     """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors, family = {}, FAMILIES.get(config.architecture)
     for parameter in parameters(config):
         layered = parameter.layers is not None
         name = parameter.name.removeprefix("layers/")
@@ -514,7 +551,38 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
         value = np.asarray(value.stack if isinstance(value, Rows) else value)
         for names, layer in zip(parameter.tensors, value if layered else [value], strict=True):
             for name, array in zip(names, layer if parameter.by_expert else [layer], strict=True):
-                tensors[name] = np.ascontiguousarray(array.T if parameter.matrix else array)
+                array = np.ascontiguousarray(array.T if parameter.matrix else array)
+                paired = family is not None and family.paired_rope and name.endswith(_TURNED)
+                tensors[name] = in_pairs(array, config.head_dim) if paired else array
+    fields = None if family is None or config.experts is None else family.experts
+    if fields is not None and fields.inward:
+        tensors = _experts_together(tensors, config)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(config_to_hf(config), indent=1) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _experts_together(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors of a family that saves one tensor for all experts of a layer, [experts, inputs, parts * outputs]."""
+    fields, experts = FAMILIES[config.architecture].experts, config.experts
+    assert fields is not None
+    assert experts is not None
+
+    def joined(parts: list[np.ndarray]) -> np.ndarray:
+        if fields.interleaved:
+            whole = np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
+        else:
+            whole = np.concatenate(parts, -1)
+        return np.ascontiguousarray(whole)  # safetensors writes an array's memory as it lies
+
+    for index in config.sparse_layers:
+        layer = f"model.layers.{index}."
+        for fused, names in _FUSED.items():
+            single = [layer + _hf_name(config, f"layers/{name}") for name in names]
+            stacks = [np.stack([tensors.pop(name.format(e)).T for e in range(experts.count)]) for name in single]
+            whole = f"{layer}{_hf_name(config, 'layers/experts_gate').partition('.experts')[0]}.experts.{fused}"
+            tensors[whole] = joined(stacks)
+            if fields.biases:
+                biases = [tensors.pop(layer + _hf_name(config, f"layers/{name}_bias")) for name in names]
+                tensors[f"{whole}_bias"] = joined(biases)
+    return tensors

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.ops.xla_workarounds import all_lanes, head_lanes, scores_of, sums_of
+from kvqjax.ops.xla_workarounds import all_lanes, floor_divide, head_lanes, scores_of, sums_of
 
 __all__ = [
     "Partial",
@@ -25,6 +25,8 @@ __all__ = [
     "grouped",
     "merge",
     "merge_over",
+    "merged",
+    "oldest_seen",
     "segment_attention",
     "total_lse",
     "visible",
@@ -72,11 +74,17 @@ def with_sinks(part: Partial, sinks: Float[Array, " H"] | None) -> Partial:
     return Partial(part.out * jnp.exp(part.lse - lse)[..., None], lse)
 
 
-def visible(queries, keys, valid, sliding: int | None) -> Bool[Array, "B T S"]:
-    """Make the causal and sliding-window mask by absolute position: queries [B,T], keys [B,S], valid [B,S]."""
+def oldest_seen(query, sliding: int, chunked: bool = False) -> Any:
+    """The oldest position that a query sees: `sliding` tokens with its own, or the first of its chunk of so many. It
+    may be below 0."""
+    return floor_divide(query, sliding) * sliding if chunked else query - sliding + 1
+
+
+def visible(queries, keys, valid, sliding: int | None, chunked: bool = False) -> Bool[Array, "B T S"]:
+    """Make the causal, sliding-window or chunk mask by absolute position: queries [B,T], keys [B,S], valid [B,S]."""
     query, key = queries[:, :, None], keys[:, None, :]
     seen = (key <= query) & valid[:, None, :]
-    return seen if sliding is None else seen & (key > query - sliding)
+    return seen if sliding is None else seen & (key >= oldest_seen(query, sliding, chunked))
 
 
 def grouped(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K G T D"]:
@@ -201,6 +209,11 @@ def merge(*parts: Partial) -> Float[Array, "B T H D"]:
     if len(parts) == 1:
         return parts[0].out
     return combined(jnp.stack([part.lse for part in parts]), jnp.stack([part.out for part in parts]))
+
+
+def merged(*parts: Partial) -> Partial:
+    """Combine segments as `merge` does, with their log-sum-exp."""
+    return Partial(merge(*parts), total_lse(*parts))
 
 
 def combined(lse: Float[Array, "N B T H"], out: Float[Array, "N B T H D"]) -> Float[Array, "B T H D"]:

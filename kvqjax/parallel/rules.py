@@ -15,7 +15,7 @@ from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig
-from kvqjax.model.weight_trees import BY_EXPERT, is_unrolled
+from kvqjax.model.weight_trees import OF_EXPERTS, is_unrolled
 from kvqjax.ops.packing.base import CHANNELS, TOKENS
 
 __all__ = ["Rules", "shares_heads"]
@@ -57,7 +57,7 @@ class Rules:
             return PartitionSpec(*((self.vocabulary, None) if name == "embed" else (None, self.vocabulary)))
         if layer in ("q", "gate", "up", "shared_gate", "shared_up"):
             return PartitionSpec(None, None, self.width)
-        if layer in ("o", "down", "shared_down") or layer in BY_EXPERT:
+        if layer in ("o", "down", "shared_down") or layer in OF_EXPERTS:
             return PartitionSpec(None, self.width)
         if layer in ("k", "v"):
             return PartitionSpec(None, None, self.projections)
@@ -65,6 +65,8 @@ class Rules:
             # A key bias lies as the keys that are cached, so that a read of some block needs no exchange for it.
             axes = {"q_bias": self.width, "k_bias": self.kv_heads, "v_bias": self.projections}
             return PartitionSpec(None, axes[layer])
+        if layer == "score_sinks":  # as the query heads that attend on a device
+            return PartitionSpec(None, self.kv_heads)
         return PartitionSpec()
 
     def placement(self, name: str) -> NamedSharding:

@@ -76,14 +76,14 @@ def _attend_begun(model: Model, cache: Cache, tokens, padding: Padding, *, withi
     # A single row's step on a GPU: a product of one row is a slow kernel of its own (`of_two`).
     alone = positions.size == 1 and call.runs[0].static_loops
 
-    def project(weights, h):
-        make = functools.partial(decoder.project, weights, config=config)
+    def project(weights, h, first):  # a run's layers are like its first one
+        make = functools.partial(decoder.project, weights, config=config, index=first)
         return of_two(make, h, positions) if alone else make(h, positions)
 
     def step(number, loop, index):
         h, flow = loop
         weights = decoder.layer(model.params, call.runs[number].first + index)
-        projected = project(weights, h)
+        projected = project(weights, h, call.runs[number].first)
         # Where devices share the tokens of a KV head, each attends with the queries of all of them.
         whole = projected._replace(q=decoder.whole_heads(projected.q, config))
         attended, new, flow = attend_one(call, number, index, weights, whole, flow)

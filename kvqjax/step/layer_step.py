@@ -118,10 +118,10 @@ def attend_one(
 ) -> tuple[Float[Array, "B T H D"], dict, Flow]:
     """Attend in layer `index` of run `number`: (output in float32, new sources [B, T, W], what flows on).
 
-    `projected.q` holds the queries of all heads that attend here. `options` of the scores are by default the shape's.
+    `projected.q` holds the queries of all heads that attend here. `options` of the scores are by default the model's.
     From a token on whose source is not finite, the output of its row is NaN."""
     run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
-    options = options or ScoreOptions(run.shape.softcap)
+    options = options or ScoreOptions(run.shape.softcap, weights.get("score_sinks"))
     fixed = caches.at_layer(call.constants[number], index)
     new = run.wiring.maps.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype

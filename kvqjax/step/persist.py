@@ -38,9 +38,14 @@ from kvqjax.step.new_cache import ITS_OWN_PLACE
 __all__ = ["load_cache", "save_cache"]
 
 
+# Fields that are younger than the format, with the value that they have in older files.
+_LATER = {"chunked": False, "norm_offset": 0.0}
+
+
 def _digest(shape: KVShape) -> str:
     """Digest what a cache must know of a model."""
-    return hashlib.sha256(repr(dataclasses.asdict(shape)).encode()).hexdigest()[:16]
+    fields = {name: x for name, x in dataclasses.asdict(shape).items() if name not in _LATER or x != _LATER[name]}
+    return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 
 def _constants(constants) -> str:

@@ -19,7 +19,7 @@ from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 from kvqjax.model.weight_trees import is_unrolled
-from kvqjax.ops.attention import merge
+from kvqjax.ops.attention import merged, with_sinks
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import filled_by, kept_apart, unknown_zero
 from kvqjax.pallas_kernels import splash
@@ -42,8 +42,9 @@ class Path(NamedTuple):
 def path_of(layout: CacheLayout, batch: int, length: int) -> Path:
     """Choose how `batch` prompts, padded to `length` tokens, attend to themselves on the chip that a cache is for."""
     small, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
-    capped = layout.shape.softcap is not None  # a large product takes no cap between a score and its exponential
-    if kernels == "off" or length <= CHUNK or (kernels == "tiles" and capped):
+    # A large product takes no cap between a score and its exponential, and no chunk that begins inside a piece.
+    special = layout.shape.softcap is not None or layout.shape.chunked is not False
+    if kernels == "off" or length <= CHUNK or (kernels == "tiles" and special):
         return small
     numbers = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
     most = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
@@ -85,7 +86,7 @@ def _captured(run: RunLayout, constants, weights, projected: Projected, position
     finite."""
     sources = run.wiring.maps.capture(weights, constants, projected, positions)
     k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
-    made, dtype = (sources, {"k": rotate(k, positions, config), "v": v}), projected.q.dtype
+    made, dtype = (sources, {"k": rotate(k, positions, run.shape), "v": v}), projected.q.dtype
     finite = found_finite(dtype, *jax.tree.map(lambda x: x.reshape(*positions.shape, -1), made))
     return *(zeroed(dtype, x) for x in made), finite
 
@@ -115,23 +116,24 @@ def exact_layer(
 
     def project(h, start):
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
-        return positions, decoder.project(weights(start), cut(h, start), positions, config)
+        own = weights(start)
+        return positions, own, decoder.project(own, cut(h, start), positions, config, run.first)
 
     def keys(start):
-        positions, projected = project(h, start)
-        found = _captured(run, constants, weights(start), projected, positions, config)
+        positions, own, projected = project(h, start)
+        found = _captured(run, constants, own, projected, positions, config)
         return *found, projected.q if path.kernels == "tiles" else ()
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
     kept, attending = kept_apart((keep(new, finite), attending))
-    attend = _attention(
-        Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap), q, path, weighing
-    )
+    prompt = Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap, run.chunked)
+    sinks = functools.partial(decoder.own_sinks, weights(starts[0]), config)
+    attend = _attention(prompt, q, path, weighing, sinks)
     broken = spoiled(finite, counts)
 
     def attended(loop, start):
         mass, h = loop  # a chunk of h is read by itself alone, so what comes out takes its place
-        out, mass = attend(start, lambda: project(h, start)[1].q, mass)
+        out, mass = attend(start, lambda: project(h, start)[2].q, mass)
         out = jnp.where(cut(broken, start)[:, :, None, None], jnp.nan, out)
         done = decoder.finish(weights(start), cut(h, start), out, config)
         return (mass, jax.lax.dynamic_update_slice_in_dim(h, done, start, 1)), None
@@ -141,9 +143,10 @@ def exact_layer(
     return kept, h, mass
 
 
-def _attention(prompt: Prompt, queries, path: Path, weighing: bool) -> Callable:
+def _attention(prompt: Prompt, queries, path: Path, weighing: bool, sinks: Callable) -> Callable:
     """Make `attend(start, make, mass)` for the chunk from `start` on: (output, `mass` with what the chunk gave each
-    token). Its queries are cut out of all `queries` where they are there, else `make()` makes them."""
+    token). Its queries are cut out of all `queries` where they are there, else `make()` makes them. `sinks(n)` gives
+    the logits of score sinks of n query heads."""
     length, cut = prompt.k.shape[1], functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
     before = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
@@ -151,11 +154,13 @@ def _attention(prompt: Prompt, queries, path: Path, weighing: bool) -> Callable:
     def attend(start, make, mass):
         if path.kernels == "tiles":
             older = jax.tree.map(lambda x: cut(x, start), before)
-            return merge(near(cut(queries, start), start, prompt), older), mass
+            q = cut(queries, start)
+            return with_sinks(merged(near(q, start, prompt), older), sinks(q.shape[2])).out, mass
         q = make()
         if path.kernels in SPLASH_KINDS:
-            return splashed(q, start, prompt, by_head, path.kernels), mass
-        (out, lse), blocks = by_blocks(q, start, prompt)
+            return with_sinks(splashed(q, start, prompt, by_head, path.kernels), sinks(q.shape[2])).out, mass
+        part, blocks = by_blocks(q, start, prompt)
+        out, lse = with_sinks(part, sinks(q.shape[2]))
         return out, add_received(q, start, prompt, lse, blocks, mass) if weighing else mass
 
     return attend

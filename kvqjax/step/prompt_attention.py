@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.cache.eviction import received
 from kvqjax.cache.readers.tiles import by_splash
-from kvqjax.ops.attention import Partial, blockwise_attention, segment_attention, visible
+from kvqjax.ops.attention import Partial, blockwise_attention, oldest_seen, segment_attention, visible
 from kvqjax.ops.large_tiles import tiled_attention
 from kvqjax.pallas_kernels import splash
 
@@ -21,19 +21,20 @@ PARTS = 8  # of a chunk, among which a large tile's keys are masked
 
 class Prompt(NamedTuple):
     """What one layer's queries attend to: keys and values of all T tokens, how many of a row are its own, the
-    sliding window, and the cap of the scores."""
+    sliding window, the cap of the scores, and whether the window is a chunk."""
 
     k: Float[Array, "B T K D"]
     v: Float[Array, "B T K D"]
     counts: Int[Array, " B"]
     sliding: int | None
     softcap: float | None = None
+    chunked: bool = False
 
     def mask(self, queries: Int[Array, " t"], keys: Int[Array, " s"]):
         """Mark which keys the queries see, [B, t, s]; both are numbered by their places in the prompt."""
         rows = len(self.counts)
         queries, keys = (jnp.broadcast_to(x[None], (rows, len(x))) for x in (queries, keys))
-        return visible(queries, keys, keys < self.counts[:, None], self.sliding)
+        return visible(queries, keys, keys < self.counts[:, None], self.sliding, self.chunked)
 
     def block(self, start, count: int):
         return (jax.lax.dynamic_slice_in_dim(x, start, count, 1) for x in (self.k, self.v))
@@ -85,7 +86,9 @@ def by_blocks(q, start, prompt: Prompt) -> tuple[Partial, tuple]:
     def read(j, carry):
         return *prompt.block(j * chunk, chunk), _block_mask(prompt, start, j, chunk), carry
 
-    first = jnp.int32(0) if prompt.sliding is None else jnp.maximum(start - prompt.sliding + 1, 0) // chunk
+    first = jnp.int32(0)
+    if prompt.sliding is not None:
+        first = jnp.maximum(oldest_seen(start, prompt.sliding, prompt.chunked), 0) // chunk
     found, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1, softcap=prompt.softcap)
     return found, (first, start // chunk + 1)
 
@@ -114,14 +117,14 @@ def add_received(q, start, prompt: Prompt, lse, blocks, mass):
     return jax.lax.fori_loop(first, last, add, mass)
 
 
-def splashed(q, start, prompt: Prompt, by_head, kernels: str):
+def splashed(q, start, prompt: Prompt, by_head, kernels: str) -> Partial:
     """Attend as `by_blocks` does, by splash attention on a TPU, with keys and values by head."""
     places = start + jnp.arange(q.shape[1])
     # What is only padding sees nothing: its blocks are left out.
     newest = jnp.where(places < prompt.counts.max(), places, -1)
 
     def kernel(q, newest, k, v, interpret):
-        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret, softcap=prompt.softcap).out
+        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret, None, prompt.softcap, prompt.chunked)
 
-    plain = lambda q, *_: by_blocks(q, start, prompt)[0].out  # noqa: E731
+    plain = lambda q, *_: by_blocks(q, start, prompt)[0]  # noqa: E731
     return by_splash(kernels, kernel, plain, q, newest, *by_head)

@@ -27,6 +27,8 @@ PUBLISHED = {
     "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
     "ministral-8b": 8_019_808_256, "mistral-small-3.1-24b": 23_572_403_200, "mixtral-8x7b": 46_702_792_704,
     "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
+    "gemma-2-9b": 9_241_705_984, "gpt-oss-20b": 20_914_757_184,
+    "gemma-3-27b": 27_009_346_304, "qwen3-vl-8b": 8_190_735_360, "llama-4-scout": 107_769_861_120,  # language parts
 }  # fmt: skip
 
 
@@ -41,6 +43,19 @@ def test_names_are_found_by_hub_id_and_misspelt_ones_get_a_hint():
     assert config_of("demo").vocab_size < 10_000
     with pytest.raises(kvq.UserError, match=r"did you mean 'qwen3-0.6b'"):
         config_of("qwen3-0.5b")
+
+
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "gpt-oss-20b", "qwen3-vl-8b", "llama-4-scout"])
+def test_plans_of_models_with_local_layers_and_parts_of_others(name):
+    """From a config alone. Layers that see a window keep a ring of it, whatever the context."""
+    config, context = config_of(name), 32768
+    found = plan_memory(config, "kivi:bits=4", context, 1, weights="int4")
+    exact = plan_memory(config, "exact", context, 1)
+    far = sum(window is None for window in config.windows)
+    every = 2 * 2 * config.num_layers * config.kv_width * context
+    assert exact.cache < 1.1 * every * far / config.num_layers + 2e9
+    assert found.cache < 0.35 * exact.cache
+    assert found.weights < 0.35 * exact.weights + 4 * config.vocab_size * config.width
 
 
 def test_bytes_are_those_of_the_cache_that_would_be_made():

@@ -294,3 +294,138 @@ def test_a_length_that_was_said_counts_and_a_window_in_every_layer_has_none():
     assert every.trained_length is None
     assert some.trained_length == config.max_position
     assert dataclasses.replace(every, query_growth=0.1).trained_length == config.max_position
+
+
+# --- Families whose config is more than Llama's ---
+
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "query_pre_attn_scalar": 24,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 8,
+    "sliding_window": 512,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 4, "num_local_experts": 8}
+
+
+def test_gemma2():
+    config = parse_config(GEMMA2)
+    assert config.windows == (4096, None, 4096)
+    assert (config.scale, config.softcap, config.logit_softcap) == (24**-0.5, 50.0, 30.0)
+    assert (config.embedding_scale, config.norm_offset, config.post_norms) == (8.0, 1.0, True)
+    assert (config.activation, config.tied_embeddings, config.eos_ids) == ("gelu_tanh", True, (1,))
+    # A divisor that is the width of a head is what every other family has.
+    assert parse_config(GEMMA2 | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": None}).softcap is None
+    assert parse_config(GEMMA2 | {"query_pre_attn_scalar": 16}).scale is None
+
+
+def test_gemma3_in_both_spellings():
+    """Version 4 of transformers has one rope and a base beside it, version 5 a rope for each kind of layer."""
+    config = parse_config(GEMMA3)
+    near, far = RopeConfig(theta=1e4), RopeConfig(theta=1e6, kind="linear", factor=8.0, original_max_position=16384)
+    assert config.rope == (*[near] * 5, far, *[near] * 2)
+    assert config.windows == (*[512] * 5, None, *[512] * 2)
+    assert config.trained_length == 131072  # the stated length is that after scaling
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    later = {**GEMMA3, "rope_scaling": None, "rope_parameters": ropes, "_sliding_window_pattern": 6}
+    assert parse_config(later) == config
+    types = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 2
+    assert parse_config(later | {"layer_types": types}) == config
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA3 | {"architectures": None}}
+    assert parse_config(whole | {"vision_config": {}}) == config
+
+
+def test_gpt_oss():
+    config = parse_config(GPT_OSS)
+    assert config.windows == (128, None, 128, None)
+    assert config.experts.count == 8
+    assert (config.experts.width, config.experts.swiglu_limit, config.experts.biases) == (2880, 7.0, True)
+    assert (config.qkv_bias, config.output_bias, config.score_sinks, config.qk_norm) == (True, True, True, False)
+    assert (config.rope.kind, config.rope.truncate, config.rope.theta) == ("yarn", False, 150000.0)
+    assert config.rope.attention_factor == pytest.approx(0.1 * math.log(32.0) + 1)
+
+
+LLAMA4 = {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 4}
+
+
+def test_llama4():
+    """Three of four layers turn keys and see a chunk; the fourth sees everything, and its queries grow."""
+    config = parse_config(LLAMA4 | {"interleave_moe_layer_step": 2})
+    turned, still = RopeConfig(theta=5e5), RopeConfig(kind="none")
+    assert config.rope == (turned, turned, turned, still)
+    assert config.windows == (8192, 8192, 8192, None)
+    assert config.chunked == config.qk_norm == (True, True, True, False)
+    assert (config.query_growth, config.growth_length, config.qk_gain) == (0.1, 8192, False)
+    assert (config.mlp_width, config.experts.width, config.experts.shared_width) == (16384, 8192, 8192)
+    assert (config.experts.dense_layers, config.experts.sigmoid, config.experts.shared_gate) == ((0, 2), True, False)
+    plain = parse_config(LLAMA4 | {"use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [1] * 4})
+    assert (plain.qk_norm, plain.query_growth, plain.rope, plain.chunked) == (False, 0.0, turned, True)
+
+
+QWEN_VL = {k: v for k, v in QWEN3.items() if k not in ("architectures", "model_type")}
+
+
+@pytest.mark.parametrize("kind", ["mrope", "default"])
+def test_text_of_qwen_vl(kind):
+    """Fields beside those of the pictures in Qwen2-VL, in a part of their own in Qwen3-VL; positions are numbers."""
+    rope = {"type": kind, "mrope_section": [2, 3, 3]}
+    flat = QWEN_VL | {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+    flat |= {"vision_config": {"depth": 2}, "rope_scaling": rope, "rope_theta": 5e5}
+    assert parse_config(flat) == parse_config(QWEN2 | {"rope_theta": 5e5})
+    nested = {"architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": True}
+    text = QWEN_VL | {"model_type": "qwen3_vl_text", "rope_theta": 5e5, "rope_scaling": rope}
+    tied = parse_config(QWEN3 | {"rope_theta": 5e5, "tie_word_embeddings": True})
+    assert parse_config(nested | {"text_config": text | {"tie_word_embeddings": False}}) == tied
+    assert parse_config(nested | {"architectures": None, "model_type": "qwen3_vl", "text_config": text}) == tied
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (GEMMA2 | {"hidden_activation": "gelu"}, 'hidden_activation = "gelu"'),
+        (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        (GEMMA2 | {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0"),
+        (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
+        (GEMMA2 | {"attention_bias": True}, "attention_bias = true"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),  # transformers passes it over
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+        (GEMMA3 | {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters = "),
+        (LLAMA4 | {"num_experts_per_tok": 2}, "num_experts_per_tok = 2"),
+        (LLAMA4 | {"no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers = "),
+        (LLAMA4 | {"layer_types": ["sliding_attention"] * 4}, "layer_types = "),
+        (LLAMA4 | {"moe_layers": "all"}, 'moe_layers = "all"'),
+        (LLAMA4 | {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 4}, "attention_chunk_size is"),
+        (GPT_OSS | {"attention_bias": False}, "attention_bias = false"),
+        (GPT_OSS | {"swiglu_limit": -7.0}, "swiglu_limit = -7.0"),
+        (
+            {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {"model_type": "qwen3"}},
+            'text_config.model_type = "qwen3"',
+        ),
+        ({"architectures": ["Qwen3VLForConditionalGeneration"]}, "text_config is missing"),
+    ],
+)
+def test_what_new_families_do_not_have(raw, text):
+    with pytest.raises(UserError, match=r"^config\.json: ") as caught:
+        parse_config(raw)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "raw", [GEMMA2, GEMMA2 | {"final_logit_softcapping": None}, GEMMA3, GPT_OSS, LLAMA4, LLAMA4 | {"moe_layers": []}]
+)
+def test_round_trip_of_new_families(raw):
+    config = parse_config(raw)
+    assert parse_config(json.loads(json.dumps(config_to_hf(config)))) == config

@@ -217,7 +217,10 @@ def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | 
     def body(weights, constants, stored, positions) -> LatentBody:
         arrays = uniform_body(weights, constants, stored, positions)
         up = constants["k"]["up"].astype(weights["k"].dtype)
-        return LatentBody(arrays, positions, up, weights.get("k_bias"), weights.get("k_norm"))
+        gain = weights.get("k_norm")
+        if gain is not None and config.norm_offset:
+            gain = gain.astype(jnp.float32) + config.norm_offset
+        return LatentBody(arrays, positions, up, weights.get("k_bias"), gain)
 
     return Packed(LatentSpec(stored=stored, epsilon=epsilon, **heads), body)
 
@@ -293,7 +296,7 @@ def attended(
     # Numbers that overflowed saturate, before a norm or a rotation makes NaN of them.
     k, v = (heads(saturated(x, x.dtype), config.num_kv_heads) for x in (k, v))
     if config.qk_norm:
-        k = norm(k, weights["k_norm"], config.norm_eps)
+        k = norm(k, weights.get("k_norm"), config.norm_eps, config.norm_offset)
     return rotate(k, positions, config), v
 
 

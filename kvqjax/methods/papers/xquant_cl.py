@@ -266,19 +266,22 @@ def _scalar_codec() -> Codec:
     return Codec(1, 1, {"x": field}, lambda _, x: {"x": turn(x)}, lambda _, tile: turn(tile["x"]))
 
 
-def _normed(weights, sources, space: str):
+def _normed(weights, sources, config: KVShape, space: str):
     """Give the layer's input after the attention norm, from Xhat."""
     x, dtype = sources["x"], weights["k"].dtype
     if space == "norm":
         return x
     # The norm with the exact token's scale: Xhat's own would contain what is stale in it.
     x = (x.astype(jnp.float32) * sources["inverse_rms"].astype(jnp.float32)).astype(dtype)
-    return x * weights["attn_norm"][None, None]
+    gain = weights["attn_norm"][None, None]
+    if config.norm_offset:
+        return (x.astype(jnp.float32) * (gain.astype(jnp.float32) + config.norm_offset)).astype(dtype)
+    return x * gain
 
 
 def _expand(config: KVShape, space: str):
     def expand(weights, constants, sources, positions):
-        x = _normed(weights, sources, space)
+        x = _normed(weights, sources, config, space)
         k, v = (times(x, weights[name], weights["k"].dtype) for name in ("k", "v"))
         return attended(k, v, weights, positions, config)
 
@@ -287,6 +290,6 @@ def _expand(config: KVShape, space: str):
 
 def _shared(config: KVShape, space: str):
     def read(weights, constants, payload, sources):
-        return _normed(weights, sources, space)
+        return _normed(weights, sources, config, space)
 
     return summed_first(input_width(config), config, read, lambda weights, constants: weights["v"])
