@@ -1,4 +1,4 @@
-"""kvqjax: KV-cache compression for Llama, Mistral and Qwen models in JAX.
+"""kvqjax: KV-cache compression for Llama, Mistral, Qwen, Gemma and gpt-oss models in JAX.
 
 The public names are those of kvqjax/_public.py. They and JAX are loaded when the first of them is asked for, so that
 `kvqjax --help` answers at once.

@@ -89,7 +89,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="kvqjax",
     cls=_Commands,
-    help="Compress the KV cache of Llama, Mistral and Qwen models: generate, evaluate, plan, calibrate.",
+    help="Compress the KV cache of large language models: generate, chat, serve, evaluate, plan, calibrate.",
     no_args_is_help=True,
     add_completion=False,
     context_settings=HELP,
