@@ -9,6 +9,7 @@ import math
 import operator
 import types
 import typing
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ __all__ = [
     "clipped",
     "is_known",
     "named",
+    "reading",
     "typed",
 ]
 
@@ -135,6 +137,12 @@ def is_known(*arrays: Any) -> bool:
     host."""
     none = jax.core.Tracer | jax.ShapeDtypeStruct
     return all(not isinstance(x, none) and getattr(x, "is_fully_addressable", True) for x in arrays)
+
+
+def reading(known: bool) -> AbstractContextManager:
+    """Compute at once, also inside a user's trace: what follows from known numbers can then be read. Of others, as it
+    comes."""
+    return jax.ensure_compile_time_eval() if known else nullcontext()
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from kvqjax._arguments import check_integer, is_known
+from kvqjax._arguments import check_integer, is_known, reading
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.moving import moved_body, moved_window, stored_tile
@@ -126,10 +126,12 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
     check_cache(cache)
     _check_means(cache.layout, "cut")
     sinks, grain, shift = cache.layout.method.sinks, _grain(cache.layout), _place(cache.layout, tokens)
-    encoded = _least_encoded(cache)
-    if _are_known(cache):
-        shift = min(shift, int(np.asarray(encoded).min()) // grain * grain)
-    bad = (encoded < shift) | (cache.lengths < sinks)
+    known = _are_known(cache)
+    with reading(known):
+        encoded = _least_encoded(cache)
+        if known:
+            shift = min(shift, int(np.asarray(encoded).min()) // grain * grain)
+        bad = (encoded < shift) | (cache.lengths < sinks)
     if (row := _refuse(bad, cache)) is not None:
         length = int(np.asarray(cache.lengths)[row])
         raise UserError(f"row {row} holds {length} tokens, fewer than the {sinks} sinks, which cannot be cut apart")
@@ -202,11 +204,12 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
             f"{head.batch} rows cannot be joined with {tail.cache.batch}; kvqjax.repeat or gather makes more"
         )
     shift = tail.start - layout.method.sinks
-    lengths = tail.cache.lengths + shift
-    unready = (_least_encoded(head) < shift) | (head.lengths < tail.start)
-    crowded = lengths > capacity
-    for (_, tokens), (run, _) in zip(_encoded(tail.cache), _encoded_in(layout), strict=True):
-        crowded = crowded | (tokens + shift > run.slots if not run.wraps else False)
+    with reading(_are_known(head, tail.cache)):
+        lengths = tail.cache.lengths + shift
+        unready = (_least_encoded(head) < shift) | (head.lengths < tail.start)
+        crowded = lengths > capacity
+        for (_, tokens), (run, _) in zip(_encoded(tail.cache), _encoded_in(layout), strict=True):
+            crowded = crowded | (tokens + shift > run.slots if not run.wraps else False)
     if (row := _refuse(unready, head, tail.cache)) is not None:
         raise UserError(
             f"row {row} of the head has not encoded the {tail.start} tokens before the piece; it must be filled "

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvqjax._arguments import MOST, check_integer, check_integers, check_within, clipped, is_known, named
+from kvqjax._arguments import MOST, check_integer, check_integers, check_within, clipped, is_known, named, reading
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import crop_kept, forget
@@ -295,7 +295,8 @@ def _fitting(cache: Cache, layout: CacheLayout) -> Cache:
     if not is_known(*jax.tree.leaves((cache.lengths, cache.kept, [state.flushed for state in cache.runs]))):
         most, over = excess(cache, layout)
         return crop(cache, jnp.minimum(cache.lengths, most)).replace(overflow=cache.overflow | over)
-    over = np.asarray(excess(cache, layout)[1])
+    with reading(True):
+        over = np.asarray(excess(cache, layout)[1])
     if over.any():
         row = int(over.argmax())
         length = int(np.asarray(cache.lengths)[row])

@@ -144,6 +144,16 @@ def test_a_cache_is_what_it_was_cut_into(name, wish):
     same(kvq.join(head, kvq.cut(other, start)[1]), other)
 
 
+def test_a_jitted_function_may_close_over_a_cache():
+    """What it holds is known then: it is cut and resized as outside, and what cannot be is refused."""
+    cache = fresh("mixed", ROWS[:1])
+    resized, joined = jax.jit(lambda: (kvq.resize(cache, 340), kvq.join(*kvq.cut(cache, 200))))()
+    same(resized, kvq.resize(cache, 340))
+    same(joined, cache)
+    with pytest.raises(kvq.UserError, match="too small: crop it first"):
+        jax.jit(lambda: kvq.resize(cache, 300))()
+
+
 def test_three_pieces_make_a_cache():
     """A tree of prefixes: its inner nodes are pieces of codes alone."""
     cache = fresh("mixed", ROWS[:1])
