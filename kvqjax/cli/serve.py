@@ -1,5 +1,6 @@
 """`kvqjax serve`: the OpenAI protocol over HTTP."""
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -33,6 +34,7 @@ from kvqjax.serving.engine import CHUNK, PREFIXES, QUEUE, ROWS, STRIDE, Engine
 __all__ = ["read_bytes", "serve"]
 
 API_KEY = "KVQJAX_API_KEY"  # environment variable: an option would be seen in the list of processes
+MOST_BYTES = 2**50  # of the cache
 GRACE = 10  # seconds that answers under way get at a shutdown
 
 
@@ -41,8 +43,8 @@ def read_bytes(text: str | int) -> int:
     try:
         parts = str(text).strip().lower().removesuffix("ib").removesuffix("b")
         if parts.endswith("g"):
-            return token_count(parts[:-1], 1, 2**20) * 2**30
-        return token_count(parts, 1, 2**50)
+            return token_count(parts[:-1], 1, MOST_BYTES // 2**30) * 2**30
+        return token_count(parts, 1, MOST_BYTES)
     except UserError:
         raise typer.BadParameter(f"{text!r} is no memory; wanted bytes, or such as 512M or 2G") from None
 
@@ -62,7 +64,12 @@ def serve(
     pool: Annotated[
         int | None,
         typer.Option(
-            "--pool", parser=read_bytes, metavar="BYTES", help="memory for the cache in place of --rows, as 2G"
+            "--pool",
+            parser=read_bytes,
+            min=1,
+            max=MOST_BYTES,
+            metavar="BYTES",
+            help="memory for the cache in place of --rows, as 2G",
         ),
     ] = None,
     chunk: Annotated[int, number("--chunk", help="tokens of a prompt that are read between two strides")] = CHUNK,
@@ -79,6 +86,7 @@ def serve(
     weights: Weights = None,
     text_only: TextOnly = False,
     rope_length: RopeLength = None,
+    as_json: Annotated[bool, typer.Option("--json", help="say where and what is served as a line of JSON")] = False,
 ) -> None:
     """Serve a model in the OpenAI protocol, many requests at a time through one compressed cache.
 
@@ -104,11 +112,16 @@ def serve(
     )
     try:
         with _listening(host, port) as door:
+            address = f"http://{host}:{door.getsockname()[1]}/v1"
+            if as_json:
+                about = {"address": address, "model": name, "cache": str(method), "rows": now.rows}
+                about |= {"capacity": now.capacity, "bytes": now.cache_bytes, "bits": now.bits}
+                print(json.dumps(about), flush=True)
             announce(
                 f"{name} through {method}: {now.rows} rows of {now.capacity} tokens, {size(now.cache_bytes)}, "
                 f"{now.bits:.4g} bits a number"
             )
-            announce(f"http://{host}:{door.getsockname()[1]}/v1, and / in a browser; /ready says when all is compiled")
+            announce(f"{address}, and / in a browser; /ready says when all is compiled")
             server.run([door])
     finally:
         engine.close()

@@ -262,12 +262,28 @@ def test_without_a_template_chat_is_one_line_and_a_shutdown_ends_requests():
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path):
     """A process of its own: its first lines say where and what, SIGTERM ends it, a mistake is one line."""
-    words = ["serve", "-m", "recall", "-c", "kivi:bits=4,window=32", "--pool", "1M", "--capacity", "128", "--port", "0"]
+    words = [
+        "serve",
+        "-m",
+        "recall",
+        "-c",
+        "kivi:bits=4,window=32",
+        "--pool",
+        "1M",
+        "--capacity",
+        "128",
+        "--port",
+        "0",
+        "--json",
+    ]
     command = [sys.executable, "-P", "-m", "kvqjax", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, cwd=tmp_path) as process:
+        about = json.loads(process.stdout.readline())
         first, second = process.stderr.readline(), process.stderr.readline()
         port = int(re.search(r"http://127.0.0.1:(\d+)/v1", second)[1])
         assert re.match(r"recall through kivi:bits=4,window=32: \d+ rows of 128 tokens, .* bits a number", first)
+        assert (about["address"], about["capacity"]) == (f"http://127.0.0.1:{port}/v1", 128)
         status, made = answer(port, "/v1/completions", {"prompt": "ab12,cd34,?cd", "max_tokens": 2, "temperature": 0})
         process.terminate()
         assert process.wait(timeout=60) in (0, -signal.SIGTERM)  # uvicorn ends by the signal once all is closed
