@@ -793,7 +793,7 @@ def read_scheme(raw: dict) -> Scheme | None:
         return None
     method = str(packing.get("quant_method")) if isinstance(packing, dict) else ""
     if method not in ("fp8", "mxfp4", *_BITS):
-        _refuse("quantization_config", packing, "decoded are quant_method fp8, gptq and awq, and mxfp4")
+        _refuse("quantization_config", packing, "decoded are quant_method fp8, gptq, awq and mxfp4")
     if method == "mxfp4":
         return Scheme("mxfp4", bits=4)
     if method == "fp8":
