@@ -99,8 +99,8 @@ class RunLayout(NamedTuple):
 
     @property
     def chunked(self) -> bool:
-        """Say whether these tokens are the query's chunk, from its first token on."""
-        return self.shape.common_chunked
+        """Say whether these tokens are the query's chunk, from its first token on. A layer that sees all has none."""
+        return self.sliding is not None and self.shape.common_chunked
 
     @property
     def slots_here(self) -> int:

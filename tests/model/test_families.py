@@ -253,10 +253,16 @@ def test_calibrations_read_what_a_cache_is_given(family):
     assert (data.sinks is not None) == model.config.score_sinks
 
 
-@pytest.mark.parametrize("spec", ["aqua:bits=2,group=32,buffer=32", "xquant_cl:bits=3,group=32"])
-def test_what_feeds_layers_by_layers_wants_windows_alike(spec):
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("aqua:bits=2,group=32,buffer=32", "must see the same tokens; sliding windows differ"),
+        ("xquant_cl:bits=3,group=32,base=0,protected=1", "needs full attention in every layer; its window is 96"),
+    ],
+)
+def test_what_feeds_layers_by_layers_wants_windows_alike(spec, message):
     model = family_model("gemma2")
-    with pytest.raises(UserError, match="must see the same tokens; sliding windows differ"):
+    with pytest.raises(UserError, match=message):
         kvq.init_cache(model, spec, 1, CAPACITY)
 
 
