@@ -65,9 +65,15 @@ class Plan:
         return self.weights + self.constants + self.cache + self.workspace
 
 
+@functools.lru_cache(maxsize=16)
+def _plain_shapes(config: ModelConfig, dtype: str) -> dict:
+    """Give the params as shapes. Kept, because a plan asks some forty times for every cache: half of its time."""
+    return jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
+
+
 def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16", weights: str | None = None) -> dict:
     """The params pytree as shapes, the layers' matrices as codes where `weights` is "int8" or "int4"."""
-    params = jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
+    params = jax.tree.map(lambda x: x, _plain_shapes(config, dtype))  # of which a caller may do as they like
     if weights is None:
         return params
     if weights not in CODED_WEIGHTS:
