@@ -1,6 +1,6 @@
 """Many users at equal memory: a workload of requests through one engine a cache, all with the same cache bytes.
 
-    python -m benchmarks.serving [--model smollm2] [--cache exact --cache kivi:bits=2] [--pool 192M] [--requests 64]
+    python -m benchmarks.serving [--model smollm2] [--cache exact --cache kivi:bits=2] [--pool 512M] [--requests 64]
 
 Requests arrive at random times (Poisson, `--rate` a second; 0: all at once). Half of them begin with one prefix of
 `--prefix` tokens. Prompts have 100 to `--longest` tokens beside it and answers 50 to `--answer`, drawn evenly on a
@@ -17,7 +17,7 @@ import numpy as np
 
 import kvqjax as kvq
 from benchmarks.tables import table
-from kvqjax.cli.serve import read_bytes
+from kvqjax._options import byte_count
 
 CACHES = ("exact", "kivi:bits=4", "kivi:bits=2", "higgs:bits=2")
 HEAD = ["cache", "bits", "rows", "tokens/s", "requests/s", "first token, median s", "95 % s", "reused prompt tokens"]
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--cache", action="append")
-    parser.add_argument("--pool", type=read_bytes, default=read_bytes("192M"), help="bytes of each cache")
+    parser.add_argument("--pool", type=byte_count, default=byte_count("512M"), help="bytes of each cache")
     parser.add_argument("--capacity", type=int, default=2048)
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--requests", type=int, default=64)

@@ -158,7 +158,7 @@ def _empty(data: Layers, layers) -> dict:
     for layer in layers:
         shape = data.shape.layer(len(constants))
         codecs = layer.build(shape).storage.codecs.items() if isinstance(layer, CommVQLayer) else ()
-        constants.append({s: {n: np.zeros(shape, np.float32) for n, shape in c.needs.items()} for s, c in codecs})
+        constants.append({s: {n: np.zeros(size, np.float32) for n, size in c.needs.items()} for s, c in codecs})
         rounds = layer.key(data.shape).rounds if codecs else 0
         reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS if codecs else 0, 2))})
     return {"done": np.int64(0), "h": data.h, "constants": constants, "reports": reports}

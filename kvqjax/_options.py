@@ -1,5 +1,5 @@
 """Options by name: a misspelt one is answered with the nearest, one of another library with what to write here.
-And numbers of tokens as people write them."""
+And numbers of tokens and bytes as people write them."""
 
 import functools
 import inspect
@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from kvqjax._errors import UserError, suggest
 
-__all__ = ["HABITS", "check_names", "named_options", "token_count"]
+__all__ = ["BYTES", "HABITS", "byte_count", "check_names", "named_options", "token_count"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,4 +81,23 @@ def token_count(text: str | int, least: int = 1, most: int = 2**24) -> int:
     count = int(parts[1]) * {"": 1, "k": 2**10, "m": 2**20}[parts[2]]
     if not least <= count <= most:
         raise UserError(f"{text} tokens; wanted {least} to {most}")
+    return count
+
+
+# Unit of a number of bytes, in lower case -> bytes. A letter alone is a power of 1024, as most programs have it.
+BYTES = {
+    "b": 1,
+    **{f"{letter}{end}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for end in ("", "ib")},
+    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
+}
+
+
+def byte_count(text: str | int, least: int = 1, most: int = 2**50) -> int:
+    """A number of bytes: 4096, "512MiB" or "512M" (powers of 1024), "2GB" (of 1000). Raises UserError."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
+    if isinstance(text, bool) or parts is None or (parts[2] or "b") not in BYTES:
+        raise UserError(f"{text!r} is no number of bytes; wanted one such as 4096, 512MiB, 2G or 2GB")
+    count = int(float(parts[1]) * BYTES[parts[2] or "b"])
+    if not least <= count <= most:
+        raise UserError(f"{text} bytes; wanted {least} to {most}")
     return count

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvqjax._errors import UserError
+from kvqjax._options import BYTES
 from kvqjax.model.config import ModelConfig
 
 __all__ = ["Budget", "Measure", "Table", "better", "chosen", "climb", "guess", "limit_of", "neighbours", "read_budget"]
 
-UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 GRID = 400  # steps of the budget per layer in the dynamic programme
 ROUND = 16  # exchanges that are measured together
@@ -57,11 +57,11 @@ def read_budget(text: str | float | int) -> Budget:
     except ValueError:  # several points
         amount = 0.0
     unit = match[3] if match else ""
-    if match is None or not amount > 0 or (match[1] and unit) or unit not in ("", "bit", "bits", *UNITS):
+    if match is None or not amount > 0 or (match[1] and unit) or unit not in ("", "bit", "bits", *BYTES):
         raise UserError(f"budget {text!r}; wanted bits (2.5), bytes (8GiB) or a divergence (kld=0.01)")
     if match[1]:
         return Budget("kld", amount)
-    return Budget("bytes", amount * UNITS[unit]) if unit in UNITS else Budget("bits", amount)
+    return Budget("bytes", amount * BYTES[unit]) if unit in BYTES else Budget("bits", amount)
 
 
 # --- What policies cost

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvqjax._errors import UserError
-from kvqjax._options import token_count
+from kvqjax._options import byte_count
 from kvqjax._tables import size
 from kvqjax.cli.common import (
     Artifacts,
@@ -31,22 +31,18 @@ from kvqjax.cli.common import (
 from kvqjax.cli.output import announce
 from kvqjax.serving.engine import CHUNK, PREFIXES, QUEUE, ROWS, STRIDE, Engine
 
-__all__ = ["read_bytes", "serve"]
+__all__ = ["serve"]
 
 API_KEY = "KVQJAX_API_KEY"  # environment variable: an option would be seen in the list of processes
 MOST_BYTES = 2**50  # of the cache
 GRACE = 10  # seconds that answers under way get at a shutdown
 
 
-def read_bytes(text: str | int) -> int:
-    """Read a number of bytes, also as 512M or 2G (powers of 1024)."""
+def _pool(text: str | int) -> int:
     try:
-        parts = str(text).strip().lower().removesuffix("ib").removesuffix("b")
-        if parts.endswith("g"):
-            return token_count(parts[:-1], 1, MOST_BYTES // 2**30) * 2**30
-        return token_count(parts, 1, MOST_BYTES)
-    except UserError:
-        raise typer.BadParameter(f"{text!r} is no memory; wanted bytes, or such as 512M or 2G") from None
+        return byte_count(text, 1, MOST_BYTES)
+    except UserError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def serve(
@@ -65,7 +61,7 @@ def serve(
         int | None,
         typer.Option(
             "--pool",
-            parser=read_bytes,
+            parser=_pool,
             min=1,
             max=MOST_BYTES,
             metavar="BYTES",
@@ -137,10 +133,11 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _packages():
+    """Import what the extra `serve` brings: uvicorn, and the application that needs starlette."""
     try:
         import uvicorn
-
-        from kvqjax.serving.app import make_app
     except ImportError as error:
         raise UserError(f"serving needs further packages ({error.name}): pip install '.[serve]'") from error
+    from kvqjax.serving.app import make_app
+
     return uvicorn, make_app

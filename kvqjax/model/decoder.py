@@ -181,15 +181,18 @@ def _tempered(
     if not config.query_growth:
         return q
     if config.growth_length is not None:
-        ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
-        grows = _of_layer(tuple(rope is None or rope.kind == "none" for rope in ropes), 0 if index is None else index)
-        times = ((positions + 1) // config.growth_length).astype(jnp.float32)
-        grown = (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
-        return jnp.where(grows, grown, q)
-    if config.turning is None:
+        times = (positions + 1) // config.growth_length
+    elif config.turning is not None:
+        times = positions // config.turning.original_max_position
+    else:
         return q
-    times = (positions // config.turning.original_max_position).astype(jnp.float32)
-    return (q * (1 + config.query_growth * jnp.log1p(times))[:, :, None, None]).astype(q.dtype)
+    growth = 1 + config.query_growth * jnp.log1p(times.astype(jnp.float32))
+    grown = (q * growth[:, :, None, None]).astype(q.dtype)
+    if config.growth_length is None:
+        return grown
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
+    still = tuple(rope is None or rope.kind == "none" for rope in ropes)
+    return jnp.where(_of_layer(still, 0 if index is None else index), grown, q)
 
 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
@@ -256,10 +259,10 @@ def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Fl
     """Compute logits in float32, after the final norm."""
     h = _norm(h, params["norm"], config)
     if config.tied_embeddings:
-        found = times_matrix(h, params["embed"], jnp.float32, turned=True)
+        scores = times_matrix(h, params["embed"], jnp.float32, turned=True)
     else:
-        found = times_matrix(h, params["head"], jnp.float32)
-    return capped(found, config.logit_softcap)
+        scores = times_matrix(h, params["head"], jnp.float32)
+    return capped(scores, config.logit_softcap)
 
 
 def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: Callable, state):

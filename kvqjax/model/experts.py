@@ -71,12 +71,12 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
         chosen = chosen - jax.lax.axis_index(config.split) * local
     here = (chosen >= 0) & (chosen < local)
     chosen = jnp.where(here, chosen, local)  # the number of no expert here
-    expert, given = functools.partial(_expert, config), x
+    expert, inputs = functools.partial(_expert, config), x
     if config.experts is not None and config.experts.sigmoid:
-        given, shares = (x * shares).astype(x.dtype), jnp.ones_like(shares)
+        inputs, shares = (x * shares).astype(x.dtype), jnp.ones_like(shares)
     loop = functools.partial(_in_turn, alone=not config.split, expert=expert)
     at_once = functools.partial(_at_once, expert=expert)
-    out = jax.lax.platform_dependent(weights, given, chosen, cuda=at_once, default=loop)
+    out = jax.lax.platform_dependent(weights, inputs, chosen, cuda=at_once, default=loop)
     out = jnp.where(here[..., None], out, jnp.zeros((), out.dtype))
     total = jnp.einsum("nke,nk->ne", out, shares, preferred_element_type=jnp.float32)
     total = total.astype(x.dtype)

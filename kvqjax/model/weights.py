@@ -106,8 +106,8 @@ _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
 
 def _hf_name(config: ModelConfig, name: str) -> str:
     family = FAMILIES.get(config.architecture)
-    own = {} if family is None else family.tensor_names
-    return own[name] if name in own else _NAMES[name]
+    named = {} if family is None else family.tensor_names
+    return named[name] if name in named else _NAMES[name]
 
 
 class Parameter(NamedTuple):
@@ -213,8 +213,8 @@ def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
     for name, tensor in checkpoint.items():
         fused, router = _FUSED_NAME.fullmatch(name), _ROUTER.fullmatch(name)
         if fused:
-            layer, whole, kind, part = fused.groups()
-            inward = _lies_inward(checkpoint.get(layer + whole), config, kind)
+            layer, place, kind, part = fused.groups()
+            inward = _lies_inward(checkpoint.get(layer + place), config, kind)
             tensors |= _expert_matrices(tensor, config, layer, kind, part or "", inward)
         elif router:
             tensors[router[1] + _hf_name(config, "layers/router")] = tensor
@@ -570,19 +570,19 @@ def _experts_together(tensors: dict[str, np.ndarray], config: ModelConfig) -> di
 
     def joined(parts: list[np.ndarray]) -> np.ndarray:
         if fields.interleaved:
-            whole = np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
+            columns = np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
         else:
-            whole = np.concatenate(parts, -1)
-        return np.ascontiguousarray(whole)  # safetensors writes an array's memory as it lies
+            columns = np.concatenate(parts, -1)
+        return np.ascontiguousarray(columns)  # safetensors writes an array's memory as it lies
 
     for index in config.sparse_layers:
         layer = f"model.layers.{index}."
         for fused, names in _FUSED.items():
             single = [layer + _hf_name(config, f"layers/{name}") for name in names]
             stacks = [np.stack([tensors.pop(name.format(e)).T for e in range(experts.count)]) for name in single]
-            whole = f"{layer}{_hf_name(config, 'layers/experts_gate').partition('.experts')[0]}.experts.{fused}"
-            tensors[whole] = joined(stacks)
+            together = f"{layer}{_hf_name(config, 'layers/experts_gate').partition('.experts')[0]}.experts.{fused}"
+            tensors[together] = joined(stacks)
             if fields.biases:
                 biases = [tensors.pop(layer + _hf_name(config, f"layers/{name}_bias")) for name in names]
-                tensors[f"{whole}_bias"] = joined(biases)
+                tensors[f"{together}_bias"] = joined(biases)
     return tensors

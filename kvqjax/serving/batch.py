@@ -128,7 +128,8 @@ class RunningBatch:
         self.chunk, self.stride = chunk, stride
         self._model, self._place = model, functools.partial(shared, model)
         self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
-        self._prompt = init_cache(model, method, 1, capacity, kernels=kernels)
+        # The copy compiles here what rows kept for later prompts need.
+        self._prompt: Cache = _copied(init_cache(model, method, 1, capacity, kernels=kernels))
         self._state = self._unbegun(init_cache(model, method, rows, capacity, kernels=kernels), [0] * rows)
         self._sampling = self._place(of_rows([make_sampling()] * rows))
         self._eos = self._place(np.full((rows, MOST_ENDS), NO_TOKEN, np.int32))

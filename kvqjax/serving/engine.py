@@ -246,16 +246,15 @@ class Engine:
 
     def warm(self) -> None:
         """Compile every program, so that no request waits for it: a request of each width of a chunk, with and without
-        scores."""
-        new = min(2, self.capacity - 1)
-        options = {"max_new_tokens": new, "temperature": 1.0, "eos_ids": (), "beyond_trained": True}
+        scores. They are not counted. Other requests may come meanwhile."""
+        room = min(2, self.capacity - 1)
+        options = {"max_new_tokens": room, "temperature": 1.0, "eos_ids": (), "beyond_trained": True}
         for width in self._batch.widths:
-            ids = [0] * min(width, self.capacity - new)
+            ids = [0] * min(width, self.capacity - room)
             for scores in (None, 0):
-                self.submit(ids, scores=scores, prompt_scores=True, **options).result()
-        self._batch.go_on_from(self._batch.prompt_row())
-        with self._changed:
-            self._counts = dict.fromkeys(self._counts, 0)
+                answer = self.submit(ids, scores=scores, prompt_scores=True, **options).result()
+                reused, fed, new = answer.reused_tokens, answer.prompt_tokens, len(answer.tokens)
+                self._count(requests=-1, prompt_tokens=-fed, reused_tokens=-reused, tokens=-new)
 
     def close(self, *, finish: bool = False) -> None:
         """Refuse further requests, and end.
@@ -266,11 +265,8 @@ class Engine:
         with self._changed:
             self._closing = True
             if not finish:
-                waiting = [handle for _, _, handle in self._waiting]
-                feeding = [] if self._feeding is None else [self._feeding.handle]
-                for handle in (*waiting, *feeding, *self._rows):
-                    if handle is not None:
-                        handle.abort()
+                for handle in self._handles():
+                    handle.abort()
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -295,24 +291,37 @@ class Engine:
     def _end_all(self, fault: BaseException) -> None:
         with self._changed:
             self._fault = fault
-            feeding = [] if self._feeding is None else [self._feeding.handle]
-            for handle in (*self._rows, *feeding, *(handle for _, _, handle in self._waiting)):
-                if handle is not None:
-                    handle.failed(fault)
+            for handle in self._handles():
+                handle.failed(fault)
 
     def _admitted(self) -> bool:
         """Wait for work, and choose whose prompt is fed next; False once the engine is to end."""
         with self._changed:
             while True:
                 self._drop_aborted()
-                if self._feeding is None and self._waiting and None in self._rows:
-                    handle = heapq.heappop(self._waiting)[2]
-                    self._feeding = _Feeding(handle, self._rows.index(None))
+                self._choose()
                 if self._feeding is not None or any(self._rows):
                     return True
                 if self._closing:
                     return False
                 self._changed.wait()
+
+    def _choose(self) -> None:
+        """Choose whose prompt is fed next, where none is and a row is free."""
+        if self._feeding is None and self._waiting and None in self._rows:
+            self._feeding = _Feeding(heapq.heappop(self._waiting)[2], self._rows.index(None))
+
+    def _handles(self) -> list[Handle]:
+        """List the requests that run, whose prompt is fed, or that wait."""
+        feeding = [] if self._feeding is None else [self._feeding.handle]
+        running = [handle for handle in self._rows if handle is not None]
+        return [*running, *feeding, *(handle for _, _, handle in self._waiting)]
+
+    def _count(self, **more: int) -> None:
+        """Add to what `stats` says."""
+        with self._changed:
+            for name, number in more.items():
+                self._counts[name] += number
 
     def _drop_aborted(self) -> None:
         """End the requests that were given up, wherever they are."""
@@ -332,8 +341,7 @@ class Engine:
                 self._rows[row] = None
 
     def _ended(self, handle: Handle, reason: str, piece: ServedPiece | None = None) -> None:
-        self._counts["requests"] += 1
-        self._counts["aborted"] += reason == "aborted"
+        self._count(requests=1, aborted=int(reason == "aborted"))
         handle.told(piece or ServedPiece("", [], []), reason)
 
     def _feed_some(self) -> None:
@@ -348,7 +356,7 @@ class Engine:
             feeding.handle.prompt_scores += _at_most(scores, request.likeliest)
             feeding.start += count
             budget -= count
-            self._counts["prompt_tokens"] += count
+            self._count(prompt_tokens=count)
             if feeding.start == feeding.keep_at:
                 self._prefixes.keep(request.prompt, feeding.start, self._batch.prompt_row())
             if feeding.start == len(request.prompt):
@@ -356,7 +364,8 @@ class Engine:
                 self._feeding = None
                 self._rows[feeding.row] = feeding.handle
                 self._tell(feeding.row, made)
-                self._admitted_more()
+                with self._changed:
+                    self._choose()  # a further prompt, while the turn's budget lasts
 
     def _begin(self, feeding: _Feeding) -> None:
         """Go on from the kept row that the prompt begins with, and choose where to keep one. Where the prompt's tokens
@@ -368,16 +377,9 @@ class Engine:
         if row is not None:
             self._batch.go_on_from(row)
             feeding.start = feeding.handle.reused_tokens = length
-            self._counts["prompt_tokens"] += length
-            self._counts["reused_tokens"] += length
+            self._count(prompt_tokens=length, reused_tokens=length)
         repeated = self._prefixes.repeated(request.prompt)
         feeding.keep_at = repeated if repeated > length else 0
-
-    def _admitted_more(self) -> None:
-        """Choose a further prompt while the turn's budget lasts."""
-        with self._changed:
-            if self._waiting and None in self._rows:
-                self._feeding = _Feeding(heapq.heappop(self._waiting)[2], self._rows.index(None))
 
     def _step(self) -> None:
         running = np.asarray([handle is not None for handle in self._rows])
@@ -392,15 +394,14 @@ class Engine:
         assert handle is not None  # a row that ran has a request
         if made.broken:
             why = "a key or value is NaN or infinite; check the model's weights, or try dtype='f32'"
-            self._counts["requests"] += 1
-            self._counts["failed"] += 1
+            self._count(requests=1, failed=1)
             self._rows[row] = None
             handle.failed(RequestFailed(why))
             return
         request = handle.request
-        text, kept, reason = read_row(handle.text, made.tokens, made.done, request.max_new_tokens)
+        text, kept, reason = read_row(handle.detokenizer, made.tokens, made.done, request.max_new_tokens)
         piece = ServedPiece(text, kept, _at_most(made.scores[: len(kept)], request.likeliest))
-        self._counts["tokens"] += len(kept)
+        self._count(tokens=len(kept))
         if reason is None:
             handle.told(piece, None)
             return

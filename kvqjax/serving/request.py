@@ -78,11 +78,11 @@ class Handle:
         print(handle.result().finish_reason)
     """
 
-    def __init__(self, request: Request, text: Detokenizer):
+    def __init__(self, request: Request, detokenizer: Detokenizer):
         self.request = request
         self.prompt_scores: list[TokenScore] = []
         self.reused_tokens = 0
-        self._text = text
+        self._detokenizer = detokenizer
         self._submitted = time.perf_counter()
         self._first = self._last = 0.0  # seconds after that
         self._changed = threading.Condition()
@@ -185,8 +185,9 @@ class Handle:
     # --- What the engine tells it ---
 
     @property
-    def text(self) -> Detokenizer:
-        return self._text
+    def detokenizer(self) -> Detokenizer:
+        """The answer's ids and text so far."""
+        return self._detokenizer
 
     def told(self, piece: ServedPiece, reason: str | None) -> None:
         """Hand on a piece; `reason` says why it is the last one."""

@@ -80,10 +80,10 @@ def init_cache(
 
 def _rules(model, method: MethodLike, sharding: Rules | None, mesh: Mesh | None, axes: dict) -> Rules | None:
     """Rules of a shape's cache, from rules or from a mesh and the names of its axes."""
-    given = [name for name, axis in axes.items() if axis is not None]
+    splits = [name for name, axis in axes.items() if axis is not None]
     if mesh is None:
-        if given:
-            raise UserError(f"{given[0]}={axes[given[0]]!r} names an axis of a mesh; give mesh= too")
+        if splits:
+            raise UserError(f"{splits[0]}={axes[splits[0]]!r} names an axis of a mesh; give mesh= too")
         return sharding
     if sharding is not None:
         raise UserError("init_cache takes either mesh= and its axes, or sharding=, the rules of a mesh")
