@@ -19,7 +19,7 @@ BAD = {
         {"quantization_config": {"quant_method": "bitsandbytes"}},
         {},
         ["plan", "-c", "exact"],
-        "decoded are quant_method fp8, gptq and awq",
+        "decoded are quant_method fp8, gptq, awq and mxfp4",
     ),
     "vision-only": (
         {"architectures": ["PixtralVisionModel"], "vision_config": {}},

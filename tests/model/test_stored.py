@@ -137,9 +137,9 @@ def config_with(folder, about):
 @pytest.mark.parametrize(
     ("about", "text"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "decoded are quant_method fp8, gptq and awq"),
-        ({"quant_method": "compressed-tensors"}, "decoded are quant_method fp8, gptq and awq"),
-        ("int4", "decoded are quant_method fp8, gptq and awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "decoded are quant_method fp8, gptq, awq and mxfp4"),
+        ({"quant_method": "compressed-tensors"}, "decoded are quant_method fp8, gptq, awq and mxfp4"),
+        ("int4", "decoded are quant_method fp8, gptq, awq and mxfp4"),
         (GPTQ | {"bits": 3}, "quantization_config.bits = 3 is not supported; gptq is decoded of 4 or 8 bits"),
         (AWQ | {"version": "gemv"}, 'quantization_config.version = "gemv"'),
         (GPTQ | {"checkpoint_format": "marlin"}, 'quantization_config.checkpoint_format = "marlin"'),
