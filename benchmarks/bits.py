@@ -16,7 +16,7 @@ from kvqjax.methods import parse
 GEOMETRIES = {"Llama-3.1-8B": LLAMA31_8B, "Llama-2-7B": LLAMA2_7B}
 SPECS = (
     "exact", "uniform:bits=4", "kivi:bits=4", "kivi:bits=2", "kivi:bits=2,group=128", "kvquant:bits=3",
-    "kvquant:bits=3,outliers=0.0", "commvq:bits=2", "commvq:bits=1", "higgs:bits=2", "aqua:bits=2",
+    "kvquant:bits=3,outliers=0.0", "commvq:bits=2", "commvq:bits=1", "higgs:bits=2", "klt:bits=2", "aqua:bits=2",
     "xquant:bits=4", "xquant:bits=2", "xquant_cl:bits=3", "xquant_cl:bits=2",
     "omniscale:bits=2", "omniscale:bits=2,group=128", "kvarn:bits=2", "kvarn:bits=4", "oscar:bits=2",
     "turboquant:bits=2", "turboquant:bits=4", "turboquant:bits=4,form=vllm",

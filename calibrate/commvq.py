@@ -7,34 +7,28 @@ kept after every layer, ends with the same bytes.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate import commvq_values as values
-from kvqjax.calibrate.activations import Captured, positions_of
+from kvqjax.calibrate.activations import Captured
 from kvqjax.calibrate.commvq_em import EMSettings, em_work, fit_keys
-from kvqjax.calibrate.commvq_values import Activations, ValueSettings
+from kvqjax.calibrate.commvq_values import ValueSettings
+from kvqjax.calibrate.layerwise import Activations, Layers, of_captured, of_model
 from kvqjax.calibrate.parts import by_run
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
-from kvqjax.methods.keys_values import cached_keys
 from kvqjax.methods.papers.commvq import CommVQLayer
-from kvqjax.model import decoder
-from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
-from kvqjax.model.rope import positions_of_layer, rotate
-from kvqjax.step.layers import ready_queries
 
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "fit_captured", "work"]
 
@@ -50,77 +44,6 @@ class Recipe:
     keys: EMSettings = dataclasses.field(default_factory=EMSettings)
     values: ValueSettings = dataclasses.field(default_factory=ValueSettings)
     seed: int = 0
-
-
-# --- What is read: one layer after the other
-
-
-class Layers(NamedTuple):
-    """N sequences of T tokens for a calibration that reads one layer after the other:
-
-        read(index, h [N, T, E]) -> (keys as cached [N, T, W], its `Activations`, the h of the layer above)
-
-    `h` is the first layer's; `parts` are what `identity` takes of them."""
-
-    shape: KVShape
-    h: Float[np.ndarray, "N T E"]
-    read: Callable[[int, Any], tuple[Any, Activations, Any]]
-    fingerprint: str
-    parts: tuple[Any, ...]
-
-
-@functools.partial(jax.jit, static_argnames=("config", "unbiased"))
-def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, unbiased: bool):
-    """One exact layer on N sequences, one at a time: keys as cached, its `Activations` but o, and the next h."""
-    weights = decoder.layer(params, index)
-    positions = jnp.arange(h.shape[1])[None]
-    turns = positions_of_layer(positions, config, index)
-
-    def row_pass(row):
-        projected = decoder.project(weights, row[None], positions, config, index)
-        rotated = rotate(projected.k, turns, config)
-        attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, weights, config)
-        out = decoder.finish(weights, row[None], attended, config)[0]
-        k = cached_keys(projected, positions, config, "pre", unbiased)
-        flat = (x[0].reshape(row.shape[0], -1) for x in (k, projected.v))
-        return *flat, projected.q[0], rotated[0], out
-
-    k, v, q, rotated, out = jax.lax.map(row_pass, h)
-    return k, (v, q, rotated), out
-
-
-def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
-    """What the model computes for N sequences of T tokens."""
-    if tokens.ndim != 2:
-        raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T]")
-    params, config = model.params, model.config
-
-    def read(index: int, h):
-        hidden, layer = jnp.asarray(h, params["embed"].dtype), method.layers(config)[index]
-        unbiased = isinstance(layer, CommVQLayer) and layer.unbiased
-        k, (v, q, rotated), above = _layer_pass(params, jnp.int32(index), hidden, config, unbiased)
-        weights = decoder.layer(params, index)
-        return k, Activations(v, q, rotated, weights["o"], weights.get("score_sinks")), above
-
-    h = np.asarray(decoder.embed(params, jnp.asarray(tokens, jnp.int32), config), np.float32)
-    return Layers(config.kv_shape, h, read, model.fingerprint, (repr(config), tokens))
-
-
-def _of_captured(data: Captured, method: Method) -> Layers:
-    """What any model's attention layers computed for N sequences of T tokens."""
-
-    def read(index: int, h):
-        k, v = (jnp.asarray(x[index]).reshape(*data.size, -1) for x in (data.keys, data.values))
-        if data.queries is None or data.outputs is None:  # the loss then looks at values only
-            blank = jnp.zeros((*data.size, 0, 1))
-            return k, Activations(v, blank, blank, jnp.zeros((0, 1))), h
-        shape, positions = data.shape.layer(index), positions_of(*data.size)
-        q = ready_queries(jnp.asarray(data.queries[index]), positions, shape)
-        rotated = rotate(jnp.asarray(data.keys[index]), positions, shape)
-        return k, Activations(v, q, rotated, jnp.asarray(data.outputs[index])), h
-
-    runs_of(data.layout(method))  # refuses shapes that the method does not fit
-    return Layers(data.shape, np.zeros((*data.size, 0), np.float32), read, "", data.parts)
 
 
 # --- One layer
@@ -196,7 +119,7 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
     """Codebooks and encoders of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
-    return fit(_of_model(model, method, np.asarray(tokens)), method, **options)
+    return fit(of_model(model, method, np.asarray(tokens)), method, **options)
 
 
 def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
@@ -205,7 +128,7 @@ def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, *
     recipe = recipe or Recipe()
     if data.queries is None:
         recipe = dataclasses.replace(recipe, values=dataclasses.replace(recipe.values, attention=0.0))
-    return fit(_of_captured(data, method), method, recipe=recipe, **options)
+    return fit(of_captured(data, method), method, recipe=recipe, **options)
 
 
 def fit(

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from kvqjax.calibrate.layerwise import Activations
 from kvqjax.codecs.commvq_values import EPS, CommVQValues, choice_bits, fold, logits, normalise
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import segment_attention, visible, with_sinks
 
 __all__ = [
-    "Activations",
     "Training",
     "ValueSettings",
     "channel_scale",
@@ -54,17 +54,6 @@ class ValueSettings:
     decay: float = 0.1
     clip: float = 1.0
     attention: float = 1.0
-
-
-class Activations(NamedTuple):
-    """One layer on N sequences of T tokens: values, queries and keys after RoPE, the output projection [H*D, E], and
-    the logits of the score sinks where the model has them."""
-
-    v: Float[Array, "N T W"]
-    q: Float[Array, "N T H D"]
-    k: Float[Array, "N T K D"]
-    o: Float[Array, "F E"]
-    sinks: Float[Array, " H"] | None = None
 
 
 class Seen(NamedTuple):

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "oscar": ("oscar:bits=2,window=32,sinks=4", {}),
     "turboquant": ("turboquant:bits=3", {}),
     "kvquant": ("kvquant:bits=3,sinks=2", {}),
+    "klt": ("klt:bits=2,buffer=32,sinks=3", {}),
     "commvq": ("commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32", {}),
     "aqua": ("aqua:bits=2,first_bits=16,backbone=token,group=32,buffer=32,sinks=3", {}),
     "xquant-latents": ("xquant:bits=2,group=32,latent=true,outliers=1,sinks=2", {}),

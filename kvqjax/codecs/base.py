@@ -15,7 +15,7 @@ from jax import Array
 
 from kvqjax.ops.layout import Field
 
-__all__ = ["Codec", "CodecSpec", "Fit", "Open", "bits_per_value", "for_heads"]
+__all__ = ["Codec", "CodecSpec", "Fit", "Linear", "Open", "bits_per_value", "for_heads"]
 
 Tile = dict  # field name -> array
 Constants = dict  # constant name -> array of one layer
@@ -64,6 +64,18 @@ class Open(Protocol):
 
     def for_heads(self, heads: int, head_dim: int) -> CodecSpec:
         """Fill in what is open, for vectors of `heads` KV heads with `head_dim` channels each."""
+        ...
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A spec whose vectors are an affine map of numbers that codes stand for, so that the mean of tokens can be taken
+    before the map."""
+
+    def summed_form(self, width: int) -> tuple[int, Callable, Callable] | None:
+        """Describe vectors of `width` channels as they are summed: (N, read, finish). read(tile) gives the numbers
+        [..., n, N]; finish(constants, means [..., N]) maps their weighted mean to that of what `decode` gives,
+        [..., width]. None where the map comes first."""
         ...
 
 

@@ -37,7 +37,7 @@ from kvqjax.codecs.higgs_points import inverse_at_once, inverse_of, numbers_of, 
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
-__all__ = ["Higgs", "higgs_codec", "mixed_form", "power_of_two", "summed_form"]
+__all__ = ["Higgs", "higgs_codec", "mixed_form", "power_of_two"]
 
 GROUPS = ("head", "width")
 NORMS = ("plain", "corrected", "unbiased")
@@ -85,6 +85,10 @@ class Higgs:
 
     def build(self, width: int) -> Codec:
         return higgs_codec(self, width, shipped_grid(self.bits, self.dim))
+
+    def summed_form(self, width: int) -> tuple[int, Callable, Callable] | None:
+        """Describe values before their transform (`Linear` of kvqjax.codecs.base)."""
+        return None if self.rotated else _summed_form(self, width)
 
 
 def power_of_two(number: int) -> bool:
@@ -170,11 +174,9 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
     return Codec(width, 1, _fields(spec, groups, groups * vectors, int(math.log2(count))), encode, decode)
 
 
-def summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
-    """Describe vectors of `width` channels as they are summed before they are transformed: (N, read, finish).
-
-    read(tile) gives [..., n, N], grid points times their scale; finish takes a weighted sum of them, [..., N], to the
-    same sum [..., width] of what `decode` gives, the transform being linear."""
+def _summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
+    """Describe vectors of `width` channels as grid points times their scale, which are summed before they are
+    transformed."""
     points = shipped_grid(spec.bits, spec.dim)
     group = spec.size(width)
     groups, vectors = -(-width // group), -(-group // spec.dim)
@@ -186,7 +188,7 @@ def summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
         scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
         return (found * scale[..., None, None]).reshape(*codes.shape[:-3], -1)
 
-    def finish(total):
+    def finish(_, total):
         y = total.reshape(*total.shape[:-1], groups, spec.dim, vectors)
         y = jnp.swapaxes(y, -1, -2).reshape(*y.shape[:-2], -1)[..., :group]
         x = transform(y, True).reshape(*total.shape[:-1], groups * group)

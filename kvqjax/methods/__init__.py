@@ -6,6 +6,7 @@ from kvqjax.methods.papers.aqua import aqua
 from kvqjax.methods.papers.commvq import commvq
 from kvqjax.methods.papers.higgs import higgs
 from kvqjax.methods.papers.kivi import exact, kivi, kivi_star, uniform
+from kvqjax.methods.papers.klt import klt
 from kvqjax.methods.papers.kvquant import kvquant
 from kvqjax.methods.papers.rotated import kvarn, omniscale, oscar
 from kvqjax.methods.papers.turboquant import turboquant
@@ -35,6 +36,7 @@ __all__ = [
     "keys_and_values",
     "kivi",
     "kivi_star",
+    "klt",
     "kvarn",
     "kvquant",
     "method_factory",

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.codecs import CodecSpec, Fit, Uniform
 from kvqjax.codecs.balanced import Balanced
-from kvqjax.codecs.base import Codec, for_heads
+from kvqjax.codecs.base import Codec, Linear, for_heads
 from kvqjax.codecs.centring import Centred
 from kvqjax.codecs.clipped import Clipped
-from kvqjax.codecs.higgs import Higgs, mixed_form, summed_form
+from kvqjax.codecs.higgs import Higgs, mixed_form
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.direct import FEW_QUERIES, direct_form
 from kvqjax.methods.layer_cache import (
@@ -47,7 +47,9 @@ PARTS = ("k", "v")  # sources
 NAMES = {"k": "keys", "v": "values"}  # of sources, in messages
 # Uniform codes of a token of up to so many bits lose a bundled model with Qwen2's bias (benchmarks/gate.py).
 FEW_BITS = 4
-READING = 1024  # tokens of HIGGS decoded at a time; with the 256 of a block an operation's fixed cost counts
+READING = (
+    1024  # tokens of linear transforms decoded at a time; with the 256 of a block an operation's fixed cost counts
+)
 
 
 # ---- One layer ----
@@ -170,31 +172,32 @@ class KeysAndValues:
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
         rotations = {"k": self.key_rotation, "v": self.value_rotation}
         wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased, rotations)
-        wiring = wiring.having(fast=_higgs_forms(key, value, config))
+        wiring = wiring.having(fast=_linear_forms(key, value, config))
         if self.unbiased and config.known_key_bias:
             return wiring
         direct, packed = (form(key, value, self.rope, config) for form in (direct_form, packed_form))
         return wiring.having(fast={"packed": packed, "direct": direct, "mixed": _mixed_keys(key, config)})
 
 
-# ---- HIGGS, whose transform is linear ----
+# ---- Codecs whose transform is linear ----
 
 
-def _higgs_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
-    """Say how bodies of HIGGS are read (`Fast`): more tokens at a time, and values summed as grid points times scales,
-    so that one sum of each query head is transformed instead of every token. Empty for other codecs."""
+def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
+    """Say how bodies of linear transforms are read (`Fast`): more tokens at a time, and values summed before they are
+    transformed, so that one sum of each query head is transformed instead of every token. Empty for other codecs."""
     key = key.inner if isinstance(key, Centred) else key
-    forms: dict[str, Any] = {"reading": READING} if isinstance(key, Higgs) else {}
-    if not isinstance(value, Higgs) or value.rotated:
+    forms: dict[str, Any] = {"reading": READING} if isinstance(key, Linear) else {}
+    form = value.summed_form(config.kv_width) if isinstance(value, Linear) else None
+    if form is None:
         return forms
-    width, points, transformed = summed_form(value, config.kv_width)
+    width, numbers, transformed = form
 
     def read(weights, constants, payload, sources):
-        return points(payload["v"])
+        return numbers(payload["v"])
 
     def finish(weights, constants, means):
         count = config.num_kv_heads
-        values = transformed(means).reshape(*means.shape[:2], count, -1, count, config.head_dim)
+        values = transformed(constants.get("v", {}), means).reshape(*means.shape[:2], count, -1, count, config.head_dim)
         same_head = jnp.eye(count, dtype=bool)[None, None, :, None, :, None]
         return jnp.where(same_head, values, 0).sum(4).reshape(*means.shape[:3], config.head_dim)
 

@@ -27,6 +27,7 @@ from kvqjax.methods.papers.aqua import aqua
 from kvqjax.methods.papers.commvq import commvq
 from kvqjax.methods.papers.higgs import higgs
 from kvqjax.methods.papers.kivi import exact, kivi, kivi_star, uniform
+from kvqjax.methods.papers.klt import klt
 from kvqjax.methods.papers.kvquant import kvquant
 from kvqjax.methods.papers.rotated import kvarn, omniscale, oscar
 from kvqjax.methods.papers.turboquant import turboquant
@@ -49,6 +50,7 @@ OWN: dict[str, Factory] = {
     "uniform": uniform,
     "kivi": kivi,
     "kivi_star": kivi_star,
+    "klt": klt,
     "kvquant": kvquant,
     "higgs": higgs,
     "aqua": aqua,

@@ -10,7 +10,7 @@ from cases import thinned
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.calibrate import aqua, centre, commvq, kvquant, needed
+from kvqjax.calibrate import aqua, centre, commvq, klt, kvquant, layerwise, needed
 from kvqjax.calibrate.activations import activations
 from kvqjax.calibrate.commvq_em import EMSettings
 from kvqjax.calibrate.commvq_values import ValueSettings
@@ -78,8 +78,8 @@ def test_aqua(captured):
 def test_commvq(captured, attention, monkeypatch):
     """The keys and values that our calibration itself saw; with queries, also the same loss on attention outputs."""
     model, method, seen = tiny(), kvq.parse(COMMVQ), []
-    plain = commvq._layer_pass
-    monkeypatch.setattr(commvq, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1])
+    plain = layerwise._layer_pass
+    monkeypatch.setattr(layerwise, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1])
     settings = dataclasses.replace(QUICK.values, attention=float(attention))
     wanted = commvq.calibrate(model, method, TOKENS, recipe=dataclasses.replace(QUICK, values=settings))
     keys = [np.asarray(k).reshape(*TOKENS.shape, 2, 16) for k, _, _ in seen]
@@ -95,6 +95,25 @@ def test_commvq(captured, attention, monkeypatch):
             np.testing.assert_allclose(found["values"], ours["values"], rtol=1e-3)
     else:
         agree(artifact, wanted, rtol=0)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_klt(captured, attention, monkeypatch):
+    """The keys and values that our calibration itself saw, and with queries and outputs what errors cost."""
+    model, method, seen = tiny(), kvq.parse("klt:bits=2,buffer=32"), []
+    plain = layerwise._layer_pass
+    monkeypatch.setattr(layerwise, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1])
+    wanted = klt.calibrate(model, method, TOKENS)
+    keys = [np.asarray(k).reshape(*TOKENS.shape, 2, 16) for k, _, _ in seen]
+    tensors = {"keys": keys, "values": [np.asarray(v).reshape(*TOKENS.shape, 2, 16) for _, (v, _, _), _ in seen]}
+    if attention:
+        tensors |= {"queries": [q for _, (_, q, _), _ in seen], "outputs": model.params["layers"]["o"]}
+    artifact = kvq.calibrate.from_tensors(method, model.config, **tensors)
+    same = [
+        np.allclose(a, b, rtol=1e-4, atol=1e-5)
+        for a, b in zip(jax.tree.leaves(artifact.constants), jax.tree.leaves(wanted.constants), strict=True)
+    ]
+    assert all(same) == attention  # without queries and outputs all errors cost the same, which gives other transforms
 
 
 @jax.jit
@@ -116,7 +135,9 @@ def attended(shape, spec: str, keys, values, constants) -> np.ndarray:
     return np.asarray(call(cache, keys[:, :, 36:], values[:, :, 36:], constants)[0])
 
 
-@pytest.mark.parametrize("spec", thinned(["kvquant:bits=4", AQUA, COMMVQ.replace("window=32", "window=0"), CENTRED], 2))
+@pytest.mark.parametrize(
+    "spec", thinned(["kvquant:bits=4", AQUA, COMMVQ.replace("window=32", "window=0"), CENTRED, "klt:buffer=32"], 2)
+)
 def test_attention_takes_the_constants(captured, spec):
     """Calibrated with no more of a model than a KVShape, attention is nearer to exact attention than with constants of
     other keys and values, the same with their channels moved."""

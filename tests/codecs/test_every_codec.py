@@ -17,6 +17,7 @@ from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.commvq_keys import CommVQKeys
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.codecs.higgs import Higgs
+from kvqjax.codecs.klt import Klt
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.outlier_channel import OutlierChannels
 from kvqjax.codecs.scaled import Scaled
@@ -36,6 +37,8 @@ CODECS = [
     OutlierChannels(channels=(3, 40), inner=Uniform(bits=1, **TOKENS)),
     Higgs(bits=2, dim=2),
     Higgs(bits=4, dim=1, seed=3),
+    Klt(bits=1.5, slope=1.0),
+    Klt(bits=6.0, slope=0.0, scale="none"),
     Nuq(bits=2, per="channel", outliers=0.05),
     Nuq(bits=4, per="token", outliers=0.05),
     CommVQKeys(head_dim=32, rounds=4, levels=8),

@@ -1,0 +1,169 @@
+"""What transform coding needs of a model's keys and values (kvqjax.codecs.klt), in closed form from second moments.
+
+What an error costs, M:
+
+    keys     (q . e)^2 summed over the queries of a KV head. RoPE turns q and e apart by any angle, so that of a rotary
+             pair only the mean of both energies counts: M is diagonal.
+    values   |W_o^T e|^2 summed over the query heads that read them: M = sum_h W_o,h W_o,h^T, a block a KV head.
+
+One pass over the text, all sequences of a layer at a time; sums and eigenvectors in float64 on the host. Attention
+sinks, which the cache keeps exact, are left out.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_for
+from kvqjax.calibrate.activations import Captured
+from kvqjax.calibrate.layerwise import Layers, of_captured, of_model
+from kvqjax.calibrate.resume import identity, stepped
+from kvqjax.hardware.prompts import prompt_operations
+from kvqjax.methods import Method
+from kvqjax.model.config import KVShape
+from kvqjax.model.loading import Model
+
+__all__ = [
+    "DEFAULT_LENGTH",
+    "DEFAULT_SEQUENCES",
+    "calibrate",
+    "costs_of",
+    "covariance_of",
+    "fit",
+    "fit_captured",
+    "key_costs",
+    "transform_of",
+    "value_costs",
+    "work",
+]
+
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 1024  # 16384 tokens: the covariance of 1024 channels has a million entries
+FLOOR = 1e-6  # of the largest eigenvalue: what is smaller is rounding
+
+
+def work(model: Model, method: Method, count: int, length: int) -> float:
+    """Floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances included."""
+    covariances = 4 * model.config.kv_width**2 * model.config.num_layers
+    return count * prompt_operations(model.config, 0, length) + float(count * length * covariances)
+
+
+def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
+    """Transforms of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    return fit(of_model(model, method, np.asarray(tokens)), method, **options)
+
+
+def fit_captured(data: Captured, method: Method, recipe=None, **options) -> Artifact:
+    """Transforms of `method` from tensors of any model; `options` as in `fit`. There is no recipe. Without queries and
+    outputs all errors cost the same."""
+    return fit(of_captured(data, method), method, **options)
+
+
+@jax.jit
+def _moments(x: Float[Array, "n W"]) -> tuple[Float[Array, " W"], Float[Array, "W W"]]:
+    """Sum and second moments, float32 within a sequence."""
+    x = x.astype(jnp.float32)
+    return x.sum(0), jnp.einsum("ni,nj->ij", x, x, precision="highest")
+
+
+def covariance_of(x: Float[Array, "N T W"]) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
+    """Mean and covariance over all tokens, float64."""
+    parts = [tuple(np.asarray(part, np.float64) for part in _moments(row)) for row in x]
+    count = x.shape[0] * x.shape[1]
+    mean = np.sum([part[0] for part in parts], 0) / count
+    return mean, np.sum([part[1] for part in parts], 0) / count - np.outer(mean, mean)
+
+
+def key_costs(energy: Float[np.ndarray, "H D"], shape: KVShape) -> Float[np.ndarray, " W"]:
+    """M of keys, its diagonal, from the mean square of every query channel."""
+    costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(1)
+    pairs = costs.reshape(shape.num_kv_heads, 2, -1).mean(1)
+    return np.concatenate([pairs, pairs], 1).reshape(-1)
+
+
+def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.ndarray, "W W"]:
+    """M of values, from the output projection."""
+    width, dim = shape.kv_width, shape.head_dim
+    heads = outputs.astype(np.float64).reshape(shape.num_kv_heads, -1, dim, outputs.shape[-1])
+    costs = np.zeros((width, width))
+    for number, group in enumerate(heads):
+        here = slice(number * dim, (number + 1) * dim)
+        costs[here, here] = np.einsum("gde,gfe->df", group, group)
+    return costs
+
+
+def transform_of(
+    covariance: Float[np.ndarray, "W W"], costs: Float[np.ndarray, "W W"], kept: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`into` [W, R] and `back` [R, W] of the `kept` largest coefficients."""
+    spread, basis = np.linalg.eigh(costs)
+    root = np.sqrt(np.maximum(spread, FLOOR * spread[-1]))
+    half, inverse = (basis * root) @ basis.T, (basis / root) @ basis.T
+    variance, vectors = np.linalg.eigh(half @ covariance @ half)
+    order = np.argsort(-variance, kind="stable")[:kept]
+    deviation = np.sqrt(np.maximum(variance[order], FLOOR * variance[-1]))
+    return half @ vectors[:, order] / deviation, (inverse @ vectors[:, order] * deviation).T
+
+
+def fit(
+    data: Layers,
+    method: Method,
+    *,
+    state: Path | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Artifact:
+    """Transforms of `method` from sequences of any model. `state` names a file that keeps the progress after every
+    layer: a run that was killed continues there. `advance(done, total)` is told each layer."""
+    shape, sinks = data.shape, method.sinks
+    if data.h.shape[1] <= sinks:
+        raise UserError(f"calibration tokens are {data.h.shape[:2]}; wanted [sequences, more than {sinks} tokens]")
+    runs = runs_for(method, shape)
+    run_of = {number: run for run in runs for number in range(run.first, run.first + run.count)}
+    owner = identity(data.fingerprint, repr(method), *data.parts)
+    start = {"done": np.int64(0), "h": data.h}
+    for number, run in run_of.items():
+        for source, needs in run.wiring.wanted().items():
+            start |= {f"{number}.{source}.{name}": np.zeros(size, np.float32) for name, size in needs.items()}
+
+    def step(now):
+        number = int(now["done"])
+        keys, read, above = data.read(number, now["h"])
+        found = {"h": np.asarray(above, np.float32)}
+        for source in run_of[number].wiring.wanted():
+            x = keys if source == "k" else read.v
+            mean, covariance = covariance_of(jnp.asarray(x)[:, sinks:].reshape(x.shape[0], -1, shape.kv_width))
+            kept = now[f"{number}.{source}.into"].shape[1]
+            into, back = transform_of(covariance, costs_of(source, read, shape), kept)
+            arrays = {"mean": mean, "into": into, "back": back}
+            found |= {f"{number}.{source}.{name}": array.astype(np.float32) for name, array in arrays.items()}
+        return now | found
+
+    now = stepped(start, shape.num_layers, step, state, owner, advance)
+    constants = tuple(_stacked(run, now) for run in runs)
+    about = {"sequences": data.h.shape[0], "tokens": data.h.shape[1]}
+    return Artifact(method, constants, data.fingerprint, about)
+
+
+def _stacked(run: RunLayout, now: dict) -> dict:
+    """What a run of layers asks for."""
+    layers = range(run.first, run.first + run.count)
+    return {
+        source: {name: jnp.asarray(np.stack([now[f"{n}.{source}.{name}"] for n in layers])) for name in needs}
+        for source, needs in run.wiring.wanted().items()
+    }
+
+
+def costs_of(source: str, read, shape: KVShape) -> np.ndarray:
+    """M of one layer's keys or values; without queries and outputs the identity."""
+    if read.q.shape[2] == 0:
+        return np.eye(shape.kv_width)
+    if source == "v":
+        return value_costs(np.asarray(read.o), shape)
+    energy = np.asarray(jnp.square(read.q.astype(jnp.float32)).mean((0, 1)), np.float64)
+    return np.diag(key_costs(energy, shape))

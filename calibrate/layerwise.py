@@ -1,0 +1,103 @@
+"""What calibrations read that take one layer after the other, all sequences at a time: keys before RoPE, values,
+queries and output projections, of a model that reads a text or of tensors that any model computed."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvqjax._errors import UserError
+from kvqjax.cache.runs import runs_of
+from kvqjax.calibrate.activations import Captured, positions_of
+from kvqjax.methods import Method
+from kvqjax.methods.keys_values import cached_keys
+from kvqjax.model import decoder
+from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.loading import Model
+from kvqjax.model.rope import positions_of_layer, rotate
+from kvqjax.step.layers import ready_queries
+
+__all__ = ["Activations", "Layers", "of_captured", "of_model"]
+
+
+class Activations(NamedTuple):
+    """One layer on N sequences of T tokens: values, queries and keys after RoPE, the output projection [H*D, E], and
+    the logits of the score sinks where the model has them."""
+
+    v: Float[Array, "N T W"]
+    q: Float[Array, "N T H D"]
+    k: Float[Array, "N T K D"]
+    o: Float[Array, "F E"]
+    sinks: Float[Array, " H"] | None = None
+
+
+class Layers(NamedTuple):
+    """N sequences of T tokens for a calibration that reads one layer after the other:
+
+        read(index, h [N, T, E]) -> (keys as cached [N, T, W], its `Activations`, the h of the layer above)
+
+    `h` is the first layer's; `parts` are what `identity` takes of them."""
+
+    shape: KVShape
+    h: Float[np.ndarray, "N T E"]
+    read: Callable[[int, Any], tuple[Any, Activations, Any]]
+    fingerprint: str
+    parts: tuple[Any, ...]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "unbiased"))
+def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, unbiased: bool):
+    """One exact layer on N sequences, one at a time: keys as cached, its `Activations` but o, and the next h."""
+    weights = decoder.layer(params, index)
+    positions = jnp.arange(h.shape[1])[None]
+    turns = positions_of_layer(positions, config, index)
+
+    def row_pass(row):
+        projected = decoder.project(weights, row[None], positions, config, index)
+        rotated = rotate(projected.k, turns, config)
+        attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, weights, config)
+        out = decoder.finish(weights, row[None], attended, config)[0]
+        k = cached_keys(projected, positions, config, "pre", unbiased)
+        flat = (x[0].reshape(row.shape[0], -1) for x in (k, projected.v))
+        return *flat, projected.q[0], rotated[0], out
+
+    k, v, q, rotated, out = jax.lax.map(row_pass, h)
+    return k, (v, q, rotated), out
+
+
+def of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
+    """What the model computes for N sequences of T tokens."""
+    if tokens.ndim != 2:
+        raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T]")
+    params, config = model.params, model.config
+
+    def read(index: int, h):
+        hidden, layer = jnp.asarray(h, params["embed"].dtype), method.layers(config)[index]
+        unbiased = getattr(layer, "unbiased", False)
+        k, (v, q, rotated), above = _layer_pass(params, jnp.int32(index), hidden, config, unbiased)
+        weights = decoder.layer(params, index)
+        return k, Activations(v, q, rotated, weights["o"], weights.get("score_sinks")), above
+
+    h = np.asarray(decoder.embed(params, jnp.asarray(tokens, jnp.int32), config), np.float32)
+    return Layers(config.kv_shape, h, read, model.fingerprint, (repr(config), tokens))
+
+
+def of_captured(data: Captured, method: Method) -> Layers:
+    """What any model's attention layers computed for N sequences of T tokens."""
+
+    def read(index: int, h):
+        k, v = (jnp.asarray(x[index]).reshape(*data.size, -1) for x in (data.keys, data.values))
+        if data.queries is None or data.outputs is None:  # the loss then looks at values only
+            blank = jnp.zeros((*data.size, 0, 1))
+            return k, Activations(v, blank, blank, jnp.zeros((0, 1))), h
+        shape, positions = data.shape.layer(index), positions_of(*data.size)
+        q = ready_queries(jnp.asarray(data.queries[index]), positions, shape)
+        rotated = rotate(jnp.asarray(data.keys[index]), positions, shape)
+        return k, Activations(v, q, rotated, jnp.asarray(data.outputs[index])), h
+
+    runs_of(data.layout(method))  # refuses shapes that the method does not fit
+    return Layers(data.shape, np.zeros((*data.size, 0), np.float32), read, "", data.parts)

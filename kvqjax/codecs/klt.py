@@ -1,0 +1,161 @@
+"""Transform coding: the Karhunen-Loeve transform of calibrated vectors, and more bits for the coefficients that matter
+(KVTC, arXiv 2511.01815, for stored caches; bits by energy as in Block-GTQ, arXiv 2606.24033).
+
+    z = (x - mean) A              A = M^(1/2) U diag(1 / sigma)
+    x_hat = mean + z_hat B        B = diag(sigma) U^T M^(-1/2)
+
+M says what an error costs: (x - x_hat)^T M (x - x_hat) (kvqjax.calibrate.klt). U are the eigenvectors of the
+covariance of M^(1/2) x, the largest eigenvalue first, and sigma^2 the eigenvalues. So all coefficients have unit
+variance, and an error of z_i costs sigma_i^2. Channels are correlated, coefficients are not: bits go where the variance
+is, and coefficients with little of it get none.
+
+Which coefficients have how many bits is the same in every layer, so that layers can be stacked. It follows from a
+typical spectrum, log2 sigma_i = -slope * log2(1 + 48 i / W), by giving bits, two coefficients at a time, to where they
+take off most of the squared error. A token's coefficients share a scale, their root mean square.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvqjax._arguments import check_fields
+from kvqjax._errors import UserError
+from kvqjax.codecs.base import Codec, Fit
+from kvqjax.codecs.higgs_grid import nearest, shipped_grid
+from kvqjax.codecs.higgs_points import points_of
+from kvqjax.ops.finite import wide
+from kvqjax.ops.layout import Field
+
+__all__ = ["Klt", "bits_of_ranks"]
+
+FIT = Fit("kvqjax.calibrate.klt")
+# Bits of a coefficient -> squared error of its grid, of normally distributed numbers of variance 1.
+ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1078, 3: 0.0295, 4: 0.0078, 6: 0.0020, 8: 0.000127}
+DIMS = {1: 1, 2: 2, 3: 2, 4: 2, 6: 1, 8: 1}  # numbers that a grid point has
+MOST_BITS = 6  # per channel on average
+REACH = 16  # deviations
+BEND = 48  # where a typical spectrum bends: measured on SmolLM2-135M (python -m benchmarks.spectra)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Klt:
+    """`bits` per channel on average; `slope` of the spectrum that they are given by, 0 for equal bits; `scale` "token"
+    or "none"; `dtype` of the scales."""
+
+    bits: float = 2.0
+    slope: float = 1.0
+    scale: str = "token"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        check_fields(self)
+        if not 0.125 <= self.bits <= MOST_BITS:
+            raise UserError(f"bits={self.bits}; wanted 0.125 to {MOST_BITS} per channel on average")
+        if not 0 <= self.slope <= 4:
+            raise UserError(f"slope={self.slope}; wanted 0 to 4")
+        if self.scale not in ("token", "none"):
+            raise UserError(f"scale={self.scale!r}; known: token, none")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
+
+    def build(self, width: int) -> Codec:
+        if width % 2:
+            raise UserError(f"klt takes vectors of an even number of channels, not of {width}")
+        return _codec(self, width, bits_of_ranks(width, self.bits, self.slope))
+
+    def summed_form(self, width: int) -> tuple[int, Callable, Callable]:
+        """Describe values as coefficients, which are summed before they are turned back (`Linear` of
+        kvqjax.codecs.base)."""
+        bits = bits_of_ranks(width, self.bits, self.slope)
+        return sum(b > 0 for b in bits), functools.partial(_coefficients, self, _parts(bits)), _turned_back
+
+
+@functools.cache
+def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
+    """Bits of each coefficient, the largest variance first: greedily, two neighbours at a time, where another bit takes
+    off most of the squared error."""
+    variance = 4.0 ** (-slope * np.log2(1 + BEND * np.arange(0, width, 2) / width))
+    levels, errors = np.array([*ERRORS, np.inf]), np.array([*ERRORS.values(), 0.0])
+    gains, steps = -np.diff(errors), np.diff(levels)  # of one level more, and its bits
+    given, left = np.zeros(width // 2, int), round(bits * width / 2)
+    while True:
+        worth = np.where(steps[given] <= left, variance * gains[given] / steps[given], 0)
+        chosen = int(np.argmax(worth))  # of equal ones the first: bits never rise with the rank
+        if worth[chosen] <= 0:
+            return tuple(int(levels[number]) for number in np.repeat(given, 2))
+        left -= int(steps[given[chosen]])
+        given[chosen] += 1
+
+
+@functools.cache
+def grid_of(bits: int) -> Float[np.ndarray, "n p"]:
+    """The grid of coefficients of so many bits. Few bits are best spent on a normal distribution. The first
+    coefficients, which have many, have heavy tails: in layers 3 to 10 of SmolLM2-135M their kurtosis is 7 to 25, and
+    clipped at 4 deviations one token in a hundred made half of the error. So their points reach to `REACH` deviations,
+    evenly spaced in asinh x."""
+    if bits == 1:
+        half = (2 / np.pi) ** 0.5  # the mean of a half normal distribution
+        return np.array([[-half], [half]], np.float32)
+    if bits > 4:
+        return np.sinh(np.linspace(-np.arcsinh(REACH), np.arcsinh(REACH), 1 << bits))[:, None].astype(np.float32)
+    return shipped_grid(bits, DIMS[bits])
+
+
+def _codes(bits: int, count: int) -> Field:
+    """The field of `count` coefficients of so many bits each."""
+    return Field(kind="codes", width=count // DIMS[bits], bits=bits * DIMS[bits], role="payload")
+
+
+def _parts(bits: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The coefficients of equal bits: (bits, rank of the first, how many), most bits first."""
+    return [(b, bits.index(b), bits.count(b)) for b in sorted(set(bits) - {0}, reverse=True)]
+
+
+def _times(x: Float[Array, "*lead I"], matrix: Float[Array, "I O"]) -> Float[Array, "*lead O"]:
+    return jnp.einsum("...i,ij->...j", x, matrix.astype(jnp.float32), precision="highest")
+
+
+def _coefficients(spec: Klt, parts: list[tuple[int, int, int]], tile: dict) -> Float[Array, "*lead R"]:
+    """The coefficients that codes stand for."""
+    found = [points_of(grid_of(b), tile[f"codes{b}"].astype(jnp.uint32)) for b, _, _ in parts]
+    z = jnp.concatenate(found, -1)
+    return z * jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) if spec.scale == "token" else z
+
+
+def _turned_back(constants: dict, z: Float[Array, "*lead R"]) -> Float[Array, "*lead W"]:
+    """The vectors, or means of them, that coefficients belong to."""
+    mean = constants["mean"].astype(jnp.float32)
+    return _times(z, constants["back"]) + mean.reshape((1,) * (z.ndim - 1) + mean.shape)
+
+
+def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:
+    """Build the codec of `width` channels. Fields: codes of every number of bits that is used, and a scale a token.
+    Constants: mean [W], into [W, R] and back [R, W] of R coefficients that have bits."""
+    kept = sum(b > 0 for b in bits)
+    parts = _parts(bits)
+    fields = {f"codes{b}": _codes(b, count) for b, _, count in parts}
+    if spec.scale == "token":
+        fields["scale"] = Field(kind="token", width=1, role="scales", dtype=spec.dtype)
+
+    def encode(constants, x: Float[Array, "u W"]):
+        z = _times(wide(x) - constants["mean"].astype(jnp.float32)[None], constants["into"])
+        payload = {}
+        if spec.scale == "token":
+            scale = jnp.sqrt(jnp.square(z).mean(-1)).astype(spec.dtype)
+            divisor = scale.astype(jnp.float32)
+            z = z / jnp.where(divisor > 0, divisor, 1.0)[:, None]
+            payload["scale"] = scale[None]
+        for b, first, count in parts:
+            numbers = z[:, first : first + count].reshape(len(z), -1, DIMS[b])
+            payload[f"codes{b}"] = nearest(jnp.asarray(grid_of(b)), numbers)
+        return payload
+
+    def decode(constants, tile):
+        return _turned_back(constants, _coefficients(spec, parts, tile))
+
+    needs: dict[str, tuple[int, ...]] = {"mean": (width,), "into": (width, kept), "back": (kept, width)}
+    return Codec(width, 1, fields, encode, decode, needs, FIT)

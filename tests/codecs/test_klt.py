@@ -1,0 +1,140 @@
+"""Transform coding: bits by rank, the error that its spectrum lets expect, and transforms from second moments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.calibrate import klt
+from kvqjax.codecs.klt import ERRORS, Klt, bits_of_ranks, grid_of
+from kvqjax.model.rope import rotate
+
+WIDTH, TOKENS = 64, 4096
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("bits", [0.5, 1.0, 2.0, 2.25, 3.0])
+def test_bits_fall_with_the_rank_and_are_all_given(bits, slope):
+    given = bits_of_ranks(WIDTH, bits, slope)
+    assert len(given) == WIDTH
+    assert list(given) == sorted(given, reverse=True)
+    assert bits - 2 / WIDTH * 2 <= sum(given) / WIDTH <= bits  # what is left is less than any coefficient can take
+    if slope == 0 and bits in (1.0, 2.0, 3.0):
+        assert set(given) == {int(bits)}
+
+
+def test_a_steeper_spectrum_takes_bits_from_the_last_coefficients():
+    flat, steep = (np.array(bits_of_ranks(192, 2.0, slope)) for slope in (0.5, 1.0))
+    assert steep[0] > flat[0]
+    assert (steep == 0).sum() > (flat == 0).sum()
+
+
+@pytest.mark.parametrize("bits", sorted(set(ERRORS) - {0}))
+def test_grids_have_the_error_that_bits_are_given_by(bits):
+    grid = grid_of(bits)
+    y = np.random.default_rng(0).normal(size=(1 << 14, grid.shape[1]))
+    error = ((y[:, None] - grid[None]) ** 2).sum(2).min(1).mean() / grid.shape[1]
+    assert error == pytest.approx(ERRORS[bits], rel=0.05)  # of 16384 numbers: 2 % of a square's mean are its error
+
+
+def _correlated(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a normal distribution whose deviations fall from 30 to 0.1 in a basis of their own, and its M."""
+    rng = np.random.default_rng(seed)
+    basis, _ = np.linalg.qr(rng.normal(size=(WIDTH, WIDTH)))
+    x = rng.normal(size=(TOKENS, WIDTH)) * np.geomspace(30, 0.1, WIDTH) @ basis + rng.normal(size=WIDTH) * 5
+    return x.astype(np.float32), np.diag(np.geomspace(1, 4, WIDTH))
+
+
+def _coded(spec: Klt, x: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, dict]:
+    codec = spec.build(WIDTH)
+    mean, covariance = klt.covariance_of(jnp.asarray(x)[None])
+    into, back = klt.transform_of(covariance, costs, codec.needs["into"][1])
+    constants = {"mean": mean, "into": into, "back": back}
+    constants = {name: jnp.asarray(array, jnp.float32) for name, array in constants.items()}
+    return np.asarray(codec.decode(constants, codec.encode(constants, jnp.asarray(x)))), constants
+
+
+@pytest.mark.parametrize("slope", [0.0, 1.0])
+def test_the_error_is_what_the_spectrum_and_the_bits_say(slope):
+    x, costs = _correlated()
+    found, constants = _coded(Klt(bits=2.0, slope=slope, scale="none"), x, costs)
+    back, bits = np.asarray(constants["back"], np.float64), bits_of_ranks(WIDTH, 2.0, slope)
+    variance = np.einsum("ri,ij,rj->r", back, costs, back)
+    whole = np.trace(costs @ np.cov(x.T))
+    expected = sum(v * ERRORS[b] for v, b in zip(variance, bits, strict=False)) + whole - variance.sum()
+    error = x - found
+    assert np.einsum("ni,ij,nj->n", error, costs, error).mean() == pytest.approx(expected, rel=0.05)
+
+
+def test_bits_by_rank_beat_equal_bits_by_what_theory_says():
+    """Of log2 deviations that fall evenly over 8 bits, equal bits cost more than a third of all bits more."""
+    x, costs = _correlated()
+    flat, ranked = (_coded(Klt(bits=2.0, slope=slope), x, costs)[0] for slope in (0.0, 1.5))
+    loss = [np.einsum("ni,ij,nj->", x - found, costs, x - found) for found in (flat, ranked)]
+    assert loss[1] < loss[0] / 4
+
+
+def test_one_token_far_out_is_not_clipped():
+    """A token 12 deviations out along the first coefficient keeps its place within 3 %."""
+    x, costs = _correlated()
+    covariance = np.cov(x.T)
+    first = np.linalg.eigh(np.sqrt(costs) @ covariance @ np.sqrt(costs))[1][:, -1] / np.sqrt(np.diag(costs))
+    far = x.mean(0) + 12 * first * np.sqrt(np.linalg.eigvalsh(np.sqrt(costs) @ covariance @ np.sqrt(costs))[-1])
+    _, constants = _coded(Klt(bits=2.0, slope=1.0), x, costs)
+    codec = Klt(bits=2.0, slope=1.0).build(WIDTH)
+    found = np.asarray(codec.decode(constants, codec.encode(constants, jnp.asarray(far[None], jnp.float32))))[0]
+    assert np.linalg.norm(found - far) < 0.03 * np.linalg.norm(far - x.mean(0))
+
+
+def test_all_coefficients_give_the_vector_back():
+    x, costs = _correlated()
+    _, constants = _coded(Klt(bits=6.0, slope=0.0), x, costs)
+    whole = np.asarray(constants["into"], np.float64) @ np.asarray(constants["back"], np.float64)
+    np.testing.assert_allclose(whole, np.eye(WIDTH), atol=1e-3)
+
+
+def test_costs_of_keys_do_not_depend_on_positions():
+    """RoPE turns pairs; the energy of a pair, which costs are made of, stays."""
+    model = tiny()
+    config = model.config
+    q = jax.random.normal(jax.random.key(0), (1, 40, config.num_heads, config.head_dim))
+    turned = rotate(q, jnp.arange(40)[None], config)
+    costs = [klt.key_costs(np.asarray(jnp.square(x).mean((0, 1)), np.float64), config.kv_shape) for x in (q, turned)]
+    np.testing.assert_allclose(*costs, rtol=1e-5)
+    assert costs[0].shape == (config.kv_width,)
+
+
+def test_costs_of_values_are_those_of_the_attention_output():
+    model = tiny()
+    shape, outputs = model.config.kv_shape, np.asarray(model.params["layers"]["o"][0], np.float64)
+    error = np.random.default_rng(1).normal(size=shape.kv_width)
+    heads = np.repeat(error.reshape(shape.num_kv_heads, shape.head_dim), shape.num_heads // shape.num_kv_heads, 0)
+    # Each query head by itself: what several of them do to the output together depends on their weights.
+    wanted = sum(
+        np.square(head @ outputs[n * shape.head_dim : (n + 1) * shape.head_dim]).sum() for n, head in enumerate(heads)
+    )
+    assert error @ klt.value_costs(outputs, shape) @ error == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_cache_of_a_calibrated_model_is_nearer_to_exact_than_higgs_of_as_many_bits(tmp_path):
+    caches = ["klt:bits=2,buffer=32", "higgs:bits=2,buffer=32"]
+    options = {"tokens": 1024, "window": 256, "sequences": 8, "store": tmp_path}
+    klt_row, higgs_row = kvq.compare("demo", caches, "synthetic", **options)
+    assert klt_row["bits_method"] <= higgs_row["bits_method"]
+    assert klt_row["kld"] < higgs_row["kld"] / 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("klt:bits=0", "bits=0.0; wanted 0.125 to 6"),
+        ("klt:bits=7", "bits=7.0; wanted 0.125 to 6"),
+        ("klt:key_slope=-1", "slope=-1.0; wanted 0 to 4"),
+        ("klt:scale=head", "scale='head'; known: token, none"),
+    ],
+)
+def test_what_is_refused(spec, said):
+    with pytest.raises(kvq.UserError, match=said):
+        kvq.parse(spec)
