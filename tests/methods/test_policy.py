@@ -60,7 +60,7 @@ def test_names_keep_their_bits(name):
     default = kvq.METHODS[name]()
     assert str(default).startswith(f"{name}:bits=")
     assert str(kvq.parse(str(default))) == str(default)
-    assert kvq.to_dict(default)["bits"] == int(str(default).rpartition("=")[2])
+    assert kvq.to_dict(default)["bits"] == float(str(default).rpartition("=")[2])
 
 
 def test_names_say_other_widths_too():
