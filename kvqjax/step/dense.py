@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
@@ -17,6 +18,7 @@ from kvqjax.cache.view import LayerView, body_view, expanded, seen, side_by_side
 from kvqjax.model import decoder
 from kvqjax.model.loading import Model
 from kvqjax.ops.finite import saturated
+from kvqjax.parallel.sharding import of_constants, on_parts
 from kvqjax.step.doors import check_both, kept_program, run_constants, with_own_constants
 from kvqjax.step.layer_step import Call, begin, first_flow
 from kvqjax.step.layers import placed_layer
@@ -61,7 +63,7 @@ def dense(
     same tokens without these arrays. Pure; works inside and outside jit.
 
     Args:
-        cache: any cache on one device.
+        cache: any cache whose tokens lie on one device; its rows and heads may be split over a mesh.
         layer: its number. It may be traced where all layers are stored as one stack and do not depend on each other.
         model: the model of the cache, with its constants. Methods that make keys and values of a layer's input need it
             (XQuant, XQuant-CL); others take it and need only `constants`.
@@ -90,11 +92,25 @@ def dense(
 
 @functools.partial(kept_program, static_argnames=("layer",))
 def _dense(cache: Cache, model: Model | None, constants, *, layer):
-    """Do `dense` after its checks."""
+    """Do `dense` after its checks, on one device or on every device's part of the cache's mesh."""
     if model is not None:
         model = with_own_constants(model, cache.layout.method)
         constants = model.constants if constants is None else constants
-    call = begin(cache, jnp.zeros_like(cache.lengths), 1, run_constants(constants, cache.layout), "chunk")
+    fixed, rules = run_constants(constants, cache.layout), cache.layout.rules
+    if rules is None:
+        return _dense_here(model, layer, cache, fixed)
+    heads, places = PartitionSpec(rules.batch, None, rules.kv_heads), of_constants(rules, fixed)
+    read, out = functools.partial(_dense_here, model), (heads, heads, PartitionSpec(rules.batch))
+    # A plain number stays one in every device's part: layers that are stored one by one are found by it.
+    if isinstance(layer, int):
+        return on_parts(functools.partial(read, layer), rules, cache, fixed, specs=(places,), out=out)
+    traced = lambda cache, layer, fixed: read(layer, cache, fixed)  # noqa: E731
+    return on_parts(traced, rules, cache, layer, fixed, specs=(PartitionSpec(), places), out=out)
+
+
+def _dense_here(model: Model | None, layer, cache: Cache, fixed: tuple[dict, ...]):
+    """Do `_dense` on one device's part."""
+    call = begin(cache, jnp.zeros_like(cache.lengths), 1, fixed, "chunk")
     carry, below = first_flow(call).body, ()
     if carry:
         if isinstance(layer, jax.core.Tracer):
