@@ -178,8 +178,8 @@ def _inserted(
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Empty the marked rows: length 0, nothing encoded; overflow and what was not finite are forgotten. Their old words
-    stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on. Raises
+    """Empty the marked rows: length 0, nothing encoded, states of recurrent layers 0; overflow and what was not finite
+    are forgotten. Their old words stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on. Raises
     UserError unless `rows` marks each of the B rows by True or False."""
     check_cache(cache)
     if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
@@ -190,8 +190,23 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     kept = forget(cache.kept, rows)
     overflow = cache.overflow & ~rows
     return cache.replace(
-        runs=runs, lengths=empty(cache.lengths), overflow=overflow, finite=empty(cache.finite), kept=kept
+        runs=runs,
+        lengths=empty(cache.lengths),
+        overflow=overflow,
+        finite=empty(cache.finite),
+        kept=kept,
+        states=_blank(cache.states, rows),
     )
+
+
+def _blank(states: tuple[dict, ...], rows: Bool[Array, " B"]) -> tuple[dict, ...]:
+    """Set the states of the marked rows to those before a first token."""
+    return _chosen(rows, jax.tree.map(jnp.zeros_like, states), states)
+
+
+def _chosen(rows: Bool[Array, " B"], states: tuple[dict, ...], others: tuple[dict, ...]) -> tuple[dict, ...]:
+    """Take the marked rows from `states`, the others from `others`."""
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(1, -1, *[1] * (a.ndim - 2)), a, b), states, others)
 
 
 @functools.partial(jax.jit, static_argnames="clocks")

@@ -500,9 +500,7 @@ FAMILIES |= {
             "shared_expert_intermediate_size": 512,
         },
         mlp_width="moe_intermediate_size",
-        experts=ExpertFields(
-            count="num_experts", shared_width="shared_expert_intermediate_size", in_every_layer=True
-        ),
+        experts=ExpertFields(count="num_experts", shared_width="shared_expert_intermediate_size", in_every_layer=True),
         **_RECURRENT,
     ),
 }

@@ -26,11 +26,12 @@ from kvqjax.model.weight_trees import Layer
 from kvqjax.ops.finite import Sources
 from kvqjax.ops.xla_workarounds import row_major, times_matrix
 
-__all__ = ["CHUNK", "State", "advance", "delta_rule", "empty_states", "gated", "sources", "state_shapes"]
+__all__ = ["CHUNK", "GIVEN", "State", "advance", "delta_rule", "empty_states", "gated", "sources", "state_shapes"]
 
 State = dict[str, Any]  # {"conv_q", "conv_k", "conv_v": [B, kernel - 1, W], "delta": [B, Hv, Dk, Dv]}, float32
 CHUNK = 64  # tokens whose updates are put together in one; the length that the published models were trained with
 STEPWISE = 4  # tokens, at most, that are taken one after the other: a chunk's triangular system costs more
+GIVEN = ("q", "k", "v", "decay", "beta")  # what a token gives to the rule
 LENGTH_EPS = 1e-6  # added to the square of a query's or key's length
 
 # A TPU multiplies float32 numbers as bfloat16 unless it is told otherwise, and errors of a state add up.
@@ -206,9 +207,7 @@ def _chunk(state, parts):
 # --- From the rule's output to the layer's ---
 
 
-def gated(
-    weights: Layer, x: Float[Array, "B T E"], out: Float[Array, "B T N V"], eps: float
-) -> Float[Array, "B T W"]:
+def gated(weights: Layer, x: Float[Array, "B T E"], out: Float[Array, "B T N V"], eps: float) -> Float[Array, "B T W"]:
     """Norm what the rule gives head by head, and multiply it by silu of one more projection of the layer's input."""
     scaled = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
     scaled = scaled * weights["delta_norm"].astype(jnp.float32)[None, None, None]

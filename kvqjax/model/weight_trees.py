@@ -288,7 +288,7 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
     def layers_with(name: str) -> tuple[int, ...]:
         if name in SPARSE:
             return c.sparse_layers
-        return kinds[name] if name in kinds else c.dense_layers
+        return kinds.get(name, c.dense_layers)
 
     kinds = dict.fromkeys(KINDS["attention"], c.attention_layers)
     if c.recurrent is not None:
