@@ -51,9 +51,9 @@ class Ledger:
     """All entries of a cache for `batch` rows of `capacity` tokens; `values` counts the key and value channels of one
     token over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window,
     padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for, but for states of
-    recurrent layers, which hold no keys or values (`state_bytes`); `bits_exact` the compute dtype; `layer_flops` the operations that every layer spends on rematerialising one cached token's keys and
-    values at every decode step, and `carry` the bytes that flow between layers during one, beside the
-    cache; `kernels` says what reads the bodies."""
+    recurrent layers, which hold no keys or values (`state_bytes`); `bits_exact` the compute dtype; `layer_flops` the
+    operations that every layer spends on rematerialising one cached token's keys and values at every decode step, and
+    `carry` the bytes that flow between layers during one, beside the cache; `kernels` says what reads the bodies."""
 
     entries: tuple[Entry, ...]
     batch: int

@@ -140,11 +140,11 @@ class KVShape:
     """What a cache must know of a model. Static and hashable.
 
     Axis letters: L layers, H query heads, K KV heads, D head dim, E width. Layers are those of attention, and are
-    numbered among themselves; `recurrent` describes those between them, whose state is part of the cache. `rope`, `sliding_window` (in tokens) and
-    `scale` hold for every layer, or are a tuple with one entry a layer. `rope=None`: queries and keys come rotated.
-    `sliding_window=None`: full attention. `scale` multiplies the scores; None means D^-1/2. `softcap` caps them: a
-    score s counts as softcap * tanh(s / softcap). The window of a `chunked` layer is a chunk: a query at position p
-    sees tokens from p // window * window on.
+    numbered among themselves; `recurrent` describes those between them, whose state is part of the cache. `rope`,
+    `sliding_window` (in tokens) and `scale` hold for every layer, or are a tuple with one entry a layer. `rope=None`:
+    queries and keys come rotated. `sliding_window=None`: full attention. `scale` multiplies the scores; None means
+    D^-1/2. `softcap` caps them: a score s counts as softcap * tanh(s / softcap). The window of a `chunked` layer is a
+    chunk: a query at position p sees tokens from p // window * window on.
 
     The last five matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
     width of that input, and what the model does between its projections and attention. A norm multiplies by its weight
