@@ -43,8 +43,8 @@ _product = functools.partial(jnp.einsum, precision="highest")
 
 def state_shapes(shape: RecurrentConfig, batch: int) -> dict[str, tuple[int, ...]]:
     """The shapes of one layer's state."""
-    conv = {f"conv_{name}": (batch, shape.kernel - 1, width) for name, width in shape.widths.items()}
-    return conv | {"delta": (batch, shape.value_heads, shape.key_dim, shape.value_dim)}
+    sizes: dict[str, tuple[int, ...]] = {"delta": (batch, shape.value_heads, shape.key_dim, shape.value_dim)}
+    return sizes | {f"conv_{name}": (batch, shape.kernel - 1, width) for name, width in shape.widths.items()}
 
 
 def empty_states(shape: RecurrentConfig, layers: int, batch: int) -> State:

@@ -72,8 +72,9 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
 
 def _after_each_other(shape: RecurrentConfig, part: str) -> TensorRows:
     """Queries, keys and values one after the other."""
-    ends = dict(zip("qkv", np.cumsum([shape.widths[name] for name in "qkv"]).tolist(), strict=True))
-    return TensorRows(np.arange(ends[part] - shape.widths[part], ends[part]), ends["v"])
+    names = list(shape.widths)
+    first = sum(shape.widths[name] for name in names[: names.index(part)])
+    return TensorRows(first + np.arange(shape.widths[part]), sum(shape.widths.values()))
 
 
 def _by_key_head(shape: RecurrentConfig, part: str) -> TensorRows:

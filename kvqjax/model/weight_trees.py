@@ -348,7 +348,9 @@ def _delta_matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     c = config.recurrent
     if c is None:
         return {}
-    shapes = {f"delta_{name}": (config.width, size) for name, size in (c.widths | {"z": c.widths["v"]}).items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"delta_{name}": (config.width, size) for name, size in (c.widths | {"z": c.widths["v"]}).items()
+    }
     shapes |= {f"delta_{name}": (config.width, c.value_heads) for name in "ab"}
     return shapes | {"delta_o": (c.widths["v"], config.width)}
 
@@ -359,7 +361,9 @@ def _delta_vectors(config: ModelConfig) -> dict[str, tuple[Callable, tuple[int, 
     if c is None:
         return {}
     mean = functools.partial(jnp.full, fill_value=1 / c.kernel)
-    sizes = {f"delta_conv_{name}": (mean, (size, c.kernel)) for name, size in c.widths.items()}
+    sizes: dict[str, tuple[Callable, tuple[int, ...]]] = {
+        f"delta_conv_{name}": (mean, (size, c.kernel)) for name, size in c.widths.items()
+    }
     sizes |= {f"delta_{name}": (jnp.zeros, (c.value_heads,)) for name in ("rate", "bias")}
     return sizes | {"delta_norm": (jnp.ones, (c.value_dim,))}
 

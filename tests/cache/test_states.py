@@ -13,7 +13,9 @@ from recurrent import EVEN, PARTS, UNEVEN, drawn, hybrid, recurrent
 from tiny import tokens
 
 import kvqjax as kvq
+from kvqjax import calibrate
 from kvqjax._errors import UserError
+from kvqjax.calibrate import activations
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.rope import positions_of_layer, rotate
 
@@ -162,6 +164,29 @@ def test_tokens_are_evicted_and_states_remember_them(keep):
     assert np.isfinite(following(model, cache)).all()
 
 
+CALIBRATED = (
+    "kvquant:bits=3,sinks=2",
+    "commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32",
+    "aqua:bits=2,first_bits=16,backbone=token,group=32,buffer=32,sinks=3",
+    "oscar:bits=2,window=32,sinks=4",
+    "xquant:bits=4,group=32,latent=true",
+)
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=() if spec.startswith("kvquant") else pytest.mark.nightly) for spec in CALIBRATED]
+)
+def test_calibrations_pass_through_recurrent_layers(spec):
+    """Between the layers that they fit, and before the first."""
+    model, text = hybrid(), tokens(2, LENGTH)
+    ready = model.with_artifact(calibrate.run(model, spec, np.asarray(tokens(8, 96)), count=8, length=96))
+    logits = forward(ready, text, jnp.asarray(COUNTS), kvq.init_cache(ready, spec, 2, CAPACITY))[0]
+    np.testing.assert_allclose(logits[0], plain()[0], atol=0.05)  # a chunk's own tokens see each other exactly
+    cached = kvq.dense(filled(model, counts=(90, 90)), 1)[0][:, :90]
+    read = activations.activations(model.params, text[:, :90], model.config, rope="post", gradients=False)
+    np.testing.assert_allclose(read.k[1].reshape(cached.shape), cached, atol=BOUND)
+
+
 # --- Two phases ---
 
 
@@ -300,16 +325,16 @@ def test_tokens_beyond_the_capacity_leave_the_states():
 
 def test_a_crop_goes_to_nothing_or_to_a_snapshot():
     model, text = hybrid(), tokens(2, LENGTH)
-    cache = filled(model, counts=(60, 70))
+    cache = filled(model, counts=(36, 70))
     kept = kvq.snapshot(cache)
-    longer = forward(model, jnp.stack([text[0, 60:64], text[1, 70:74]]), jnp.asarray([4, 4]), cache)[1]
+    longer = forward(model, jnp.stack([text[0, 36:40], text[1, 70:74]]), jnp.asarray([4, 4]), cache)[1]
     with pytest.raises(
         UserError, match=r"row 1: recurrent layers remember all of its 74 tokens and cannot go back to 7"
     ):
-        kvq.crop(longer, jnp.asarray([64, 72]))
-    with pytest.raises(UserError, match="cannot go back to 61"):
-        kvq.crop(longer, jnp.asarray([61, 74]), snapshot=kept)
-    equal(kvq.crop(longer, jnp.asarray([64, 90])).states, longer.states)
+        kvq.crop(longer, jnp.asarray([40, 72]))
+    with pytest.raises(UserError, match="cannot go back to 37"):
+        kvq.crop(longer, jnp.asarray([37, 74]), snapshot=kept)
+    equal(kvq.crop(longer, jnp.asarray([40, 90])).states, longer.states)
     back = kvq.crop(longer, kept.lengths, snapshot=kept)
     equal(back.states, cache.states)
     np.testing.assert_allclose(following(model, back), following(model, cache), atol=BOUND)
@@ -317,11 +342,11 @@ def test_a_crop_goes_to_nothing_or_to_a_snapshot():
     assert mixed.lengths.tolist() == [0, 70]
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(row_of(mixed, 0)))
     equal(row_of(mixed, 1), row_of(cache, 1))
-    hidden = jax.jit(kvq.crop)(longer, jnp.asarray([64, 72]))
-    assert (hidden.lengths.tolist(), hidden.overflow.tolist()) == ([64, 0], [False, True])
+    hidden = jax.jit(kvq.crop)(longer, jnp.asarray([40, 72]))
+    assert (hidden.lengths.tolist(), hidden.overflow.tolist()) == ([40, 0], [False, True])
     with pytest.raises(UserError, match="snapshot is of another cache"):
         kvq.crop(longer, kept.lengths, snapshot=kvq.snapshot(kvq.repeat(cache, 2)))
-    with pytest.raises(UserError, match="snapshot is a Cache; wanted what kvqjax.snapshot"):
+    with pytest.raises(UserError, match="snapshot is a Cache; wanted what kvqjax"):
         kvq.crop(longer, kept.lengths, snapshot=cache)
 
 
@@ -418,4 +443,4 @@ def test_the_ledger_counts_states_apart():
     assert states == 3 * 4 * 4 * (3 * (16 + 16 + 48) + 4 * 8 * 12)  # rows, layers, bytes, convolution, matrices
     assert book.bits_stored == 8 * (book.bytes - states) / book.values / 3 / 64
     assert "recurrent states" in str(book)
-    assert "4 recurrent layers: conv_k float32[4,3,3,16]" in repr(cache)
+    assert "4 recurrent layers: delta float32[4,3,4,8,12]" in repr(cache)
