@@ -92,6 +92,7 @@ def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"
 
     def step(h, xs):
         index, extra_k, extra_v = xs
+        h = decoder.up_to(params, index, h, config)
         weights, turns = decoder.layer(params, index), positions_of_layer(positions, config, index)
         projected = decoder.project(weights, h, positions, config, index)
         k = rotate(projected.k, turns, config) if rope == "post" else projected.k
@@ -103,6 +104,7 @@ def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"
     # Without the checkpoint the backward pass would keep every layer's T x T attention weights.
     xs = (jnp.arange(config.num_layers), *zeros)
     h, cached = jax.lax.scan(jax.checkpoint(step), decoder.embed(params, tokens, config), xs)
+    h = decoder.up_to(params, config.num_layers, h, config)
     logits = decoder.unembed(params, h[:, :-1], config)
     chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - chosen).mean(), cached

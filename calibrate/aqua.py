@@ -67,6 +67,7 @@ def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: 
     """One clean layer, of run `number`, on one sequence [1, T, E]: what the cache is given of keys and values, [T, W],
     and the next h; no layer is above the last one, so its h is None."""
     length, run = h.shape[1], runs_of(layout)[number]
+    h = decoder.up_to(model.params, index, h, model.config)
     padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
     counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
     keep = lambda *captured: captured  # noqa: E731

@@ -57,6 +57,7 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
     turns = positions_of_layer(positions, config, index)
 
     def row_pass(row):
+        row = decoder.up_to(params, index, row[None], config)[0]
         projected = decoder.project(weights, row[None], positions, config, index)
         rotated = rotate(projected.k, turns, config)
         attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, weights, config)

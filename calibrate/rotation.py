@@ -134,6 +134,7 @@ def _moments(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
     def step(h, index):
+        h = decoder.up_to(params, index, h, config)
         weights, turns = decoder.layer(params, index), positions_of_layer(positions, config, index)
         projected = decoder.project(weights, h, positions, config, index)
         k = rotate(projected.k, turns, config)

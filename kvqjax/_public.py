@@ -12,7 +12,7 @@ from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cache.pieces import cut, join
-from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes
+from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes, snapshot
 from kvqjax.generation.beam import beam_search
 from kvqjax.generation.decoding import Generated, generate, stream
 from kvqjax.generation.session import Session
@@ -120,6 +120,7 @@ __all__ = [
     "row_axes",
     "save_cache",
     "shard",
+    "snapshot",
     "speculate",
     "stream",
     "to_dict",

@@ -28,6 +28,7 @@ ROLES = {
     "window": "exact window",
     "sinks": "exact sinks",
     "bookkeeping": "lengths and flags",
+    "states": "recurrent states",
 }
 
 
@@ -49,10 +50,10 @@ class Entry:
 class Ledger:
     """All entries of a cache for `batch` rows of `capacity` tokens; `values` counts the key and value channels of one
     token over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window,
-    padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for; `bits_exact` the
-    compute dtype; `layer_flops` the operations that every layer spends on rematerialising one cached token's keys and
-    values at every decode step, and `carry` the bytes that flow between layers during one, beside the
-    cache; `kernels` says what reads the bodies."""
+    padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for, but for states of
+    recurrent layers, which hold no keys or values (`state_bytes`); `bits_exact` the compute dtype; `layer_flops` the
+    operations that every layer spends on rematerialising one cached token's keys and values at every decode step, and
+    `carry` the bytes that flow between layers during one, beside the cache; `kernels` says what reads the bodies."""
 
     entries: tuple[Entry, ...]
     batch: int
@@ -74,8 +75,13 @@ class Ledger:
         return sum(self.layer_flops)
 
     @property
+    def state_bytes(self) -> int:
+        """Count the bytes of recurrent layers' states, which do not grow with the capacity."""
+        return sum(entry.bytes for entry in self.entries if entry.role == "states")
+
+    @property
     def bits_stored(self) -> float:
-        return 8 * self.bytes / (self.batch * self.capacity * self.values)
+        return 8 * (self.bytes - self.state_bytes) / (self.batch * self.capacity * self.values)
 
     @property
     def exact_bytes(self) -> int:
@@ -151,6 +157,19 @@ def _run_entries(run: RunLayout, state, capacity: int, sinks: int):
     yield _entry(run, "", "flushed", "bookkeeping", state.flushed)
 
 
+def _state_entries(cache: Cache) -> list[Entry]:
+    """One entry for each part of all recurrent layers' states. Layers are numbered among all layers there."""
+    shape = cache.layout.shape.recurrent
+    if shape is None:
+        return []
+    layers = f"{shape.layers[0]}-{shape.layers[-1]}" if len(shape.layers) > 1 else str(shape.layers[0])
+    return [
+        Entry(layers, "recurrent", name, "states", array_bytes(arrays), 0, sum(map(_tiled, arrays)))
+        for name in cache.states[0]
+        for arrays in [[state[name] for state in cache.states]]
+    ]
+
+
 def _method_bits(runs: tuple[RunLayout, ...], values: int) -> float:
     """Count the bits that the codecs alone store per key or value channel."""
     total = sum(
@@ -176,6 +195,7 @@ def ledger(cache: Cache) -> Ledger:
     ]
     entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow, cache.finite]))
     entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in cache.kept.items()]
+    entries += _state_entries(cache)
     values = 2 * layout.shape.num_layers * layout.shape.kv_width
     return Ledger(
         entries=tuple(entries),

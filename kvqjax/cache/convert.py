@@ -42,7 +42,18 @@ def convert(cache: Cache, *, layers: str, form: str) -> Cache:
     pairs = zip(runs_of(cache.layout), cache.runs, strict=True)
     members = [(run, state, index) for run, state in pairs for index in range(run.count)]
     runs = tuple(_run(run, members[run.first : run.first + run.count]) for run in runs_of(layout))
-    return cache.replace(runs=runs, layout=layout)
+    return cache.replace(runs=runs, states=_states(cache, layers), layout=layout)
+
+
+def _states(cache: Cache, layers: str) -> tuple[dict, ...]:
+    """Hold the states of recurrent layers as one stack, or each by itself."""
+    if not cache.states or layers == cache.layout.layers:
+        return cache.states
+    if layers == "scan":
+        return (jax.tree.map(lambda *parts: _joined(list(parts)), *cache.states),)
+    assert cache.layout.shape.recurrent is not None
+    count = len(cache.layout.shape.recurrent.layers)
+    return tuple(_cut(cache.states[0], index, count) for index in range(count))
 
 
 def _run(run: RunLayout, members: list[Member]) -> Run:

@@ -57,6 +57,11 @@ def _check_means(layout: CacheLayout, what: str) -> None:
     """Raise UserError for caches whose tokens have no fixed place."""
     if layout.method.keep is not None:
         raise UserError(f"{what}: {layout.method} evicts tokens, so that its bodies cannot be cut along tokens")
+    if layout.shape.recurrent is not None:
+        raise UserError(
+            f"{what}: recurrent layers remember all tokens at once, so that tokens have no part of a cache to "
+            "themselves; keep a prefix as a row (fork, repeat) or a snapshot"
+        )
     if any(run.wraps for run in runs_of(layout)):
         raise UserError(
             f"{what}: layers with a sliding window overwrite old tokens, so that there is no prefix to share"

@@ -46,7 +46,8 @@ def row_axes(cache: Cache) -> Cache:
         return Run(flushed=same(state.flushed, 0), **stacked)
 
     runs = tuple(run(state) for state in cache.runs)
-    return cache.replace(runs=runs, lengths=0, overflow=0, finite=0, kept=same(cache.kept, 0))
+    states = same(cache.states, 1)
+    return cache.replace(runs=runs, lengths=0, overflow=0, finite=0, kept=same(cache.kept, 0), states=states)
 
 
 @functools.lru_cache(maxsize=256)

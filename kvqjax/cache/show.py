@@ -4,7 +4,7 @@ import jax
 
 from kvqjax.ops.packing.words import array_bytes
 
-__all__ = ["arrays_text", "run_text"]
+__all__ = ["arrays_text", "run_text", "states_text"]
 
 
 def _array(leaf) -> str:
@@ -30,3 +30,9 @@ def run_text(first: int, count: int, reader: str, parts: dict) -> str:
             name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
             named.append(f"{name} {_array(leaf)}")
     return f"{layers}, read by {reader}: {', '.join(named)}"
+
+
+def states_text(layers: int, states: tuple[dict, ...]) -> str:
+    """Print how many recurrent layers there are and what one stack of them remembers, `3 recurrent layers: ...`."""
+    named = ", ".join(f"{name} {_array(leaf)}" for name, leaf in states[0].items())
+    return f"{layers} recurrent layer{'s' * (layers > 1)}: {named}"

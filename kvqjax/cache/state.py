@@ -3,7 +3,7 @@
 Row b holds tokens 0 .. lengths[b]-1. Its first `sinks` tokens stay exact; the tokens after them are numbered from 0
 here ("body tokens"). Of those, clock c has encoded the first `flushed[c][b] * unit` into the body; the rest are in the
 window, a ring in which body token r sits in slot r mod C. Layers of equal spec and sliding window form a run and are
-stacked."""
+stacked. What recurrent layers remember of the same tokens (kvqjax/model/recurrent.py) is their state, of fixed size."""
 
 import functools
 from typing import Any
@@ -20,8 +20,9 @@ from kvqjax.cache.eviction import allocate_kept
 from kvqjax.cache.reading import readers_text
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
-from kvqjax.cache.show import arrays_text, run_text
+from kvqjax.cache.show import arrays_text, run_text, states_text
 from kvqjax.methods.layer_cache import Clock
+from kvqjax.model.recurrent import empty_states
 from kvqjax.ops.packing import Stored
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
@@ -59,7 +60,9 @@ class Cache(struct.PyTreeNode):
     given, a token id outside the vocabulary, a row or length that is not there. They are clipped: what does not fit is
     not stored. `finite[b]` counts the tokens of row b before its
     first one with a NaN or infinite source: it equals `lengths[b]` unless there is one. `kept` says which tokens the
-    body holds where some are evicted (kvqjax.cache.eviction), and is empty otherwise."""
+    body holds where some are evicted (kvqjax.cache.eviction), and is empty otherwise. `states` are those of recurrent
+    layers after `lengths[b]` tokens, float32 [layers, B, ...]: of all layers as one stack, or of each by itself, as
+    runs are stored; none in models without such layers."""
 
     runs: tuple[Run, ...]
     lengths: Leaf  # Int[B]
@@ -67,6 +70,7 @@ class Cache(struct.PyTreeNode):
     finite: Leaf  # Int[B]
     layout: CacheLayout = struct.field(pytree_node=False)
     kept: dict[str, Leaf] = struct.field(default_factory=dict)
+    states: tuple[dict[str, Leaf], ...] = ()
 
     @property
     def batch(self) -> int:
@@ -85,6 +89,8 @@ class Cache(struct.PyTreeNode):
         parts = [{"body": r.body, "sinks": r.sinks, "window": r.window} for r in self.runs]
         plans = zip(runs_of(layout), readers_text(layout), parts, strict=False)
         lines = [run_text(run.first, run.count, reader, part) for run, reader, part in plans]
+        if self.states:
+            lines.append(states_text(layout.shape.depth - layout.shape.num_layers, self.states))
         return "\n  ".join([head, *lines])
 
 
@@ -113,7 +119,19 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     first = runs_of(layout)[0]
     kept = allocate_kept(layout.method.keep, batch, first.budget, first.wiring.storage.clocks[0].unit, first.ring)
     lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
-    return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept)
+    states = _allocate_states(layout, batch)
+    return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept, states)
+
+
+def _allocate_states(layout: CacheLayout, batch: int) -> tuple[dict[str, Leaf], ...]:
+    """Allocate the states of recurrent layers, as one stack or each by itself."""
+    shape = layout.shape.recurrent
+    if shape is None:
+        return ()
+    single = layout.layers == "unroll"
+    return tuple(
+        empty_states(shape, 1 if single else len(shape.layers), batch) for _ in shape.layers[: None if single else 1]
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from kvqjax._arguments import MOST, check_integer, check_integers, check_within, clipped, is_known, named, reading
@@ -25,10 +26,46 @@ from kvqjax.cache.eviction import crop_kept, forget
 from kvqjax.cache.resizing import check_means, excess, with_layout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache, row_axes
-from kvqjax.cache.state import Cache
+from kvqjax.cache.state import Cache, Leaf
 from kvqjax.model.rope import check_length
 
-__all__ = ["crop", "evict", "fork", "gather", "insert", "repeat", "resize", "row_axes"]
+__all__ = [
+    "Snapshot",
+    "crop",
+    "evict",
+    "fork",
+    "gather",
+    "insert",
+    "repeat",
+    "resize",
+    "row_axes",
+    "snapshot",
+]
+
+
+class Snapshot(struct.PyTreeNode):
+    """States of a cache's recurrent layers after the tokens that its rows held then: what `crop` needs to go back
+    there. It shares no arrays with the cache and is as large as the states, whatever the rows hold."""
+
+    lengths: Leaf  # Int[B]
+    states: tuple[dict[str, Leaf], ...]
+
+
+def snapshot(cache: Cache) -> Snapshot:
+    """Keep the states of recurrent layers as they are now, so that the cache can be cropped to here later on.
+
+    Args:
+        cache: any cache; of a model without recurrent layers the snapshot holds its lengths alone, and `crop` goes
+            without.
+
+    Returns:
+        The snapshot, for `crop(cache, snapshot.lengths, snapshot=snapshot)` of this cache once it holds more tokens.
+
+    Raises:
+        UserError: for what is no cache.
+    """
+    check_cache(cache)
+    return Snapshot(*jax.tree.map(jnp.copy, (cache.lengths, cache.states)))
 
 
 def fork(cache: Cache) -> Cache:
@@ -178,9 +215,9 @@ def _inserted(
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Empty the marked rows: length 0, nothing encoded; overflow and what was not finite are forgotten. Their old words
-    stay until overwritten, in arrays that the result shares with `cache`: `fork` first where both must live on. Raises
-    UserError unless `rows` marks each of the B rows by True or False."""
+    """Empty the marked rows: length 0, nothing encoded, states of recurrent layers 0; overflow and what was not finite
+    are forgotten. Their old words stay until overwritten, in arrays that the result shares with `cache`: `fork` first
+    where both must live on. Raises UserError unless `rows` marks each of the B rows by True or False."""
     check_cache(cache)
     if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
         kind = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, jax.Array | np.ndarray) else named(rows)
@@ -190,8 +227,23 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     kept = forget(cache.kept, rows)
     overflow = cache.overflow & ~rows
     return cache.replace(
-        runs=runs, lengths=empty(cache.lengths), overflow=overflow, finite=empty(cache.finite), kept=kept
+        runs=runs,
+        lengths=empty(cache.lengths),
+        overflow=overflow,
+        finite=empty(cache.finite),
+        kept=kept,
+        states=_blank(cache.states, rows),
     )
+
+
+def _blank(states: tuple[dict, ...], rows: Bool[Array, " B"]) -> tuple[dict, ...]:
+    """Set the states of the marked rows to those before a first token."""
+    return _chosen(rows, jax.tree.map(jnp.zeros_like, states), states)
+
+
+def _chosen(rows: Bool[Array, " B"], states: tuple[dict, ...], others: tuple[dict, ...]) -> tuple[dict, ...]:
+    """Take the marked rows from `states`, the others from `others`."""
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(1, -1, *[1] * (a.ndim - 2)), a, b), states, others)
 
 
 @functools.partial(jax.jit, static_argnames="clocks")
@@ -214,7 +266,7 @@ def _floor(
     return jax.lax.while_loop(lambda pair: (pair[0] != pair[1]).any(), step, (wanted, lower(wanted)))[1]
 
 
-def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
+def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None = None) -> Cache:
     """Cut every row back to `lengths[b]` tokens (longer wishes change nothing); the result's `lengths` say what was
     kept.
 
@@ -226,6 +278,9 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     Where tokens are evicted by policy (`keep`), those below the cut that the body still holds stay, and those that it
     gave up before do not come back: the row then holds less than a fresh encode of the same tokens.
     A row whose first token that was not finite is cut is an ordinary row again.
+    What recurrent layers remember cannot be undone. A row of a cache that has their states is cut to 0 tokens, or to
+    what it held when a `snapshot` of the cache was taken, and to nothing else: that is refused. Inside jit such a row
+    is emptied, and its flag `overflow[b]` raised.
     Raises UserError for a negative length; one that a trace hides counts as 0, and the row's flag `overflow[b]` is
     raised.
     The result shares its arrays with `cache`: `fork` first where both must live on.
@@ -253,9 +308,44 @@ def crop(cache: Cache, lengths: Int[Array, " B"]) -> Cache:
     lengths = left + sinks
     finite = jnp.minimum(cache.finite, lengths)
     overflow = cache.overflow | negative
-    return cache.replace(
+    done = cache.replace(
         runs=states, lengths=lengths, finite=finite, overflow=overflow, kept=crop_kept(cache.kept, lengths)
     )
+    return _with_states(cache, done, snapshot) if cache.states else done
+
+
+def _with_states(cache: Cache, done: Cache, snapshot: Snapshot | None) -> Cache:
+    """Give a cropped cache the states after what its rows hold: those of `cache` where nothing was cut, those of the
+    snapshot where a row is as long as it was then. Refuse other rows, or empty them inside jit."""
+    same = done.lengths == cache.lengths
+    states, back = cache.states, jnp.zeros_like(same)
+    if snapshot is not None:
+        _check_snapshot(cache, snapshot)
+        back = ~same & (done.lengths == snapshot.lengths)
+        states = _chosen(back, snapshot.states, states)
+    lost = ~(same | back | (done.lengths == 0))
+    if is_known(lost):
+        with reading(True):
+            known = np.asarray(lost)
+        if known.any():
+            row = int(known.argmax())
+            held, left = (int(np.asarray(x.lengths)[row]) for x in (cache, done))
+            raise UserError(
+                f"row {row}: recurrent layers remember all of its {held} tokens and cannot go back to {left}; crop it "
+                "to 0 and feed it anew, or to the length of a snapshot (kvqjax.snapshot) that was taken there"
+            )
+    done = done.replace(states=_blank(states, done.lengths == 0))
+    return evict(done, lost).replace(overflow=done.overflow | lost)
+
+
+def _check_snapshot(cache: Cache, snapshot: Any) -> None:
+    """Raise UserError for what is no snapshot of such a cache."""
+    if not isinstance(snapshot, Snapshot):
+        raise UserError(f"snapshot is {named(snapshot)}; wanted what kvqjax.snapshot(cache) gives")
+    shapes = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), states) for states in (snapshot.states, cache.states)]
+    if shapes[0] != shapes[1] or snapshot.lengths.shape != cache.lengths.shape:
+        rows = snapshot.lengths.shape[0]
+        raise UserError(f"snapshot is of another cache: of {rows} rows and other recurrent layers than this one's")
 
 
 def resize(cache: Cache, capacity: int) -> Cache:

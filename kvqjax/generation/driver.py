@@ -54,6 +54,8 @@ def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | No
     keep = layout.method.keep
     if keep is not None and keep.rule == "h2o":
         return 1  # every query leaves its attention mass
+    if layout.shape.recurrent is not None:
+        return 1  # what a state has taken in stays
     least = math.inf
     for run in runs_of(layout):
         for clock in run.wiring.storage.clocks if run.slots else ():

@@ -284,6 +284,8 @@ class Session:
         same = min(same, len(ids) - 1)
         capacity = self._options["capacity"] or self._grown(self._capacity, need)
         cache, self._cache, self._ids = self._cache, None, []
+        if cache is not None and cache.states and same < int(fetched(cache.lengths)[0][0]):
+            same = 0  # recurrent layers cannot forget: what follows another beginning is read anew
         if cache is not None:
             cache = crop(cache, shared(self.model, np.asarray([same], np.int32)))
             if held := int(fetched(cache.lengths)[0][0]):

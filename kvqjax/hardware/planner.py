@@ -24,7 +24,7 @@ from kvqjax.methods import MethodLike, parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import CODED_WEIGHTS
 from kvqjax.model.weight_codes import CodedWeight, code_weight
-from kvqjax.model.weight_trees import BY_EXPERT, MATRICES, Rows, init_params
+from kvqjax.model.weight_trees import BY_EXPERT, Rows, init_params, is_coded
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for
@@ -81,7 +81,7 @@ def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16", weights: str 
     code = functools.partial(jax.eval_shape, functools.partial(code_weight, bits=CODED_WEIGHTS[weights]))
 
     def coded(name: str, x):
-        if f"layers/{name}" not in MATRICES or name.endswith("router"):
+        if not is_coded(f"layers/{name}"):
             return x
         return x.replace(stack=code(x.stack)) if isinstance(x, Rows) else code(x)
 

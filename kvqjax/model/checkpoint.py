@@ -314,12 +314,20 @@ class StoredWeight(NamedTuple):
         parts: its tensors by what they are to it.
         shape: the shape of the decoded weight, in Hugging Face's order.
         scheme: how its codes are packed; None: it is plain numbers.
+        rows: which rows of the stored weight it is, in its order; None: it is all of them.
+        stored_rows: how many these are.
     """
 
     name: str
     parts: dict[str, Tensor]
     shape: tuple[int, ...]
     scheme: Scheme | None = None
+    rows: Any = None
+    stored_rows: int = 0
+
+    def picked(self, rows: np.ndarray) -> "StoredWeight":
+        """Some rows of this weight, in their order, as a weight of its own."""
+        return self._replace(rows=rows, stored_rows=self.shape[0], shape=(len(rows), *self.shape[1:]))
 
     @property
     def nbytes(self) -> int:
@@ -446,6 +454,13 @@ def decode_slice(weight: StoredWeight, index: tuple[slice, ...]) -> np.ndarray:
     Raises:
         UserError: for a file that cannot be read, or a group of inputs that does not exist.
     """
+    if weight.rows is not None:
+        # Groups of a code's scales are of rows that lie beside each other, so all rows between are decoded.
+        wanted = weight.rows[index[0]]
+        first = int(wanted.min()) if len(wanted) else 0
+        every = weight._replace(rows=None, shape=(weight.stored_rows, *weight.shape[1:]))
+        block = decode_slice(every, (slice(first, int(wanted.max(initial=first)) + 1), *index[1:]))
+        return block[wanted - first]
     if weight.scheme is None:
         return read_slice(weight.parts["weight"], index)
     pairs = zip(index, weight.shape, strict=True)

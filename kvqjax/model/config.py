@@ -8,7 +8,7 @@ from typing import Any
 from kvqjax._arguments import check_fields, check_integer
 from kvqjax._errors import UserError
 
-__all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RopeConfig"]
+__all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RecurrentConfig", "RopeConfig"]
 
 OF_LAYERS = ("rope", "sliding_window", "scale", "chunked", "qk_norm")  # fields that may differ by layer
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP's gate
@@ -24,6 +24,9 @@ class RopeConfig:
     `length` holds for all of a text, and is said beforehand: the least length that has these frequencies, 0 for those
     of texts up to `original_max_position`. The factors divide the frequency of every pair, for texts up to that length
     and for longer ones.
+
+    `fraction` is the share of a head's channels that are turned: the first channels of both halves of the head. The
+    pairs of the others have the frequency 0.
     """
 
     theta: float = 10000.0
@@ -39,11 +42,17 @@ class RopeConfig:
     length: int = 0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    fraction: float = 1.0
 
     def __post_init__(self):
         check_fields(self)
         if self.theta <= 0:
             raise UserError(f"theta={self.theta}; wanted a number above 0")
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"fraction={self.fraction}; wanted a number above 0, of at most 1")
+        # Channels that do not turn would be multiplied by the factor of those that do.
+        if self.fraction < 1 and self.attention_factor != 1:
+            raise UserError(f"a rope of {self.fraction} of the channels has no attention_factor")
 
     @property
     def limit(self) -> int | None:
@@ -89,14 +98,53 @@ def check_softcap(softcap: float | None, name: str = "softcap") -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """Layers of the gated delta rule (kvqjax/model/recurrent.py) among those of attention.
+
+    `layers` are their numbers among all layers of the model. Each has `key_heads` heads of keys and queries of
+    `key_dim` channels, of which every one serves `value_heads / key_heads` heads of values of `value_dim` channels. A
+    causal convolution over `kernel` tokens comes before the rule. A layer remembers a row's text in kernel - 1 inputs
+    of the convolution and one matrix [key_dim, value_dim] a value head, both in float32.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    def __post_init__(self):
+        check_fields(self)
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            check_integer(name, getattr(self, name))
+        check_integer("kernel", self.kernel, 2)
+        if self.value_heads % self.key_heads:
+            raise UserError(f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
+        if not self.layers or tuple(sorted(set(self.layers))) != self.layers or self.layers[0] < 0:
+            raise UserError(f"layers={self.layers}; wanted the numbers of some layers in order")
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Channels of what goes through the convolution: queries, keys and values of all heads."""
+        keys = self.key_heads * self.key_dim
+        return {"q": keys, "k": keys, "v": self.value_heads * self.value_dim}
+
+    def shared_out(self, parts: int) -> "RecurrentConfig":
+        """These layers on one of `parts` devices that share out the heads."""
+        return dataclasses.replace(self, key_heads=self.key_heads // parts, value_heads=self.value_heads // parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KVShape:
     """What a cache must know of a model. Static and hashable.
 
-    Axis letters: L layers, H query heads, K KV heads, D head dim, E width. `rope`, `sliding_window` (in tokens) and
-    `scale` hold for every layer, or are a tuple with one entry a layer. `rope=None`: queries and keys come rotated.
-    `sliding_window=None`: full attention. `scale` multiplies the scores; None means D^-1/2. `softcap` caps them: a
-    score s counts as softcap * tanh(s / softcap). The window of a `chunked` layer is a chunk: a query at position p
-    sees tokens from p // window * window on.
+    Axis letters: L layers, H query heads, K KV heads, D head dim, E width. Layers are those of attention, and are
+    numbered among themselves; `recurrent` describes those between them, whose state is part of the cache. `rope`,
+    `sliding_window` (in tokens) and `scale` hold for every layer, or are a tuple with one entry a layer. `rope=None`:
+    queries and keys come rotated. `sliding_window=None`: full attention. `scale` multiplies the scores; None means
+    D^-1/2. `softcap` caps them: a score s counts as softcap * tanh(s / softcap). The window of a `chunked` layer is a
+    chunk: a query at position p sees tokens from p // window * window on.
 
     The last five matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
     width of that input, and what the model does between its projections and attention. A norm multiplies by its weight
@@ -117,6 +165,7 @@ class KVShape:
     qkv_bias: bool = False
     qk_norm: bool | tuple[bool, ...] = False
     norm_offset: float = 0.0
+    recurrent: RecurrentConfig | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -132,6 +181,25 @@ class KVShape:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs")
+        if self.recurrent is not None and self.recurrent.layers[-1] >= self.depth:
+            raise UserError(f"layer {self.recurrent.layers[-1]} is recurrent, in a model of {self.depth} layers")
+
+    @property
+    def depth(self) -> int:
+        """How many layers of both kinds the model has."""
+        return self.num_layers + (0 if self.recurrent is None else len(self.recurrent.layers))
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers of attention by their numbers among all layers."""
+        others = () if self.recurrent is None else self.recurrent.layers
+        return tuple(index for index in range(self.depth) if index not in others)
+
+    @property
+    def recurrent_before(self) -> tuple[int, ...]:
+        """How many recurrent layers stand before each layer of attention, and at last how many there are."""
+        layers = self.attention_layers
+        return (*(layer - index for index, layer in enumerate(layers)), self.depth - self.num_layers)
 
     @property
     def query_width(self) -> int:
@@ -181,13 +249,13 @@ class KVShape:
     @property
     def alone(self) -> "KVShape":
         """This shape as another model's attention layer knows it, without the weights and inputs of its projections."""
-        return dataclasses.replace(self.kv_shape, width=None, qkv_bias=False, qk_norm=False)
+        return dataclasses.replace(self.kv_shape, width=None, qkv_bias=False, qk_norm=False, recurrent=None)
 
     def layer(self, index: int) -> "KVShape":
-        """The shape of layer `index` alone."""
+        """The shape of the layer of attention `index` alone."""
         of_layers = {name: getattr(self, name) for name in OF_LAYERS}
         own = {name: x[index] if isinstance(x, tuple) else x for name, x in of_layers.items()}
-        return dataclasses.replace(self.kv_shape, num_layers=1, **own)
+        return dataclasses.replace(self.kv_shape, num_layers=1, recurrent=None, **own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +263,8 @@ class ExpertConfig:
     """A mixture of experts: a token goes through `per_token` of `count` MLPs of `width`, by softmax scores of a router,
     and through a shared MLP of `shared_width` (0: there is none).
 
-    `normalised`: the scores of the chosen experts are divided by their sum. `dense_layers` have one ordinary MLP.
+    `normalised`: the scores of the chosen experts are divided by their sum. `dense_layers`, numbered among layers of
+    both kinds, have one ordinary MLP.
     `biases`: the router and the experts' three products have biases. `swiglu_limit` c makes of a gate g and an inner u
     min(g, c) sigmoid(a min(g, c)) (1 + clip(u, -c, c)), a being `swiglu_alpha` (gpt-oss, arXiv 2508.10925); None:
     silu(g) u. `sigmoid`: the one expert of a token is given its input times the sigmoid of its score, and its output
@@ -229,6 +298,7 @@ class ModelConfig(KVShape):
     the rope's `original_max_position`. With a `growth_length` N only those of layers whose rope is "none" are, by
     1 + query_growth ln(1 + floor((p + 1) / N)) (arXiv 2501.19399, as Llama 4 has it).
 
+    `output_gate`: what attention gives is multiplied by the sigmoid of one more projection of the layer's input.
     `qk_gain`: QK-norm has weights. `output_bias`: the output projection has a bias. `score_sinks`: every query head has
     a learned logit that takes its share of the softmax. `post_norms`: what attention and the MLP give goes through a
     norm before it is added. `activation` of the MLP is "silu" or "gelu_tanh". Rows of the embedding are multiplied by
@@ -249,6 +319,7 @@ class ModelConfig(KVShape):
     growth_length: int | None = None
     qk_gain: bool = True
     output_bias: bool = False
+    output_gate: bool = False
     score_sinks: bool = False
     post_norms: bool = False
     activation: str = "silu"
@@ -284,12 +355,12 @@ class ModelConfig(KVShape):
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers with one ordinary MLP."""
-        return tuple(range(self.num_layers)) if self.experts is None else self.experts.dense_layers
+        return tuple(range(self.depth)) if self.experts is None else self.experts.dense_layers
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
         """The layers with experts."""
-        return tuple(index for index in range(self.num_layers) if index not in self.dense_layers)
+        return tuple(index for index in range(self.depth) if index not in self.dense_layers)
 
     @property
     def idle_numbers(self) -> int:
@@ -304,4 +375,4 @@ class ModelConfig(KVShape):
         if x is None:
             return float(dense)
         sparse = (x.count + 3 * (x.per_token * x.width + x.shared_width) + (x.shared_width > 0)) * self.width
-        return (len(self.dense_layers) * dense + len(self.sparse_layers) * sparse) / self.num_layers
+        return (len(self.dense_layers) * dense + len(self.sparse_layers) * sparse) / self.depth

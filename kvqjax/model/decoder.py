@@ -3,10 +3,16 @@
     params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]} or a list}
     layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
             q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3), o_bias [E] and score_sinks [H] (gpt-oss),
-            attn_post_norm/mlp_post_norm [E] (Gemma); a matrix may be a `CodedWeight`.
+            attn_post_norm/mlp_post_norm [E] (Gemma), q_gate [E,H*D] (Qwen3-Next); a matrix may be a `CodedWeight`.
+            A recurrent layer (kvqjax/model/recurrent.py, M heads of keys, N of values) has instead of q, k, v and o:
+            delta_q/delta_k [E,M*Dk], delta_v/delta_z [E,N*Dv], delta_a/delta_b [E,N], delta_o [N*Dv,E],
+            delta_conv_q/delta_conv_k/delta_conv_v [W,kernel], delta_rate/delta_bias [N], delta_norm [Dv].
             With experts (kvqjax/model/experts.py) instead of gate, up and down: router [E,X], experts_gate/experts_up
             [X,E,F], experts_down [X,F,E], shared_gate/shared_up/shared_down as an MLP's, shared_router [E,1];
             router_bias [X] and experts_gate_bias/experts_up_bias [X,F], experts_down_bias [X,E] (gpt-oss).
+
+Functions that take the number of a layer count those of attention alone, as a cache does; recurrent layers are
+numbered among themselves.
 
 Layers have two forms. A stack over L in front is read by number inside a scan, which compiles fast. A list of one dict
 a layer (`unrolled`) is read in place, where XLA for GPUs and CPUs copies a layer's weights out of a stack first. Where
@@ -24,9 +30,21 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.experts import mix, mlp
+from kvqjax.model.recurrent import State, advance, empty_states, gated, sources
 from kvqjax.model.rope import check_length, positions_of_layer, rotate
-from kvqjax.model.weight_trees import OF_EXPERTS, Layer, Params, Row, Rows, is_unrolled, read_weight
+from kvqjax.model.weight_trees import (
+    KINDS,
+    OF_EXPERTS,
+    Layer,
+    Params,
+    Row,
+    Rows,
+    is_unrolled,
+    layers_of,
+    read_weight,
+)
 from kvqjax.ops.attention import capped, segment_attention, with_sinks
+from kvqjax.ops.finite import Sources, found_finite, zeroed
 from kvqjax.ops.xla_workarounds import row_major, times_matrix
 
 __all__ = [
@@ -40,10 +58,13 @@ __all__ = [
     "logits",
     "norm",
     "over_layers",
+    "over_recurrent",
     "own_heads",
     "own_sinks",
     "project",
+    "recur",
     "unembed",
+    "up_to",
     "whole_heads",
 ]
 
@@ -60,12 +81,13 @@ class Projected(NamedTuple):
     bare: Float[Array, "B T K D"] | None = None
 
 
-def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
+def layer(params: Params, index: Int[Array, ""] | int, kind: str = "attention") -> Layer:
     """Read the weights of one layer.
 
     Args:
         params: the weights.
-        index: the layer; of a list only a plain number.
+        index: the layer, counted among those of its kind; of a list only a plain number.
+        kind: "attention" or "recurrent".
 
     Returns:
         The weights in the compute dtype. Experts, and what only some layers have, are still to be read
@@ -74,21 +96,34 @@ def layer(params: Params, index: Int[Array, ""] | int) -> Layer:
     Raises:
         UserError: for a traced number and a list.
     """
+    numbers = layers_of(params, kind)
     if not is_unrolled(params):
-        return _layer_of_stack(params["layers"], index)
+        return _layer_of_stack(params["layers"], index, numbers, kind)
     if isinstance(index, jax.core.Tracer):
         raise UserError("this reads weights as stacks; load the model with layers='scan'")
     # Experts are read one by one, of a list too: a layer's matrices are a stack of one row.
     row = lambda x: Row(jax.tree.map(lambda a: a[None], x), 0, True)  # noqa: E731
-    weights = params["layers"][index].items()
+    weights = params["layers"][numbers[index]].items()
     return {name: row(x) if name in OF_EXPERTS else read_weight(x) for name, x in weights}
 
 
-def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int) -> Layer:
-    cut = lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False)  # noqa: E731
-    weights = {
-        name: x.row(index) if isinstance(x, Rows) else read_weight(jax.tree.map(cut, x)) for name, x in stacks.items()
-    }
+def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int, numbers: tuple[int, ...], kind: str) -> Layer:
+    """Read layer `index` of a kind, whose layers are `numbers` among all, out of stacks."""
+    both = numbers != tuple(range(len(numbers)))  # else layers of this kind are numbered as all are, and stand first
+    number = index
+    if both:
+        number = jnp.asarray(numbers)[index] if isinstance(index, jax.Array) else numbers[index]
+    others = {name for other, names in KINDS.items() if other != kind for name in names}
+
+    def read(name: str, x):
+        own = isinstance(x, Rows) and name in KINDS[kind]  # the rows of a kind are those of its layers, in order
+        place = index if own else number
+        cut = lambda a: jax.lax.dynamic_index_in_dim(a, place, keepdims=False)  # noqa: E731
+        if isinstance(x, Rows) and not own:
+            return x.row(place)
+        return read_weight(jax.tree.map(cut, x.stack if own else x))
+
+    weights = {name: read(name, x) for name, x in stacks.items() if name not in others}
     return {name: x for name, x in weights.items() if x is not None}
 
 
@@ -197,8 +232,16 @@ def _tempered(
 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
     """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
-    attended = attended.reshape(*h.shape[:2], -1).astype(h.dtype)
-    added = _total(times_matrix(attended, weights["o"]), config)
+    attended = attended.reshape(*h.shape[:2], -1)
+    if "q_gate" in weights:
+        gate = _product(_norm(h, weights["attn_norm"], config), weights, "q_gate")
+        attended = attended.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return _finished(weights, h, attended.astype(h.dtype), "o", config)
+
+
+def _finished(weights: Layer, h: Float[Array, "B T E"], mixed: Float[Array, "B T W"], name: str, config: ModelConfig):
+    """Do `finish` for what the matrix `name` takes, of either kind of layer."""
+    added = _total(times_matrix(mixed, weights[name]), config)
     if "o_bias" in weights:
         added = added + weights["o_bias"][None, None]
     h = h + _post_norm(weights, "attn_post_norm", added, config)
@@ -275,6 +318,83 @@ def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: C
     return state
 
 
+# --- Recurrent layers ---
+
+
+class Recurred(NamedTuple):
+    """What a recurrent layer makes of some tokens.
+
+    `h` is the layer's output. `state` is the one after the tokens that count. `new` are the tokens' sources
+    (`kvqjax.model.recurrent.sources`), `finite` says which of them are finite numbers: others count as 0, and the
+    output is NaN from the first of them on."""
+
+    h: Float[Array, "B T E"]
+    state: State
+    new: Sources
+    finite: Bool[Array, "B T"]
+
+
+def recur(
+    weights: Layer,
+    h: Float[Array, "B T E"],
+    state: State,
+    counts: Int[Array, " B"],
+    config: ModelConfig,
+    broken: Bool[Array, " B"] | None = None,
+) -> Recurred:
+    """Run one recurrent layer over T tokens of each row, of which the first `counts[b]` count. `broken` marks rows with
+    an earlier token whose sources are not finite."""
+    assert config.recurrent is not None
+    x = _norm(h, weights["attn_norm"], config)
+    new = sources(weights, x)
+    finite = found_finite(jnp.float32, new)
+    out, state = advance(weights, state, zeroed(jnp.float32, new), counts, config.recurrent)
+    spoilt = jnp.cumsum(~finite & (jnp.arange(h.shape[1])[None] < counts[:, None]), axis=1) > 0
+    spoilt = spoilt if broken is None else spoilt | broken[:, None]
+    mixed = jnp.where(spoilt[..., None], jnp.nan, gated(weights, x, out, config.norm_eps))
+    return Recurred(_finished(weights, h, mixed.astype(h.dtype), "delta_o", config), state, new, finite)
+
+
+def over_recurrent(params: Params, config: ModelConfig, index: Int[Array, ""] | int, step: Callable, state):
+    """Call `state = step(number, state)` for every recurrent layer that stands directly before the layer of attention
+    `index`, or with `index` the number of these, behind the last one.
+
+    Of a list, and for a plain `index`, that is straight code. In a loop over stacked weights it is an inner loop, whose
+    length is static where layers of attention stand at even distances."""
+    if config.recurrent is None:
+        return state
+    ends = config.recurrent_before
+    starts = (0, *ends[:-1])
+    if is_unrolled(params):
+        for number in range(starts[index], ends[index]):
+            state = step(number, state)
+        return state
+    if not isinstance(index, jax.core.Tracer):
+        return jax.lax.fori_loop(starts[index], ends[index], step, state) if starts[index] < ends[index] else state
+    counts = {end - start for start, end in zip(starts[:-1], ends[:-1], strict=True)}
+    first = jnp.asarray(starts)[index]
+    if len(counts) > 1:
+        return jax.lax.fori_loop(first, jnp.asarray(ends)[index], step, state)
+    numbers = first + jnp.arange(counts.pop())
+    return jax.lax.scan(lambda state, number: (step(number, state), None), state, numbers)[0]
+
+
+def up_to(params: Params, index: Int[Array, ""] | int, h: Float[Array, "B T E"], config: ModelConfig):
+    """Run the recurrent layers directly before the layer of attention `index` over texts that begin at place 0 of h,
+    without a cache: for training, calibration and reference. What follows the last layer of attention has its number
+    plus one."""
+    shape = config.recurrent
+    if shape is None:
+        return h
+    empty = jax.tree.map(lambda x: x[0], empty_states(shape, 1, h.shape[0]))
+    counts = jnp.full(h.shape[:1], h.shape[1], jnp.int32)
+
+    def step(number, h):
+        return recur(layer(params, number, "recurrent"), h, empty, counts, config).h
+
+    return over_recurrent(params, config, index, step, h)
+
+
 def causal_mask(length: int, index: Int[Array, ""] | int, config: ModelConfig) -> Bool[Array, "T T"]:
     """Mark the keys that each query of layer `index` sees among T tokens: not after it, within its sliding window."""
     windows = jnp.asarray([2**30 if window is None else window for window in config.windows], jnp.int32)
@@ -307,13 +427,15 @@ def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def step(index, h):
+        h = up_to(params, index, h, config)
         weights, turns = layer(params, index), positions_of_layer(positions, config, index)
         projected = project(weights, h, positions, config, index)
         rotated = rotate(projected.k, turns, config)
         attended = attend_plainly(projected.q, rotated, projected.v, index, weights, config)
         return finish(weights, h, attended, config)
 
-    return over_layers(params, 0, config.num_layers, step, embed(params, tokens, config))
+    h = over_layers(params, 0, config.num_layers, step, embed(params, tokens, config))
+    return up_to(params, config.num_layers, h, config)
 
 
 def logits(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T V"]:

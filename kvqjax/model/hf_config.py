@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from kvqjax._errors import UserError
 from kvqjax._files import read_object
-from kvqjax.model.config import ExpertConfig, ModelConfig, RopeConfig
+from kvqjax.model.config import ExpertConfig, ModelConfig, RecurrentConfig, RopeConfig
 from kvqjax.model.gguf_file import is_gguf
 from kvqjax.model.gguf_model import read_fields
 from kvqjax.model.hf_families import (
@@ -49,6 +49,8 @@ _ACCEPTED: dict[str, tuple] = {
     "use_qk_norm": (False,),
     "qk_layernorm": (False,),
     "clip_qkv": (),
+    "attn_output_gate": (False,),
+    "output_gate_type": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
 }
@@ -107,14 +109,19 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     raw = {"model_type": family.model_type, **family.defaults, **raw}
-    windows = _windows_from_hf(raw, architecture, _integer(raw, "num_hidden_layers", most=MOST_LAYERS))
+    layers = _integer(raw, "num_hidden_layers", most=MOST_LAYERS)
+    recurrent = None
+    if family.recurrent:
+        recurrent = _recurrent_from_hf(raw, layers)
+        raw = raw | _without_sections(raw) | {"layer_types": None}
+    attention = layers - (0 if recurrent is None else len(recurrent.layers))
+    windows = _windows_from_hf(raw, architecture, attention)
     roped = _layers_with_rope(raw, family, len(windows))
     _check_accepted(raw, family)
     read_scheme(raw)  # refuses weights that cannot be decoded before any of them is read
 
     width = _integer(raw, "hidden_size")
     heads = _integer(raw, "num_attention_heads")
-    layers = _integer(raw, "num_hidden_layers", most=MOST_LAYERS)
     if raw.get("head_dim") is None and width % heads:
         _refuse(
             "hidden_size",
@@ -127,7 +134,9 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         "vocab_size": _integer(raw, "vocab_size"),
         "width": width,
         "mlp_width": _integer(raw, family.mlp_width),
-        "num_layers": layers,
+        "num_layers": attention,
+        "recurrent": recurrent,
+        "output_gate": family.recurrent,
         "num_heads": heads,
         "num_kv_heads": _integer(raw, "num_key_value_heads") if grouped else heads,
         "head_dim": head_dim,
@@ -183,7 +192,7 @@ def config_to_hf(config: ModelConfig) -> dict:
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
         family.mlp_width: config.mlp_width,
-        "num_hidden_layers": config.num_layers,
+        "num_hidden_layers": config.depth,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -198,6 +207,7 @@ def config_to_hf(config: ModelConfig) -> dict:
     raw |= _experts_to_hf(config, family.experts)
     raw |= _scores_to_hf(config, family)
     raw |= _chunks_to_hf(config) if family.chunked else {}
+    raw |= _recurrent_to_hf(config) if family.recurrent else {}
     return raw | _ropes_to_hf(config, family)
 
 
@@ -311,6 +321,8 @@ def _check_accepted(raw: dict, family: Family):
     read = {_SCORE_CAP: family.score_softcap, _LOGIT_CAP: family.logit_softcap}
     for field, accepted in (_ACCEPTED | dict(family.accepted)).items():
         value = None if read.get(field) else raw.get(field)
+        if field == "partial_rotary_factor" and family.recurrent:
+            continue  # read with the rope
         if value is not None and value not in accepted:
             choices = " or ".join(json.dumps(choice) for choice in accepted) or "null"
             _refuse(field, value, f"wanted {choices}")
@@ -343,6 +355,59 @@ def _bos_id(raw: dict) -> int | None:
     if value is not None and not _is_integer(value):
         _refuse("bos_token_id", value, "wanted an integer")
     return value
+
+
+# --- Recurrent layers among those of attention ---
+
+_LINEAR = "linear_attention"  # what layer_types calls them
+_DELTA_FIELDS = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "kernel": "linear_conv_kernel_dim",
+}
+
+
+def _recurrent_from_hf(raw: dict, num_layers: int) -> RecurrentConfig | None:
+    """The recurrent layers: those that `layer_types` names, or all but every so many."""
+    types = raw.get("layer_types")
+    if types is None:
+        interval = _integer(raw, "full_attention_interval")
+        types = [_LINEAR if (index + 1) % interval else _FULL for index in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(x not in (_FULL, _LINEAR) for x in types):
+        _refuse("layer_types", types, f"wanted {num_layers} of {_FULL} or {_LINEAR}")
+    layers = tuple(index for index, kind in enumerate(types) if kind == _LINEAR)
+    if len(layers) == num_layers:
+        _refuse("layer_types", types, f"without {_FULL} there is nothing to cache")
+    sizes = {name: _integer(raw, field) for name, field in _DELTA_FIELDS.items()}
+    if sizes["value_heads"] % sizes["key_heads"]:
+        field = _DELTA_FIELDS["value_heads"]
+        _refuse(field, sizes["value_heads"], f"wanted a multiple of linear_num_key_heads = {sizes['key_heads']}")
+    return RecurrentConfig(layers=layers, **sizes) if layers else None
+
+
+def _recurrent_to_hf(config: ModelConfig) -> dict:
+    shape, ropes = config.recurrent, config.rope if isinstance(config.rope, tuple) else (config.rope,)
+    others = () if shape is None else shape.layers
+    raw: dict[str, Any] = {
+        "layer_types": [_LINEAR if index in others else _FULL for index in range(config.depth)],
+        "partial_rotary_factor": 1.0 if ropes[0] is None else ropes[0].fraction,
+    }
+    return raw if shape is None else raw | {field: getattr(shape, name) for name, field in _DELTA_FIELDS.items()}
+
+
+def _turned_share(raw: dict, rope: dict, family: Family, head_dim: int, prefix: str) -> float:
+    """The share of a head's channels that a rope turns."""
+    if not family.recurrent:
+        if rope.get("partial_rotary_factor") not in (None, 1):
+            _refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
+        return 1.0
+    field = "partial_rotary_factor"
+    share = _number(rope, field, _number(raw, field, 1.0), prefix)
+    if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
+        _refuse(field, share, f"wanted a share of head_dim = {head_dim} that is an even number of channels")
+    return share
 
 
 # --- Sliding windows, layer by layer ---
@@ -510,12 +575,13 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict:
 def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None = None) -> RopeConfig:
     """One rope for texts of up to `length` tokens; None: up to the length before scaling."""
     rope, prefix = _rope_object(raw, family)
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        _refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
+    share = _turned_share(raw, rope, family, head_dim, prefix)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10000.0), prefix)
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, fraction=share)
+    if share < 1:
+        _refuse(f"{prefix}rope_type", kind, f"wanted default where {share:g} of the channels are turned")
     if kind == "linear":
         factor = _number(rope, "factor", prefix=prefix)
         # The length that Gemma 3 states is the one after scaling, other families' the one before it.
@@ -677,6 +743,7 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
             per_token=per_token,
             width=_integer(raw, names.width),
             biases=names.biases,
+            shared_width=0 if names.shared_width is None else _integer(raw, names.shared_width),
             **gate,
         )
     dense_layers = (_dense_by_step if names.sigmoid else _dense_layers)(raw, num_layers)
@@ -726,6 +793,8 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
     raw: dict[str, Any] = {names.count: experts.count, "num_experts_per_tok": experts.per_token}
     if names.limited:
         raw |= {"swiglu_limit": experts.swiglu_limit, "swiglu_alpha": experts.swiglu_alpha}
+    if names.shared_width is not None and not names.sigmoid:
+        raw[names.shared_width] = experts.shared_width
     if names.in_every_layer:
         return raw
     if names.sigmoid:
@@ -736,7 +805,7 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
         "mlp_only_layers": list(experts.dense_layers),
         "decoder_sparse_step": 1,
     }
-    return raw if names.shared_width is None else raw | {names.shared_width: experts.shared_width}
+    return raw
 
 
 def _fits(experts: ExpertConfig, names: ExpertFields, mlp_width: int) -> bool:

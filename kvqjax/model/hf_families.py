@@ -22,7 +22,7 @@ class ExpertFields:
         width: the field of the inner width of an expert.
         shared_width: the field of the inner width of the shared expert; None: the family has none.
         in_every_layer: no layer has an ordinary MLP, no model is without experts, and the scores of the chosen experts
-            are always divided by their sum. The family then has no fields that say so.
+            are always divided by their sum. The family then has no fields that say so, and its `mlp_width` is `width`.
         biases: the router and the experts' products have biases.
         limited: `swiglu_limit` and `swiglu_alpha` describe the experts' gate (`kvqjax.model.config.ExpertConfig`).
         inward: a layer's experts are always one tensor whose matrices lie as [inputs, outputs]. Elsewhere they may be
@@ -64,6 +64,10 @@ class Family:
         chunked: layers may see chunks of `attention_chunk_size` tokens, and layers without a rope see everything;
             queries of these grow with their position. QK-norm is one of the layers with a rope, without weights.
         paired_rope: rotary pairs lie side by side in the checkpoint.
+        recurrent: layers of `layer_types` may be "linear_attention": the gated delta rule, of sizes that fields
+            beginning with `linear_` give. Those of attention then turn `partial_rotary_factor` of a head's channels,
+            and their output is gated.
+        packed_recurrence: how recurrent layers pack their projections (kvqjax/model/tensor_rows.py).
         mlp_width: the field of the inner width of a layer's one MLP.
         query_scale: `query_pre_attn_scalar` says by what root scores are divided.
         output_bias: the output projection of attention has a bias.
@@ -93,6 +97,8 @@ class Family:
     query_growth: bool = False
     chunked: bool = False
     paired_rope: bool = False
+    recurrent: bool = False
+    packed_recurrence: bool = False
     mlp_width: str = "intermediate_size"
     query_scale: bool = False
     output_bias: bool = False
@@ -179,6 +185,26 @@ _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
     "bos_token_id": 2,
+}
+
+_RECURRENT: dict[str, Any] = {  # what Qwen3-Next and Qwen3.5 have in common
+    "qk_norm": True,
+    "sliding_window": False,
+    "recurrent": True,
+    "norm_offset": 1.0,
+    "accepted": {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")},
+}
+_RECURRENT_DEFAULTS = {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 
 FAMILIES: dict[str, Family] = {
@@ -424,6 +450,61 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+FAMILIES |= {
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next",
+        defaults=_RECURRENT_DEFAULTS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+        packed_recurrence=True,
+        experts=ExpertFields(count="num_experts", shared_width="shared_expert_intermediate_size"),
+        tensor_names={
+            **{f"layers/delta_{n}": "linear_attn.in_proj_qkvz.weight" for n in "qkvz"},
+            **{f"layers/delta_{n}": "linear_attn.in_proj_ba.weight" for n in "ab"},
+        },
+        **_RECURRENT,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        model_type="qwen3_5_text",
+        defaults=_RECURRENT_DEFAULTS
+        | {
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+        },
+        **_RECURRENT,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        model_type="qwen3_5_moe_text",
+        defaults=_RECURRENT_DEFAULTS
+        | {
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        mlp_width="moe_intermediate_size",
+        experts=ExpertFields(count="num_experts", shared_width="shared_expert_intermediate_size", in_every_layer=True),
+        **_RECURRENT,
+    ),
+}
+
 # Neither has a sliding window of its own; one that a config.json names beside `use_sliding_window` = false is idle.
 _QWEN2_VL = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 _QWEN3_VL = {"rope_theta": 5e5, "rms_norm_eps": 1e-6, "max_position_embeddings": 128000}
@@ -472,6 +553,16 @@ PICTURE_FAMILIES: dict[str, PictureFamily] = {
     "Llama4ForConditionalGeneration": PictureFamily(
         model_type="llama4",
         languages={"llama4_text": "Llama4ForCausalLM"},
+    ),
+    "Qwen3_5ForConditionalGeneration": PictureFamily(
+        model_type="qwen3_5",
+        languages={"qwen3_5_text": "Qwen3_5ForCausalLM"},
+        sectioned_rope=True,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": PictureFamily(
+        model_type="qwen3_5_moe",
+        languages={"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+        sectioned_rope=True,
     ),
     "Gemma3ForConditionalGeneration": PictureFamily(
         model_type="gemma3",

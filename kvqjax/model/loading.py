@@ -27,7 +27,7 @@ from kvqjax.model.gguf_tokenizer import has_tokenizer
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer
 from kvqjax.model.weight_codes import CodedWeight
-from kvqjax.model.weight_trees import Params, is_unrolled, stored_layers
+from kvqjax.model.weight_trees import Params, Rows, is_unrolled, layers_of, stored_layers
 from kvqjax.model.weights import ShardingRule, load_params
 
 __all__ = [
@@ -92,7 +92,8 @@ class Model(struct.PyTreeNode):
         config, leaves = self.config, [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")]
         kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
         facts = [
-            f"{config.num_layers} layers of width {config.width}",
+            f"{config.depth} layers of width {config.width}",
+            *([f"{config.depth - config.num_layers} of them recurrent"] if config.recurrent else []),
             f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
             f"{config.vocab_size} tokens",
             f"{sum(math.prod(leaf.shape) for leaf in leaves):,} numbers in {kinds or 'no arrays'}",
@@ -125,7 +126,8 @@ class Model(struct.PyTreeNode):
     def weights(self) -> str:
         """How the layers' matrices are kept: "int8", "int4", or their dtype."""
         layers = self.params["layers"]
-        matrix = (layers[0] if is_unrolled(self.params) else layers)["q"]
+        matrix = layers[layers_of(self.params, "attention")[0]]["q"] if is_unrolled(self.params) else layers["q"]
+        matrix = matrix.stack if isinstance(matrix, Rows) else matrix
         return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -87,7 +87,8 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     rope = config.turning
     if rope is None:
         raise ValueError("a shape without a rope has no frequencies")
-    freq = _plain(rope.theta, config.head_dim)
+    turned = round(config.head_dim * rope.fraction) // 2 * 2  # channels
+    freq = _plain(rope.theta, turned)
     if rope.kind == "none":
         freq = np.zeros_like(freq)
     elif rope.kind == "linear":
@@ -95,16 +96,16 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     elif rope.kind == "llama3":
         freq = _llama3(freq, rope)
     elif rope.kind == "yarn":
-        freq = _yarn(freq, rope, config.head_dim)
+        freq = _yarn(freq, rope, turned)
     elif rope.kind == "dynamic":
-        freq = _dynamic(rope, config.head_dim)
+        freq = _dynamic(rope, turned)
     elif rope.kind == "longrope":
         freq = freq / np.asarray(rope.long_factor if rope.length else rope.short_factor)
     elif rope.kind != "default":
         raise ValueError(
             f"unknown rope kind {rope.kind!r}; known: none, default, linear, llama3, yarn, dynamic, longrope"
         )
-    return freq.astype(np.float32)
+    return np.pad(freq, (0, config.head_dim // 2 - len(freq))).astype(np.float32)
 
 
 class Waves(NamedTuple):

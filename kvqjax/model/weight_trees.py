@@ -9,11 +9,15 @@ Weights that only some layers have, or that are read expert by expert, are rows 
 
     {"q": [L, E, H*D], "gate": Rows([2, E, F], layers=(0, 3)), "experts_gate": Rows([L-2, X, E, F], layers=(1, 2, ...))}
 
+Layers are of two kinds, attention and recurrent. In a model that has both, what one kind alone has is such rows too:
+`layers_of` reads off the weights which layers are of a kind.
+
 A loop over stacked layers knows its layer only as data. A `Row` is therefore a promise: which row of the stack, and
 whether this layer has one at all. What is read of it is cut out of the stack where it is used, inside a branch or a
 loop over experts. Cut out before, all experts of the layer would be copied.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +35,7 @@ from kvqjax.model.weight_codes import CodedWeight
 
 __all__ = [
     "BY_EXPERT",
+    "KINDS",
     "MATRICES",
     "OF_EXPERTS",
     "SPARSE",
@@ -40,7 +45,9 @@ __all__ = [
     "Rows",
     "as_multiplied",
     "init_params",
+    "is_coded",
     "is_unrolled",
+    "layers_of",
     "read_weight",
     "stacked",
     "stored_layers",
@@ -57,11 +64,30 @@ OF_EXPERTS = (*BY_EXPERT, *(f"{name}_bias" for name in BY_EXPERT))  # biases [X,
 SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")  # of layers with experts
 _SPARSE_BIASES = ("router_bias", *OF_EXPERTS[len(BY_EXPERT) :])  # likewise
 
-# The parameters that are matrices [in, out]. The others are vectors, and the embedding is a table of rows.
+_ATTENTION = ("q", "k", "v", "o", "q_gate")  # matrices of a layer of attention
+_RECURRENT = tuple(f"delta_{name}" for name in ("q", "k", "v", "z", "a", "b", "o"))  # of a recurrent one
+# What layers of one kind have, and no others.
+KINDS = {
+    "attention": (*_ATTENTION, "q_norm", "k_norm", *(f"{name}_bias" for name in "qkvo"), "score_sinks"),
+    "recurrent": (
+        *_RECURRENT,
+        *(f"delta_{name}" for name in ("conv_q", "conv_k", "conv_v", "rate", "bias", "norm")),
+    ),
+}
+
+# The parameters that are matrices [in, out]. The others are vectors, and the embedding is a table of rows. The kernels
+# of convolutions are [channels, tokens], as they are stored.
 MATRICES = frozenset({
     "head",
-    *(f"layers/{name}" for name in ("q", "k", "v", "o", "gate", "up", "down", *SPARSE)),
+    *(f"layers/{name}" for name in (*_ATTENTION, *_RECURRENT, "gate", "up", "down", *SPARSE)),
 })  # fmt: skip
+# Small matrices whose products decide: which experts compute, what a state keeps.
+_NEVER_CODED = ("layers/router", "layers/shared_router", "layers/delta_a", "layers/delta_b")
+
+
+def is_coded(name: str) -> bool:
+    """Whether a parameter is kept as codes where weights are ("int8", "int4")."""
+    return name.startswith("layers/") and name in MATRICES and name not in _NEVER_CODED
 
 
 # --- Leaves that are rows of a stack ---
@@ -145,6 +171,17 @@ def is_unrolled(params: Params) -> bool:
     return isinstance(params["layers"], list | tuple)
 
 
+def layers_of(params: Params, kind: str) -> tuple[int, ...]:
+    """Which layers are of a kind ("attention", "recurrent"), by their numbers among all layers."""
+    first, layers = KINDS[kind][0], params["layers"]
+    if is_unrolled(params):
+        return tuple(index for index, weights in enumerate(layers) if first in weights)
+    if first not in layers:
+        return ()
+    stack = layers[first]
+    return stack.layers if isinstance(stack, Rows) else tuple(range(jax.tree.leaves(stack)[0].shape[0]))
+
+
 def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
     """Choose how the layers of a model are stored by default.
 
@@ -164,8 +201,8 @@ def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
         return "unroll" if platform == "gpu" else "scan"
     shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))["layers"]
     numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    layer_bytes = numbers * jnp.dtype(dtype).itemsize / config.num_layers
-    return "unroll" if layer_bytes >= LARGE_LAYER and config.num_layers <= DEEPEST else "scan"
+    layer_bytes = numbers * jnp.dtype(dtype).itemsize / config.depth
+    return "unroll" if layer_bytes >= LARGE_LAYER and config.depth <= DEEPEST else "scan"
 
 
 def unrolled(params: Params) -> Params:
@@ -231,14 +268,16 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
     Returns:
         The weights, with the layers as stacks.
     """
-    c, count = config, config.num_layers
+    c, count = config, config.depth
     attention = {
         "q": (c.width, c.query_width),
         "k": (c.width, c.kv_width),
         "v": (c.width, c.kv_width),
         "o": (c.query_width, c.width),
     }
-    shapes = attention | _mlp_shapes("", c.width, c.mlp_width) | _expert_shapes(config)
+    if c.output_gate:
+        attention["q_gate"] = (c.width, c.query_width)
+    shapes = attention | _mlp_shapes("", c.width, c.mlp_width) | _expert_shapes(config) | _delta_matrices(config)
     drawn = [*shapes, "embed", "head"]
     keys = dict(zip(drawn, jax.random.split(key, len(drawn)), strict=True))
 
@@ -246,14 +285,23 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         stack = jax.random.normal(keys[name], (rows, *shape), dtype) * shape[-2] ** -0.5
         return stack * (2 * count) ** -0.5 if name.endswith(("o", "down")) else stack
 
-    def layers_of(name: str) -> tuple[int, ...]:
+    def layers_with(name: str) -> tuple[int, ...]:
         if name in SPARSE:
             return c.sparse_layers
-        return tuple(range(count)) if name in attention else c.dense_layers
+        return kinds.get(name, c.dense_layers)
+
+    kinds = dict.fromkeys(KINDS["attention"], c.attention_layers)
+    if c.recurrent is not None:
+        kinds |= dict.fromkeys(KINDS["recurrent"], c.recurrent.layers)
+
+    def of_kind(name: str, make: Callable):
+        """The stack that `make(layers)` gives for the layers of the kind that has the name, or for all."""
+        numbers = kinds.get(name, tuple(range(count)))
+        return make(len(numbers)) if len(numbers) == count else Rows(make(len(numbers)), numbers)
 
     layers = {}
     for name, shape in shapes.items():
-        numbers = layers_of(name)
+        numbers = layers_with(name)
         if numbers:
             stack = draw(name, shape, len(numbers))
             complete = len(numbers) == count and name not in SPARSE
@@ -263,8 +311,13 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         norms |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
     if c.post_norms:
         norms |= {"attn_post_norm": c.width, "mlp_post_norm": c.width}
-    layers |= {name: jnp.full((count, size), 1 - c.norm_offset, dtype) for name, size in norms.items()}
-    layers |= {name: jnp.zeros((count, size), dtype) for name, size in _bias_sizes(c).items()}
+    ones, zeros = functools.partial(jnp.full, fill_value=1 - c.norm_offset), jnp.zeros
+    vectors = {name: (ones, (size,)) for name, size in norms.items()}
+    vectors |= {name: (zeros, (size,)) for name, size in _bias_sizes(c).items()} | _delta_vectors(c)
+    layers |= {
+        name: of_kind(name, lambda rows, fill=fill, size=size: fill((rows, *size), dtype=dtype))
+        for name, (fill, size) in vectors.items()
+    }
     if c.experts is not None and c.experts.biases:
         x, rows = c.experts, len(c.sparse_layers)
         sizes = {"router_bias": (x.count,), "experts_gate_bias": (x.count, x.width)}
@@ -288,6 +341,31 @@ def _bias_sizes(config: ModelConfig) -> dict[str, int]:
     if c.score_sinks:
         sizes["score_sinks"] = c.num_heads
     return sizes
+
+
+def _delta_matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The matrices of a recurrent layer."""
+    c = config.recurrent
+    if c is None:
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"delta_{name}": (config.width, size) for name, size in (c.widths | {"z": c.widths["v"]}).items()
+    }
+    shapes |= {f"delta_{name}": (config.width, c.value_heads) for name in "ab"}
+    return shapes | {"delta_o": (c.widths["v"], config.width)}
+
+
+def _delta_vectors(config: ModelConfig) -> dict[str, tuple[Callable, tuple[int, ...]]]:
+    """What fills the other parameters of a recurrent layer, and their shapes: a convolution begins as a mean."""
+    c = config.recurrent
+    if c is None:
+        return {}
+    mean = functools.partial(jnp.full, fill_value=1 / c.kernel)
+    sizes: dict[str, tuple[Callable, tuple[int, ...]]] = {
+        f"delta_conv_{name}": (mean, (size, c.kernel)) for name, size in c.widths.items()
+    }
+    sizes |= {f"delta_{name}": (jnp.zeros, (c.value_heads,)) for name in ("rate", "bias")}
+    return sizes | {"delta_norm": (jnp.ones, (c.value_dim,))}
 
 
 def _mlp_shapes(prefix: str, width: int, inner: int, *lead: int) -> dict[str, tuple[int, ...]]:

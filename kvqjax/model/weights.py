@@ -40,6 +40,7 @@ from kvqjax.model.checkpoint import (
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.hf_config import Scheme, config_to_hf, read_scheme
 from kvqjax.model.hf_families import FAMILIES
+from kvqjax.model.tensor_rows import TensorRows, rows_of
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.model.weight_trees import (
     MATRICES,
@@ -47,6 +48,7 @@ from kvqjax.model.weight_trees import (
     Rows,
     as_multiplied,
     init_params,
+    is_coded,
     tiles_of,
 )
 
@@ -78,6 +80,14 @@ _NAMES = {
     **{f"layers/{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkvo"},
     **{f"layers/experts_{n}_bias": f"mlp.experts.{n}_proj_bias" for n in ("gate", "up", "down")},
     **{f"layers/{n}_norm": f"self_attn.{n}_norm.weight" for n in "qk"},
+    "layers/q_gate": "self_attn.q_proj.weight",
+    "layers/delta_o": "linear_attn.out_proj.weight",
+    "layers/delta_norm": "linear_attn.norm.weight",
+    "layers/delta_rate": "linear_attn.A_log",
+    "layers/delta_bias": "linear_attn.dt_bias",
+    **{f"layers/delta_{n}": f"linear_attn.in_proj_{n}.weight" for n in "zab"},
+    **{f"layers/delta_{n}": "linear_attn.in_proj_qkv.weight" for n in "qkv"},
+    **{f"layers/delta_conv_{n}": "linear_attn.conv1d.weight" for n in "qkv"},
 }
 
 # In a checkpoint of pictures and text: what stands in front of the language part's names, and of the vision part's.
@@ -92,6 +102,8 @@ _VISION = tuple(
     for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 )
 _TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")  # what a rope turns
+_CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, tokens]
+_DRAFTING = "mtp."  # layers that draft tokens, which are not computed here
 _WRAPPERS = ("module.", "_orig_mod.")  # of data parallel training, of torch.compile
 
 # Newer releases of transformers save one tensor for all experts of a layer, some families always do. Expert by expert
@@ -120,6 +132,7 @@ class Parameter(NamedTuple):
         tensors: for each of these layers, the names of the tensors of its experts, or of the one tensor.
         matrix: whether Hugging Face stores it with its last two axes swapped.
         rows: whether its stack is `Rows`.
+        picked: the rows of its tensors that it is; None: all of them in their order.
     """
 
     name: str
@@ -128,6 +141,7 @@ class Parameter(NamedTuple):
     tensors: tuple[tuple[str, ...], ...]
     matrix: bool
     rows: bool
+    picked: TensorRows | None = None
 
     @property
     def by_expert(self) -> bool:
@@ -155,7 +169,9 @@ def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
     hf_name = _hf_name(config, name)
     experts = range(shape[1] if "{}" in hf_name else 1)
     tensors = tuple(tuple(f"model.layers.{index}.{hf_name.format(expert)}" for expert in experts) for index in numbers)
-    return Parameter(name, numbers, shape[1:], tensors, name in MATRICES, rows)
+    family = FAMILIES.get(config.architecture)
+    picked = rows_of(config, name, family is not None and family.packed_recurrence)
+    return Parameter(name, numbers, shape[1:], tensors, name in MATRICES, rows, picked)
 
 
 # --- A checkpoint's tensors under the names that transformers gives a language model alone ---
@@ -164,6 +180,13 @@ def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
 def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text_only: bool) -> Checkpoint:
     checkpoint = _without_wrappers(checkpoint)
     checkpoint = _language_part(checkpoint, folder, text_only)
+    if config.recurrent is not None:
+        flat = lambda name, x: x.part(name, (slice(None), 0)) if len(x.shape) == 3 else x  # noqa: E731
+        checkpoint = {
+            name: flat(name, tensor) if name.endswith(_CONVOLUTION) else tensor
+            for name, tensor in checkpoint.items()
+            if not name.startswith(_DRAFTING)
+        }
     family = FAMILIES.get(config.architecture)
     if family is not None and family.paired_rope:  # rows are read as pairs of halves, which turn alike
         checkpoint = {
@@ -298,13 +321,15 @@ def _find_source(
 ) -> StoredWeight:
     shape = parameter.shape[1:] if parameter.by_expert else parameter.shape
     shape = shape[::-1] if parameter.matrix else shape
+    if parameter.picked is not None:
+        shape = (parameter.picked.total, *shape[1:])
     weight = find_weight(checkpoint, name, scheme)
     if weight is None:
         tied = "; config.json says tie_word_embeddings = false" if parameter.name == "head" else ""
         raise UserError(f"{folder}: tensor {name!r} is missing{tied}")
     if weight.shape != shape:
         raise UserError(f"{weight.file}: {name!r} has shape {list(weight.shape)}, wanted {list(shape)}")
-    return weight
+    return weight if parameter.picked is None else weight.picked(parameter.picked.rows)
 
 
 def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
@@ -368,7 +393,7 @@ def load_params(
 
     params: dict[str, Any] = {}
     stacks: dict[str, Any] = {}
-    layer_list: list[dict] = [{} for _ in range(config.num_layers)]
+    layer_list: list[dict] = [{} for _ in range(config.depth)]
     total = sum(weight.nbytes for rows in sources.values() for row in rows for weight in row)
     with _progress(total) as advance:
         for parameter in parameters(config):
@@ -398,9 +423,7 @@ def _pieces(
 ) -> Iterator[tuple[int, Any]]:
     """(first row, array or codes [layers, ...]) of as many layers at a time as `PIECE` bytes hold, or of each layer."""
     layered = parameter.layers is not None
-    # A router is small, and its scores decide which experts compute.
-    coded = bits is not None and layered and parameter.matrix
-    coded = coded and not parameter.name.endswith("router")
+    coded = bits is not None and is_coded(parameter.name)
     layer_bytes = max(1, math.prod(parameter.shape) * dtype.itemsize)
     count = 1 if single or not layered else max(1, PIECE // layer_bytes)
     for row in range(0, len(sources), count):
@@ -552,8 +575,15 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
         for names, layer in zip(parameter.tensors, value if layered else [value], strict=True):
             for name, array in zip(names, layer if parameter.by_expert else [layer], strict=True):
                 array = np.ascontiguousarray(array.T if parameter.matrix else array)
+                if parameter.picked is not None:
+                    rows, total = parameter.picked
+                    if name not in tensors:
+                        tensors[name] = np.empty((total, *array.shape[1:]), array.dtype)
+                    tensors[name][rows] = array
+                    continue
                 paired = family is not None and family.paired_rope and name.endswith(_TURNED)
                 tensors[name] = in_pairs(array, config.head_dim) if paired else array
+    tensors = {name: x[:, None] if name.endswith(_CONVOLUTION) else x for name, x in tensors.items()}
     fields = None if family is None or config.experts is None else family.experts
     if fields is not None and fields.inward:
         tensors = _experts_together(tensors, config)

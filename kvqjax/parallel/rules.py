@@ -14,8 +14,8 @@ from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
-from kvqjax.model.config import KVShape, ModelConfig
-from kvqjax.model.weight_trees import OF_EXPERTS, is_unrolled
+from kvqjax.model.config import KVShape, ModelConfig, RecurrentConfig
+from kvqjax.model.weight_trees import MATRICES, OF_EXPERTS, is_unrolled
 from kvqjax.ops.packing.base import CHANNELS, TOKENS
 
 __all__ = ["Rules", "shares_heads"]
@@ -55,9 +55,12 @@ class Rules:
         layer = name.removeprefix("layers/")
         if name in ("embed", "head"):
             return PartitionSpec(*((self.vocabulary, None) if name == "embed" else (None, self.vocabulary)))
-        if layer in ("q", "gate", "up", "shared_gate", "shared_up"):
+        recurrent = layer.startswith("delta_") and layer != "delta_norm"  # split by heads
+        if layer in ("q", "q_gate", "gate", "up", "shared_gate", "shared_up"):
             return PartitionSpec(None, None, self.width)
-        if layer in ("o", "down", "shared_down") or layer in OF_EXPERTS:
+        if recurrent and name in MATRICES and layer != "delta_o":
+            return PartitionSpec(None, None, self.width)
+        if layer in ("o", "down", "shared_down") or layer in OF_EXPERTS or recurrent:
             return PartitionSpec(None, self.width)
         if layer in ("k", "v"):
             return PartitionSpec(None, None, self.projections)
@@ -116,7 +119,14 @@ class Rules:
         rows = PartitionSpec(self.batch)
         runs = tuple(self.run(s, p) for s, p in zip(cache.runs, runs_of(cache.layout), strict=True))
         kept = dict.fromkeys(cache.kept, rows)
-        return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept)
+        states = tuple({name: self.state(name) for name in state} for state in cache.states)
+        return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept, states=states)
+
+    def state(self, name: str) -> PartitionSpec:
+        """Of a part of recurrent layers' states, which are split by heads, as their weights are. Devices that share out
+        the sequence all hold the same."""
+        heads = (self.width,) if name == "delta" else (None, self.width)
+        return PartitionSpec(None, self.batch, *heads)
 
     def places(self, cache: Cache) -> Cache:
         """Where each array of a cache lies."""
@@ -129,13 +139,18 @@ class Rules:
             config,
             num_heads=config.num_heads // self.size(self.kv_heads),
             num_kv_heads=config.num_kv_heads // self.size(self.kv_heads),
+            recurrent=self._local_recurrent(config),
             split=self.width if self.size(self.width) > 1 else (),
             gathered=rest if self.size(rest) > 1 else (),
         )
 
+    def _local_recurrent(self, shape: KVShape) -> RecurrentConfig | None:
+        return None if shape.recurrent is None else shape.recurrent.shared_out(self.size(self.width))
+
     def local_layout(self, layout: CacheLayout) -> CacheLayout:
         axes = self.sequence if layout.dealt > 1 else ()
         shape = _share(layout.shape, self.size(self.kv_heads))
+        shape = dataclasses.replace(shape, recurrent=self._local_recurrent(layout.shape))
         heads = self.width if self.size(self.width) > 1 else ()
         return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads, rules=None)
 

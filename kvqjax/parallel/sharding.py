@@ -35,6 +35,7 @@ from kvqjax.methods import MethodLike, parse
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
+from kvqjax.model.recurrent import GIVEN
 from kvqjax.model.weight_codes import CodedWeight, place_codes
 from kvqjax.model.weight_trees import as_multiplied
 from kvqjax.parallel.mesh_size import MeshSize
@@ -61,6 +62,8 @@ def _divided(config: KVShape) -> dict[str, int]:
     if not isinstance(config, ModelConfig):
         return parts
     experts = config.experts
+    if config.recurrent is not None:
+        parts[f"{config.recurrent.key_heads} key heads of recurrent layers"] = config.recurrent.key_heads
     if config.dense_layers:
         parts[f"MLP width {config.mlp_width}"] = config.mlp_width
     if experts is not None:
@@ -202,11 +205,15 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
     rules = model.rules
     rows = PartitionSpec(rules.batch)
     source = PartitionSpec(None, rules.batch, None, rules.kv_heads)
+    of_heads = PartitionSpec(None, rules.batch, None, rules.width)
     specs = {
         "logits": PartitionSpec(rules.batch, rules.vocabulary),
         "chunk": PartitionSpec(rules.batch, None, rules.vocabulary),
         "cache": rules.cache(cache),
-        "pending": tuple(dict.fromkeys(run.wiring.storage.sources, source) for run in runs_of(cache.layout)),
+        "pending": (
+            *(dict.fromkeys(run.wiring.storage.sources, source) for run in runs_of(cache.layout)),
+            *(dict.fromkeys(GIVEN, of_heads) for _ in cache.states),
+        ),
     }
 
     def local(cache, model, *arguments):

@@ -80,20 +80,25 @@ def check_ids(name: str, ids: Any, vocabulary: int) -> None:
 
 
 def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
-    """Raise UserError unless `pending` has the sources of every run of the cache's layers, [L_run, B, T, W]."""
+    """Raise UserError unless `pending` has the sources of every run of the cache's layers, [L_run, B, T, W], and of
+    every stack of recurrent layers."""
     check_both(model, cache)
-    runs = runs_of(cache.layout)
-    if not isinstance(pending, tuple) or len(pending) < len(runs):
-        raise UserError(f"pending is {named(pending)}; wanted a tuple of {len(runs)}, a dict of sources for every run")
+    stacks = [(run.count, run.wiring.storage.sources) for run in runs_of(cache.layout)]
+    if (shape := cache.layout.shape.recurrent) is not None:
+        widths = shape.widths | dict.fromkeys(("decay", "beta"), shape.value_heads)
+        stacks += [(len(shape.layers) // len(cache.states), widths)] * len(cache.states)
+    if not isinstance(pending, tuple) or len(pending) < len(stacks):
+        kind = "a dict of sources for every run"
+        raise UserError(f"pending is {named(pending)}; wanted a tuple of {len(stacks)}, {kind}")
     length = None
-    for number, (run, sources) in enumerate(zip(runs, pending, strict=False)):
-        for name, width in run.wiring.storage.sources.items():
+    for number, ((layers, wanted_sources), sources) in enumerate(zip(stacks, pending, strict=False)):
+        for name, width in wanted_sources.items():
             got = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
             length = got[2] if length is None and got is not None and len(got) == 4 else length
-            wanted = (run.count, cache.batch, length, width)
+            wanted = (layers, cache.batch, length, width)
             if got != wanted:
                 found = "nothing" if got is None else f"shape {list(got)}"
-                sizes = f"[{run.count}, {cache.batch}, T, {width}]"
+                sizes = f"[{layers}, {cache.batch}, T, {width}]"
                 raise UserError(f"pending[{number}][{name!r}]: {found} given, wanted {sizes} with one T for all")
     check_numbers(counts, cache.batch, length or 0)
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
 from kvqjax._arguments import clipped
-from kvqjax.cache.state import Cache
+from kvqjax.cache.state import Cache, admitted, finite_tokens
 from kvqjax.model import decoder
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
@@ -19,10 +19,11 @@ from kvqjax.ops.xla_workarounds import depending_on, of_two, unknown_zero
 from kvqjax.step.doors import check_new_tokens, check_pending, run_constants, run_step
 from kvqjax.step.layer_step import attend_one, begin, check_capacity, first_flow
 from kvqjax.step.padding import Padding, padding_of
+from kvqjax.step.recurrence import Recurrence, after_commit
 
 __all__ = ["attend", "commit", "forward", "known_ids", "last_logits"]
 
-Pending = tuple  # one {source: [L_run, B, T, W]} per run
+Pending = tuple  # one {source: [L, B, T, W]} per run, then per stack of recurrent layers
 
 
 def attend(
@@ -49,7 +50,8 @@ def attend(
     Returns:
         Logits, float32 [B, T, V], or [B, V] with `last`; those of tokens that are not valid mean nothing. From a token
         on whose key, value or other source is not finite they are NaN, also in later calls. Then what `commit` stores:
-        a run's sources each and, with `keep=h2o`, the attention mass of these tokens' queries.
+        a run's sources each, those of recurrent layers, and, with `keep=h2o`, the attention mass of these tokens'
+        queries.
 
     Raises:
         UserError: for counts outside 0 to T, a row of a mask with several runs, or token ids outside the vocabulary.
@@ -64,11 +66,18 @@ def attend(
 def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
     """Do `attend` on one device's part."""
     padding = padding_of(counts)
-    return _attend_begun(model, cache, padding.begun(tokens), padding, within=within, last=last)
+    recurrence = Recurrence(model, cache, clipped(padding.counts, 0, tokens.shape[1])[0], sources=True)
+    out, (runs, carried, mass) = _attend_begun(
+        model, cache, padding.begun(tokens), padding, recurrence, within=within, last=last
+    )
+    return out, (*runs, *carried.kept, *mass)
 
 
-def _attend_begun(model: Model, cache: Cache, tokens, padding: Padding, *, within: str, last: bool):
-    """Do `_attend` for tokens that begin at place 0 of their rows; logits come as the caller's tokens stand."""
+def _attend_begun(
+    model: Model, cache: Cache, tokens, padding: Padding, recurrence: Recurrence, *, within: str, last: bool
+):
+    """Do `_attend` for tokens that begin at place 0 of their rows; logits come as the caller's tokens stand. Then come
+    sources of every run, what the recurrent layers keep, and the attention mass, as a tuple that may be empty."""
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, padding.counts, tokens.shape[1], constants, within)
     positions, config = call.tokens.positions, model.config
@@ -81,29 +90,31 @@ def _attend_begun(model: Model, cache: Cache, tokens, padding: Padding, *, withi
         return of_two(make, h, positions) if alone else make(h, positions)
 
     def step(number, loop, index):
-        h, flow = loop
+        h, flow, carried = loop
+        h, carried = recurrence.before(call.runs[number].first + index, h, carried)
         weights = decoder.layer(model.params, call.runs[number].first + index)
         projected = project(weights, h, call.runs[number].first)
         # Where devices share the tokens of a KV head, each attends with the queries of all of them.
         whole = projected._replace(q=decoder.whole_heads(projected.q, config))
         attended, new, flow = attend_one(call, number, index, weights, whole, flow)
         attended = saturated(decoder.own_heads(attended, config, projected.q.shape[2]), h.dtype)
-        return (decoder.finish(weights, h, attended, config), flow), new
+        return (decoder.finish(weights, h, attended, config), flow, carried), new
 
-    loop = decoder.embed(model.params, tokens, config), first_flow(call)
+    loop = decoder.embed(model.params, tokens, config), first_flow(call), recurrence.first(tokens.shape[1])
     each = _unrolled if is_unrolled(model.params) else _scanned
     pending = []
     for number, run in enumerate(call.runs):
         loop, new = each(functools.partial(step, number), loop, run.count, cache)
         pending.append(new)
-    h, mass = loop[0], loop[1].mass
+    h, carried = recurrence.before(config.num_layers, loop[0], loop[2])
+    mass = loop[1].mass
     # Sources of a layer outside a loop are ready before its attention has read the body, which XLA would then copy.
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
     if last:
         out = last_logits(model, h, padding.counts)
     else:  # hidden states are rolled back, which are narrower than logits
         out = decoder.unembed(model.params, padding.as_given(h), config)
-    return out, (*pending, *(() if mass is None else (mass,)))
+    return out, (tuple(pending), carried, () if mass is None else (mass,))
 
 
 def known_ids(
@@ -156,10 +167,14 @@ def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"
 
 
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
-    return _commit_begun(model, cache, pending, padding_of(counts))
+    runs = len(cache.runs)
+    recurrent = runs + len(cache.states)
+    done = _commit_begun(model, cache, (*pending[:runs], *pending[recurrent:]), padding_of(counts))
+    return after_commit(model, cache, done, pending[runs:recurrent])
 
 
 def _commit_begun(model: Model, cache: Cache, pending: Pending, padding: Padding) -> Cache:
+    """Do `_commit` for layers of attention."""
     done = caches.commit(cache, pending, padding.counts, run_constants(model.constants, cache.layout))
     return done.replace(overflow=padding.flagged(done.overflow))
 
@@ -207,6 +222,12 @@ def forward(
 def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
     padding = padding_of(counts)
     tokens = padding.begun(tokens)
-    out, pending = _attend_begun(model, cache, tokens, padding, within="chunk", last=last)
-    done = _commit_begun(model, cache, pending, padding)
+    # Of tokens that do not fit the states know nothing, and so the logits behind them mean nothing.
+    stored = admitted(cache, padding.counts, tokens.shape[1])[0]
+    recurrence = Recurrence(model, cache, stored)
+    out, (runs, carried, mass) = _attend_begun(model, cache, tokens, padding, recurrence, within="chunk", last=last)
+    done = _commit_begun(model, cache, (*runs, *mass), padding)
+    if cache.states:
+        finite = jnp.minimum(done.finite, finite_tokens(cache, carried.whole, stored))
+        done = done.replace(states=carried.kept, finite=finite)
     return out, done.replace(overflow=done.overflow | known_ids(tokens, padding.counts, model.config)[1])

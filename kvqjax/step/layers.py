@@ -246,18 +246,28 @@ def append(
         The cache that holds them.
 
     Raises:
-        UserError: for new tokens that do not fit the cache and, outside jit, for counts outside 0 to T and where a row
-            would exceed the capacity. Inside jit such counts are clipped, the excess is not stored, and the row's flag
-            `cache.overflow[b]` is raised.
+        UserError: for a cache with recurrent layers, new tokens that do not fit the cache and, outside jit, for counts
+            outside 0 to T and where a row would exceed the capacity. Inside jit such counts are clipped, the excess is
+            not stored, and the row's flag `cache.overflow[b]` is raised.
     """
     if not isinstance(cache, Cache):
         kind = type(cache).__name__
         raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")
     check_cache(cache)
+    check_stateless(cache, "append")
     new = new if isinstance(new, New) else tuple(new)
     check_numbers(counts, cache.batch, _check_new(cache, new))
     check_capacity(cache, counts)
     return _append(cache, new, counts, constants)
+
+
+def check_stateless(cache: Cache, what: str) -> None:
+    """Raise UserError for a cache with states of recurrent layers, which would fall behind those of attention."""
+    if cache.states:
+        raise UserError(
+            f"{what}: this cache also holds the states of a model's recurrent layers, which take in the same tokens; "
+            "forward, or attend and commit, do both"
+        )
 
 
 def _check_new(cache: Cache, new: New | tuple) -> int:

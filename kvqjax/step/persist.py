@@ -39,12 +39,21 @@ __all__ = ["load_cache", "save_cache"]
 
 
 # Fields that are younger than the format, with the value that they have in older files.
-_LATER = {"chunked": False, "norm_offset": 0.0}
+_LATER = {"chunked": False, "norm_offset": 0.0, "recurrent": None, "fraction": 1.0}
+
+
+def _without_later(value):
+    """Fields of a shape, and of what it holds, but for younger ones that have the value of older files."""
+    if isinstance(value, tuple):
+        return tuple(map(_without_later, value))
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_later(x) for name, x in value.items() if name not in _LATER or x != _LATER[name]}
 
 
 def _digest(shape: KVShape) -> str:
     """Digest what a cache must know of a model."""
-    fields = {name: x for name, x in dataclasses.asdict(shape).items() if name not in _LATER or x != _LATER[name]}
+    fields = _without_later(dataclasses.asdict(shape))
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 

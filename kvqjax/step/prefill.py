@@ -25,6 +25,7 @@ from kvqjax.step.forward import known_ids, last_logits
 from kvqjax.step.layer_step import check_capacity, slab
 from kvqjax.step.padding import padding_of
 from kvqjax.step.prompt import Path, exact_layer, path_of, received_by
+from kvqjax.step.recurrence import Recurrence
 
 __all__ = ["prefill"]
 
@@ -56,15 +57,16 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     path = path_of(layout, *tokens.shape)
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
-    mass = functools.partial(received_by, model, runs, constants, h, counts)
+    recurrence = Recurrence(model, cache, counts, chunk=path.chunk)
+    mass = functools.partial(received_by, model, runs, constants, h, recurrence)
     into = entering(cache, counts, mass, tokens.shape[1])
     carry = slab(runs, (len(counts), into.length), layout.dtype)
-    states, whole = [], counts
+    states, flow = [], (h, carry, counts, recurrence.first(tokens.shape[1]))
     for run, state, own in zip(runs, cache.runs, constants, strict=True):
-        (h, carry, whole), state = _prefill_run(
-            model, run, state, own, (h, carry, whole), counts, path, layout.method.sinks, into
-        )
+        flow, state = _prefill_run(recurrence, run, state, own, flow, path, layout.method.sinks, into)
         states.append(state)
+    h, carried = recurrence.before(model.config.num_layers, flow[0], flow[3])
+    whole = jnp.minimum(flow[2], carried.whole)
     finite = finite_tokens(cache, whole, counts)
     done = cache.replace(
         runs=tuple(states),
@@ -72,20 +74,23 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
         overflow=padding.flagged(overflow) | foreign,
         finite=finite,
         kept=into.kept,
+        states=carried.kept,
     )
     return last_logits(model, h, counts), done
 
 
 def _prefill_run(
-    model, run: RunLayout, state: Run, constants, flow: tuple, counts, path: Path, sinks: int, into: Entering
+    recurrence: Recurrence, run: RunLayout, state: Run, constants, flow: tuple, path: Path, sinks: int, into: Entering
 ):
     """Run one run of layers over the whole prompt: attention, then encoding of what goes `into` the body, layer by
-    layer. `flow` goes from layer to layer: hidden states, the method's carry, and how many tokens come before the first
-    that is not finite."""
+    layer. `flow` goes from layer to layer: hidden states, the method's carry, how many tokens come before the first
+    that is not finite, and what the recurrent layers between keep."""
+    model, counts = recurrence.model, recurrence.counts
     empty, schedules = jnp.zeros_like(counts), into.schedules((run,), state)
 
     def step(index, loop):
-        (h, carry, whole), body, exact = loop
+        (h, carry, whole, carried), body, exact = loop
+        h, carried = recurrence.before(run.first + index, h, carried)
         fixed = caches.at_layer(constants, index)
 
         def keep(new, finite):
@@ -100,7 +105,7 @@ def _prefill_run(
             return *encoded, jax.tree.map(put, exact, (fresh.sinks, fresh.window)), leading(finite)
 
         (body, carry, exact, found), h, _ = exact_layer(model, run, index, fixed, h, counts, path, keep)
-        return (h, carry, jnp.minimum(whole, found)), body, exact
+        return (h, carry, jnp.minimum(whole, found), carried), body, exact
 
     count = run.count if is_unrolled(model.params) else run.count + unknown_zero(counts)
     loop = flow, state.body, (state.sinks, state.window)

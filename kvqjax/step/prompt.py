@@ -24,6 +24,7 @@ from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import filled_by, kept_apart, unknown_zero
 from kvqjax.pallas_kernels import splash
 from kvqjax.step.prompt_attention import SCORES, Prompt, add_received, by_blocks, far, near, splashed
+from kvqjax.step.recurrence import Recurrence
 
 __all__ = ["Path", "exact_layer", "path_of", "received_by"]
 
@@ -54,16 +55,17 @@ def path_of(layout: CacheLayout, batch: int, length: int) -> Path:
     return Path(kernels, chunk) if there else small
 
 
-def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[Array, "B T E"], counts):
+def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[Array, "B T E"], recurrence: Recurrence):
     """Sum the attention mass that each of a prompt's tokens receives in all layers, [B, T]."""
     path = Path("off", min(CHUNK, h.shape[1]))  # no kernel gives what each token received
 
     def step(run, fixed, index, loop):
-        h, mass = loop
-        _, h, more = exact_layer(model, run, index, at_layer(fixed, index), h, counts, path, weighing=True)
-        return h, mass + more
+        h, mass, carried = loop
+        h, carried = recurrence.before(run.first + index, h, carried)
+        _, h, more = exact_layer(model, run, index, at_layer(fixed, index), h, recurrence.counts, path, weighing=True)
+        return h, mass + more, carried
 
-    loop = h, jnp.zeros(h.shape[:2])
+    loop = h, jnp.zeros(h.shape[:2]), recurrence.first(h.shape[1])
     for run, fixed in zip(runs, constants, strict=True):
         loop = decoder.over_layers(model.params, 0, run.count, functools.partial(step, run, fixed), loop)
     return loop[1]

@@ -33,7 +33,7 @@ from kvqjax.cache.state import Cache, Leaf, Run, check_alive
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import over_parts, sent
 from kvqjax.step.layer_step import Flow, check_capacity, in_step
-from kvqjax.step.layers import New, append, attend_checked, below_first, check_new, placed_layer
+from kvqjax.step.layers import New, append, attend_checked, below_first, check_new, check_stateless, placed_layer
 from kvqjax.step.padding import check_numbers, is_mask, padding_of
 
 __all__ = ["CacheView", "StackView", "commit_layers", "layers", "new_positions"]
@@ -239,6 +239,7 @@ def layers(
             layers are not one stack.
     """
     check_cache(cache)
+    check_stateless(cache, "layers")
     if (counts is None) == (valid is None):
         raise UserError("layers takes either counts=, how many new tokens of each row are valid, or valid=, their mask")
     if valid is not None and not is_mask(valid):

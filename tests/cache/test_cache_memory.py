@@ -12,6 +12,8 @@ import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
 from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
+from kvqjax.model.config import RecurrentConfig
+from kvqjax.model.weight_trees import unrolled
 
 
 def abstract(name: str, batch: int, capacity: int):
@@ -68,6 +70,28 @@ def test_no_second_cache_in_a_decode_loop(name):
     eos, limit = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     compiled = decode_steps.lower(model, state, make_sampling(), eos, limit).compile(AS_USERS_DO)
     check(compiled, cache, 2 * 1024 * 16 * tiny().config.kv_width * 4)
+
+
+@pytest.mark.parametrize("layers", ["scan", pytest.param("unroll", marks=pytest.mark.nightly)])
+def test_states_of_recurrent_layers_are_updated_in_place(layers):
+    """Eight layers of 8 MiB: a step holds no more than three of them besides, and a `commit` of stacks likewise."""
+    shape = RecurrentConfig(
+        layers=(*range(4), *range(5, 9)), key_heads=4, value_heads=8, key_dim=128, value_dim=128, kernel=4
+    )
+    model, one = jax.eval_shape(lambda: tiny(recurrent=shape)), 2**23
+    if layers == "unroll":
+        model = model.replace(params=jax.eval_shape(unrolled, model.params))
+    cache = jax.eval_shape(lambda: kvq.init_cache(model, "exact", 16, 64, layers=layers))
+    assert kvq.ledger(cache).state_bytes > 8 * one
+    tokens, counts = (jax.ShapeDtypeStruct(size, jnp.int32) for size in ((16, 1), (16,)))
+    lowered = [jax.jit(kvq.forward, donate_argnames="cache").lower(model, tokens, counts, cache)]
+    if layers == "scan":  # of a list, XLA for CPUs holds all new states of a commit before it writes the first
+        pending = jax.eval_shape(kvq.attend, model, tokens, counts, cache)[1]
+        lowered.append(jax.jit(kvq.commit, donate_argnames="cache").lower(model, cache, pending, counts))
+    for program in lowered:
+        memory = program.compile(AS_USERS_DO).memory_analysis()
+        assert memory.alias_size_in_bytes >= 0.99 * ledger(cache).bytes
+        assert memory.temp_size_in_bytes < 3.5 * one
 
 
 def test_exact_prefill_holds_one_layer():

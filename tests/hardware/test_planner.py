@@ -29,6 +29,8 @@ PUBLISHED = {
     "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
     "gemma-2-9b": 9_241_705_984, "gpt-oss-20b": 20_914_757_184,
     "gemma-3-27b": 27_009_346_304, "qwen3-vl-8b": 8_190_735_360, "llama-4-scout": 107_769_861_120,  # language parts
+    "qwen3.5-9b": 8_953_803_264, "qwen3.6-27b": 26_895_998_464, "qwen3.6-35b-a3b": 34_660_610_688,  # likewise
+    "qwen3-next-80b-a3b": 79_674_391_296,  # without the layers that draft tokens
 }  # fmt: skip
 
 
@@ -56,6 +58,28 @@ def test_plans_of_models_with_local_layers_and_parts_of_others(name):
     assert exact.cache < 1.1 * every * far / config.num_layers + 2e9
     assert found.cache < 0.35 * exact.cache
     assert found.weights < 0.35 * exact.weights + 4 * config.vocab_size * config.width
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "heads"),
+    [
+        ("qwen3.5-9b", (8, 24), 32),
+        ("qwen3.6-27b", (16, 48), 48),
+        ("qwen3.6-35b-a3b", (10, 30), 32),
+        ("qwen3-next-80b-a3b", (12, 36), 32),
+    ],
+)
+def test_plans_count_the_states_of_recurrent_layers(name, layers, heads):
+    """Layers of attention grow with the context; a state is 128 x 128 numbers a head, and three tokens of channels."""
+    config = config_of(name)
+    assert (config.num_layers, config.depth - config.num_layers) == layers
+    state = 4 * layers[1] * (heads * 128 * 128 + 3 * (2 * 16 + heads) * 128)
+    short, long = (plan_memory(config, "kivi:bits=4", context, 2, weights="int4") for context in (8192, 131072))
+    assert short.book.state_bytes == long.book.state_bytes == 2 * state
+    keys = 2 * 2 * layers[0] * config.kv_width * 2 * 131072  # keys and values of two rows in bfloat16
+    assert 0.25 * keys < long.cache - 2 * state < 0.35 * keys
+    parts = plan_memory(config, "kivi:bits=4", 131072, 2, mesh=MeshSize(model=4))
+    assert 0.24 * long.cache < parts.cache < 0.3 * long.cache
 
 
 def test_bytes_are_those_of_the_cache_that_would_be_made():

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvqjax._errors import UserError
-from kvqjax.model.config import ModelConfig, RopeConfig
+from kvqjax.model.config import ModelConfig, RecurrentConfig, RopeConfig
 from kvqjax.model.hf_config import config_to_hf, parse_config, read_config
 
 LLAMA = {
@@ -374,6 +374,41 @@ def test_llama4():
     assert (plain.qk_norm, plain.query_growth, plain.rope, plain.chunked) == (False, 0.0, turned, True)
 
 
+_OWN = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": 16}
+QWEN3_NEXT = {**QWEN3, **_OWN, "num_experts": 16, "mlp_only_layers": [0]}
+QWEN3_5 = {**QWEN3, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 16}
+QWEN3_5_MOE = {**QWEN3_NEXT, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+QUARTER = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+
+
+def test_qwen3_next():
+    """Three of four layers are recurrent; layers of attention turn a quarter of the channels. Sizes have defaults."""
+    config = parse_config(QWEN3_NEXT)
+    assert (config.num_layers, config.depth, config.attention_layers) == (1, 4, (3,))
+    wanted = RecurrentConfig(layers=(0, 1, 2), key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
+    assert config.recurrent == wanted
+    assert config.rope == RopeConfig(fraction=0.25)
+    assert (config.output_gate, config.qk_norm, config.norm_offset) == (True, True, 1.0)
+    assert (config.dense_layers, config.sparse_layers) == ((0,), (1, 2, 3))  # counted among all layers
+    assert parse_config(QWEN3_NEXT | {"full_attention_interval": 2}).attention_layers == (1, 3)
+    types = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
+    assert parse_config(QWEN3_NEXT | {"layer_types": types}).recurrent.layers == (1, 3)
+    assert parse_config(QWEN3_NEXT | {"layer_types": ["full_attention"] * 4}).recurrent is None
+
+
+def test_qwen3_5_inside_a_model_of_pictures():
+    """Both spellings of the rope, with the sections of pictures."""
+    text = {k: v for k, v in QWEN3_5.items() if k != "architectures"}
+    rope = {"rope_parameters": QUARTER | {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}}
+    nested = {"model_type": "qwen3_5", "text_config": text | rope, "vision_config": {}}
+    wanted = parse_config(QWEN3_5 | {"rope_theta": 1e7})
+    assert parse_config(nested) == parse_config(QWEN3_5 | rope) == wanted
+    assert wanted.experts is None
+    assert parse_config(QWEN3_5 | rope | {"attn_output_gate": True, "output_gate_type": "swish"}) == wanted
+    sparse = parse_config(QWEN3_5_MOE).experts
+    assert (sparse.count, sparse.shared_width, sparse.normalised, sparse.dense_layers) == (16, 512, True, ())
+
+
 QWEN_VL = {k: v for k, v in QWEN3.items() if k not in ("architectures", "model_type")}
 
 
@@ -414,6 +449,16 @@ def test_text_of_qwen_vl(kind):
             'text_config.model_type = "qwen3"',
         ),
         ({"architectures": ["Qwen3VLForConditionalGeneration"]}, "text_config is missing"),
+        (QWEN3_NEXT | {"layer_types": ["linear_attention"] * 4}, "there is nothing to cache"),
+        (QWEN3_NEXT | {"layer_types": ["sliding_attention"] * 4}, "wanted 4 of full_attention or linear_attention"),
+        (QWEN3_NEXT | {"linear_num_value_heads": 24}, "linear_num_value_heads = 24"),
+        (QWEN3_NEXT | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0"),
+        (QWEN3_NEXT | {"sliding_window": 64, "use_sliding_window": True}, "sliding_window = 64"),
+        (QWEN3_5 | {"attn_output_gate": False}, "attn_output_gate = false"),
+        (QWEN3_5 | {"output_gate_type": "sigmoid"}, 'output_gate_type = "sigmoid"'),
+        (QWEN3_5 | {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.2}}, "partial_rotary_factor = 0.2"),
+        (QWEN3_5 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}}, 'rope_type = "yarn"'),
+        (QWEN3 | {"attn_output_gate": True}, "attn_output_gate = true"),
     ],
 )
 def test_what_new_families_do_not_have(raw, text):
@@ -424,7 +469,20 @@ def test_what_new_families_do_not_have(raw, text):
 
 
 @pytest.mark.parametrize(
-    "raw", [GEMMA2, GEMMA2 | {"final_logit_softcapping": None}, GEMMA3, GPT_OSS, LLAMA4, LLAMA4 | {"moe_layers": []}]
+    "raw",
+    [
+        GEMMA2,
+        GEMMA2 | {"final_logit_softcapping": None},
+        GEMMA3,
+        GPT_OSS,
+        LLAMA4,
+        LLAMA4 | {"moe_layers": []},
+        QWEN3_NEXT,
+        QWEN3_NEXT | {"num_experts": 0},
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_5 | {"rope_parameters": QUARTER},
+    ],
 )
 def test_round_trip_of_new_families(raw):
     config = parse_config(raw)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import with_nightly
@@ -55,6 +56,8 @@ MINISTRAL3 = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscal
 GEMMA = {**GQA, "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 12, "bos_token_id": 5, "eos_token_id": 6}
 LLAMA4 = {**GQA, "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "attention_chunk_size": 16}
 LLAMA4 |= {"bos_token_id": 5, "eos_token_id": 6}
+DELTA = {**GQA, "head_dim": 16, "num_hidden_layers": 4, "full_attention_interval": 2}
+DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 MIXED = [_SLIDING, _FULL, _SLIDING]
 FAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
@@ -155,9 +158,24 @@ MODELS = {
         {**LLAMA4, "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layer_interval": 3},
         "chunked",
     ),
+    "qwen3-next": ("qwen3_next", {**DELTA, **SHARED, "mlp_only_layers": [1]}, "rope"),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {**DELTA, "layer_types": ["linear_attention", _FULL, _FULL, "linear_attention"]},
+        "rope",
+    ),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **SHARED}, "rope"),
 }
 
-NEWEST = ("gemma2", "gemma3", "gpt-oss", "llama4")  # each has parts that no other family has
+NEWEST = (
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "llama4",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
+)  # each has parts that no other family has
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 5.0, 9.0]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "original_max_position_embeddings": 48, **FACTORS}
@@ -177,12 +195,14 @@ BY_LENGTH = {  # (model type, fields)
 def randomise(model: torch.nn.Module):
     """Weights of unit gain, norms far from one, biases larger than what they are added to: no name can hide."""
     generator = torch.Generator().manual_seed(7)
+    # Gains of two and three a layer would make of float32's last digit the fourth of a logit.
+    centred = type(model).__name__.startswith(("Qwen3Next", "Qwen3_5"))
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith("bias"):
             weight.data = 3 * noise
         elif "norm" in name:
-            weight.data = 1 + 0.4 * noise
+            weight.data = 0.4 * noise + (0 if centred and "linear_attn" not in name else 1)
         elif "embed" in name:
             weight.data = noise
         else:
@@ -321,6 +341,48 @@ def test_saved_params_are_read_by_transformers(name, tmp_path):
     assert load(tmp_path / "ours").config == model.config
 
 
+@pytest.mark.parametrize("name", ["qwen3-next", pytest.param("qwen3.5", marks=pytest.mark.nightly)])
+def test_packed_rows_as_codes_and_in_a_list(name, tmp_path):
+    """Parameters that share a tensor: as stacks, as a list, in FP8, as integers; layers that draft tokens are left."""
+    kind, fields, _ = MODELS[name]
+    wanted = reference(write(tmp_path, kind, fields))
+    edit(tmp_path, lambda tensors: tensors.update({"mtp.norm.weight": np.ones(32, np.float32)}))
+    stacks, apart = (load(tmp_path, dtype="f32", layers=layers) for layers in ("scan", "unroll"))
+    assert stacks.weights == apart.weights == "float32"
+    np.testing.assert_allclose(ours(apart), wanted, rtol=0, atol=TOLERANCE)
+    coded = load(tmp_path, dtype="f32", weights="int8")
+    assert coded.weights == "int8"
+    assert np.abs(ours(coded) - wanted).mean() < 0.1 * np.std(wanted)
+    for gate in ("delta_a", "delta_b"):  # what decides how much is kept stays as it is
+        np.testing.assert_array_equal(coded.params["layers"][gate].stack, stacks.params["layers"][gate].stack)
+
+    def packed(tensors):
+        for key in [key for key, x in tensors.items() if x.ndim == 2 and ("self_attn" in key or "linear_attn" in key)]:
+            scale = np.asarray(np.random.default_rng(1).uniform(0.5, 2, [-(-size // 8) for size in tensors[key].shape]))
+            tensors[key] = tensors[key].astype(ml_dtypes.float8_e4m3fn)
+            tensors[key.removesuffix(".weight") + ".weight_scale_inv"] = scale.astype(np.float32)
+        written.update(tensors)
+
+    written: dict = {}
+    edit(tmp_path, packed)
+    file = tmp_path / "config.json"
+    scheme = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": scheme}))
+    decoded = load(tmp_path, dtype="f32")
+
+    def whole(name: str) -> np.ndarray:
+        """One matrix of the checkpoint, decoded as it is written."""
+        codes, scale = (written[f"{name}.{part}"].astype(np.float32) for part in ("weight", "weight_scale_inv"))
+        return codes * np.repeat(np.repeat(scale, 8, 0), 8, 1)[: codes.shape[0], : codes.shape[1]]
+
+    layer = decoded.config.attention_layers[0]
+    q = whole(f"model.layers.{layer}.self_attn.q_proj").reshape(4, 2, 16, 32)
+    gate = decoded.params["layers"]["q_gate"].stack[0].T.reshape(4, 16, 32)
+    np.testing.assert_array_equal(gate, q[:, 1])
+    turned = [0, 1, *range(4, 10), 2, 3, *range(10, 16)]  # four channels turn: two pairs at the front of the halves
+    np.testing.assert_array_equal(decoded.params["layers"]["q"].stack[0].T.reshape(4, 16, 32), q[:, 0, turned])
+
+
 def mistral3(folder, kind: str, rope: dict):
     """A checkpoint of pictures and text, as Mistral Small and Ministral 3 are published."""
     text = (
@@ -359,7 +421,9 @@ def test_language_part_of_a_checkpoint_with_a_vision_part(kind, rope, architectu
 
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+QWEN3_5_VISION = {**QWEN_VISION, "num_position_embeddings": 16}
 DEEP = {**QWEN_VISION, "deepstack_visual_indexes": [0]}
+QUARTER = {**SECTIONS, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
 SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WIDE = {**GQA, "head_dim": 16}
 # model type: (class, fields of the language part, of the vision part, of the whole, the language part's architecture)
@@ -391,6 +455,20 @@ PICTURES = {
         DEEP,
         {},
         "Qwen3MoeForCausalLM",
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {**DELTA, "rope_parameters": QUARTER},
+        QWEN3_5_VISION,
+        {},
+        "Qwen3_5ForCausalLM",
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        {**DELTA, **SHARED, "rope_parameters": QUARTER},
+        QWEN3_5_VISION,
+        {},
+        "Qwen3_5MoeForCausalLM",
     ),
     "llama4": (
         "Llama4ForConditionalGeneration",

@@ -1,0 +1,215 @@
+"""Layers of the gated delta rule (arXiv 2412.06464): a state of fixed size in place of keys and values of all tokens.
+
+    S_t = a_t S_{t-1} + k_t d_t,   d_t = b_t (v_t - (a_t S_{t-1})^T k_t),   o_t = S_t^T q_t              S [Dk, Dv]
+
+A value head forgets by a_t = exp(-exp(rate) softplus(x w_a + bias)) and writes by b_t = sigmoid(x w_b). Queries, keys
+and values come from a causal convolution over the last few tokens, channel by channel, and silu. Queries and keys are
+then divided by their length, and queries by the root of Dk. A state is what a row's later tokens need of its earlier
+ones: the last inputs of the convolution, and S.
+
+`sources` computes what a token gives to the rule; `advance` takes a state over some tokens. The two are apart because
+`attend` computes sources of a draft and leaves the state, and `commit` takes the state over the accepted tokens. A
+token beyond a row's count has a = 1, b = 0 and no key, so that it changes nothing.
+
+All of it is computed in float32.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvqjax.model.config import RecurrentConfig
+from kvqjax.model.weight_trees import Layer
+from kvqjax.ops.finite import Sources
+from kvqjax.ops.xla_workarounds import row_major, times_matrix
+
+__all__ = ["CHUNK", "GIVEN", "State", "advance", "delta_rule", "empty_states", "gated", "sources", "state_shapes"]
+
+State = dict[str, Any]  # {"conv_q", "conv_k", "conv_v": [B, kernel - 1, W], "delta": [B, Hv, Dk, Dv]}, float32
+CHUNK = 64  # tokens whose updates are put together in one; the length that the published models were trained with
+STEPWISE = 4  # tokens, at most, that are taken one after the other: a chunk's triangular system costs more
+GIVEN = ("q", "k", "v", "decay", "beta")  # what a token gives to the rule
+LENGTH_EPS = 1e-6  # added to the square of a query's or key's length
+
+# A TPU multiplies float32 numbers as bfloat16 unless it is told otherwise, and errors of a state add up.
+_product = functools.partial(jnp.einsum, precision="highest")
+
+
+# --- States ---
+
+
+def state_shapes(shape: RecurrentConfig, batch: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of one layer's state."""
+    sizes: dict[str, tuple[int, ...]] = {"delta": (batch, shape.value_heads, shape.key_dim, shape.value_dim)}
+    return sizes | {f"conv_{name}": (batch, shape.kernel - 1, width) for name, width in shape.widths.items()}
+
+
+def empty_states(shape: RecurrentConfig, layers: int, batch: int) -> State:
+    """The states of so many layers before the first token: zeros [layers, ...]."""
+    return {name: jnp.zeros((layers, *size), jnp.float32) for name, size in state_shapes(shape, batch).items()}
+
+
+# --- What a token gives to the rule ---
+
+
+def sources(weights: Layer, x: Float[Array, "B T E"]) -> Sources:
+    """Compute what tokens give to the rule.
+
+    Args:
+        weights: the weights of a recurrent layer.
+        x: the layer's input behind its norm.
+
+    Returns:
+        Inputs of the convolution "q", "k" and "v" [B, T, W], the logarithm of how much is kept "decay" and how much is
+        written "beta" [B, T, Hv]: float32.
+    """
+    made = {name: row_major(times_matrix(x, weights[f"delta_{name}"])) for name in ("q", "k", "v", "a", "b")}
+    wide = {name: value.astype(jnp.float32) for name, value in made.items()}
+    rate, bias = (weights[f"delta_{name}"].astype(jnp.float32)[None, None] for name in ("rate", "bias"))
+    decay = -jnp.exp(rate) * jax.nn.softplus(wide["a"] + bias)
+    return {name: wide[name] for name in "qkv"} | {"decay": decay, "beta": jax.nn.sigmoid(wide["b"])}
+
+
+def _convolved(held: Float[Array, "B k W"], new: Float[Array, "B T W"], kernel: Float[Array, "W K"]):
+    """The convolution over each token and those before it, and silu."""
+    line, kernel = jnp.concatenate([held, new], 1), kernel.astype(jnp.float32)
+    total = sum(line[:, j : j + new.shape[1]] * kernel[None, None, :, j] for j in range(kernel.shape[1]))
+    return jax.nn.silu(total)
+
+
+def _newest(held: Float[Array, "B k W"], new: Float[Array, "B T W"], counts: Int[Array, " B"]):
+    """The last inputs of the convolution after `counts[b]` new ones of each row."""
+    line = jnp.concatenate([held, new], 1)
+    place = counts[:, None] + jnp.arange(held.shape[1])[None]
+    return jnp.take_along_axis(line, place[..., None], axis=1, mode="promise_in_bounds")
+
+
+def _of_unit_length(x: Float[Array, "B T N D"]) -> Float[Array, "B T N D"]:
+    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + LENGTH_EPS)
+
+
+# --- A state taken over tokens ---
+
+
+def advance(
+    weights: Layer, state: State, new: Sources, counts: Int[Array, " B"], shape: RecurrentConfig
+) -> tuple[Float[Array, "B T N V"], State]:
+    """Take a layer's state over the first `counts[b]` of T tokens of each row.
+
+    Args:
+        weights: the weights of the layer.
+        state: the state before them.
+        new: their `sources`, finite numbers.
+        counts: how many count, from 0 to T.
+        shape: the sizes of the layer.
+
+    Returns:
+        What the rule gives for each of them, float32 (that of others means nothing), and the state after them.
+    """
+    live = (jnp.arange(new["q"].shape[1])[None] < counts[:, None])[..., None]
+    new = {name: jnp.where(live, x, 0) for name, x in new.items()}
+    mixed = {name: _convolved(state[f"conv_{name}"], new[name], weights[f"delta_conv_{name}"]) for name in "qkv"}
+    heads = {name: x.reshape(*x.shape[:2], -1, shape.key_dim) for name, x in mixed.items() if name != "v"}
+    q, k = (_of_unit_length(heads[name]) for name in "qk")
+    # A convolution also gives keys to tokens that do not count: their beta of 0 keeps them out of the state.
+    v = mixed["v"].reshape(*mixed["v"].shape[:2], -1, shape.value_dim)
+    out, delta = delta_rule(q * shape.key_dim**-0.5, k, v, new["decay"], new["beta"], state["delta"])
+    done = {f"conv_{name}": _newest(state[f"conv_{name}"], new[name], counts) for name in "qkv"}
+    return out, done | {"delta": delta}
+
+
+def delta_rule(
+    q: Float[Array, "B T M K"],
+    k: Float[Array, "B T M K"],
+    v: Float[Array, "B T N V"],
+    decay: Float[Array, "B T N"],
+    beta: Float[Array, "B T N"],
+    state: Float[Array, "B N K V"],
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N K V"]]:
+    """Compute the gated delta rule over T tokens: few one after the other, many in chunks.
+
+    In a chunk, with G_i the sum of the logarithms of a up to token i, the updates d solve a triangular system (the WY
+    form of arXiv 2406.06484, section 3.2, with decay as in arXiv 2412.06464, section 3.3):
+
+        d_i + b_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) d_j = b_i (v_i - exp(G_i) S^T k_i)
+
+    Outputs and the next state are then matrix products.
+
+    Args:
+        q, k: queries, divided by the root of K, and keys of M heads, of which each serves N / M heads of values.
+        v: values.
+        decay: the logarithms of a, at most 0.
+        beta: b, from 0 to 1.
+        state: S before the first token.
+        chunk: tokens of a chunk.
+
+    Returns:
+        Outputs, and S after the last token.
+    """
+    (batch, length, heads, _), group = q.shape, v.shape[2] // q.shape[2]
+    split = lambda x: x.reshape(batch, length, heads, group, *x.shape[3:])  # noqa: E731
+    parts, state = (q, k, *map(split, (v, decay, beta))), state.reshape(batch, heads, group, *state.shape[2:])
+    if length <= STEPWISE:
+        outs = []
+        for index in range(length):
+            state, out = _step(state, *(x[:, index] for x in parts))
+            outs.append(out)
+        out = jnp.stack(outs, 1)
+    else:
+        size = min(chunk, length)
+        padded = lambda x: jnp.pad(x, ((0, 0), (0, -length % size), *[(0, 0)] * (x.ndim - 2)))  # noqa: E731
+        apart = lambda x: jnp.moveaxis(padded(x).reshape(batch, -1, size, *x.shape[2:]), 1, 0)  # noqa: E731
+        state, out = jax.lax.scan(_chunk, state, tuple(map(apart, parts)))
+        out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, group, v.shape[3])[:, :length]
+    return out.reshape(v.shape), state.reshape(batch, heads * group, *state.shape[3:])
+
+
+def _step(state, q, k, v, decay, beta):
+    """One token: state [B, M, G, K, V], q and k [B, M, K], v [B, M, G, V], decay and beta [B, M, G]."""
+    state = state * jnp.exp(decay)[..., None, None]
+    # Sums and not products: a matrix meets one vector, and float32 stays float32 on every chip.
+    remembered = (state * k[:, :, None, :, None]).sum(-2)
+    update = (v - remembered) * beta[..., None]
+    state = state + k[:, :, None, :, None] * update[:, :, :, None]
+    return state, (state * q[:, :, None, :, None]).sum(-2)
+
+
+def _chunk(state, parts):
+    """One chunk of C tokens: state [B, M, G, K, V], q and k [B, C, M, K], v [B, C, M, G, V], decay, beta [B, C, M, G].
+    Tokens that are padding have decay and beta 0."""
+    q, k, v, decay, beta = parts
+    size = q.shape[1]
+    total = jnp.moveaxis(jnp.cumsum(decay, 1), 1, -1)  # [B, M, G, C]
+    beta = jnp.moveaxis(beta, 1, -1)
+    seen = jnp.tril(jnp.ones((size, size), bool))[None, None, None]
+    # Masked before the exponential: above the diagonal it could overflow.
+    between = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
+    alike = _product("bimk,bjmk->bmij", k, k)[:, :, None]
+    system = alike * between * beta[..., None]  # its diagonal is not read
+    remembered = _product("bimk,bmgkv->bmgiv", k, state) * jnp.exp(total)[..., None]
+    wanted = (jnp.moveaxis(v, 1, 3) - remembered) * beta[..., None]
+    # Solved by substitution: powers of this matrix, which would need products alone, lose all digits where tokens
+    # repeat each other (its entries are then 1, and those of the powers binomial coefficients).
+    update = jax.lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
+    scores = _product("bimk,bjmk->bmij", q, k)[:, :, None] * between
+    out = _product("bimk,bmgkv->bmgiv", q, state) * jnp.exp(total)[..., None]
+    out = out + _product("bmgij,bmgjv->bmgiv", scores, update)
+    left = jnp.exp(total[..., -1:] - total)[..., None] * update
+    state = state * jnp.exp(total[..., -1])[..., None, None] + _product("bjmk,bmgjv->bmgkv", k, left)
+    return state, jnp.moveaxis(out, 3, 1)
+
+
+# --- From the rule's output to the layer's ---
+
+
+def gated(weights: Layer, x: Float[Array, "B T E"], out: Float[Array, "B T N V"], eps: float) -> Float[Array, "B T W"]:
+    """Norm what the rule gives head by head, and multiply it by silu of one more projection of the layer's input."""
+    scaled = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
+    scaled = scaled * weights["delta_norm"].astype(jnp.float32)[None, None, None]
+    gate = row_major(times_matrix(x, weights["delta_z"])).astype(jnp.float32)
+    return (scaled.reshape(gate.shape) * jax.nn.silu(gate)).astype(x.dtype)

@@ -1,0 +1,88 @@
+"""Which rows of a checkpoint's tensor a parameter is, where one tensor holds several parameters or another order.
+
+A family whose queries are gated packs query and gate of a head into one matrix. A rope that turns a part of a head's
+channels turns the first ones in the checkpoint; here they stand first in both halves of the head, so that every rope
+turns channel i with channel i + D/2, and pairs of the others have the frequency 0. Keys and queries are laid out alike,
+so that scores do not change. Recurrent layers pack their projections in two ways.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from kvqjax.model.config import ModelConfig, RecurrentConfig
+
+__all__ = ["TensorRows", "channel_order", "rows_of"]
+
+
+class TensorRows(NamedTuple):
+    """The rows of a tensor that a parameter is, in its order, and how many the tensor has."""
+
+    rows: Int[np.ndarray, " N"]
+    total: int
+
+
+def channel_order(config: ModelConfig) -> Int[np.ndarray, " D"] | None:
+    """The channels of a head in the order in which they lie here; None where they lie as in the checkpoint."""
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
+    fraction = min((rope.fraction for rope in ropes if rope is not None), default=1.0)
+    turned, half = int(config.head_dim * fraction), config.head_dim // 2
+    if turned == config.head_dim:
+        return None
+    first, still = np.arange(turned // 2), half - turned // 2  # channels of each half that turn, and that do not
+    others = turned + np.arange(still)
+    return np.concatenate([first, others, first + turned // 2, others + still])
+
+
+def _by_head(heads: int, size: int, first: int, order: Int[np.ndarray, " n"]) -> TensorRows:
+    """In every head of `size` rows those from `first` on, in `order`."""
+    return TensorRows((np.arange(heads)[:, None] * size + first + order[None]).reshape(-1), heads * size)
+
+
+def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
+    """The rows of its tensor that a parameter is.
+
+    Args:
+        config: the config of the model.
+        name: the parameter ("layers/q").
+        packed: recurrent layers have two tensors of projections, key head by key head (Qwen3-Next); else one of
+            queries, keys and values after each other, and one of each other kind.
+
+    Returns:
+        The rows; None where the tensor is the parameter.
+    """
+    order, dim = channel_order(config), config.head_dim
+    turned = np.arange(dim) if order is None else order
+    heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}
+    if config.output_gate and name in ("layers/q", "layers/q_gate"):
+        here = (0, turned) if name == "layers/q" else (dim, np.arange(dim))
+        return _by_head(config.num_heads, 2 * dim, *here)
+    if order is not None and name in heads:
+        return _by_head(heads[name], dim, 0, order)
+    if order is not None and name in ("layers/q_norm", "layers/k_norm"):
+        return TensorRows(order, dim)
+    part = name.removeprefix("layers/delta_")
+    if config.recurrent is None or part == name:
+        return None
+    if part.startswith("conv_") or (not packed and part in "qkv"):
+        return _after_each_other(config.recurrent, part[-1])
+    return _by_key_head(config.recurrent, part) if packed and part in "qkvzab" else None
+
+
+def _after_each_other(shape: RecurrentConfig, part: str) -> TensorRows:
+    """Queries, keys and values one after the other."""
+    names = list(shape.widths)
+    first = sum(shape.widths[name] for name in names[: names.index(part)])
+    return TensorRows(first + np.arange(shape.widths[part]), sum(shape.widths.values()))
+
+
+def _by_key_head(shape: RecurrentConfig, part: str) -> TensorRows:
+    """Each head of keys with what belongs to it: its query, key, values and gates, or the writes and decays of its
+    values' heads."""
+    group = shape.value_heads // shape.key_heads
+    sizes = {"q": shape.key_dim, "k": shape.key_dim, "v": group * shape.value_dim, "z": group * shape.value_dim}
+    if part in "ab":
+        sizes = {"b": group, "a": group}
+    first = sum(sizes[name] for name in list(sizes)[: list(sizes).index(part)])
+    return _by_head(shape.key_heads, sum(sizes.values()), first, np.arange(sizes[part]))
