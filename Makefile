@@ -3,8 +3,9 @@
 # make test   set up .venv with the test tools and run every check
 # make aot    what needs a chip's compiler (no chip): memory and kernels compiled ahead of time, for TPUs and, in an
 #             environment of its own, for Hopper; skipped without libtpu, without the CUDA plugin or ptxas
-# make results  the pages of figures: what is missing of their records is measured first (DATA=text.txt for the demo
-#             model, CALIBRATION=other.txt for its ablations)
+# make results  the pages of figures. With BOOK=book.txt and LEARN=other.txt what is missing of the real model's rows is
+#             measured first (FOLDER=where WikiText-2 is, if not from the hub); with DATA=text.txt and
+#             CALIBRATION=other.txt the ablations on the bundled model
 # make gate   measure the gate's recorded rows again (ROWS=6: so many of them) and judge its bounds
 # make nightly  what .ci/run leaves out because it takes an hour and more
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
@@ -70,7 +71,7 @@ BENCHMARK := PYTHONSAFEPATH=1 $(BIN)/python -c "import sys, runpy; sys.path.appe
 	runpy.run_module(sys.argv[0], run_name='__main__')"
 
 results: $(VENV)/.package $(VENV)/.with-plots
-	$(BENCHMARK) benchmarks.results --data '$(DATA)'
+	$(BENCHMARK) benchmarks.results $(if $(BOOK),--book '$(BOOK)' --learn '$(LEARN)',--page-only) $(if $(FOLDER),--folder '$(FOLDER)')
 	$(BENCHMARK) benchmarks.ablations $(if $(CALIBRATION),--data '$(DATA)' --calibration '$(CALIBRATION)')
 	$(BENCHMARK) benchmarks.figures
 

@@ -19,7 +19,6 @@ from rich.progress import track
 import kvqjax
 from benchmarks.gate import KEY, LENGTH, SHAPES, STEPS, key_of, measure
 from benchmarks.gate import RECORD as GATE
-from benchmarks.results.rows import FOLDER as RESULTS
 from benchmarks.tables import table
 from benchmarks.xquant_roofline import LLAMA31_8B
 from kvqjax.cache.accounting import ledger
@@ -70,10 +69,6 @@ MORE = {  # a key bias, and what takes it off
 BIASED = ("mha", "mistral")  # no bias by nature; a QK-norm (qwen3) would scale it away
 DEFAULT = ("mha", "qwen2")  # where the default, which takes a key bias off after RoPE too, stands beside centre=none
 LONG_HEAD = ["cache", "", "at 32K, all in", "KLD, first 1000", "last 1000", "growth"]
-RETRIEVING = (KIVI, "kvquant:bits=2,outliers=0.0", "higgs:bits=2", "aqua:bits=2,first_bits=2", "commvq:bits=2,window=0",
-              "xquant:bits=2,latent=true", "xquant:bits=4", "kivi_star:bits=2,protected=0")  # fmt: skip
-RETRIEVAL_HEAD = ["cache", "", "at 32K, all in", "demo, pass key", "demo, pairs", "recall, pairs"]
-RETRIEVAL = "Share of 16 questions answered exactly, contexts of 512 tokens (`python -m benchmarks.results`).\n"
 LOSSES = (
     "New rows of about 2 bits that an older method of no more bits beats, here and with heads of 128 channels. "
     "XQuant's X itself is twice as large in Llama-3.1-8B as in these shapes.\n"
@@ -179,23 +174,6 @@ def losses(rows: list[dict]) -> list[list[str]]:
     return sorted(lines)
 
 
-def _retrieval() -> list[list[str]]:
-    """Pass keys and pairs of the results page, new methods beside the others."""
-    stored = {"demo": {}, "recall": {}}
-    for name, own in stored.items():
-        for path in RESULTS.glob(f"{name}--*.json"):
-            row = json.loads(path.read_text(encoding="utf-8"))
-            own[row["cache"]] = row
-    lines = []
-    for cache in (*TWO, *RETRIEVING):
-        found = [stored[name].get(cache) for name in ("demo", "demo", "recall")]
-        if all(found):
-            shares = [row["recall"][task] for row, task in zip(found, ("pass key", "pairs", "pairs"), strict=True)]
-            new = "**new**" * (cache in TWO)
-            lines.append([f"`{cache}`", new, f"{found[0]['bits_32k']:.2f}", *(f"{share:.3f}" for share in shares)])
-    return sorted(lines, key=lambda line: line[-3:], reverse=True)
-
-
 def page(rows: list[dict]) -> str:
     """The page from all rows, each with `new`."""
     parts = [f"# Rotated methods beside the others\n\n```\n{(__doc__ or '').strip()}\n```\n"]
@@ -216,7 +194,6 @@ def page(rows: list[dict]) -> str:
         if any(r["new"] for r in long):
             lines = [_long_line(r) for r in sorted(long, key=lambda r: r["last"])]
             parts += [f"## {shape}, {STEPS} steps of one token\n", table(LONG_HEAD, lines)]
-    parts += ["## Pass keys and pairs\n", RETRIEVAL, table(RETRIEVAL_HEAD, _retrieval())]
     parts += ["## Where each loses\n", LOSSES, table(["cache", "where", "KLD", "less has", "KLD"], losses(rows))]
     return "\n".join(parts)
 

@@ -1,8 +1,10 @@
-"""docs/results.md from the records alone."""
+"""docs/results.md and docs/stress.md from the records alone."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.drift import RECORD as DRIFT
 from benchmarks.gate import RECORD as GATE
@@ -11,53 +13,63 @@ from benchmarks.gate_bounds import Verdict, defaults, verdicts, without_x
 from benchmarks.rate_distortion import RECORD as DISTORTION
 from benchmarks.rate_distortion import markdown as distortion_table
 from benchmarks.results.papers import PAPERS, Paper, disagreements
-from benchmarks.results.rows import CACHES, CHUNK, LENGTH, MODELS, WINDOWS, path_of
+from benchmarks.results.rows import CACHES, CHUNK, CONTEXT, LEARNT, LENGTH, WINDOWS, path_of
 from benchmarks.tables import table
 from kvqjax.eval.plots import draw, series, title_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
-PICTURE = PAGE.with_name("compare.png")
+STRESS_PAGE, PICTURE = PAGE.with_name("stress.md"), PAGE.with_name("compare.png")
+TEXTS = tuple(WINDOWS)
 HEAD = f"""---
 hide: [navigation, toc]
 ---
-# Results on the bundled models
+# Results on a real model
 
 ![KL divergence from the exact cache against bits per number, by method](compare.png)
 
-Written by `python -m benchmarks.results` (`make results`) from the records under `benchmarks/records`; every row there
-carries the model's fingerprint, versions, seed and data. Mode: in the loop, every token through the cache in chunks of
-{CHUNK}; {WINDOWS} windows of {LENGTH} tokens; float32 on CPU. No cache keeps a window of recent tokens beyond what
-waits to be encoded, so figures are worse than with the defaults.
+SmolLM2-135M-Instruct (`kvqjax fetch smollm2`; 30 layers, 9 query and 3 KV heads of 64 channels), float32 on a CPU.
+Written by `python -m benchmarks.results` (`make results`) from the records under `benchmarks/records/results`.
 
-- *bits*: per key or value channel by the codecs; *at 32K*: everything stored for one row of 32768 tokens.
-- *bytes*: one row of {LENGTH} tokens as stored, buffers and padding included, against float32 keys and values.
-- *perplexity*, *KLD* (mean nats from the exact cache), *top-1* agreement with it. `recall`: on repeated spans.
-- *growth*: KLD of the last eighth of the window over that of the third, the first that is wholly compressed.
-- *pairs*, *pass key*: share of answers right in every token, the prompt itself passing through the cache.
-- *calibration*: seconds of wall time on a machine that other jobs used too; CommVQ by a quarter of its default recipe.
+Mode: in the loop. Every token passes through the cache in chunks of {CHUNK}; windows of {LENGTH} tokens,
+{WINDOWS["WikiText-2"]} of WikiText-2's test part and {WINDOWS["book"]} of a book. No cache keeps a window of recent
+tokens beyond what waits to be encoded, so figures are worse than with the defaults.
+
+- *bits*: per key or value channel by the codecs; *at 32K*: everything stored for one row of {CONTEXT} tokens.
+- *ratio*: perplexity over that of the exact cache. *KLD*: mean nats from the exact cache's distribution. *top-1*: share
+  of predictions at which both put the same token first. Behind ± is the standard error over windows, paired with the
+  exact cache's.
+- *calibration*: processor minutes, once, on two cores that other jobs used too: {LEARNT[0]} sequences of {LEARNT[1]}
+  tokens of other books; CommVQ by a quarter of its recipe.
 """
 COMPARED = """\
-Other models, texts and tasks: only the order can be compared. Perplexities of `demo` differ by noise: caches below
-the exact perplexity are no better than it. KLD, which compares with the exact cache token by token, tells them
-apart. Listed are pairs of rows measured window by window that stand the other way round by more than twice the
-standard error of their difference, windows being paired.
+Other models, texts and tasks: only the order can be compared. Listed are pairs of rows that stand the
+other way round on the windows of both texts by more than twice the standard error of their difference, windows being
+paired.
 """
 DIFFERS = "Pairs whose order differs from the paper's by more than two standard errors:"
 METHODS_PAGES = """
 ## More
-Each method with a part left out or exchanged: [ablations](../benchmarks/ablations.md).
+Each method with a part left out or exchanged: [ablations](../benchmarks/ablations.md). Small trained models under
+stress, long decodes, the distance to the rate-distortion limit: [stress](stress.md).
+"""
+STRESS_HEAD = """# Small models under stress
+
+Models that were trained for these tests, with outlier key channels and key biases put in on purpose. They show what
+breaks a method; what a method costs on a real model is in the [results](results.md). Written by
+`python -m benchmarks.results` from the records under `benchmarks/records`.
 """
 
 
 # The curves of the picture: name -> options of its rows in CACHES, beside the bits.
 CURVES = {
-    "uniform": "",
-    "kivi": "group=128,window=0",
+    "kivi": "group=64,window=0",
     "kvquant": "",
     "higgs": "",
+    "klt": "",
     "aqua": "",
-    "commvq": "window=0",
     "xquant": "",
+    "kvarn": "sinks=4",
+    "turboquant": "sinks=4",
 }
 
 
@@ -67,86 +79,103 @@ def _shown(cache: str) -> str | None:
     return name if CURVES.get(name) == options or cache == "exact" else None
 
 
+def _mean(row: dict[str, Any], text: str, name: str) -> float:
+    return float(np.mean(row["by_window"][text][name]))
+
+
 def draw_picture() -> None:
-    """Draw KL divergence against bits of the methods of CURVES on `demo`, as README and the home page show it."""
-    setup = {"context": 32768, "mode": f"in the loop, chunks of {CHUNK}", "windows": f"windows of {LENGTH} tokens"}
+    """Draw KL divergence against bits of the methods of CURVES, as README and the home page show it."""
+    setup = {"context": CONTEXT, "mode": f"in the loop, chunks of {CHUNK}", "windows": f"windows of {LENGTH} tokens"}
     rows = [
-        {"cache": _shown(cache), "kld": row["kld"], "bits_stored": row["bits_32k"]} | setup
-        for cache, row in stored("demo").items()
+        {"cache": _shown(cache), "kld": _mean(row, TEXTS[0], "kld"), "bits_stored": row["bits_32k"]} | setup
+        for cache, row in stored().items()
         if _shown(cache)
     ]
-    draw("compare", rows, title_of("compare", "Bundled model demo", "books"), PICTURE)
+    draw("compare", rows, title_of("compare", "SmolLM2-135M-Instruct", TEXTS[0]), PICTURE)
 
 
-def stored(name: str) -> dict[str, dict[str, Any]]:
-    """Cache -> row on disk of one model."""
-    paths = [path_of(name, cache) for caches in CACHES.values() for cache in caches]
+def stored() -> dict[str, dict[str, Any]]:
+    """Cache -> row on disk."""
+    paths = [path_of(cache) for caches in CACHES.values() for cache in caches]
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
     return {row["cache"]: row for row in rows}
 
 
-def _cells(row: dict[str, Any], tasks: list[str]) -> list[str]:
-    numbers = [f"{row['bits']:.2f}", f"{row['bits_32k']:.2f}", f"{row['bytes']:,}", f"{row['ppl']:.4g}"]
-    numbers += [f"{row['kld']:.2g}", f"{row['top1']:.3f}", f"{row['growth']:.2f}"]
+def _error(values: np.ndarray) -> float:
+    """Standard error of a mean over windows."""
+    return float(values.std(ddof=1) / len(values) ** 0.5)
+
+
+def _scores(row: dict[str, Any], text: str) -> list[str]:
+    """Ratio, KL divergence and agreement on one text, with the errors of the first two."""
+    part = {name: np.asarray(values) for name, values in row["by_window"][text].items()}
+    loss = part["nll"] - part["nll_exact"]
+    ratio = float(np.exp(loss.mean()))
     return [
-        f"`{row['cache']}`",
-        *numbers,
-        *(f"{row['recall'][t]:.2f}" for t in tasks),
-        f"{row['calibration_seconds']:g}",
+        f"{ratio:.4g} ± {ratio * _error(loss):.1g}",
+        f"{part['kld'].mean():.2g} ± {_error(part['kld']):.1g}",
+        f"{part['agree'].mean():.3f}",
     ]
 
 
-def model_section(name: str) -> str:
-    """One model's rows by width, and what it was measured on."""
-    rows = stored(name)
+def _cells(row: dict[str, Any]) -> list[str]:
+    cells = [f"`{row['cache']}`", f"{row['bits']:.2f}", f"{row['bits_32k']:.2f}"]
+    for text in TEXTS:
+        cells += _scores(row, text)
+    return [*cells, f"{row['calibration_seconds'] / 60:.1f}" if row["calibration_seconds"] else ""]
+
+
+def rows_section() -> str:
+    """All rows by width, and what they were measured on."""
+    rows = stored()
     if not rows:
-        return f"## {name}\nNot run yet.\n"
+        return "Not run yet.\n"
     some = next(iter(rows.values()))
-    tasks = list(some["recall"])
-    head = ["cache", "bits", "at 32K", "bytes", "perplexity", "KLD", "top-1", "growth", *tasks, "calibration, s"]
-    data = some["about"]["data"]
-    text = data["name"] + (f" (SHA-256 {data['sha256'][:12]})" if "sha256" in data else "")
-    versions = ", ".join(f"{key} {value}" for key, value in some["about"]["versions"].items())
-    parts = [
-        f"## {name}",
-        f"Data: {text}. Exact perplexity {some['ppl_exact']:.5g}; exact bytes {some['bytes_exact']:,}. {versions}.",
-    ]
+    said = [f"{text}: exact perplexity {np.exp(_mean(some, text, 'nll_exact')):.4g}" for text in TEXTS]
+    said += [f"SHA-256 of {name}: {about['sha256'][:12]}" for name, about in some["about"]["data"].items()]
+    said += [f"{key} {value}" for key, value in some["about"]["versions"].items()]
+    numbers = ["ratio", "KLD", "top-1"]
+    head = ["cache", "bits", "at 32K", *(f"{text}, {n}" for text in TEXTS for n in numbers), "calibration, minutes"]
+    parts = ["; ".join(said) + ".\n"]
     for bits, caches in CACHES.items():
-        found = [_cells(rows[cache], tasks) for cache in caches if cache in rows]
+        found = [_cells(rows[cache]) for cache in caches if cache in rows and bits != 16]
         missing = [f"`{cache}`" for cache in caches if cache not in rows]
-        parts.append(f"### About {bits} bit" + ("" if bits == 1 else "s"))
+        if found or missing:
+            parts.append(f"## Codes of {bits} bit" + ("" if bits == 1 else "s"))
         parts += [table(head, found)] if found else []
         parts += [f"Not run: {', '.join(missing)}.\n"] if missing else []
     return "\n".join(parts)
 
 
-def _differences(paper: Paper, name: str, ours: dict[str, dict[str, Any]]) -> list[str]:
+def by_window(row: dict[str, Any], name: str) -> list[float]:
+    """Means over the windows of both texts."""
+    return [value for text in TEXTS for value in row["by_window"][text][name]]
+
+
+def _differences(paper: Paper, ours: dict[str, dict[str, Any]]) -> list[str]:
     """Pairs that stand the other way round than in the paper, by perplexity and by KL divergence."""
-    known = {cache: row["by_window"] for cache, row in ours.items() if "by_window" in row}
-    lines, count = [], sum(cache in known for *_, cache in paper.rows)
+    lines, count = [], sum(cache in ours for *_, cache in paper.rows)
     for key, what in (("nll", "perplexity"), ("kld", "KLD")):
-        differ = disagreements(paper, {cache: values[key] for cache, values in known.items()})
+        differ = disagreements(paper, {cache: by_window(row, key) for cache, row in ours.items()})
         said = "; ".join(f"{a} before {b}" for a, b in differ) or "none"
-        lines.append(f"- {name}, {count} of {len(paper.rows)} rows, by {what}: {said}.")
+        lines.append(f"- {count} of {len(paper.rows)} rows, by {what}: {said}.")
     return lines if count > 1 else []
 
 
 def paper_section(paper: Paper) -> str:
     """A published table with our figures beside it, and the pairs whose order differs."""
-    ours = {name: stored(name) for name in MODELS}
+    ours = stored()
 
-    def cell(name: str, cache: str) -> str:
-        row = ours[name].get(cache)
-        return f"{row['ppl']:.4g} ({row['kld']:.2g})" if row else "-"
+    def cell(cache: str) -> str:
+        row = ours.get(cache)
+        return f"{_scores(row, TEXTS[0])[0]} ({_mean(row, TEXTS[0], 'kld'):.2g})" if row else "-"
 
-    rows = [
-        [label, size, f"{value:g}", f"`{cache}`", *(cell(name, cache) for name in MODELS)]
-        for label, size, value, cache in paper.rows
-    ]
-    head = ["paper's row", "bits or size", paper.measure, "our row", *(f"{name}, perplexity (KLD)" for name in MODELS)]
+    rows = [[label, size, f"{value:g}", f"`{cache}`", cell(cache)] for label, size, value, cache in paper.rows]
+    head = ["paper's row", "bits or size", paper.measure, "our row", f"{TEXTS[0]}, ratio (KLD)"]
     parts = [f"### {paper.source}", f"{paper.about}.\n", table(head, rows)]
-    found = [line for name in MODELS for line in _differences(paper, name, ours[name])]
-    return "\n".join([*parts, *([f"{DIFFERS}\n", *found, ""] if found else [])])
+    found = _differences(paper, ours)
+    parts += [f"{DIFFERS}\n", *found, ""] if found else []
+    return "\n".join([*parts, *([paper.why + "\n"] if paper.why else [])])
 
 
 def _read(path: Path):
@@ -217,11 +246,13 @@ def bias_section(rows: list[dict]) -> str:
 
 
 def page_text() -> str:
-    """The whole page."""
-    parts = [HEAD, *(model_section(name) for name in MODELS), "## The papers' tables beside ours\n"]
-    parts.append(COMPARED)
-    parts += [paper_section(paper) for paper in PAPERS]
+    """The page of the real model."""
+    papers = [paper_section(paper) for paper in PAPERS]
+    return "\n".join([HEAD, rows_section(), "## The papers' tables beside ours\n", COMPARED, *papers, METHODS_PAGES])
+
+
+def stress_text() -> str:
+    """The page of the small models."""
     rows = _read(GATE) or []
-    parts += [gate_section(rows), drift_section(_read(DRIFT)), bias_section(rows)]
-    parts.append("## Distance to the limit\n" + distortion_table(_read(DISTORTION) or []))
-    return "\n".join([*parts, METHODS_PAGES])
+    parts = [STRESS_HEAD, gate_section(rows), drift_section(_read(DRIFT)), bias_section(rows)]
+    return "\n".join([*parts, "## Distance to the limit\n" + distortion_table(_read(DISTORTION) or [])])

@@ -1,7 +1,12 @@
-"""Rows of the results page: one cache on one bundled model, everything measured by one compiled program."""
+"""Rows of the results page: one cache on SmolLM2-135M-Instruct, two texts scored against the exact cache.
+
+A row's file holds sums by window, of which standard errors are made. What a method learns from text is kept in the
+user's cache folder, so that a run that was stopped does not calibrate again.
+"""
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,162 +15,177 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax
-from benchmarks.calibrated import calibrated, pair_rows, span_rows
-from kvqjax.data.corpora import read_text
-from kvqjax.eval.scores import Scores, exact_logits, replay, score
+from benchmarks.calibrated import COMMVQ
+from kvqjax.calibrate import commvq, learns, run, sequences, with_constants
+from kvqjax.data.corpora import read
+from kvqjax.data.documents import Data
+from kvqjax.eval.comparison import artifact_folder
+from kvqjax.eval.scores import replay, score
 from kvqjax.eval.stamp import ledger_of, stamp
-from kvqjax.eval.synthetic import key_value_recall, passkey_prompt
-from kvqjax.eval.windows import growth
+from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 
 FOLDER = Path(__file__).parents[1] / "records" / "results"
-MODELS = ("demo", "recall")
-SEED, LENGTH, CHUNK, WINDOWS, LEARNT, SPANS = 0, 512, 32, 16, (16, 516), 8
+MODEL = "smollm2"
+# Six windows keep a row at half a minute on two cores; four at a time need 0.8 GB for their logits.
+LENGTH, CHUNK, BATCH, CONTEXT = 1024, 128, 4, 32768
+WINDOWS = {"WikiText-2": 4, "book": 2}
+LEARNT = (24, 1024)  # sequences and tokens of each: AQUA-KV's own recipe reads 2 million tokens, hours on two cores
 PLAN = {"length": LENGTH, "chunk": CHUNK, "windows": WINDOWS, "calibration": list(LEARNT)}
-# About how many bits per key or value channel the codecs store -> caches; none keeps a window of recent tokens.
+NUMBERS = ("nll", "kld", "agree")
+# Bits of a code -> caches. None keeps a window of recent tokens beyond what waits to be encoded: in windows of 1024
+# tokens it would hold much more than its share of a long row. SmolLM2 has 3 KV heads of 64, so that the longest group
+# of its 192 channels is 64.
 CACHES = {
     16: ("exact",),
-    1: ("uniform:bits=1", "kivi:bits=1,group=128,window=0", "commvq:bits=1,window=0", "xquant:bits=2"),
+    1: ("kivi:bits=1,window=0", "klt:bits=1.0", "commvq:bits=1,window=0", "xquant:bits=1"),
     2: (
         "uniform:bits=2",
-        "kivi:bits=2,group=128,window=0",
+        "kivi:bits=2,window=0",
+        "kivi:bits=2,group=64,window=0",
         "kivi_star:bits=2,protected=0",
         "kvquant:bits=2,outliers=0.0",
         "kvquant:bits=2",
         "higgs:bits=2",
         "higgs:bits=2,dim=4",
+        "klt:bits=2.0",
         "aqua:bits=2,first_bits=2",
         "aqua:bits=2",
         "commvq:bits=2,window=0",
-        "xquant:bits=4",
-        "xquant:bits=2,latent=true",
-        "xquant_cl:bits=4,base=0,protected=1",
-        "omniscale:bits=2,group=128,window=0",
+        "xquant:bits=2",
+        "xquant_cl:bits=2",
+        "omniscale:bits=2,group=64,window=0",
         "kvarn:bits=2,sinks=4",
         "oscar:bits=2,window=0,sinks=4",
-        "turboquant:bits=2,norm=unbiased,sinks=4",
-        "higgs:bits=2,dim=4,group=head,rope=post,buffer=32,norm=unbiased,rotate=signs",
+        "turboquant:bits=2,sinks=4",
     ),
     3: (
         "uniform:bits=3",
-        "kivi:bits=2,window=0",
-        "kivi:bits=3,group=128,window=0",
+        "kivi:bits=3,group=64,window=0",
         "kivi_star:bits=3,protected=0",
         "kvquant:bits=3,outliers=0.0",
         "kvquant:bits=3",
         "higgs:bits=3",
-        "aqua:bits=3,first_bits=3",
-        "xquant:bits=6",
-        "xquant:bits=3,latent=true",
+        "klt:bits=3.0",
+        "aqua:bits=3",
+        "xquant:bits=3",
+        "xquant_cl:bits=3",
+        "omniscale:bits=3,group=64,window=0",
+        "kvarn:bits=3,sinks=4",
+        "turboquant:bits=3,sinks=4",
     ),
     4: (
         "uniform:bits=4",
-        "kivi:bits=4,group=128,window=0",
+        "kivi:bits=4,group=64,window=0",
         "kivi_star:bits=4,protected=0",
         "kvquant:bits=4,outliers=0.0",
         "kvquant:bits=4",
         "higgs:bits=4",
+        "klt:bits=4.0",
         "aqua:bits=4",
-        "xquant:bits=8",
-        "xquant:bits=4,latent=true",
+        "xquant:bits=4",
+        "xquant_cl:bits=4",
+        "omniscale:bits=4,group=64,window=0",
+        "kvarn:bits=4,sinks=4",
+        "turboquant:bits=4,sinks=4",
     ),
 }
 
 
-class Data(NamedTuple):
-    """`learn` [N, T] for calibration; `text` [16, LENGTH] and which of its predictions are scored; per recall task,
-    rows and the places of their answers; `about` says where the text is from."""
+class Texts(NamedTuple):
+    """`scored`: name -> windows [WINDOWS[name], LENGTH] of token ids; `learnt` is what methods are calibrated
+    on; `about` describes all of them."""
 
-    learn: np.ndarray
-    text: np.ndarray
-    scored: np.ndarray
-    recall: dict[str, tuple[np.ndarray, np.ndarray]]
+    scored: dict[str, np.ndarray]
+    learnt: Data
     about: dict[str, Any]
 
 
-def _pieces(ids: np.ndarray, rows: int, length: int) -> np.ndarray:
-    if len(ids) < rows * length:
-        raise kvqjax.UserError(f"the text has {len(ids)} tokens in each half; {rows * length} are wanted")
-    return ids[: rows * length].reshape(rows, length)
+def texts_of(model: Model, wikitext: str, book: str, learnt: str, folder: Path | None) -> Texts:
+    """WikiText-2's test part, a book, and what methods learn from. Raises UserError for what cannot be read or is too
+    short."""
+    found = {"WikiText-2": read(wikitext, folder=folder), "book": read(book), "learnt": read(learnt, tokens=1 << 17)}
+    # A corpus is known by its SHA-256, not by where somebody keeps it.
+    about = {name: {"name": Path(text.about["name"]).name} | text.about for name, text in found.items()}
+    about = {name: {key: text[key] for key in ("sha256", "characters")} for name, text in about.items()}
+    pieces = {name: sequences(model, found[name], count, LENGTH) for name, count in WINDOWS.items()}
+    for name, rows in pieces.items():
+        if len(rows) < WINDOWS[name]:
+            wanted = WINDOWS[name] * LENGTH
+            raise kvqjax.UserError(f"{name} has {rows.size} tokens in whole windows; {wanted} are wanted")
+    return Texts(pieces, found["learnt"], about)
 
 
-def data_of(model: Model, name: str, source: str) -> Data:
-    """`demo` reads text: the first half to learn from, the second to be scored. `recall` reads spans of symbols, of
-    which the second copies are scored."""
-    pairs = pair_rows(model, WINDOWS, LENGTH, SEED, key_value_recall)
-    if name == "recall":
-        scored = np.arange(LENGTH - 1) >= LENGTH // 2 + 1
-        about = {"name": "repeated spans of symbols"}
-        learn = span_rows(model, *LEARNT, seed=1)
-        return Data(learn, span_rows(model, WINDOWS, LENGTH, SEED), scored, {"pairs": pairs}, about)
-    text, about = read_text(source, 40_000, SEED)
-    ids = np.asarray(model.tokenizer(text)["input_ids"], np.int32)
-    half = len(ids) // 2
-    passkeys = pair_rows(model, WINDOWS, LENGTH, SEED, passkey_prompt)
-    rows = _pieces(ids[half:], WINDOWS, LENGTH)
-    everywhere = np.ones(LENGTH - 1, bool)
-    about |= {"name": Path(about["name"]).name}
-    return Data(_pieces(ids[:half], *LEARNT), rows, everywhere, {"pairs": pairs, "pass key": passkeys}, about)
+def path_of(cache: str) -> Path:
+    """The file of a row."""
+    return FOLDER / f"{re.sub('[^a-z0-9.]+', '-', cache)}.json"
 
 
-def path_of(name: str, cache: str) -> Path:
-    return FOLDER / f"{name}--{re.sub('[^a-z0-9.]+', '-', cache)}.json"
-
-
-def about_of(model: Model, name: str, data: Data) -> dict[str, Any]:
+def about_of(model: Model, texts: Texts) -> dict[str, Any]:
     """What a finished row must share with a new run to be kept."""
-    about = stamp(model, name, SEED) | {"plan": PLAN, "data": data.about}
-    return {key: value for key, value in about.items() if key not in ("date", "weights")}  # weights are plain here
+    about = stamp(model, MODEL, 0) | {"plan": PLAN, "data": texts.about}
+    return {key: value for key, value in about.items() if key not in ("date", "seed")}
 
 
-def finished(name: str, cache: str, about: dict[str, Any]) -> dict[str, Any] | None:
-    """The row on disk, if it was measured under the same stamp and window by window."""
-    path = path_of(name, cache)
+def finished(cache: str, about: dict[str, Any]) -> dict[str, Any] | None:
+    """The row on disk, if it was measured under the same stamp."""
+    path = path_of(cache)
     row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return row if row and row["about"] == about and "by_window" in row else None
+    return row if row and row["about"] == about else None
 
 
-def _scores(model: Model, method, rows: np.ndarray, reference) -> Scores:
-    tokens = jnp.asarray(rows)
-    got = score(replay(model, tokens, method, CHUNK), reference, tokens)
-    return jax.tree.map(np.asarray, got)
+def calibrated(model: Model, method: Method, texts: Texts) -> tuple[Model, float]:
+    """The model with what `method` needs, learnt from `LEARNT` of the text, and the processor seconds that it took
+    once. CommVQ learns by a quarter of its recipe: the whole takes hours on two cores."""
+    if not learns(method, model.config):
+        ((ready, _),) = with_constants(model, [method], [])
+        return ready, 0.0
+    about = "-".join([path_of(str(method)).stem, model.fingerprint[:12], texts.about["learnt"]["sha256"][:12]])
+    folder = artifact_folder() / "results" / about
+    seconds = folder / "seconds.json"
+    if not seconds.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        begun, state = time.process_time(), folder.with_suffix(".state.npz")
+        if str(method).startswith("commvq"):
+            tokens = sequences(model, texts.learnt, commvq.DEFAULT_SEQUENCES, commvq.DEFAULT_LENGTH)
+            artifact = commvq.calibrate(model, method, tokens, recipe=COMMVQ, state=state)
+        else:
+            artifact = run(model, method, texts.learnt, count=LEARNT[0], length=LEARNT[1], state=state)
+        artifact.save(folder)
+        state.unlink(missing_ok=True)
+        seconds.write_text(json.dumps(time.process_time() - begun), encoding="utf-8")
+    ((ready, _),) = with_constants(model, [method], [folder])
+    return ready, json.loads(seconds.read_text(encoding="utf-8"))
 
 
-def references(model: Model, data: Data) -> dict[str, jax.Array]:
-    """Exact logits of every set of rows, made once for all caches."""
-    sets = {"text": data.text} | {task: rows for task, (rows, _) in data.recall.items()}
-    return {key: exact_logits(model, jnp.asarray(rows)) for key, rows in sets.items()}
+def references(model: Model, texts: Texts) -> dict[str, list[jax.Array]]:
+    """The exact cache's logits of every text, a batch of windows each, made once for all rows: 1.2 GB. They pass
+    through the cache in the same chunks, so that the exact row has a divergence of zero."""
+    plain, exact = model.replace(constants=()), kvqjax.parse("exact")
+    return {
+        name: [replay(plain, jnp.asarray(rows[i : i + BATCH]), exact, CHUNK) for i in range(0, len(rows), BATCH)]
+        for name, rows in texts.scored.items()
+    }
 
 
-def _drift(kld: np.ndarray) -> tuple[list[float], float]:
-    """KL divergence in SPANS equal spans of the window, and its growth from the first in which every cache here is
-    wholly encoded: units of up to 128 tokens wait (1 for the exact cache)."""
-    means = [float(part.mean()) for part in np.array_split(kld, SPANS, axis=1)]
-    starts = [int(part[0]) for part in np.array_split(np.arange(kld.shape[1]), SPANS)]
-    return means, growth(means, starts, 128) or 1.0
+def scores(model: Model, method: Method, rows: np.ndarray, reference: list[jax.Array]) -> dict[str, list[float]]:
+    """Means over each window's predictions, and those of the exact cache's loss."""
+    parts: dict[str, list[float]] = {name: [] for name in (*NUMBERS, "nll_exact")}
+    for number, exact in enumerate(reference):
+        tokens = jnp.asarray(rows[number * BATCH : (number + 1) * BATCH])
+        got = score(replay(model, tokens, method, CHUNK), exact, tokens)
+        own = score(exact, exact, tokens).nll
+        for name, values in (*((name, getattr(got, name)) for name in NUMBERS), ("nll_exact", own)):
+            parts[name] += [float(f"{mean:.7g}") for mean in np.asarray(values, np.float64).mean(1)]
+    return parts
 
 
-def _by_window(scores: Scores, scored: np.ndarray) -> dict[str, list[float]]:
-    """Means over each window's scored predictions: what standard errors of differences are made of."""
-    means = {name: np.asarray(getattr(scores, name), np.float64)[:, scored].mean(1) for name in ("nll", "kld")}
-    return {name: [float(f"{value:.7g}") for value in values] for name, values in means.items()}
-
-
-def measure(model: Model, data: Data, reference: dict[str, jax.Array], cache: str) -> dict[str, Any]:
-    """Bytes, perplexity, divergence, drift and recall of one cache, and how long its calibration took."""
+def measure(model: Model, texts: Texts, reference: dict[str, list[jax.Array]], cache: str) -> dict[str, Any]:
+    """Bits, bytes and scores of one cache, and how long its calibration took."""
     method = kvqjax.parse(cache)
-    ready, seconds = calibrated(model, method, data.learn)
-    got = _scores(ready, method, data.text, reference["text"])
-    exact = score(reference["text"], reference["text"], jnp.asarray(data.text))
-    books = [ledger_of(model, method, capacity) for capacity in (LENGTH, 32768)]
-    row = {"cache": cache, "bits": books[0].bits_method, "bits_32k": books[1].bits_stored, "bytes": books[0].bytes}
-    row |= {"bytes_exact": books[0].exact_bytes, "ppl": float(np.exp(got.nll[:, data.scored].mean()))}
-    row |= {"ppl_exact": float(np.exp(np.asarray(exact.nll)[:, data.scored].mean()))}
-    row |= {"kld": float(got.kld[:, data.scored].mean()), "top1": float(got.agree[:, data.scored].mean())}
-    row |= {"by_window": _by_window(got, data.scored)}
-    spans, grown = _drift(got.kld)
-    row |= {"kld_by_span": spans, "growth": grown, "recall": {}, "calibration_seconds": round(seconds, 1)}
-    for task, (rows, asked) in data.recall.items():
-        right = _scores(ready, method, rows, reference[task]).right
-        row["recall"][task] = float((right | ~asked).all(1).mean())
-    return row
+    ready, seconds = calibrated(model, method, texts)
+    book = ledger_of(model, method, CONTEXT)
+    row = {"cache": cache, "bits": book.bits_method, "bits_32k": book.bits_stored, "bytes_32k": book.bytes}
+    row |= {"calibration_seconds": round(seconds)}
+    found = {name: scores(ready, method, rows, reference[name]) for name, rows in texts.scored.items()}
+    return row | {"by_window": found}

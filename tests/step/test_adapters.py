@@ -102,7 +102,7 @@ def test_an_engine_says_what_it_is(engine, model):
     assert engine.free_resource(0) is None
 
 
-ENGINE = {  # jetstream/engine/engine_api.py of JetStream's main branch
+ENGINE = {  # jetstream/engine/engine_api.py of JetStream, a revision whose prefill takes a sampler
     "prefill": ["params", "existing_prefix", "padded_tokens", "true_length", "sampler"],
     "generate": ["params", "decode_state", "sampler"],
     "insert": ["prefix", "decode_state", "slot"],

@@ -147,7 +147,7 @@ def test_beams_pick_rows_of_the_cache():
     assert cache.batch == 3 * len(prompts())
 
 
-@pytest.mark.parametrize("name", ["pure_jax", "gemma_linen"])  # nnx: test_flax_bridge.py
+@pytest.mark.parametrize("name", ["pure_jax", "gemma_linen"])  # of nnx.Variable: test_flax_bridge.py
 def test_a_donated_cache_is_gone(name, monkeypatch):
     """Every step takes the memory of the cache that it was given, or hands on arrays that it did not change."""
     module, weights = client(name)
