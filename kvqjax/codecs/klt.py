@@ -29,6 +29,7 @@ from kvqjax.codecs.higgs_grid import nearest, shipped_grid
 from kvqjax.codecs.higgs_points import points_of
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
+from kvqjax.ops.packing.words import PLANE
 
 __all__ = ["Klt", "bits_of_ranks"]
 
@@ -134,7 +135,8 @@ def _turned_back(constants: dict, z: Float[Array, "*lead R"]) -> Float[Array, "*
 
 def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:
     """Build the codec of `width` channels. Fields: codes of every number of bits that is used, and a scale a token.
-    Constants: mean [W], into [W, R] and back [R, W] of R coefficients that have bits."""
+    Constants: mean [W], into [W, R] and back [R, W] of R coefficients that have bits. A unit is a plane: XLA multiplies
+    a single token by a matrix in another order than several."""
     kept = sum(b > 0 for b in bits)
     parts = _parts(bits)
     fields = {f"codes{b}": _codes(b, count) for b, _, count in parts}
@@ -158,4 +160,4 @@ def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:
         return _turned_back(constants, _coefficients(spec, parts, tile))
 
     needs: dict[str, tuple[int, ...]] = {"mean": (width,), "into": (width, kept), "back": (kept, width)}
-    return Codec(width, 1, fields, encode, decode, needs, FIT)
+    return Codec(width, PLANE, fields, encode, decode, needs, FIT)

@@ -49,6 +49,9 @@ CODECS = [
 def constants_of(spec) -> dict:
     built = []
     jax.eval_shape(lambda: built.append(spec.build(WIDTH)))
+    if isinstance(spec, Klt):  # a transform and the way back belong together
+        kept = built[0].needs["into"][1]
+        return {"mean": jnp.zeros(WIDTH), "into": jnp.eye(WIDTH)[:, :kept], "back": jnp.eye(WIDTH)[:kept]}
     random = np.random.default_rng(0)
     of_one_layer = {name: made_up(name, (1, *shape), random)[0] for name, shape in built[0].needs.items()}
     return {name: jnp.asarray(x, jnp.float32) for name, x in of_one_layer.items()}

@@ -19,7 +19,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax import calibrate
 from kvqjax._errors import UserError
-from kvqjax.calibrate import activations, commvq, rotation
+from kvqjax.calibrate import activations, layerwise, rotation
 from kvqjax.model import decoder
 from kvqjax.model.config import ExpertConfig, RopeConfig
 from kvqjax.model.rope import positions_of_layer, rotate
@@ -242,7 +242,7 @@ def test_calibrations_read_what_a_cache_is_given(family):
     same(read.v[:, 0], v)
     moments = rotation._moments(model.params, text, config=model.config, values="outputs", sinks=0, unbiased=False)
     np.testing.assert_allclose(moments[-1][1], k[1].sum(0), atol=90 * BOUND)
-    layers = commvq._of_model(model, kvq.parse("commvq:bits=1"), np.asarray(text))
+    layers = layerwise.of_model(model, kvq.parse("commvq:bits=1"), np.asarray(text))
     h, values, rotated = layers.h, [], []
     for layer in range(2):
         _, data, h = layers.read(layer, h)
