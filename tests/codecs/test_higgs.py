@@ -10,7 +10,7 @@ import pytest
 
 from kvqjax.codecs import bits_per_value, higgs_gpu, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
-from kvqjax.codecs.higgs import Higgs, higgs_codec, mixed_form, summed_form
+from kvqjax.codecs.higgs import Higgs, higgs_codec, mixed_form
 from kvqjax.codecs.higgs_grid import by_blocks, by_table, group_size, nearest, shipped_grid
 
 DATA = Path(__file__).parents[1] / "data"
@@ -235,14 +235,14 @@ def test_forms_of_chips_round_nothing_but_sums(form, bits, dim, group, groups):
 )
 def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
     spec = Higgs(bits=2, **options)
-    codec, (wide, read, finish) = spec.build(width), summed_form(spec, width)
+    codec, (wide, read, finish) = spec.build(width), spec.summed_form(width)
     tile = jax.tree.map(lambda x: jnp.asarray(x)[None], jax.jit(codec.encode)({}, jnp.asarray(signed(1, 64, width))))
     weights = np.random.default_rng(2).random((5, 64)).astype(np.float32)
     points = np.asarray(jax.jit(read)(tile))[0]
     assert points.shape == (64, wide)
     decoded = np.asarray(codec.decode({}, tile))[0]
     bound = 64 * 2.0**-22 * (weights @ np.abs(decoded)).max()
-    np.testing.assert_allclose(jax.jit(finish)(weights @ points), weights @ decoded, rtol=0, atol=bound)
+    np.testing.assert_allclose(jax.jit(finish)({}, weights @ points), weights @ decoded, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("options", [{}, {"group": 64}, {"dim": 4}, {"bits": 3}], ids=str)
