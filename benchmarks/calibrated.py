@@ -1,6 +1,7 @@
 """Models with a method's constants, by recipes small enough for the bundled models, and windows of symbols."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -13,9 +14,21 @@ from kvqjax.eval.synthetic import repeated_spans
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 
-__all__ = ["COMMVQ", "calibrated", "span_rows"]
+__all__ = ["calibrated", "learnt", "span_rows"]
 
 COMMVQ = commvq.Recipe(key_tokens=2048, values=ValueSettings(steps=200))  # a quarter and a third of the defaults
+
+
+def learnt(model: Model, method: Method, tokens: np.ndarray, recipe=None, state: Path | None = None) -> Artifact:
+    """What `method` learns from `tokens` [N, T], by its own `recipe` if one is given. `state` names a file that keeps
+    the progress, so that a run which was stopped goes on."""
+
+    def fit_part(part: Part, state: Path | None, advance) -> Artifact:
+        module = fitter(part.fit)
+        chosen = recipe or (COMMVQ if module is commvq else None)
+        return module.calibrate(model, part.method, tokens, state=state, **({"recipe": chosen} if chosen else {}))
+
+    return by_parts(method, model.config, fit_part, state, lambda done, total: None)
 
 
 def calibrated(model: Model, method: Method, tokens: np.ndarray, recipe=None) -> tuple[Model, float]:
@@ -25,13 +38,7 @@ def calibrated(model: Model, method: Method, tokens: np.ndarray, recipe=None) ->
     if not learns(method, model.config):
         ready = xquant.prepared(model, method)
         return ready, time.perf_counter() - begun if ready.constants else 0.0
-
-    def one(part: Part, state, advance) -> Artifact:
-        module = fitter(part.fit)
-        chosen = recipe or (COMMVQ if module is commvq else None)
-        return module.calibrate(model, part.method, tokens, **({"recipe": chosen} if chosen else {}))
-
-    artifact = by_parts(method, model.config, one, None, lambda done, total: None)
+    artifact = learnt(model, method, tokens, recipe)
     return model.with_artifact(artifact), time.perf_counter() - begun
 
 

@@ -1,7 +1,8 @@
 """Spectra that transform coding gives bits by: `python -m benchmarks.spectra --learn TEXT.txt`.
 
-Of keys and values of the real model: log2 of the coefficients' deviations at some ranks, mean over layers, less that
-of the first rank; and by layer the kurtosis of the first coefficient (3 for a normal distribution).
+Of keys and values of the real model, one table: log2 of the coefficients' deviations at some ranks, mean over layers,
+less that of the first rank. And by layer: the kurtosis of the first coefficient (3 for a normal distribution), its
+furthest token in deviations, and the share of the error at 2 bits that a grid which ends at 4 deviations would make.
 """
 
 import argparse
@@ -13,10 +14,19 @@ import kvqjax
 from benchmarks.tables import table
 from kvqjax.calibrate import klt, sequences
 from kvqjax.calibrate.layerwise import of_model
+from kvqjax.codecs.klt import ERRORS, bits_of_ranks
 from kvqjax.data.corpora import read
 from kvqjax.model.weight_trees import stacked
 
+CLIPPED = 4  # deviations: where the optimal grid of 64 points for a normal distribution ends
 RANKS = (0, 2, 4, 8, 16, 32, 64, 96, 128, 160, 191)
+
+
+def tail(first: np.ndarray, rest: float) -> tuple[float, float, float]:
+    """Kurtosis, furthest token and share of clipping, of the first coefficient (variance 1) of all tokens. `rest` is
+    the squared error of all coefficients on their grids, over the first one's variance."""
+    clipped = np.square(np.maximum(np.abs(first) - CLIPPED, 0)).mean()
+    return (first**4).mean() / (first**2).mean() ** 2, np.abs(first).max(), clipped / (clipped + rest)
 
 
 def main() -> None:
@@ -26,25 +36,28 @@ def main() -> None:
     options = parser.parse_args()
     model = kvqjax.load(options.model)
     model, shape = model.replace(params=stacked(model.params)), model.config.kv_shape
-    layers = of_model(model, kvqjax.parse("klt"), sequences(model, read(options.learn, tokens=1 << 14), 8, 1024))
-    h, spectra, tails = layers.h, {"k": [], "v": []}, {"k": [], "v": []}
+    width, method = shape.kv_width, kvqjax.parse("klt")
+    layers = of_model(model, method, sequences(model, read(options.learn, tokens=1 << 14), 8, 1024))
+    h, spectra, tails = layers.h, {"k": [], "v": []}, []
     for number in range(shape.num_layers):
         keys, seen, h = layers.read(number, h)
         for source, x in (("k", keys), ("v", seen.v)):
-            x = jnp.asarray(x)[:, 4:].reshape(x.shape[0], -1, shape.kv_width)
+            x = jnp.asarray(x)[:, method.sinks :].reshape(x.shape[0], -1, width)
             mean, covariance = klt.covariance_of(x)
             costs = klt.costs_of(source, seen, shape)
-            into, back = klt.transform_of(covariance, costs, shape.kv_width)
-            spectra[source].append(np.log2(np.einsum("ri,ij,rj->r", back, costs, back)) / 2)
-            first = (np.asarray(x, np.float64).reshape(-1, shape.kv_width) - mean) @ into[:, 0]
-            tails[source].append((first**4).mean() / (first**2).mean() ** 2)
-    ranks = [rank for rank in RANKS if rank < shape.kv_width]
+            into, back = klt.transform_of(covariance, costs, width)
+            variance = np.einsum("ri,ij,rj->r", back, costs, back)
+            spectra[source].append(np.log2(variance) / 2)
+            if source == "k":
+                errors = [ERRORS[bits] for bits in bits_of_ranks(width, 2.0, 1.0)]
+                first = (np.asarray(x, np.float64).reshape(-1, width) - mean) @ into[:, 0]
+                tails.append(tail(first, variance @ errors / variance[0]))
+    ranks = [rank for rank in RANKS if rank < width]
     means = {source: np.mean([s - s[0] for s in rows], 0) for source, rows in spectra.items()}
     lines = [[source, *(f"{means[source][rank]:.2f}" for rank in ranks)] for source in means]
     print(table(["log2 deviation at rank", *map(str, ranks)], lines))
-    print(
-        table(["kurtosis", *map(str, range(shape.num_layers))], [[s, *(f"{x:.1f}" for x in tails[s])] for s in tails])
-    )
+    head = ["layer", "kurtosis of keys", "furthest token", "share of clipping"]
+    print(table(head, [[str(n), f"{a:.1f}", f"{b:.1f}", f"{c:.2f}"] for n, (a, b, c) in enumerate(tails)]))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate.activations import Captured
-from kvqjax.calibrate.layerwise import Layers, of_captured, of_model
+from kvqjax.calibrate.layerwise import Activations, Layers, of_captured, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
@@ -74,14 +74,15 @@ def _moments(x: Float[Array, "n W"]) -> tuple[Float[Array, " W"], Float[Array, "
 
 def covariance_of(x: Float[Array, "N T W"]) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
     """Mean and covariance over all tokens, float64."""
-    parts = [tuple(np.asarray(part, np.float64) for part in _moments(row)) for row in x]
+    moments = [_moments(row) for row in x]
     count = x.shape[0] * x.shape[1]
-    mean = np.sum([part[0] for part in parts], 0) / count
-    return mean, np.sum([part[1] for part in parts], 0) / count - np.outer(mean, mean)
+    mean, square = (np.sum([np.asarray(m[order], np.float64) for m in moments], 0) / count for order in (0, 1))
+    return mean, square - np.outer(mean, mean)
 
 
 def key_costs(energy: Float[np.ndarray, "H D"], shape: KVShape) -> Float[np.ndarray, " W"]:
-    """M of keys, its diagonal, from the mean square of every query channel."""
+    """M of keys, its diagonal, from the mean square of every query channel. Channels i and i + D/2 of a head are a
+    rotary pair."""
     costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(1)
     pairs = costs.reshape(shape.num_kv_heads, 2, -1).mean(1)
     return np.concatenate([pairs, pairs], 1).reshape(-1)
@@ -101,12 +102,22 @@ def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.
 def transform_of(
     covariance: Float[np.ndarray, "W W"], costs: Float[np.ndarray, "W W"], kept: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`into` [W, R] and `back` [R, W] of the `kept` largest coefficients."""
+    """The transform of one layer's keys or values, and the way back (A and B of kvqjax.codecs.klt).
+
+    Args:
+        covariance: of the vectors.
+        costs: M.
+        kept: R, how many coefficients have bits.
+
+    Returns:
+        `into` [W, R] and `back` [R, W] of the R largest coefficients, float64.
+    """
     spread, basis = np.linalg.eigh(costs)
     root = np.sqrt(np.maximum(spread, FLOOR * spread[-1]))
     half, inverse = (basis * root) @ basis.T, (basis / root) @ basis.T
     variance, vectors = np.linalg.eigh(half @ covariance @ half)
     order = np.argsort(-variance, kind="stable")[:kept]
+    # A coefficient without variance, of channels that are always 0, must not be divided by 0.
     deviation = np.sqrt(np.maximum(variance[order], FLOOR * variance[-1]))
     return half @ vectors[:, order] / deviation, (inverse @ vectors[:, order] * deviation).T
 
@@ -118,8 +129,20 @@ def fit(
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Artifact:
-    """Transforms of `method` from sequences of any model. `state` names a file that keeps the progress after every
-    layer: a run that was killed continues there. `advance(done, total)` is told each layer."""
+    """Transforms of `method` from sequences of any model.
+
+    Args:
+        data: what the layers compute.
+        method: which layers' keys and values are transformed, and by how many coefficients.
+        state: a file that keeps the progress after every layer: a run that was killed continues there.
+        advance: `advance(done, total)` is told each layer.
+
+    Returns:
+        The method with `mean`, `into` and `back` of every layer and source, float32.
+
+    Raises:
+        UserError: sequences that are no longer than the sinks.
+    """
     shape, sinks = data.shape, method.sinks
     if data.h.shape[1] <= sinks:
         raise UserError(f"calibration tokens are {data.h.shape[:2]}; wanted [sequences, more than {sinks} tokens]")
@@ -133,16 +156,16 @@ def fit(
 
     def step(now):
         number = int(now["done"])
-        keys, read, above = data.read(number, now["h"])
-        found = {"h": np.asarray(above, np.float32)}
+        keys, seen, above = data.read(number, now["h"])
+        new = {"h": np.asarray(above, np.float32)}
         for source in run_of[number].wiring.wanted():
-            x = keys if source == "k" else read.v
+            x = keys if source == "k" else seen.v
             mean, covariance = covariance_of(jnp.asarray(x)[:, sinks:].reshape(x.shape[0], -1, shape.kv_width))
             kept = now[f"{number}.{source}.into"].shape[1]
-            into, back = transform_of(covariance, costs_of(source, read, shape), kept)
+            into, back = transform_of(covariance, costs_of(source, seen, shape), kept)
             arrays = {"mean": mean, "into": into, "back": back}
-            found |= {f"{number}.{source}.{name}": array.astype(np.float32) for name, array in arrays.items()}
-        return now | found
+            new |= {f"{number}.{source}.{name}": array.astype(np.float32) for name, array in arrays.items()}
+        return now | new
 
     now = stepped(start, shape.num_layers, step, state, owner, advance)
     constants = tuple(_stacked(run, now) for run in runs)
@@ -159,11 +182,11 @@ def _stacked(run: RunLayout, now: dict) -> dict:
     }
 
 
-def costs_of(source: str, read, shape: KVShape) -> np.ndarray:
-    """M of one layer's keys or values; without queries and outputs the identity."""
-    if read.q.shape[2] == 0:
+def costs_of(source: str, seen: Activations, shape: KVShape) -> Float[np.ndarray, "W W"]:
+    """M of one layer's keys ("k") or values ("v"); without queries and outputs the identity."""
+    if seen.q.shape[2] == 0:
         return np.eye(shape.kv_width)
     if source == "v":
-        return value_costs(np.asarray(read.o), shape)
-    energy = np.asarray(jnp.square(read.q.astype(jnp.float32)).mean((0, 1)), np.float64)
+        return value_costs(np.asarray(seen.o), shape)
+    energy = np.asarray(jnp.square(seen.q.astype(jnp.float32)).mean((0, 1)), np.float64)
     return np.diag(key_costs(energy, shape))

@@ -92,7 +92,7 @@ def of_captured(data: Captured, method: Method) -> Layers:
 
     def read(index: int, h):
         k, v = (jnp.asarray(x[index]).reshape(*data.size, -1) for x in (data.keys, data.values))
-        if data.queries is None or data.outputs is None:  # the loss then looks at values only
+        if data.queries is None or data.outputs is None:  # errors of keys and values then count as they are
             blank = jnp.zeros((*data.size, 0, 1))
             return k, Activations(v, blank, blank, jnp.zeros((0, 1))), h
         shape, positions = data.shape.layer(index), positions_of(*data.size)

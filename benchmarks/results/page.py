@@ -174,8 +174,7 @@ def paper_section(paper: Paper) -> str:
     head = ["paper's row", "bits or size", paper.measure, "our row", f"{TEXTS[0]}, ratio (KLD)"]
     parts = [f"### {paper.source}", f"{paper.about}.\n", table(head, rows)]
     found = _differences(paper, ours)
-    parts += [f"{DIFFERS}\n", *found, ""] if found else []
-    return "\n".join([*parts, *([paper.why + "\n"] if paper.why else [])])
+    return "\n".join([*parts, *([f"{DIFFERS}\n", *found, ""] if found else [])])
 
 
 def _read(path: Path):

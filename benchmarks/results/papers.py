@@ -11,15 +11,14 @@ import numpy as np
 
 
 class Paper(NamedTuple):
-    """`rows`: (the paper's label, its bits or size, its figure, our cache or None for one that we have no row for);
-    `why`: the reason of an order that differs here, if one is known."""
+    """`rows`: (the paper's label, its bits or size, its figure, our cache or None for one that we have no row
+    for)."""
 
     source: str
     about: str
     measure: str
     lower: bool
     rows: tuple[tuple[str, str, float, str | None], ...]
-    why: str = ""
 
 
 PAPERS = (

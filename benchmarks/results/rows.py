@@ -1,6 +1,6 @@
 """Rows of the results page: one cache on SmolLM2-135M-Instruct, two texts scored against the exact cache.
 
-A row's file holds sums by window, of which standard errors are made. What a method learns from text is kept in the
+A row's file holds means by window, of which standard errors are made. What a method learns from text is kept in the
 user's cache folder, so that a run that was stopped does not calibrate again.
 """
 
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax
-from benchmarks.calibrated import COMMVQ
-from kvqjax.calibrate import commvq, learns, run, sequences, with_constants
+from benchmarks.calibrated import learnt
+from kvqjax.calibrate import forget, learns, sequences, with_constants
 from kvqjax.data.corpora import read
 from kvqjax.data.documents import Data
-from kvqjax.eval.comparison import artifact_folder
+from kvqjax.eval.comparison import artifact_folder, kept_path
 from kvqjax.eval.scores import replay, score
 from kvqjax.eval.stamp import ledger_of, stamp
 from kvqjax.methods import Method
@@ -101,19 +101,18 @@ class Texts(NamedTuple):
     about: dict[str, Any]
 
 
-def texts_of(model: Model, wikitext: str, book: str, learnt: str, folder: Path | None) -> Texts:
+def texts_of(model: Model, wikitext: str, book: str, learn: str, folder: Path | None) -> Texts:
     """WikiText-2's test part, a book, and what methods learn from. Raises UserError for what cannot be read or is too
     short."""
-    found = {"WikiText-2": read(wikitext, folder=folder), "book": read(book), "learnt": read(learnt, tokens=1 << 17)}
-    # A corpus is known by its SHA-256, not by where somebody keeps it.
-    about = {name: {"name": Path(text.about["name"]).name} | text.about for name, text in found.items()}
-    about = {name: {key: text[key] for key in ("sha256", "characters")} for name, text in about.items()}
-    pieces = {name: sequences(model, found[name], count, LENGTH) for name, count in WINDOWS.items()}
+    data = {"WikiText-2": read(wikitext, folder=folder), "book": read(book), "learnt": read(learn, tokens=1 << 17)}
+    # A text is known by its SHA-256, not by where somebody keeps it.
+    about = {name: {key: text.about[key] for key in ("sha256", "characters")} for name, text in data.items()}
+    pieces = {name: sequences(model, data[name], count, LENGTH) for name, count in WINDOWS.items()}
     for name, rows in pieces.items():
         if len(rows) < WINDOWS[name]:
             wanted = WINDOWS[name] * LENGTH
             raise kvqjax.UserError(f"{name} has {rows.size} tokens in whole windows; {wanted} are wanted")
-    return Texts(pieces, found["learnt"], about)
+    return Texts(pieces, data["learnt"], about)
 
 
 def path_of(cache: str) -> Path:
@@ -136,23 +135,17 @@ def finished(cache: str, about: dict[str, Any]) -> dict[str, Any] | None:
 
 def calibrated(model: Model, method: Method, texts: Texts) -> tuple[Model, float]:
     """The model with what `method` needs, learnt from `LEARNT` of the text, and the processor seconds that it took
-    once. CommVQ learns by a quarter of its recipe: the whole takes hours on two cores."""
+    once. Calibrations are kept where `kvq.compare` keeps its own."""
     if not learns(method, model.config):
         ((ready, _),) = with_constants(model, [method], [])
         return ready, 0.0
-    about = "-".join([path_of(str(method)).stem, model.fingerprint[:12], texts.about["learnt"]["sha256"][:12]])
-    folder = artifact_folder() / "results" / about
-    seconds = folder / "seconds.json"
+    folder = kept_path(artifact_folder(), model, method, f"{texts.about['learnt']['sha256']} {LEARNT}", LEARNT[0])
+    seconds = folder.with_name(f"{folder.name}.seconds.json")
     if not seconds.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        begun, state = time.process_time(), folder.with_suffix(".state.npz")
-        if str(method).startswith("commvq"):
-            tokens = sequences(model, texts.learnt, commvq.DEFAULT_SEQUENCES, commvq.DEFAULT_LENGTH)
-            artifact = commvq.calibrate(model, method, tokens, recipe=COMMVQ, state=state)
-        else:
-            artifact = run(model, method, texts.learnt, count=LEARNT[0], length=LEARNT[1], state=state)
-        artifact.save(folder)
-        state.unlink(missing_ok=True)
+        begun, state = time.process_time(), folder.with_name(f"{folder.name}.state.npz")
+        learnt(model, method, sequences(model, texts.learnt, *LEARNT), state=state).save(folder)
+        forget(state)
         seconds.write_text(json.dumps(time.process_time() - begun), encoding="utf-8")
     ((ready, _),) = with_constants(model, [method], [folder])
     return ready, json.loads(seconds.read_text(encoding="utf-8"))
@@ -170,14 +163,15 @@ def references(model: Model, texts: Texts) -> dict[str, list[jax.Array]]:
 
 def scores(model: Model, method: Method, rows: np.ndarray, reference: list[jax.Array]) -> dict[str, list[float]]:
     """Means over each window's predictions, and those of the exact cache's loss."""
-    parts: dict[str, list[float]] = {name: [] for name in (*NUMBERS, "nll_exact")}
+    means: dict[str, list[float]] = {name: [] for name in (*NUMBERS, "nll_exact")}
     for number, exact in enumerate(reference):
         tokens = jnp.asarray(rows[number * BATCH : (number + 1) * BATCH])
-        got = score(replay(model, tokens, method, CHUNK), exact, tokens)
-        own = score(exact, exact, tokens).nll
-        for name, values in (*((name, getattr(got, name)) for name in NUMBERS), ("nll_exact", own)):
-            parts[name] += [float(f"{mean:.7g}") for mean in np.asarray(values, np.float64).mean(1)]
-    return parts
+        through_cache = score(replay(model, tokens, method, CHUNK), exact, tokens)
+        values = {name: getattr(through_cache, name) for name in NUMBERS}
+        values["nll_exact"] = score(exact, exact, tokens).nll
+        for name, x in values.items():
+            means[name] += [float(f"{mean:.7g}") for mean in np.asarray(x, np.float64).mean(1)]
+    return means
 
 
 def measure(model: Model, texts: Texts, reference: dict[str, list[jax.Array]], cache: str) -> dict[str, Any]:
@@ -187,5 +181,5 @@ def measure(model: Model, texts: Texts, reference: dict[str, list[jax.Array]], c
     book = ledger_of(model, method, CONTEXT)
     row = {"cache": cache, "bits": book.bits_method, "bits_32k": book.bits_stored, "bytes_32k": book.bytes}
     row |= {"calibration_seconds": round(seconds)}
-    found = {name: scores(ready, method, rows, reference[name]) for name, rows in texts.scored.items()}
-    return row | {"by_window": found}
+    windows = {name: scores(ready, method, rows, reference[name]) for name, rows in texts.scored.items()}
+    return row | {"by_window": windows}

@@ -58,7 +58,7 @@ def plain(params, rows, count: int) -> list[list[int]]:
         return jax.lax.dynamic_update_slice(x, new, (0, end, 0, 0))
 
     @jax.jit
-    def own(params, tokens, end, last, cache):
+    def plain_step(params, tokens, end, last, cache):
         positions, new = end + jnp.arange(tokens.shape[1])[None], []
 
         def attend(i, q, k, v):
@@ -69,17 +69,17 @@ def plain(params, rows, count: int) -> list[list[int]]:
 
         return parts.likeliest(forward(params, tokens, attend)[:, last]), new
 
-    made = []
+    answers = []
     for row in rows:
         blank = jnp.zeros((1, CAPACITY, KV_HEADS, SIZE))
-        token, cache = own(
+        token, cache = plain_step(
             params, np.asarray([row + [PAD] * (LONGEST - len(row))]), 0, len(row) - 1, [(blank, blank)] * LAYERS
         )
-        made.append([int(token[0])])
+        answers.append([int(token[0])])
         for n in range(count - 1):
-            token, cache = own(params, token[:, None], len(row) + n, 0, cache)
-            made[-1].append(int(token[0]))
-    return made
+            token, cache = plain_step(params, token[:, None], len(row) + n, 0, cache)
+            answers[-1].append(int(token[0]))
+    return answers
 
 
 def engine(spec: str, slots: int, **mesh) -> CachedEngine:
@@ -89,7 +89,7 @@ def engine(spec: str, slots: int, **mesh) -> CachedEngine:
 def serve(params, rows, count: int, prefiller: CachedEngine, decoder: CachedEngine):
     """What an orchestrator does: requests join the batch one by one, while others are decoded; all end after `count`
     tokens."""
-    state, made, slots, waiting = decoder.init_decode_state(), [[] for _ in rows], {}, list(range(len(rows)))
+    state, answers, slots, waiting = decoder.init_decode_state(), [[] for _ in rows], {}, list(range(len(rows)))
     while waiting or slots:
         if waiting:
             slot = min(set(range(decoder.max_concurrent_decodes)) - {*slots})
@@ -98,14 +98,14 @@ def serve(params, rows, count: int, prefiller: CachedEngine, decoder: CachedEngi
             prefix, first = prefiller.prefill(params=params, padded_tokens=tokens, true_length=len(rows[number]))
             prefix = jax.device_put(prefix, decoder.get_prefix_destination_sharding())
             state = decoder.insert(prefix, state, slot)
-            made[number].append(int(first.get_result_at_slot(0).tokens[0, 0]))
+            answers[number].append(int(first.get_result_at_slot(0).tokens[0, 0]))
         state, results = decoder.generate(params, state)
         results = results.convert_to_numpy()
         for slot, number in list(slots.items()):
-            made[number].append(int(results.get_result_at_slot(slot).tokens[0, 0]))
-            if len(made[number]) >= count:
+            answers[number].append(int(results.get_result_at_slot(slot).tokens[0, 0]))
+            if len(answers[number]) >= count:
                 decoder.free_resource(slots.pop(slot) and slot)
-    return [row[:count] for row in made], state.cache
+    return [row[:count] for row in answers], state.cache
 
 
 def cached(params, rows, count: int, spec: str, constants=None, first=None, second=None):

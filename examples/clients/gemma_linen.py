@@ -83,15 +83,15 @@ def step(params, tokens, positions, valid, seen, cache, constants=None):
 
 def decode(params, rows, count: int, cache, constants=None):
     tokens = jnp.asarray(parts.padded(rows, left=False))
-    valid, made = tokens != PAD, []
+    valid, answers = tokens != PAD, []
     seen = jnp.pad(valid, ((0, 0), (0, CAPACITY - valid.shape[1])), constant_values=True)
     positions = jnp.arange(tokens.shape[1])[None] + jnp.zeros_like(tokens)
     for _ in range(count):
         new, cache = step(params, tokens, positions, valid, seen, cache, constants)
-        made.append(new)
-        tokens, positions = new[:, None], jnp.asarray([[len(row) + len(made) - 1] for row in rows])
+        answers.append(new)
+        tokens, positions = new[:, None], jnp.asarray([[len(row) + len(answers) - 1] for row in rows])
         valid = jnp.ones(tokens.shape, bool)
-    return jnp.stack(made, 1).tolist(), cache
+    return jnp.stack(answers, 1).tolist(), cache
 
 
 def make():
@@ -107,8 +107,8 @@ def plain(params, rows, count: int) -> list[list[int]]:
 def cached(params, rows, count: int, spec: str, constants=None, **mesh):
     """Greedy tokens over a compressed cache, and that cache."""
     cache = {"kv": kvq.init_cache(SHAPE, spec, len(rows), CAPACITY, **mesh)}  # kvqjax
-    made, cache = decode(params, rows, count, cache, constants)
-    return made, cache["kv"]
+    answers, cache = decode(params, rows, count, cache, constants)
+    return answers, cache["kv"]
 
 
 if __name__ == "__main__":

@@ -76,11 +76,11 @@ def step(model: Llama, tokens, cache):
 
 
 def decode(model: Llama, rows, count: int, cache) -> list[list[int]]:
-    tokens, made = jnp.asarray(parts.padded(rows, left=True)), []
+    tokens, answers = jnp.asarray(parts.padded(rows, left=True)), []
     for _ in range(count):
-        made.append(step(model, tokens, cache))
-        tokens = made[-1][:, None]
-    return jnp.stack(made, 1).tolist()
+        answers.append(step(model, tokens, cache))
+        tokens = answers[-1][:, None]
+    return jnp.stack(answers, 1).tolist()
 
 
 def make() -> Llama:

@@ -106,12 +106,12 @@ def step(weights: Weights, tokens, cache, constants):
 
 def decode(weights: Weights, rows, count: int, cache, constants=None):
     place = NamedSharding(weights.embed.sharding.mesh, ACTIVATIONS)
-    tokens, made = jax.device_put(parts.padded(rows, left=True), place), []
+    tokens, answers = jax.device_put(parts.padded(rows, left=True), place), []
     for _ in range(count):
         new, cache = step(weights, tokens, cache, constants)
-        made.append(new)
+        answers.append(new)
         tokens = new[:, None]
-    return jnp.stack(made, 1).tolist(), cache
+    return jnp.stack(answers, 1).tolist(), cache
 
 
 def plain(weights: Weights, rows, count: int) -> list[list[int]]:

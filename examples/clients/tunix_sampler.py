@@ -79,28 +79,28 @@ def _sample(graph, state, tokens, cache, *, count: int, beams: int):
     cache, seen, lengths = (
         jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), tree) for tree in (cache, seen, valid.sum(1))
     )
-    made = jnp.zeros((batch * beams, count), int).at[:, 0].set(new.reshape(-1))
+    answers = jnp.zeros((batch * beams, count), int).at[:, 0].set(new.reshape(-1))
 
     def step(n, carry):
-        made, scores, cache = carry
+        answers, scores, cache = carry
         mask = seen & (jnp.arange(CAPACITY)[None] < length + n)
-        logits, cache = model(made[:, n - 1][:, None], (lengths + n - 1)[:, None], cache, mask[:, None])
+        logits, cache = model(answers[:, n - 1][:, None], (lengths + n - 1)[:, None], cache, mask[:, None])
         total = (scores.reshape(-1, 1) + jax.nn.log_softmax(logits[:, -1])).reshape(batch, beams * VOCAB)
         scores, pick = jax.lax.top_k(total, beams)
         rows = (pick // VOCAB + beams * jnp.arange(batch)[:, None]).reshape(-1)
-        made, cache = jax.tree.map(lambda x: x[rows], (made, cache))
-        return made.at[:, n].set((pick % VOCAB).reshape(-1)), scores, cache
+        answers, cache = jax.tree.map(lambda x: x[rows], (answers, cache))
+        return answers.at[:, n].set((pick % VOCAB).reshape(-1)), scores, cache
 
-    made, _, cache = jax.lax.fori_loop(1, count, step, (made, best, cache))
-    return made.reshape(batch, beams, count)[:, 0], cache
+    answers, _, cache = jax.lax.fori_loop(1, count, step, (answers, best, cache))
+    return answers.reshape(batch, beams, count)[:, 0], cache
 
 
 def sample(model: Llama, rows, count: int, beams: int = 1):
     """The best of `beams` continuations of each prompt, and the cache; with one beam, greedy tokens."""
     graph, state = nnx.split(model)
     tokens, cache = jnp.asarray(parts.padded(rows, left=True)), model.init_cache(len(rows), CAPACITY, jnp.float32)
-    made, cache = _sample(graph, state, tokens, cache, count=count, beams=beams)
-    return made.tolist(), cache
+    answers, cache = _sample(graph, state, tokens, cache, count=count, beams=beams)
+    return answers.tolist(), cache
 
 
 def make(spec: str | None = None, constants=None) -> Llama:
@@ -114,8 +114,8 @@ def plain(_, rows, count: int, beams: int = 1) -> list[list[int]]:
 
 def cached(_, rows, count: int, spec: str, constants=None, beams: int = 1):
     """Tokens over a compressed cache, and that cache."""
-    made, cache = sample(make(spec, constants), rows, count, beams)
-    return made, cache.cache
+    answers, cache = sample(make(spec, constants), rows, count, beams)
+    return answers, cache.cache
 
 
 if __name__ == "__main__":

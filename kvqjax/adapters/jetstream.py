@@ -154,9 +154,9 @@ class CachedEngine:
         self._longest = check_integer("max_prefill_length", max_prefill_length)
         if self._longest > self._capacity:
             raise UserError(f"max_prefill_length={self._longest} is more than capacity={self._capacity}, a slot's room")
-        made = functools.partial(init_cache, shape, method, mesh=mesh, **options)
-        self._one = functools.partial(made, 1, self._longest)
-        self._batch = functools.partial(made, self._slots, self._capacity, batch_axis=batch_axis)
+        make_cache = functools.partial(init_cache, shape, method, mesh=mesh, **options)
+        self._one = functools.partial(make_cache, 1, self._longest)
+        self._batch = functools.partial(make_cache, self._slots, self._capacity, batch_axis=batch_axis)
         self._prefill_program = jax.jit(self._prefill)
         self._insert_program = jax.jit(self._insert, donate_argnames="state")
         self._generate_program = jax.jit(self._generate, donate_argnames="state")

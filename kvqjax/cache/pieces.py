@@ -131,6 +131,7 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
     check_cache(cache)
     _check_means(cache.layout, "cut")
     sinks, grain, shift = cache.layout.method.sinks, _grain(cache.layout), _place(cache.layout, tokens)
+    # Outside jit the cut moves to where all rows have encoded; inside, where it must be static, such rows are emptied.
     known = _are_known(cache)
     with reading(known):
         encoded = _least_encoded(cache)
@@ -156,6 +157,7 @@ def _cut(cache: Cache, start: int) -> Cache:
     lengths = cache.lengths - shift
     body_lengths = lengths - layout.method.sinks
 
+    # Every unit keeps its words: the shift is a multiple of all units, so that none is cut or encoded anew.
     def one(old: RunLayout, new: RunLayout, state: Run) -> Run:
         clocks = old.wiring.storage.clocks
         flushed = tuple(count - shift // clock.unit for count, clock in zip(state.flushed, clocks, strict=True))
@@ -165,6 +167,7 @@ def _cut(cache: Cache, start: int) -> Cache:
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
         window = {name: moved_window(old.ring, new.ring, body_lengths, shift, x) for name, x in state.window.items()}
         body = moved_body(new, encoded, tile) if old.slots else {}
+        # The sinks stay with the head; a piece behind blank ones has the form of any cache.
         return Run(body=body, sinks=jax.tree.map(jnp.zeros_like, state.sinks), window=window, flushed=flushed)
 
     states = zip(runs_of(layout), runs_of(small), cache.runs, strict=True)
@@ -199,6 +202,7 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
     check_cache(head, tail.cache)
     capacity = tail.capacity if capacity is None else check_integer("capacity", capacity)
     layout = dataclasses.replace(head.layout, capacity=capacity)
+    # Words of another method, dtype or form would be read as something else without a word.
     for field in dataclasses.fields(layout):
         wanted, got = getattr(head.layout, field.name), getattr(tail.cache.layout, field.name)
         if field.name != "capacity" and wanted != got:
@@ -213,6 +217,7 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
         lengths = tail.cache.lengths + shift
         unready = (_least_encoded(head) < shift) | (head.lengths < tail.start)
         crowded = lengths > capacity
+        # The tail may have encoded more tokens of a source than a shorter body has slots for, though all tokens fit.
         for (_, tokens), (run, _) in zip(_encoded(tail.cache), _encoded_in(layout), strict=True):
             crowded = crowded | (tokens + shift > run.slots if not run.wraps else False)
     if (row := _refuse(unready, head, tail.cache)) is not None:
@@ -245,6 +250,7 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
         def tile(source, name, field, layer, row, token, size):
             """Take tokens before the piece from the head, others from the piece."""
             behind = stored_tile(second, after, source, name, layer, row, token - shift, size)
+            # A piece from the first body token on has all of it: the head has sinks alone.
             if not shift:
                 return behind
             ahead = stored_tile(first, before, source, name, layer, row, token, size)
@@ -261,6 +267,7 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
     plans = runs_of(head.layout), runs_of(part.layout), runs_of(layout)
     runs = tuple(one(*each) for each in zip(*plans, head.runs, part.runs, strict=True))
     lengths = part.lengths + shift
+    # A token of the head that is not finite comes before all of the piece's; else the piece's first one counts.
     finite = jnp.where(head.finite < jnp.minimum(head.lengths, tail.start), head.finite, part.finite + shift)
     overflow = head.overflow | part.overflow
     return head.replace(

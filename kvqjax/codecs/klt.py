@@ -34,12 +34,14 @@ from kvqjax.ops.packing.words import PLANE
 __all__ = ["Klt", "bits_of_ranks"]
 
 FIT = Fit("kvqjax.calibrate.klt")
-# Bits of a coefficient -> squared error of its grid, of normally distributed numbers of variance 1.
+# Bits of a coefficient -> squared error of its grid, of normally distributed numbers of variance 1 (measured again by
+# tests/codecs/test_klt.py). 5 bits are left out: a grid that reaches as far as those of 6 and 8 would err like that of
+# 4.
 ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1078, 3: 0.0295, 4: 0.0078, 6: 0.0020, 8: 0.000127}
 DIMS = {1: 1, 2: 2, 3: 2, 4: 2, 6: 1, 8: 1}  # numbers that a grid point has
-MOST_BITS = 6  # per channel on average
-REACH = 16  # deviations
-BEND = 48  # where a typical spectrum bends: measured on SmolLM2-135M (python -m benchmarks.spectra)
+MOST_BITS = 6  # per channel on average: with 8 everywhere there would be nothing to choose
+REACH = 16  # deviations, beyond the furthest token seen on SmolLM2-135M (python -m benchmarks.spectra)
+BEND = 48  # where a spectrum bends, as ranks are counted from 1 to 49: fitted to SmolLM2-135M's (the same command)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +74,22 @@ class Klt:
         """Describe values as coefficients, which are summed before they are turned back (`Linear` of
         kvqjax.codecs.base)."""
         bits = bits_of_ranks(width, self.bits, self.slope)
-        return sum(b > 0 for b in bits), functools.partial(_coefficients, self, _parts(bits)), _turned_back
+        return sum(b > 0 for b in bits), functools.partial(_coefficients, self, _levels(bits)), _turned_back
 
 
 @functools.cache
 def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
     """Bits of each coefficient, the largest variance first: greedily, two neighbours at a time, where another bit takes
-    off most of the squared error."""
+    off most of the squared error.
+
+    Args:
+        width: W, how many coefficients there are; even.
+        bits: the mean over all of them, which is not exceeded.
+        slope: of the spectrum, in bits for each doubling of 1 + 48 i / W.
+
+    Returns:
+        The bits of the coefficients 0 to W - 1; they never rise.
+    """
     variance = 4.0 ** (-slope * np.log2(1 + BEND * np.arange(0, width, 2) / width))
     levels, errors = np.array([*ERRORS, np.inf]), np.array([*ERRORS.values(), 0.0])
     gains, steps = -np.diff(errors), np.diff(levels)  # of one level more, and its bits
@@ -95,9 +106,9 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
 @functools.cache
 def grid_of(bits: int) -> Float[np.ndarray, "n p"]:
     """The grid of coefficients of so many bits. Few bits are best spent on a normal distribution. The first
-    coefficients, which have many, have heavy tails: in layers 3 to 10 of SmolLM2-135M their kurtosis is 7 to 25, and
-    clipped at 4 deviations one token in a hundred made half of the error. So their points reach to `REACH` deviations,
-    evenly spaced in asinh x."""
+    coefficients, which have many, have heavy tails, and a few tokens far out would make most of the error of a grid
+    that ends at 4 deviations (python -m benchmarks.spectra). So their points reach to `REACH`, evenly spaced in
+    asinh x."""
     if bits == 1:
         half = (2 / np.pi) ** 0.5  # the mean of a half normal distribution
         return np.array([[-half], [half]], np.float32)
@@ -111,7 +122,7 @@ def _codes(bits: int, count: int) -> Field:
     return Field(kind="codes", width=count // DIMS[bits], bits=bits * DIMS[bits], role="payload")
 
 
-def _parts(bits: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def _levels(bits: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """The coefficients of equal bits: (bits, rank of the first, how many), most bits first."""
     return [(b, bits.index(b), bits.count(b)) for b in sorted(set(bits) - {0}, reverse=True)]
 
@@ -120,10 +131,10 @@ def _times(x: Float[Array, "*lead I"], matrix: Float[Array, "I O"]) -> Float[Arr
     return jnp.einsum("...i,ij->...j", x, matrix.astype(jnp.float32), precision="highest")
 
 
-def _coefficients(spec: Klt, parts: list[tuple[int, int, int]], tile: dict) -> Float[Array, "*lead R"]:
+def _coefficients(spec: Klt, levels: list[tuple[int, int, int]], tile: dict) -> Float[Array, "*lead R"]:
     """The coefficients that codes stand for."""
-    found = [points_of(grid_of(b), tile[f"codes{b}"].astype(jnp.uint32)) for b, _, _ in parts]
-    z = jnp.concatenate(found, -1)
+    numbers = [points_of(grid_of(b), tile[f"codes{b}"].astype(jnp.uint32)) for b, _, _ in levels]
+    z = jnp.concatenate(numbers, -1)
     return z * jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) if spec.scale == "token" else z
 
 
@@ -138,8 +149,8 @@ def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:
     Constants: mean [W], into [W, R] and back [R, W] of R coefficients that have bits. A unit is a plane: XLA multiplies
     a single token by a matrix in another order than several."""
     kept = sum(b > 0 for b in bits)
-    parts = _parts(bits)
-    fields = {f"codes{b}": _codes(b, count) for b, _, count in parts}
+    levels = _levels(bits)
+    fields = {f"codes{b}": _codes(b, count) for b, _, count in levels}
     if spec.scale == "token":
         fields["scale"] = Field(kind="token", width=1, role="scales", dtype=spec.dtype)
 
@@ -148,16 +159,17 @@ def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:
         payload = {}
         if spec.scale == "token":
             scale = jnp.sqrt(jnp.square(z).mean(-1)).astype(spec.dtype)
+            # Codes are found against the scale as it is stored.
             divisor = scale.astype(jnp.float32)
             z = z / jnp.where(divisor > 0, divisor, 1.0)[:, None]
             payload["scale"] = scale[None]
-        for b, first, count in parts:
+        for b, first, count in levels:
             numbers = z[:, first : first + count].reshape(len(z), -1, DIMS[b])
             payload[f"codes{b}"] = nearest(jnp.asarray(grid_of(b)), numbers)
         return payload
 
     def decode(constants, tile):
-        return _turned_back(constants, _coefficients(spec, parts, tile))
+        return _turned_back(constants, _coefficients(spec, levels, tile))
 
     needs: dict[str, tuple[int, ...]] = {"mean": (width,), "into": (width, kept), "back": (kept, width)}
     return Codec(width, PLANE, fields, encode, decode, needs, FIT)

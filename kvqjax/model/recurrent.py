@@ -66,8 +66,8 @@ def sources(weights: Layer, x: Float[Array, "B T E"]) -> Sources:
         Inputs of the convolution "q", "k" and "v" [B, T, W], the logarithm of how much is kept "decay" and how much is
         written "beta" [B, T, Hv]: float32.
     """
-    made = {name: row_major(times_matrix(x, weights[f"delta_{name}"])) for name in ("q", "k", "v", "a", "b")}
-    wide = {name: value.astype(jnp.float32) for name, value in made.items()}
+    projected = {name: row_major(times_matrix(x, weights[f"delta_{name}"])) for name in ("q", "k", "v", "a", "b")}
+    wide = {name: value.astype(jnp.float32) for name, value in projected.items()}
     rate, bias = (weights[f"delta_{name}"].astype(jnp.float32)[None, None] for name in ("rate", "bias"))
     decay = -jnp.exp(rate) * jax.nn.softplus(wide["a"] + bias)
     return {name: wide[name] for name in "qkv"} | {"decay": decay, "beta": jax.nn.sigmoid(wide["b"])}

@@ -49,6 +49,7 @@ AxisNames = str | tuple[str, ...] | None
 def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
     names = ("data", "seq", "kv", "group")
     devices = jax.devices() if devices is None else devices
+    # A plan asks what lies where on chips that are not here.
     if not len(devices):
         return AbstractMesh(shape, names)
     if len(devices) < math.prod(shape):
@@ -81,15 +82,19 @@ def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None)
     that it does not divide is not split."""
     kv, model, divided = config.num_kv_heads, size.model, _divided(config)
     if any(number % model for number in divided.values()) or (kv % model and model % kv):
-        named = " and ".join(divided)
-        raise UserError(f"mesh model={model} must divide {named}, and divide or be a multiple of {kv} KV heads")
+        numbers = " and ".join(divided)
+        raise UserError(f"mesh model={model} must divide {numbers}, and divide or be a multiple of {kv} KV heads")
+    # More devices than KV heads: several of them have the same head, and share its tokens.
     parts = min(model, kv)
     rules = Rules(mesh=_mesh((size.data, size.seq, parts, model // parts), devices))
+    # A vocabulary that cannot be split evenly lies on every device: padding it would change the logits' shape.
     if not isinstance(config, ModelConfig) or config.vocab_size % model:
         rules = dataclasses.replace(rules, vocabulary=())
     shape = config.kv_shape if isinstance(config, ModelConfig) else config.alone
     layout = CacheLayout(shape=shape, method=parse(method), capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
+        # A method that mixes heads needs a token's channels on one device. Its projections are still split where they
+        # give what is cached; a method that caches their input (XQuant) multiplies cached tokens by all of them.
         stored = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in runs_of(layout))
         columns = rules.width if stored and config.kv_width % model == 0 else ()
         rules = dataclasses.replace(rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group"))
@@ -156,14 +161,15 @@ def of_constants(rules: Rules, constants):
     """Specs of calibrated constants: rotations are a head's own, all others are on every device."""
 
     def spec(path, _):
-        own = any(getattr(key, "key", None) == ROTATIONS for key in path)
-        return PartitionSpec(None, rules.kv_heads) if own else PartitionSpec()
+        of_heads = any(getattr(key, "key", None) == ROTATIONS for key in path)
+        return PartitionSpec(None, rules.kv_heads) if of_heads else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec, constants)
 
 
 def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: tuple, out):
     """`function(cache, *arguments)` on every device's part of them; `specs` are the arguments', `out` the results'."""
+    # Inside, a cache's layout is that of the device's part, so that code for one device runs unchanged.
     layout = cache.layout
 
     def local(cache, *arguments):
@@ -192,6 +198,7 @@ def sent(tree, rules: Rules, specs):
         return tree
 
     def send(spec, part):
+        # JAX refuses to reshard along Auto axes.
         groups = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
         along = PartitionSpec(*(tuple(axis for axis in axes if axis in explicit) for axes in groups))
         return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(rules.mesh, along)), part)
@@ -217,6 +224,7 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
     }
 
     def local(cache, model, *arguments):
+        # Without rules: the step that runs inside must not split its part again.
         inside = model.replace(config=rules.local_config(model.config), rules=None)
         return function(inside, cache, *arguments)
 

@@ -228,6 +228,6 @@ def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
     out, (runs, carried, mass) = _attend_begun(model, cache, tokens, padding, recurrence, within="chunk", last=last)
     done = _commit_begun(model, cache, (*runs, *mass), padding)
     if cache.states:
-        finite = jnp.minimum(done.finite, finite_tokens(cache, carried.whole, stored))
+        finite = jnp.minimum(done.finite, finite_tokens(cache, carried.finite_count, stored))
         done = done.replace(states=carried.kept, finite=finite)
     return out, done.replace(overflow=done.overflow | known_ids(tokens, padding.counts, model.config)[1])

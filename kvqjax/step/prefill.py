@@ -66,8 +66,8 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
         flow, state = _prefill_run(recurrence, run, state, own, flow, path, layout.method.sinks, into)
         states.append(state)
     h, carried = recurrence.before(model.config.num_layers, flow[0], flow[3])
-    whole = jnp.minimum(flow[2], carried.whole)
-    finite = finite_tokens(cache, whole, counts)
+    finite_count = jnp.minimum(flow[2], carried.finite_count)
+    finite = finite_tokens(cache, finite_count, counts)
     done = cache.replace(
         runs=tuple(states),
         lengths=cache.lengths + counts,
@@ -89,7 +89,7 @@ def _prefill_run(
     empty, schedules = jnp.zeros_like(counts), into.schedules((run,), state)
 
     def step(index, loop):
-        (h, carry, whole, carried), body, exact = loop
+        (h, carry, finite_count, carried), body, exact = loop
         h, carried = recurrence.before(run.first + index, h, carried)
         fixed = caches.at_layer(constants, index)
 
@@ -105,7 +105,7 @@ def _prefill_run(
             return *encoded, jax.tree.map(put, exact, (fresh.sinks, fresh.window)), leading(finite)
 
         (body, carry, exact, found), h, _ = exact_layer(model, run, index, fixed, h, counts, path, keep)
-        return (h, carry, jnp.minimum(whole, found), carried), body, exact
+        return (h, carry, jnp.minimum(finite_count, found), carried), body, exact
 
     count = run.count if is_unrolled(model.params) else run.count + unknown_zero(counts)
     loop = flow, state.body, (state.sinks, state.window)

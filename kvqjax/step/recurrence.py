@@ -27,7 +27,7 @@ class Carried(NamedTuple):
     finite."""
 
     kept: Stacks
-    whole: Int[Array, " B"]
+    finite_count: Int[Array, " B"]
 
 
 class Recurrence(NamedTuple):
@@ -46,16 +46,16 @@ class Recurrence(NamedTuple):
 
     def first(self, length: int) -> Carried:
         """Make what enters the first layer of a call with `length` new tokens."""
-        whole, shape = jnp.full_like(self.counts, length), self.model.config.recurrent
+        finite_count, shape = jnp.full_like(self.counts, length), self.model.config.recurrent
         if shape is None or not self.sources:
-            return Carried(self.cache.states, whole)
+            return Carried(self.cache.states, finite_count)
         widths = shape.widths | dict.fromkeys(("decay", "beta"), shape.value_heads)
 
         def blank(state: dict) -> dict:
             lead = (*state["delta"].shape[:2], length)
             return {name: jnp.zeros((*lead, widths[name]), jnp.float32) for name in GIVEN}
 
-        return Carried(tuple(map(blank, self.cache.states)), whole)
+        return Carried(tuple(map(blank, self.cache.states)), finite_count)
 
     def before(
         self, index: Int[Array, ""] | int, h: Float[Array, "B T E"], carried: Carried
@@ -66,10 +66,10 @@ class Recurrence(NamedTuple):
         run = self._by_chunks if self.chunk else self._at_once
 
         def step(number, loop):
-            h, (kept, whole) = loop
+            h, (kept, finite_count) = loop
             weights = decoder.layer(params, number, "recurrent")
             h, new, finite = run(weights, h, _read(self.cache.states if self.sources else kept, number))
-            return h, Carried(_written(kept, number, new), jnp.minimum(whole, leading(finite)))
+            return h, Carried(_written(kept, number, new), jnp.minimum(finite_count, leading(finite)))
 
         return decoder.over_recurrent(params, config, index, step, (h, carried))
 
@@ -77,8 +77,8 @@ class Recurrence(NamedTuple):
         self, weights, h: Float[Array, "B T E"], state
     ) -> tuple[Float[Array, "B T E"], dict, Bool[Array, "B T"]]:
         """Run one layer over all new tokens: (its output, what is kept, which tokens are finite)."""
-        made = decoder.recur(weights, h, state, self.counts, self.model.config)
-        return made.h, made.new if self.sources else made.state, made.finite
+        result = decoder.recur(weights, h, state, self.counts, self.model.config)
+        return result.h, result.new if self.sources else result.state, result.finite
 
     def _by_chunks(
         self, weights, h: Float[Array, "B T E"], state
@@ -90,9 +90,9 @@ class Recurrence(NamedTuple):
             h, state, broken = loop
             part = jax.lax.dynamic_slice_in_dim(h, start, size, 1)
             counts = jnp.clip(self.counts - start, 0, size)
-            made = decoder.recur(weights, part, state, counts, self.model.config, broken)
-            broken = broken | (~made.finite & (jnp.arange(size)[None] < counts[:, None])).any(1)
-            return (jax.lax.dynamic_update_slice_in_dim(h, made.h, start, 1), made.state, broken), made.finite
+            result = decoder.recur(weights, part, state, counts, self.model.config, broken)
+            broken = broken | (~result.finite & (jnp.arange(size)[None] < counts[:, None])).any(1)
+            return (jax.lax.dynamic_update_slice_in_dim(h, result.h, start, 1), result.state, broken), result.finite
 
         loop = h, state, jnp.zeros_like(self.counts, bool)
         (h, state, _), finite = jax.lax.scan(step, loop, jnp.arange(0, length, size))
@@ -114,8 +114,8 @@ def _written(stacks: Stacks, number: Int[Array, ""] | int, new: dict) -> Stacks:
         put = lambda x, part: jax.lax.dynamic_update_index_in_dim(x, part, number, 0)  # noqa: E731
         return (jax.tree.map(put, stacks[0], new),)
     if not isinstance(number, jax.core.Tracer):
-        own = jax.tree.map(lambda x: x[None], new)
-        return tuple(own if index == number else stack for index, stack in enumerate(stacks))
+        single = jax.tree.map(lambda x: x[None], new)
+        return tuple(single if index == number else stack for index, stack in enumerate(stacks))
     chosen = lambda index, stack: jax.tree.map(lambda x, part: jnp.where(index == number, part[None], x), stack, new)  # noqa: E731
     return tuple(chosen(index, stack) for index, stack in enumerate(stacks))
 
@@ -135,7 +135,7 @@ def after_commit(model: Model, cache: Cache, done: Cache, pending: Stacks) -> Ca
     shape, counts = model.config.recurrent, done.lengths - cache.lengths
     if shape is None or not cache.states:
         return done
-    whole = leading(found_finite(jnp.float32, *pending))
+    finite_count = leading(found_finite(jnp.float32, *pending))
 
     def step(number, states):
         weights, new = decoder.layer(model.params, number, "recurrent"), zeroed(jnp.float32, _read(pending, number))
@@ -147,4 +147,4 @@ def after_commit(model: Model, cache: Cache, done: Cache, pending: Stacks) -> Ca
             states = step(number, states)
     else:
         states = jax.lax.fori_loop(0, layers, step, states)
-    return done.replace(states=states, finite=jnp.minimum(done.finite, finite_tokens(cache, whole, counts)))
+    return done.replace(states=states, finite=jnp.minimum(done.finite, finite_tokens(cache, finite_count, counts)))
