@@ -11,7 +11,9 @@ from kvqjax._errors import UserError
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
+from kvqjax.cache.pages import PagePool, copy_page, with_pages, without_pages
 from kvqjax.cache.pieces import cut, join
+from kvqjax.cache.state import pages_needed
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes, snapshot
 from kvqjax.generation.beam import beam_search
 from kvqjax.generation.decoding import Generated, generate, stream
@@ -68,6 +70,7 @@ __all__ = [
     "KVShape",
     "Method",
     "Model",
+    "PagePool",
     "Rope",
     "Session",
     "UserError",
@@ -83,6 +86,7 @@ __all__ = [
     "commit_layers",
     "commvq",
     "compare",
+    "copy_page",
     "crop",
     "cut",
     "dense",
@@ -111,6 +115,7 @@ __all__ = [
     "load_cache",
     "omniscale",
     "oscar",
+    "pages_needed",
     "parse",
     "plan",
     "policy",
@@ -127,6 +132,8 @@ __all__ = [
     "tune",
     "turboquant",
     "uniform",
+    "with_pages",
+    "without_pages",
     "xquant",
     "xquant_cl",
 ]

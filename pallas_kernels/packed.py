@@ -198,8 +198,9 @@ def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         yield "value_factor", body.value_factor, (*lead, slots // spec.key_group, spec.width)
 
 
-def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
-    """Raise ValueError at trace time unless the query and every array have the shapes that `spec` says."""
+def check(q: jax.Array, body: PackedBody, spec: PackedSpec, rows: int | None = None) -> None:
+    """Raise ValueError at trace time unless the query and every array have the shapes that `spec` says. `rows` are
+    those of the body, by default the query's."""
     heads, dim = q.shape[2:]
     if dim != spec.head_dim or heads % spec.kv_heads:
         raise ValueError(f"q: got {q.shape}, want [B, T, a multiple of {spec.kv_heads}, {spec.head_dim}]")
@@ -218,6 +219,6 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec) -> None:
     ):
         if wanted and getattr(body, name) is None:
             raise ValueError(f"{name}: got None, want those of {spec}")
-    for name, array, shape in _wanted(body, spec, body.value_scale.shape[:1] + q.shape[:1]):
+    for name, array, shape in _wanted(body, spec, (len(body.value_scale), len(q) if rows is None else rows)):
         if array.shape != shape:
             raise ValueError(f"{name}: got {array.shape}, want {shape}")

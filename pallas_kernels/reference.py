@@ -30,32 +30,82 @@ def packed_attention(
     stop: Int[Array, "B T"],
     spec: PackedSpec,
     softcap: float | None = None,
+    pages: Int[Array, "B N"] | None = None,
 ) -> Partial:
     """Attend to the packed tokens of one layer. Query t of row b sees body tokens start[b, t] <= s < stop[b, t] (none
     where start >= stop). `start` is 0 without a sliding window, `stop` the row's valid tokens for a decoding step. `q`
     carries its rotation and not yet the D^-1/2.
 
+    With `pages`, the body's rows are pages of S tokens: row b's tokens lie in pages[b, 0], pages[b, 1], ... Then every
+    row is read as far as it goes.
+
     Only blocks that some query sees are read. In them, what is before the first token or behind the last that a query
     of the row sees may hold anything (0 x inf would be NaN)."""
     if not spec.plain:
         raise ValueError(f"{spec}: this reads uniform codes of keys after RoPE only")
-    check(q, body, spec)
-    slots = body.value_scale.shape[-1]
-    block = at_once(spec, q.shape, slots)
+    check(q, body, spec, None if pages is None else body.value_scale.shape[1])
     grouped = _grouped(q, spec)
-    first, last = start.min() // block, jnp.minimum(-(-stop.max() // block), -(-slots // block))
+    if pages is not None:
+        return _finish(_over_pages(grouped, body, layer, start, stop, spec, softcap, pages), q.shape)
+    block = at_once(spec, q.shape, body.slots)
+    first, last = start.min() // block, jnp.minimum(-(-stop.max() // block), -(-body.slots // block))
 
     def step(j, state):
-        token = jnp.minimum(j * block, slots - block)
-        slot = (token + _numbers(block))[None, None]
-        low, high = (x[..., None, None] for x in (start, stop))
-        seen = (slot >= low) & (slot < high) & (slot >= j * block)
-        return _attend_block(state, grouped, _Block(body, layer, token, block, spec, *rows), seen, softcap)
+        token = jnp.minimum(j * block, body.slots - block)
+        part = _Block(body, layer, token, block, spec, start.min(1), stop.max(1))
+        return _attend_block(state, grouped, part, _seen(part, start, stop, j * block), softcap)
 
-    rows = start.min(1), stop.max(1)
+    return _finish(jax.lax.fori_loop(first, last, step, _unseen(grouped, spec)), q.shape)
+
+
+def _unseen(grouped: Float[Array, "B K M D"], spec: PackedSpec) -> tuple[Array, Array, Array]:
+    """Make the online softmax of queries that have seen nothing."""
     shape, apart = grouped.shape[:-1], PLANE if _are_few(grouped.shape[2], spec) else 1
-    state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*grouped.shape, apart)))
-    return _finish(jax.lax.fori_loop(first, last, step, state), q.shape)
+    return jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*grouped.shape, apart))
+
+
+def _seen(part: "_Block", start: Int[Array, "B T"], stop: Int[Array, "B T"], least) -> Bool[Array, "B T n 32"]:
+    """Mark the tokens of a block that each query sees, from token `least` on."""
+    slot = (part.token + _numbers(part.size))[None, None]
+    low, high = (x[..., None, None] for x in (start, stop))
+    return (slot >= low) & (slot < high) & (slot >= least)
+
+
+def _over_pages(
+    grouped: Float[Array, "B K M D"],
+    body: PackedBody,
+    layer,
+    start: Int[Array, "B T"],
+    stop: Int[Array, "B T"],
+    spec: PackedSpec,
+    softcap: float | None,
+    pages: Int[Array, "B N"],
+) -> tuple[Array, Array, Array]:
+    """Attend row by row, in a row page by page: a page's words are read where they lie, as a row's own would be."""
+    page, (batch, length) = body.slots, start.shape
+    block = at_once(spec, (1, length, grouped.shape[1] * grouped.shape[2] // length, grouped.shape[3]), page)
+    parts = -(-page // block)  # of a page
+
+    def attend_row(row, rows):
+        queries = jax.lax.dynamic_slice_in_dim(grouped, row, 1)
+        low, high = (jax.lax.dynamic_slice_in_dim(x, row, 1) for x in (start, stop))
+
+        def step(j, state):
+            number = floor_divide(j, parts)
+            first, begin, end = (j - number * parts) * block, low - number * page, high - number * page
+            token, place = jnp.minimum(first, page - block), jnp.maximum(pages[row, number], 0)
+            part = _Block(body, layer, token, block, spec, begin.min(1), end.max(1), place)
+            return _attend_block(state, queries, part, _seen(part, begin, end, first), softcap)
+
+        # The last part of a page may begin within the one before it: parts are then counted page by page.
+        unit, each = (block, 1) if page % block == 0 else (page, parts)
+        first = low.min() // unit * each
+        last = jnp.minimum(-(-high.max() // unit) * each, pages.shape[1] * parts)
+        state = jax.lax.fori_loop(first, last, step, _unseen(queries, spec))
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 0)  # noqa: E731
+        return jax.tree.map(put, rows, state)
+
+    return jax.lax.fori_loop(0, batch, attend_row, _unseen(grouped, spec))
 
 
 def at_once(spec: PackedSpec, shape: tuple[int, ...], slots: int) -> int:
@@ -82,7 +132,7 @@ def _numbers(block: int) -> Int[Array, "n 32"]:
 
 class _Block(NamedTuple):
     """`size` tokens of one layer from `token` on, still packed. A row's queries see none before `start` or from `stop`
-    on, whose scales and minima are read as 0."""
+    on, whose scales and minima are read as 0. `row` is the one row that is read; None: all."""
 
     body: PackedBody
     layer: Int[Array, ""] | int
@@ -91,6 +141,7 @@ class _Block(NamedTuple):
     spec: PackedSpec
     start: Int[Array, " B"]
     stop: Int[Array, " B"]
+    row: Int[Array, ""] | None = None
 
     def inside(self, numbers: Int[Array, "..."], tokens: int) -> Bool[Array, "B ..."]:
         """Say which spans of `tokens` tokens, beginning at these numbers of the block, hold one that a row may see."""
@@ -104,6 +155,8 @@ class _Block(NamedTuple):
         which a layout would make two."""
         share = self.body.slots // array.shape[axis]
         starts, sizes = [self.layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
+        if self.row is not None:
+            starts[1], sizes[1] = self.row, 1
         sizes[axis] = self.size // share
         for which, (first, count) in (only or {}).items():
             starts[which], sizes[which] = first, count
@@ -116,11 +169,11 @@ class _Block(NamedTuple):
         axis = 3 if self.spec.striped and name == "key_codes" else 2
         return tuple(self.cut(array, axis, after) for array in getattr(self.body, name))
 
-    def lines(self, array: UInt[Array, "L B K _ R 32"], after: Array) -> list[UInt[Array, "B K n 32"]]:
+    def lines(self, array: UInt[Array, "L N K _ R 32"], after: Array) -> list[UInt[Array, "B K n 32"]]:
         """Read the words of one plane set of keys, one array for each word of a token's head."""
         return [self.cut(array, 3, after, {4: (row, 1)})[:, :, :, 0] for row in range(array.shape[4])]
 
-    def stripes(self, array: UInt[Array, "L B _ W _"], after: Array) -> list[UInt[Array, "B K D 32"]]:
+    def stripes(self, array: UInt[Array, "L N _ W _"], after: Array) -> list[UInt[Array, "B K D 32"]]:
         """Read the words of one plane set of values, 32 of each channel at a time."""
         blocks, lanes = self.size * array.shape[2] // self.body.slots, range(0, array.shape[4], PLANE)
         each = [{2: (block, 1), 4: (lane, PLANE)} for block in range(blocks) for lane in lanes]

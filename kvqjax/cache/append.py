@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvqjax.cache.encoding import (
+    Pages,
     Schedule,
     at_layer,
     cut_tile,
@@ -28,7 +29,9 @@ from kvqjax.ops.xla_workarounds import entering_after, given_to_gpus, modulo, ro
 __all__ = ["commit", "flush_chain", "flush_layer", "remember"]
 
 
-def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry):
+def flush_layer(
+    run: RunLayout, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry, pages: Pages = None
+):
     """Encode what is due of one layer of a fresh prompt, [B, T, W] per source, row by row. `carry` is what the layer
     below passed on for every prompt token, [B, T, W]. Returns (body, new, carry). `new` changes only where keys leave
     the window before values: such a token stays there with its reconstructed key."""
@@ -41,7 +44,7 @@ def flush_layer(run: RunLayout, body, layer, new, held, schedules: tuple[Schedul
         start = jnp.clip(token - held[row], 0, length - size)
         tile = {s: cut_tile(new[s], (), row, start, size) for s in clock.sources}
         part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
-        body, recon, part = encode_tile(run, body, (layer, row), clock, slot, tile, constants, part)
+        body, recon, part = encode_tile(run, body, (layer, row), clock, slot, tile, constants, part, pages)
         carry = {
             n: jax.lax.dynamic_update_slice(c, saturated(part[n][None], c.dtype), (row, start, 0))
             for n, c in carry.items()
@@ -67,6 +70,7 @@ def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
     single = all(x.shape[2] == 1 for new in news for x in new.values())
     return single and all(
         run.static_loops
+        and not run.page
         and not run.wiring.chain.carry
         and all(
             field.packing.scatters for codec in run.wiring.storage.codecs.values() for field in codec.fields.values()
@@ -97,7 +101,7 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
     return tuple(out)
 
 
-def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], constants, dtype):
+def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], constants, dtype, pages: Pages = None):
     """Encode what is due in a chain of runs: row by row, tile by tile, a tile through all layers in order. Takes every
     run's state and new tokens, [L, B, T, W] per source, and returns its (body, window, new). Where keys are encoded
     before values, their reconstruction replaces them in the window and among the new tokens."""
@@ -112,7 +116,7 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
             s: gather_tile(window[s], new[s], (layer,), row, token, size, held[row], clock.unit) for s in clock.sources
         }
         body, recon, carry = encode_tile(
-            run, body, (layer, row), clock, slot, tile, at_layer(constants[number], layer), carry
+            run, body, (layer, row), clock, slot, tile, at_layer(constants[number], layer), carry, pages
         )
         if replace:
             window, new = _put_back(run, window, new, recon, layer, row, token, size, held[row])
@@ -235,7 +239,7 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
         if any(run.slots for run in members):
             schedules = schedule(members, states[chain[0]])
             own = [states[i] for i in chain], [sources[i] for i in chain]
-            flush = flush_chain(members, *own, held, schedules, fixed, layout.dtype)
+            flush = flush_chain(members, *own, held, schedules, fixed, layout.dtype, cache.pages)
             for i, (body, window, new) in zip(chain, flush, strict=True):
                 flushed = units_due(runs[i], states[i], held + counts)
                 states[i] = states[i].replace(body=body, window=window, flushed=flushed)

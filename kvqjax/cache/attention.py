@@ -12,11 +12,11 @@ from kvqjax.cache.readers.kernel import attend_by_kernel, attend_with_recent
 from kvqjax.cache.readers.reader import Attend, BodyCall, Carry
 from kvqjax.cache.readers.stored import attend_stored
 from kvqjax.cache.readers.tiles import SPLASH_KINDS, attend_in_tiles, attend_segment
-from kvqjax.cache.reading import Ask, reader_of, reader_without_kernel, shared_values, takes_recent
+from kvqjax.cache.reading import Ask, reader_of, reader_without_kernel, reads_pages, shared_values, takes_recent
 from kvqjax.cache.recoding import recoded
 from kvqjax.cache.run_layout import MANY_QUERIES
 from kvqjax.cache.state import due
-from kvqjax.cache.view import LayerView, NewTokens, expanded, seen, side_by_side
+from kvqjax.cache.view import LayerView, NewTokens, expanded, seen, side_by_side, with_own_body
 from kvqjax.ops.attention import Partial, ScoreOptions, merge, merge_over, segment_attention, total_lse, with_sinks
 
 __all__ = ["attend_body", "attend_exact", "attend_tokens", "received_by_tokens"]
@@ -120,6 +120,9 @@ def attend_body(
             its place in what is returned."""
     ask = ask_of(q, view, tokens, softcap)
     shared = shared_values(ask)
+    if view.run.page and not reads_pages(ask):
+        view = with_own_body(view)
+        ask = ask._replace(run=view.run)
     frame = view.run.wiring.maps.frame
     if frame is not None:  # once for all of the body, here and at the end
         q = frame.queries(view.constants, q)

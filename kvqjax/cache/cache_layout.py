@@ -9,7 +9,7 @@ from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["CacheLayout", "LengthBound"]
+__all__ = ["CacheLayout", "LengthBound", "Pool"]
 
 FORMS = ("planes", "heads", "stripes")
 
@@ -20,6 +20,14 @@ class LengthBound(NamedTuple):
 
     row: int
     total: int | None = None
+
+
+class Pool(NamedTuple):
+    """Bodies of all rows in one pool of `pages` pages. Each page holds all fields of `tokens` body tokens of one row in
+    all layers (kvqjax/cache/pages.py)."""
+
+    pages: int
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,7 @@ class CacheLayout:
       axes, and `heads_over` those that share out heads.
     - `bound`: a promise of how many tokens rows hold, for as long as programs are to read no further
       (kvqjax/cache/length_bound.py).
+    - `pool`: encoded tokens lie in pages that rows may share. None: every row reserves its capacity.
     - `rules` say how a cache that belongs to no model of ours lies on a mesh (kvqjax/parallel/rules.py)."""
 
     shape: KVShape
@@ -52,6 +61,7 @@ class CacheLayout:
     heads_over: tuple[str, ...] = ()
     rules: Any = None
     bound: LengthBound | None = None
+    pool: Pool | None = None
 
     def __post_init__(self):
         if self.layers not in ("scan", "unroll"):

@@ -17,9 +17,10 @@ from kvqjax.methods.layer_cache import Clock
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing import Stored
 from kvqjax.ops.packing.words import FEW, PLANE
-from kvqjax.ops.xla_workarounds import cut_along, cut_at, given_to_gpus, modulo, row_major
+from kvqjax.ops.xla_workarounds import cut_along, cut_at, floor_divide, given_to_gpus, modulo, row_major
 
 __all__ = [
+    "Pages",
     "Schedule",
     "at_layer",
     "cut_tile",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 Sources = dict  # source name -> array
+Pages = Int[Array, "B N"] | None  # the page of each row's first, second, ... `RunLayout.page` slots; -1: none
 MOST_AT_ONCE = 2048  # tokens of a tile
 
 
@@ -64,7 +66,7 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
     side by side in the body."""
     codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
     alone = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
-    beside = not any(run.wraps or run.deal.parts > 1 for run in runs)
+    beside = not any(run.wraps or run.page or run.deal.parts > 1 for run in runs)
     fine = alone and beside and all(codec.apart for codec in codecs)
     most = min(length, MOST_AT_ONCE, *(run.slots for run in runs))
     # From a plane's edge on: of so many single tokens as many whole planes less one always follow it.
@@ -106,11 +108,15 @@ def gather_tile(window, new, at, row, token, size: int, held, unit: int):
     return jnp.where((tokens < held)[:, None], ring, fresh)
 
 
-def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry):
+def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry, pages: Pages = None):
     """Encode one tile of the clock's sources and store it at (layer, row) = `at`, from body slot `slot` on. In a ring
-    the slot is taken modulo its length. Returns (body, reconstruction, carry)."""
+    the slot is taken modulo its length. `pages` say where the slots of every row are, unless they are the row's own.
+    Returns (body, reconstruction, carry)."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
     here, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
+    if run.page:
+        page, slot = pages[at[1], floor_divide(slot, run.page)], modulo(slot, run.page)
+        at, here = (at[0], jnp.maximum(page, 0)), page >= 0
     put = lambda field, stored, tile: field.packing.write(stored, at, slot, tile, here)  # noqa: E731
     return store_fields(run, body, clock, payload, put), recon, carry
 

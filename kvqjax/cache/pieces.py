@@ -55,6 +55,8 @@ def _grain(layout: CacheLayout) -> int:
 
 def _check_means(layout: CacheLayout, what: str) -> None:
     """Raise UserError for caches whose tokens have no fixed place."""
+    if layout.pool is not None:
+        raise UserError(f"{what}: the rows of this cache take pages of a pool; rows that share pages share tokens")
     if layout.method.keep is not None:
         raise UserError(f"{what}: {layout.method} evicts tokens, so that its bodies cannot be cut along tokens")
     if layout.shape.recurrent is not None:

@@ -8,8 +8,9 @@
 | `tiles`   | all of these, 128 new tokens and more                               | GPUs, TPUs                      |
 | `blocks`  | any body, any number of new tokens                                  | everywhere                      |
 
-A ring (sliding windows) and a body that loses tokens (`keep=`) are for `blocks` alone, and a score cap is beyond
-`kernel`. How each reader attends is in kvqjax/cache/readers/, a file each."""
+`stored` (by words) and `blocks` read bodies in pages where the pages lie; for the others the pages of one layer are
+put side by side first. A ring (sliding windows) and a body that loses tokens (`keep=`) are for `blocks` alone, and a
+score cap is beyond `kernel`. How each reader attends is in kvqjax/cache/readers/, a file each."""
 
 import itertools
 from collections.abc import Callable
@@ -31,6 +32,7 @@ __all__ = [
     "reader_without_kernel",
     "readers_text",
     "reads_by_heads",
+    "reads_pages",
     "shared_values",
     "takes_recent",
 ]
@@ -142,6 +144,12 @@ def reader_of(ask: Ask) -> str:
     return next(name for name, takes in READERS.items() if takes(ask))
 
 
+def reads_pages(ask: Ask) -> bool:
+    """Say whether the reader of a body in pages goes from page to page. Others want a row's pages side by side."""
+    reader = reader_of(ask)
+    return reader == "blocks" or (reader == "stored" and not reads_by_heads(ask))
+
+
 def reader_without_kernel(ask: Ask) -> str:
     """Name what reads a body in a program that was traced for a chip with a kernel and lowered for another."""
     return next(name for name, takes in READERS.items() if name != "kernel" and takes(ask))
@@ -153,7 +161,7 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
     the body, and on a TPU each takes as long as the keys and values of a few hundred tokens take its memory."""
     run = ask.run
     packed = run.wiring.fast.packed
-    if packed is None or not isinstance(packed.spec, ExactSpec) or run.deal.parts > 1 or not run.slots:
+    if packed is None or not isinstance(packed.spec, ExactSpec) or run.deal.parts > 1 or run.page or not run.slots:
         return False
     few = ask.length < MANY_QUERIES and sinks + run.ring + ask.length <= MOST_RECENT
     return few and _kernel_chip(ask) == "tpu"

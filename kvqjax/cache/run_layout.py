@@ -68,6 +68,7 @@ class RunLayout(NamedTuple):
     - The body has `slots` slots in blocks of `block` tokens, on all devices together where blocks are dealt (`deal`).
       It is a ring of blocks if it `wraps`: layers that see only `sliding` tokens keep no more. With eviction it never
       holds more than `budget` tokens (0: no eviction).
+    - The body's slots lie in pages of `page` tokens, which a table gives every row (0: they are the row's own).
     - The window is a ring of `ring` tokens.
     - `static_loops`: how many blocks a few new tokens read is bounded by the slots and not by data, because a GPU's
       host decides on every turn of a loop that data bounds.
@@ -91,6 +92,7 @@ class RunLayout(NamedTuple):
     lanes: int = 0
     carrying: int = 0
     tiles: str = "off"
+    page: int = 0
 
     @property
     def sliding(self) -> int | None:
@@ -112,7 +114,17 @@ class RunLayout(NamedTuple):
         asks for; one block where it is a ring."""
         wanted = max(self.wiring.fast.reading, AT_ONCE if self.static_loops else 1)
         most = 1 if self.wraps else max(1, wanted // self.block)
-        return self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
+        size = self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
+        return self.within_pages(size)
+
+    def within_pages(self, size: int) -> int:
+        """Choose at most `size` tokens, whole blocks, that are a part of a page or whole pages. Without pages, all of
+        them."""
+        if not self.page or size % self.page == 0:
+            return size
+        if size > self.page:
+            return size // self.page * self.page
+        return self.block * next(n for n in range(size // self.block, 0, -1) if self.page % (n * self.block) == 0)
 
     @property
     def carried(self) -> int:
@@ -132,4 +144,4 @@ def few_block(run: RunLayout, batch: int, rows: int) -> int:
         return run.reading
     whole = run.slots_here // run.reading
     count = -(-whole // max(1, most // run.reading))  # of even blocks
-    return run.reading * -(-whole // max(1, count))
+    return run.within_pages(run.reading * -(-whole // max(1, count)))

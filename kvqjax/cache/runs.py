@@ -14,14 +14,16 @@ from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.spec import Method
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
+from kvqjax.ops.packing.words import PLANE
 from kvqjax.pallas_kernels.forms import SPLASH
 from kvqjax.pallas_kernels.packed import family
 
-__all__ = ["chains", "runs_for", "runs_of", "tiles_of"]
+__all__ = ["chains", "page_for", "runs_for", "runs_of", "tiles_of"]
 
 TPU_LANES = 2**14  # of one row of a plain body
 CPU_LANES = 2**10  # keys and values of a few heads, which stay in its caches
 CARRIED = {"tpu": 2**22, "gpu": 2**27}  # numbers that flow between layers; on a TPU of one array, held in fast memory
+LEAST_PAGE = 128  # body tokens of a page, unless blocks are longer: a table's entry is then a small part of a page
 MOST_HEADS = 4  # KV heads, as many times as the products of one, for which a CPU has the time
 
 
@@ -116,7 +118,33 @@ def _runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
     clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
     if layout.method.keep is not None and len(clocks) > 1:
         raise UserError(f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}")
+    if layout.pool is not None:
+        return _paged(layout, runs)
     return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
+
+
+def page_for(layout: CacheLayout) -> int:
+    """Choose the tokens of a page for a layout without a pool: as few as its blocks allow. A block is read as a whole,
+    so that no page ends within one."""
+    block = math.lcm(PLANE, *(run.block for run in runs_of(layout)))
+    return -(-LEAST_PAGE // block) * block
+
+
+def _paged(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
+    """Lay the bodies that keep all tokens in their order into pages. Rings of sliding windows, and bodies that lose
+    tokens, are bounded and change everywhere: they stay their rows' own."""
+    assert layout.pool is not None
+    page = layout.pool.tokens
+    if layout.dealt > 1:
+        raise UserError(f"a body that is dealt over {layout.dealt} devices cannot lie in pages")
+    if wrong := [run.block for run in runs if page < 1 or page % math.lcm(PLANE, run.block)]:
+        raise UserError(f"pages of {page} tokens; here they hold a multiple of {math.lcm(PLANE, *wrong)}")
+
+    def paged(run: RunLayout) -> RunLayout:
+        own = run.wraps or run.budget or not run.slots
+        return run if own else run._replace(slots=-(-run.slots // page) * page, page=page)
+
+    return tuple(map(paged, runs))
 
 
 def runs_for(method: Method, shape: KVShape, dtype: str = "float32") -> tuple[RunLayout, ...]:

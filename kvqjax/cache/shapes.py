@@ -47,7 +47,10 @@ def row_axes(cache: Cache) -> Cache:
 
     runs = tuple(run(state) for state in cache.runs)
     states = same(cache.states, 1)
-    return cache.replace(runs=runs, lengths=0, overflow=0, finite=0, kept=same(cache.kept, 0), states=states)
+    pages = same(cache.pages, 0)
+    return cache.replace(
+        runs=runs, lengths=0, overflow=0, finite=0, kept=same(cache.kept, 0), states=states, pages=pages
+    )
 
 
 @functools.lru_cache(maxsize=256)

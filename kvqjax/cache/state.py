@@ -27,6 +27,7 @@ from kvqjax.ops.packing import Stored
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 __all__ = [
+    "NO_PAGE",
     "Cache",
     "Run",
     "admitted",
@@ -35,10 +36,15 @@ __all__ = [
     "check_alive",
     "due",
     "finite_tokens",
+    "pages_needed",
     "ring_tokens",
+    "room",
+    "table_width",
     "units_due",
     "window_tokens",
 ]
+
+NO_PAGE = -1
 
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 
@@ -46,7 +52,7 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 class Run(struct.PyTreeNode):
     """Arrays of one run, [L_run, B, ...]: body[source][field], sinks[source] [.., sinks, W], window[source] [.., C, W];
     flushed[clock] counts the units encoded in each row. What a cache has not is an empty dict: no array is of size 0,
-    because Orbax refuses to save such."""
+    because Orbax refuses to save such. A body in pages is [L_run, pages, ...], for all rows together."""
 
     body: dict[str, dict[str, Stored]]
     sinks: dict[str, Leaf]  # Float[L, B, sinks, W]
@@ -62,7 +68,9 @@ class Cache(struct.PyTreeNode):
     first one with a NaN or infinite source: it equals `lengths[b]` unless there is one. `kept` says which tokens the
     body holds where some are evicted (kvqjax.cache.eviction), and is empty otherwise. `states` are those of recurrent
     layers after `lengths[b]` tokens, float32 [layers, B, ...]: of all layers as one stack, or of each by itself, as
-    runs are stored; none in models without such layers."""
+    runs are stored; none in models without such layers. `pages[b]` are the pages that row b's encoded tokens lie in, in
+    the order of the tokens, and -1 where it has none (kvqjax/cache/pages.py); None where every row reserves its
+    capacity. A row that lacks a page holds as many tokens as it can without."""
 
     runs: tuple[Run, ...]
     lengths: Leaf  # Int[B]
@@ -71,6 +79,7 @@ class Cache(struct.PyTreeNode):
     layout: CacheLayout = struct.field(pytree_node=False)
     kept: dict[str, Leaf] = struct.field(default_factory=dict)
     states: tuple[dict[str, Leaf], ...] = ()
+    pages: Leaf | None = None  # Int[B, N]
 
     @property
     def batch(self) -> int:
@@ -97,8 +106,12 @@ class Cache(struct.PyTreeNode):
 def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
     lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     sinks = layout.method.sinks
+    rows, slots = lead, run.slots
+    if run.page:
+        assert layout.pool is not None
+        rows, slots = (run.count, layout.pool.pages), run.page
     body = {
-        name: {f: field.packing.allocate(lead, run.slots) for f, field in codec.fields.items()}
+        name: {f: field.packing.allocate(rows, slots) for f, field in codec.fields.items()}
         for name, codec in run.wiring.storage.codecs.items()
     }
     return Run(
@@ -120,7 +133,47 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     kept = allocate_kept(layout.method.keep, batch, first.budget, first.wiring.storage.clocks[0].unit, first.ring)
     lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
     states = _allocate_states(layout, batch)
-    return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept, states)
+    most = table_width(layout)
+    pages = jnp.full((batch, most), NO_PAGE, jnp.int32) if most else None
+    return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept, states, pages)
+
+
+def table_width(layout: CacheLayout) -> int:
+    """Count the pages that a row of `capacity` tokens takes; 0 where no body lies in pages."""
+    return max(run.slots // run.page if run.page else 0 for run in runs_of(layout))
+
+
+def _exact_beside_pages(layout: CacheLayout) -> int:
+    """Count the tokens that a row can hold without a further page: sinks, and what the window keeps before a unit is
+    due. A unit of a clock is due at `window + unit` tokens beyond those encoded."""
+    clocks = [clock for run in runs_of(layout) if run.page for clock in run.wiring.storage.clocks]
+    return layout.method.sinks + min(clock.window + clock.unit for clock in clocks) - 1
+
+
+def room(cache: Cache) -> Int[Array, " B"] | int:
+    """Count the tokens that each row can hold: the capacity, or as many as its pages allow."""
+    layout = cache.layout
+    if cache.pages is None:
+        return layout.capacity
+    assert layout.pool is not None
+    pages = jnp.cumprod(cache.pages >= 0, axis=1, dtype=jnp.int32).sum(1)
+    return jnp.minimum(layout.capacity, pages * layout.pool.tokens + _exact_beside_pages(layout))
+
+
+def pages_needed(layout: CacheLayout, tokens: int) -> int:
+    """Count the pages that a row of so many tokens needs.
+
+    Args:
+        layout: of a cache whose rows have pages.
+        tokens: of the row, sinks and window included.
+
+    Returns:
+        The number of pages. 0 where no body lies in pages.
+    """
+    if layout.pool is None or not table_width(layout):
+        return 0
+    encoded = max(0, min(tokens, layout.capacity) - _exact_beside_pages(layout))
+    return min(table_width(layout), -(-encoded // layout.pool.tokens))
 
 
 def _allocate_states(layout: CacheLayout, batch: int) -> tuple[dict[str, Leaf], ...]:
@@ -182,7 +235,7 @@ def admitted(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Int[A
     """Count how many of `counts` of `length` new tokens are stored in each row: none where a count is negative, at most
     those that were given, and those that still fit. Also give the overflow flags after them: raised where that is
     another number than was asked for."""
-    fits, other = clipped(counts, 0, jnp.minimum(length, cache.layout.capacity - cache.lengths))
+    fits, other = clipped(counts, 0, jnp.minimum(length, jnp.maximum(room(cache) - cache.lengths, 0)))
     return fits, cache.overflow | other
 
 

@@ -23,6 +23,7 @@ from kvqjax._arguments import MOST, check_integer, check_integers, check_within,
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import crop_kept, forget
+from kvqjax.cache.pages import require_own_bodies
 from kvqjax.cache.resizing import check_means, excess, with_layout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache, row_axes
@@ -79,6 +80,7 @@ def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     B. Raises UserError for a row that does not exist; one that a trace hides is clipped, and the flag `overflow[i]` of
     the row that it becomes is raised."""
     check_cache(cache)
+    require_own_bodies(cache, "gather")
     check_integers("rows", rows, ("N",), "the rows to take")
     check_within("rows", rows, 0, cache.batch - 1, f"from 0 to {cache.batch - 1}, the cache's rows")
     rows, missed = clipped(rows, 0, cache.batch - 1)
@@ -123,6 +125,7 @@ def repeat(cache: Cache, n: int) -> Cache:
         UserError: `n` is no whole number of at least 1.
     """
     check_cache(cache)
+    require_own_bodies(cache, "repeat")
     n = check_integer("n", n)
 
     def repeated(cache):
@@ -179,6 +182,8 @@ def insert(
             capacity; the numbers of rows differ; a row does not exist.
     """
     check_cache(cache, other)
+    require_own_bodies(cache, "insert")
+    require_own_bodies(other, "insert")
     _check_same(cache, other)
     into, moved = _numbers("rows", rows, cache.batch, "the cache's")
     known = np.arange(other.batch, dtype=np.int32) if other_rows is None else other_rows
@@ -368,6 +373,7 @@ def resize(cache: Cache, capacity: int) -> Cache:
             mesh would be dealt otherwise.
     """
     check_cache(cache)
+    require_own_bodies(cache, "resize")
     capacity, old = check_integer("capacity", capacity), cache.layout
     if capacity == old.capacity:
         return cache

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.cache_layout import LengthBound
-from kvqjax.cache.encoding import at_layer
+from kvqjax.cache.encoding import Pages, at_layer
+from kvqjax.cache.pages import joined_pages
 from kvqjax.cache.run_layout import MANY_QUERIES, RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.methods.direct import FEW_QUERIES
@@ -35,6 +36,7 @@ __all__ = [
     "reached",
     "seen",
     "side_by_side",
+    "with_own_body",
 ]
 
 
@@ -53,7 +55,7 @@ class NewTokens(NamedTuple):
 class LayerView(NamedTuple):
     """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
 
-    Rows hold no more than `bound` promises."""
+    Rows hold no more than `bound` promises. A body in pages lies as `pages` say (`Cache.pages`)."""
 
     run: RunLayout
     state: Run
@@ -63,6 +65,7 @@ class LayerView(NamedTuple):
     new: dict
     sinks: int
     bound: LengthBound | None = None
+    pages: Pages = None
 
 
 Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
@@ -104,12 +107,30 @@ def expanded(view: LayerView, sources: dict, positions, body: bool = False):
     return saturated(k, k.dtype), saturated(v, v.dtype)
 
 
-def payload_of(run: RunLayout, state: Run, layer, at, size: int) -> dict:
-    """Read and unpack `size` tokens of every row of one layer, whole blocks."""
+def payload_of(run: RunLayout, state: Run, layer, at, size: int, pages: Pages = None) -> dict:
+    """Read and unpack `size` tokens of every row of one layer, whole blocks; of a body in pages, a part of a page or
+    whole pages."""
+    if run.page:
+        assert pages is not None
+        state = state.replace(body=joined_pages(run, state.body, layer, pages, at, size))
+        layer = at = 0
     return {
         source: {name: f.packing.read(state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
         for source, codec in run.wiring.storage.codecs.items()
     }
+
+
+def with_own_body(view: LayerView) -> LayerView:
+    """View a layer whose body lies in pages as one whose rows have bodies of their own, as long as rows may be. For
+    readers that want all of a body: codes are copied, of one layer at a time."""
+    run = view.run
+    # What flows between layers is as long as the body of every layer, whatever a bound promises.
+    tokens = run.slots if run.wiring.chain.carry else reached(view)
+    slots = min(run.slots, -(-tokens // run.page) * run.page)
+    assert view.pages is not None
+    body = joined_pages(run, view.state.body, view.layer, view.pages, 0, slots)
+    state, run = view.state.replace(body=body), run._replace(slots=slots, page=0)
+    return view._replace(run=run, state=state, layer=jnp.int32(0), pages=None)
 
 
 def reached(view: LayerView) -> int:

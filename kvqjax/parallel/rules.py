@@ -104,7 +104,9 @@ class Rules:
 
         def field(source: str, name: str, stored):
             axes = plan.wiring.storage.codecs[source].fields[name].packing.axes
-            spec = PartitionSpec(None, self.batch, *(shared[axis] for axis in axes))
+            # Any row may have any page, so that every device has a part of each.
+            rows = None if plan.page else self.batch
+            spec = PartitionSpec(None, rows, *(shared[axis] for axis in axes))
             return tuple(spec for _ in stored)
 
         return Run(
@@ -120,7 +122,8 @@ class Rules:
         runs = tuple(self.run(s, p) for s, p in zip(cache.runs, runs_of(cache.layout), strict=True))
         kept = dict.fromkeys(cache.kept, rows)
         states = tuple({name: self.state(name) for name in state} for state in cache.states)
-        return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept, states=states)
+        pages = None if cache.pages is None else rows
+        return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept, states=states, pages=pages)
 
     def state(self, name: str) -> PartitionSpec:
         """Of a part of recurrent layers' states, which are split by heads, as their weights are. Devices that share out
@@ -160,6 +163,8 @@ class Rules:
         # A device knows the attention mass of its own heads and tokens only, and nothing exchanges it.
         if layout.method.keep is not None and self.mesh.size > 1:
             raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
+        if layout.pool is not None and self.size(self.batch) > 1:
+            raise UserError(f"{self.size(self.batch)} devices share out the rows, and none has the pages of all rows")
         if batch % self.size(self.batch):
             raise UserError(f"{batch} rows cannot be split over {self.size(self.batch)} devices")
         if not shares_heads(layout, self.size(self.kv_heads)):

@@ -130,7 +130,7 @@ def _read(call: Call, model: Model | None, layer, carry: dict) -> tuple[Dense, d
     fixed = caches.at_layer(call.constants[number], index)
     rows, dtype = call.cache.batch, layout.dtype
     new = {name: jnp.zeros((rows, 1, width), dtype) for name, width in run.wiring.storage.sources.items()}
-    view = LayerView(run, state, index, weights, fixed, new, layout.method.sinks, layout.bound)
+    view = LayerView(run, state, index, weights, fixed, new, layout.method.sinks, layout.bound, call.cache.pages)
     blank = jnp.zeros((rows, layout.capacity, run.shape.num_kv_heads, run.shape.head_dim), dtype)
     sources, positions, valid = side_by_side(view, call.tokens)
     valid = seen(view, call.tokens, positions, valid)[:, 0]

@@ -15,6 +15,7 @@ from kvqjax.cache.attention import attend_tokens, received_by_tokens
 from kvqjax.cache.cache_layout import LengthBound
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.keeping import no_mass, read_as
+from kvqjax.cache.pages import check_pages
 from kvqjax.cache.recoding import recoded_units
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
@@ -60,11 +61,14 @@ def check_capacity(cache: Cache, counts) -> None:
     """Raise UserError outside jit where a row would overflow. Inside jit, and on rows of other hosts, appending raises
     the row's sticky flag instead (see `Cache`)."""
     check_alive(cache)
-    if not is_known(cache.lengths, counts):
+    if not is_known(cache.lengths, counts, *([] if cache.pages is None else [cache.pages])):
         return
-    longest = int((np.asarray(cache.lengths) + known_counts(counts)).max())  # jnp would be traced inside a user's loop
+    held = np.asarray(cache.lengths) + known_counts(counts)  # jnp would be traced inside a user's loop
+    longest = int(held.max())
     if longest > cache.layout.capacity:
         raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
+    if cache.pages is not None:
+        check_pages(cache.layout, np.asarray(cache.pages), held)
 
 
 def slab(runs, rows: tuple[int, ...], dtype) -> dict:
@@ -129,7 +133,8 @@ def attend_one(
     bound = call.cache.layout.bound
     if bound is not None:
         broken = broken | _beyond(call.cache.lengths, bound)[:, None]
-    view = LayerView(run, call.cache.runs[number], index, weights, fixed, zeroed(dtype, new), sinks, bound)
+    state, pages = call.cache.runs[number], call.cache.pages
+    view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, bound, pages)
     (out, lse), tile, body = attend_tokens(projected.q, view, call.tokens, options, call.recode, flow.tile, flow.body)
     mass = flow.mass
     if mass is not None:

@@ -1,5 +1,6 @@
 """Empty caches for a model, or for the shape of one."""
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -12,7 +13,8 @@ from jax.typing import DTypeLike
 from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
-from kvqjax.cache.cache_layout import CacheLayout, stored_form
+from kvqjax.cache.cache_layout import CacheLayout, Pool, stored_form
+from kvqjax.cache.runs import page_for
 from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.kernel_checks.choose import choose, over_devices
 from kvqjax.methods import Method, MethodLike, parse
@@ -51,6 +53,8 @@ def init_cache(
     batch_axis: AxisNames = None,
     head_axis: AxisNames = None,
     sequence_axis: AxisNames = None,
+    pages: int | None = None,
+    page_tokens: int | None = None,
 ) -> Cache:
     """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape. The
     capacity may be greater than what the model was trained for: room is not text.
@@ -70,12 +74,19 @@ def init_cache(
     `sharding` takes such rules as they are: `cache.layout.rules` of another cache, or `rules_for`
     (kvqjax/parallel/sharding.py), which makes a mesh. The cache of a model of ours lies as the model does.
 
+    `pages` puts the bodies of all rows into one pool of so many pages of `page_tokens` tokens, by default the fewest
+    that bodies allow; rows then hold as many tokens as they are given pages for (kvqjax/cache/pages.py).
+
     Warns where the model's key bias makes this method useless."""
-    check_counts(batch=batch, capacity=capacity)
+    check_counts(batch=batch, capacity=capacity, pages=pages, page_tokens=page_tokens)
+    if page_tokens is not None and pages is None:
+        raise UserError("page_tokens= is the size of a page; pages= says how many there are")
     axes = {"batch_axis": batch_axis, "head_axis": head_axis, "sequence_axis": sequence_axis}
     sharding = _rules(model, method, sharding, mesh, axes)
     options = {"dtype": dtype, "layers": layers, "form": form, "target": target, "sharding": sharding}
-    return empty_cache(model, planned_layout(model, parse(method), batch, capacity, kernels=kernels, **options), batch)
+    pool = {"pages": pages, "page_tokens": page_tokens}
+    layout = planned_layout(model, parse(method), batch, capacity, kernels=kernels, **options, **pool)
+    return empty_cache(model, layout, batch)
 
 
 def _rules(model, method: MethodLike, sharding: Rules | None, mesh: Mesh | None, axes: dict) -> Rules | None:
@@ -119,6 +130,8 @@ def _plain_layout(
     form=None,
     target=None,
     sharding=None,
+    pages=None,
+    page_tokens=None,
 ) -> tuple[CacheLayout, Any, Rules | None]:
     """Plan the layout before kernels are chosen; also give an array that lies where the model does, and the mesh's
     rules."""
@@ -147,6 +160,8 @@ def _plain_layout(
         target=target,
         rules=sharding,
     )
+    if pages is not None:
+        layout = dataclasses.replace(layout, pool=Pool(pages, page_tokens or page_for(layout)))
     return layout if rules is None else rules.cache_layout(layout, batch), held, rules
 
 

@@ -21,6 +21,7 @@ from kvqjax.cache.artifacts import (
 )
 from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.convert import CANONICAL, convert
+from kvqjax.cache.pages import require_own_bodies
 from kvqjax.cache.redeal import dealt_anew
 from kvqjax.cache.shapes import check_cache
 from kvqjax.kernel_checks.choose import choose, over_devices
@@ -92,6 +93,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
     those of the model; a KVShape has none. Raises UserError when `path` exists or cannot be written, for a cache of
     another KVShape, and for one that was donated or lies on several hosts."""
     check_cache(cache)
+    require_own_bodies(cache, "save_cache")
     layout = cache.layout
     if isinstance(model, KVShape) and layout.shape != model.alone:
         raise UserError(f"{path}: this is a cache of another shape: {layout.shape}")

@@ -11,6 +11,7 @@ from kvqjax import cache as caches
 from kvqjax._arguments import is_known
 from kvqjax._errors import UserError
 from kvqjax.cache.append import flush_layer, remember
+from kvqjax.cache.encoding import Pages
 from kvqjax.cache.keeping import Entering, entering
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
@@ -63,7 +64,7 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     carry = slab(runs, (len(counts), into.length), layout.dtype)
     states, flow = [], (h, carry, counts, recurrence.first(tokens.shape[1]))
     for run, state, own in zip(runs, cache.runs, constants, strict=True):
-        flow, state = _prefill_run(recurrence, run, state, own, flow, path, layout.method.sinks, into)
+        flow, state = _prefill_run(recurrence, run, state, own, flow, path, layout.method.sinks, into, cache.pages)
         states.append(state)
     h, carried = recurrence.before(model.config.num_layers, flow[0], flow[3])
     finite_count = jnp.minimum(flow[2], carried.finite_count)
@@ -80,7 +81,15 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
 
 
 def _prefill_run(
-    recurrence: Recurrence, run: RunLayout, state: Run, constants, flow: tuple, path: Path, sinks: int, into: Entering
+    recurrence: Recurrence,
+    run: RunLayout,
+    state: Run,
+    constants,
+    flow: tuple,
+    path: Path,
+    sinks: int,
+    into: Entering,
+    pages: Pages,
 ):
     """Run one run of layers over the whole prompt: attention, then encoding of what goes `into` the body, layer by
     layer. `flow` goes from layer to layer: hidden states, the method's carry, how many tokens come before the first
@@ -96,7 +105,9 @@ def _prefill_run(
         def keep(new, finite):
             encoded = body, carry
             if run.slots and into.length:
-                full, moved, late = flush_layer(run, body, index, into.sources(new), into.held, schedules, fixed, carry)
+                full, moved, late = flush_layer(
+                    run, body, index, into.sources(new), into.held, schedules, fixed, carry, pages
+                )
                 encoded, new = (full, late), into.rest(new, moved)
             blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
             fresh = state.replace(body={}, sinks=blank[0], window=blank[1])

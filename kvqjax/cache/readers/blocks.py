@@ -63,7 +63,7 @@ def body_blocks(
 
     def read(j, carry):
         at = body.at(j, size)
-        payload = payload_of(run, view.state, view.layer, at, size)
+        payload = payload_of(run, view.state, view.layer, at, size, view.pages)
         part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
         decoded, part = run.wiring.maps.decode(constants, payload, part)
         if mixed is not None:  # keys as decoded then have no user

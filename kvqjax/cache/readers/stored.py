@@ -50,4 +50,5 @@ def _attend_by_heads(call: BodyCall) -> Partial:
 def _attend_by_words(call: BodyCall) -> Partial:
     packed, body, start, stop = packed_view(call.view, call.tokens)
     assert isinstance(packed.spec, PackedSpec)
-    return reference.packed_attention(call.q, body, call.view.layer, start, stop, packed.spec, softcap=call.ask.softcap)
+    view, softcap = call.view, call.ask.softcap
+    return reference.packed_attention(call.q, body, view.layer, start, stop, packed.spec, softcap, view.pages)

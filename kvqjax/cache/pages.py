@@ -1,0 +1,303 @@
+"""Bodies in pages: encoded tokens of all rows lie in one pool, and rows may share them.
+
+    cache = kvq.init_cache(model, method, 8, 4096, pages=24)      # instead of the 32 that 8 full rows need
+    pool = kvq.PagePool(24)
+    table = np.full(cache.pages.shape, -1, np.int32)              # a row's pages in the order of its tokens
+    table[0, :2] = pool.take(2)
+    cache = kvq.with_pages(cache, table)
+
+A page holds all fields of some consecutive body tokens of one row, in all layers. Its size is a multiple of the blocks
+in which bodies are read, so that no group and no word spans two pages. Sinks, windows, rings of sliding windows and
+states of recurrent layers stay a row's own. Which row has which page is data: programs do not depend on it.
+
+The host gives pages out (`PagePool`), because it knows how long rows are before it starts a program. A row needs
+`pages_needed(layout, tokens)` of them. Where it lacks one, it takes no more tokens: outside jit that is an error,
+inside jit the row's overflow flag is raised. Rows may share pages whose tokens are all encoded. A row writes behind its
+last encoded token alone, so that `copy_page` of a row's last page is all that two rows need to go on differently.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvqjax._arguments import check_integer, check_integers, check_within, is_known
+from kvqjax._errors import UserError
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
+from kvqjax.cache.state import NO_PAGE, Cache, pages_needed
+from kvqjax.ops.packing import Packing, Stored
+from kvqjax.ops.xla_workarounds import floor_divide, modulo
+
+__all__ = [
+    "PagePool",
+    "PoolExhausted",
+    "check_pages",
+    "copy_page",
+    "joined_pages",
+    "read_page",
+    "require_own_bodies",
+    "with_bodies_of",
+    "with_pages",
+    "without_bodies",
+    "without_pages",
+    "write_page",
+]
+
+
+class PoolExhausted(UserError):
+    """More pages are wanted than are free. Nobody lost one."""
+
+
+class PagePool:
+    """Which pages of a pool are in use, and by how many: host code, for one thread.
+
+    Args:
+        pages: in the pool.
+
+    Raises:
+        UserError: no whole number of at least 1.
+    """
+
+    def __init__(self, pages: int):
+        self._users = [0] * check_integer("pages", pages)
+        self._free = list(range(pages - 1, -1, -1))  # the lowest numbers are given out first
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody uses."""
+        return len(self._free)
+
+    @property
+    def shared(self) -> int:
+        """Pages that more than one row uses."""
+        return sum(users > 1 for users in self._users)
+
+    def users(self, page: int) -> int:
+        """Count those who use a page."""
+        return self._users[page]
+
+    def take(self, count: int) -> list[int]:
+        """Give `count` free pages to one user.
+
+        Raises:
+            PoolExhausted: fewer are free. None is given then.
+        """
+        if count > len(self._free):
+            raise PoolExhausted(f"{count} pages are wanted and {len(self._free)} of {len(self._users)} are free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._users[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> list[int]:
+        """Give pages that are in use to one more user.
+
+        Raises:
+            UserError: a page that nobody uses. None is shared then.
+        """
+        pages = list(pages)
+        self._require_used(pages)
+        for page in pages:
+            self._users[page] += 1
+        return pages
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Take pages back from one user. Those that nobody uses any more are free.
+
+        Raises:
+            UserError: a page that nobody uses. None is taken back then.
+        """
+        pages = list(pages)
+        self._require_used(pages)
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+
+    def _require_used(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            if not (0 <= page < len(self._users) and self._users[page] > 0):
+                raise UserError(f"page {page} is in use by nobody")
+            if pages.count(page) > 1:
+                raise UserError(f"page {page} stands twice in one list")
+
+
+def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) -> Cache:
+    """Say which pages every row of a cache has.
+
+    Args:
+        cache: made with `pages=`.
+        table: the pages of each row in the order of its tokens, at first those that are encoded, and -1 where it has
+            none. A page may stand in several rows as long as its tokens are all encoded.
+
+    Returns:
+        The cache, which shares its other arrays with `cache`.
+
+    Raises:
+        UserError: a cache without pages; a table of another shape; a page that is not there, or twice in one row.
+    """
+    if cache.pages is None or cache.layout.pool is None:
+        raise UserError("the rows of this cache have no pages; init_cache(..., pages=) makes one whose rows do")
+    check_integers("table", table, cache.pages.shape, "the pages of every row")
+    most = cache.layout.pool.pages - 1
+    check_within("table", table, NO_PAGE, most, f"from {NO_PAGE} to {most}, the pool's pages")
+    for row, pages in enumerate(np.asarray(table).tolist() if is_known(table) else ()):
+        given = [page for page in pages if page >= 0]
+        if len(set(given)) < len(given):
+            raise UserError(f"a page stands twice in row {row} of the table: {given}")
+    return cache.replace(pages=jnp.asarray(table, jnp.int32))
+
+
+def check_pages(layout, table: Int[np.ndarray, "B N"], tokens: Int[np.ndarray, " B"]) -> None:
+    """Raise UserError where a row lacks pages for so many tokens."""
+    have = np.cumprod(table >= 0, axis=1).sum(1)
+    for row, (count, length) in enumerate(zip(have.tolist(), tokens.tolist(), strict=True)):
+        if count < (needed := pages_needed(layout, length)):
+            raise UserError(
+                f"row {row} would hold {length} tokens, which take {needed} pages, and it has {count}; "
+                "kvqjax.with_pages gives it more"
+            )
+
+
+def require_own_bodies(cache: Cache, what: str) -> None:
+    """Raise UserError for a cache whose bodies lie in pages, which have no axis of rows."""
+    if cache.pages is not None:
+        raise UserError(
+            f"{what}: the rows of this cache take pages of a pool, and {what} wants rows with bodies of their own: "
+            "kvqjax.without_pages(cache) has such"
+        )
+
+
+# ---- Reading ----
+
+
+def _joined(packing: Packing, page: int, stored: Stored, layer, rows: Int[Array, "B n"], first, size: int) -> Stored:
+    """Put `size` slots from slot `first` on of each of a row's n pages side by side: arrays [1, B, ...]."""
+    batch, count = rows.shape
+    flat = jnp.maximum(rows, 0).reshape(-1)  # what stands for a page that is not there is not read
+    spans = packing.spans(stored, page, layer, flat, jnp.broadcast_to(first, flat.shape), size)
+    axis = packing.token_axis
+
+    def join(x: Array) -> Array:
+        apart = jnp.moveaxis(x.reshape(1, batch, count, *x.shape[2:]), 2, axis)
+        return apart.reshape(*apart.shape[:axis], -1, *apart.shape[axis + 2 :])
+
+    return tuple(map(join, spans)) if count > 1 else spans
+
+
+def joined_pages(run: RunLayout, body: dict, layer, pages: Int[Array, "B N"], at, size: int) -> dict:
+    """Cut `size` body tokens of every row, from slot `at` on, out of one layer's pages.
+
+    Args:
+        run: the layer's plan.
+        body: of the run, in pages.
+        layer: its number in the run.
+        pages: of every row.
+        at: the first slot: of a page, or where `size` is a part of a page, of a part.
+        size: tokens, a part of a page or whole pages (`RunLayout.within_pages`).
+
+    Returns:
+        A body of this layer alone, in which every row has `size` slots of its own.
+    """
+    count, part = max(1, size // run.page), min(size, run.page)
+    rows = jax.lax.dynamic_slice_in_dim(pages, floor_divide(at, run.page), count, 1)
+    first = modulo(jnp.asarray(at, jnp.int32), run.page)
+    return {
+        source: {
+            name: _joined(field.packing, run.page, body[source][name], layer, rows, first, part)
+            for name, field in codec.fields.items()
+        }
+        for source, codec in run.wiring.storage.codecs.items()
+    }
+
+
+@jax.jit
+@jax.enable_x64(False)
+def without_pages(cache: Cache) -> Cache:
+    """Give a cache whose rows have bodies of their own, as `init_cache` makes it without `pages=`.
+
+    Args:
+        cache: any; one without pages is given back.
+
+    Returns:
+        A cache of the same tokens and words, which shares no body with `cache`: for `gather`, `save_cache` and whatever
+        else wants rows.
+    """
+    if cache.pages is None:
+        return cache
+    layout, pages = dataclasses.replace(cache.layout, pool=None), cache.pages
+
+    def moved(paged: RunLayout, run: RunLayout, body: dict) -> dict:
+        layers = [joined_pages(paged, body, layer, pages, 0, paged.slots) for layer in range(run.count)]
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *layers)
+        return {
+            source: {
+                # Pages may reach beyond the last block of the capacity, where no token lies.
+                name: codec.fields[name].packing.resized(stored, paged.slots, run.slots)
+                for name, stored in joined[source].items()
+            }
+            for source, codec in run.wiring.storage.codecs.items()
+        }
+
+    plans = zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
+    runs = [state.replace(body=moved(old, new, state.body)) if old.page else state for old, new, state in plans]
+    return cache.replace(runs=tuple(runs), pages=None, layout=layout)
+
+
+# ---- Moving pages, and rows without them ----
+
+
+def _paged_bodies(cache: Cache) -> tuple[dict, ...]:
+    """Give the bodies that lie in pages; an empty one for each run whose body does not."""
+    return tuple(state.body if run.page else {} for run, state in zip(runs_of(cache.layout), cache.runs, strict=True))
+
+
+def without_bodies(cache: Cache) -> Cache:
+    """Give a cache's rows without what lies in pages. It is no cache to attend to until `with_bodies_of`."""
+    runs = zip(runs_of(cache.layout), cache.runs, strict=True)
+    return cache.replace(runs=tuple(state.replace(body={}) if run.page else state for run, state in runs))
+
+
+def with_bodies_of(cache: Cache, other: Cache) -> Cache:
+    """Give a cache's rows the pages of another cache of the same layout. The other one must not be used further where a
+    program is given the result to change in place."""
+    bodies = zip(cache.runs, runs_of(cache.layout), other.runs, strict=True)
+    return cache.replace(
+        runs=tuple(state.replace(body=source.body) if run.page else state for state, run, source in bodies)
+    )
+
+
+def read_page(cache: Cache, page: Int[Array, ""]) -> tuple[dict, ...]:
+    """Copy one page of all layers: for `write_page`."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, page, 1, 1), _paged_bodies(cache))
+
+
+def write_page(cache: Cache, page: Int[Array, ""], content: tuple[dict, ...]) -> Cache:
+    """Put what `read_page` gave, of this cache or one like it, into a page."""
+
+    def put(x: Array, part: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, part, page, 1)
+
+    bodies = jax.tree.map(put, _paged_bodies(cache), content)
+    runs = zip(cache.runs, runs_of(cache.layout), bodies, strict=True)
+    return cache.replace(runs=tuple(state.replace(body=body) if run.page else state for state, run, body in runs))
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def copy_page(cache: Cache, source: Int[Array, ""] | int, target: Int[Array, ""] | int) -> Cache:
+    """Copy page `source` to page `target`, so that a row can go on in it where another one does otherwise.
+
+    Args:
+        cache: donated.
+        source: a page of the pool.
+        target: another one.
+
+    Returns:
+        The cache, whose tables are as they were.
+    """
+    return write_page(cache, jnp.asarray(target), read_page(cache, jnp.asarray(source)))
